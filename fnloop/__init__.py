@@ -1,0 +1,88 @@
+"""fnloop: a training loop for PyTorch that is a functional pipeline of composable step transforms.
+
+    step = pipeline(accumulate(4), clip(1.0))(loss_fn)
+    state = fit(step, TrainState.create(model, optimizer), {"train": train, "valid": valid}, epochs=8)
+    state.history["valid/loss"]
+
+A run is a fold of a *step* over batches. The step is a loss function wrapped in *middleware*; what is carried from batch to
+batch is one immutable record, the *state*; *hooks* are functions of the state, called between updates.
+"""
+
+from fnloop import schedules as schedules
+from fnloop._fit import evaluate as evaluate
+from fnloop._fit import fit as fit
+from fnloop._fit import predict as predict
+from fnloop._fit import run as run
+from fnloop._history import History as History
+from fnloop._history import Record as Record
+from fnloop._metrics import Last as Last
+from fnloop._metrics import Max as Max
+from fnloop._metrics import Mean as Mean
+from fnloop._metrics import Min as Min
+from fnloop._metrics import Sum as Sum
+from fnloop._metrics import from_torchmetrics as from_torchmetrics
+from fnloop._pipeline import pipeline as pipeline
+from fnloop._pipeline import supervised as supervised
+from fnloop._state import RunInfo as RunInfo
+from fnloop._state import StaleStateError as StaleStateError
+from fnloop._state import TrainState as TrainState
+from fnloop._state import snapshot as snapshot
+from fnloop._state import unwrap as unwrap
+from fnloop._types import Middleware as Middleware
+from fnloop._types import Output as Output
+from fnloop.hooks._early_stop import early_stop as early_stop
+from fnloop.hooks._early_stop import halt_on_nonfinite as halt_on_nonfinite
+from fnloop.hooks._every import every as every
+from fnloop.hooks._every import once as once
+from fnloop.hooks._every import when as when
+from fnloop.hooks._progress import progress as progress
+from fnloop.middleware._accumulate import accumulate as accumulate
+from fnloop.middleware._amp import amp as amp
+from fnloop.middleware._clip import clip as clip
+from fnloop.middleware._clip import clip_value as clip_value
+from fnloop.middleware._metric import metric as metric
+from fnloop.middleware._schedule import schedule as schedule
+from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
+
+from fnloop._types import middleware as middleware  # isort: skip  # behind the package of that name, to win over it
+
+__all__ = [
+    "accumulate",
+    "amp",
+    "clip",
+    "clip_value",
+    "early_stop",
+    "evaluate",
+    "every",
+    "fit",
+    "from_torchmetrics",
+    "halt_on_nonfinite",
+    "History",
+    "Last",
+    "Max",
+    "Mean",
+    "metric",
+    "middleware",
+    "Middleware",
+    "Min",
+    "once",
+    "Output",
+    "pipeline",
+    "predict",
+    "progress",
+    "Record",
+    "run",
+    "RunInfo",
+    "schedule",
+    "schedules",
+    "snapshot",
+    "StaleStateError",
+    "Sum",
+    "supervised",
+    "torch_scheduler",
+    "TrainState",
+    "unwrap",
+    "when",
+]
+
+__version__ = "0.1.0"

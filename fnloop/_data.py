@@ -1,0 +1,272 @@
+"""Data: order as a function of (seed, epoch), position, windows, placement.
+
+A map-style ``DataLoader`` is read by its parts: its sampler says which samples, and each batch of indices travels to the
+worker (or to this process) together with the seed that its randomness starts from. So shuffling and random augmentation
+are a function of (seed, epoch, position), whatever the number of workers, and what was consumed already is skipped by
+its index, not by loading it. Any other iterable is iterated; to go on in the middle of it, it is consumed up to there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from toolz import partition_all
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from fnloop._backend import needs_placing, place
+from fnloop._rng import FETCH, ORDER, fold_in, own_generator, positioner
+
+__all__ = ["Loaders", "Source", "length_of", "open_source", "read_loaders", "updates_in", "windows"]
+
+_CPU = torch.device("cpu")
+_TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_END = object()
+
+
+class Loaders(NamedTuple):
+    """The loaders of a run, told apart."""
+
+    train: Any
+    evaluated: dict[str, Any]
+
+
+def read_loaders(loaders: Any) -> Loaders:
+    """Tell the training loader from those that are evaluated.
+
+    Args:
+        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable of batches.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: there is no "train", or a name has a slash.
+    """
+    if isinstance(loaders, Mapping):
+        if "train" not in loaders:
+            raise ValueError(f'the loaders need one named "train" to train on; got {list(loaders)}')
+        evaluated = {name: loader for name, loader in loaders.items() if name != "train"}
+        for name in evaluated:
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ValueError(f"a loader's name is the prefix of its metrics: a str without a slash; got {name!r}")
+    elif isinstance(loaders, tuple) and len(loaders) == 2:
+        train, valid = loaders
+        if isinstance(train, Tensor) or isinstance(valid, Tensor):
+            raise TypeError(
+                "a pair of loaders is (train, valid), each an iterable of batches; got a pair of tensors, which looks like one "
+                "batch. To train on this batch alone, write fit(step, state, [batch])."
+            )
+        loaders, evaluated = {"train": train}, {} if valid is None else {"valid": valid}
+    else:
+        loaders, evaluated = {"train": loaders}, {}
+    for name, loader in {"train": loaders["train"], **evaluated}.items():
+        check_loader(loader, name)
+    return Loaders(loaders["train"], evaluated)
+
+
+def check_loader(loader: Any, name: str) -> None:
+    """Raise TypeError unless batches can be had from a loader."""
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if isinstance(loader, str | bytes) or not (iterable or callable(loader)):
+        raise TypeError(
+            f"the {name} loader must be an iterable of batches (a DataLoader, a list, ...) or a function that returns one; "
+            f"got {loader!r:.80} ({type(loader).__name__})"
+        )
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches, or None if it isn't known before the end."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class Source(NamedTuple):
+    """A loader opened for a run."""
+
+    batches: Callable[[int, int], Iterator[Any]]  # (epoch, start) -> the batches of that epoch from that position
+    length: int | None
+
+
+def open_source(loader: Any, seed: int) -> Source:
+    """Open a loader, so that what it yields is a function of the seed, the epoch and the position.
+
+    Args:
+        loader: any iterable of batches, or a function that returns one.
+        seed: the run's.
+    """
+    if isinstance(loader, list | tuple):  # nothing to position: no code runs
+        return Source(lambda epoch, start: itertools.islice(loader, start, None), len(loader))
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if plain and not isinstance(loader.dataset, IterableDataset):
+        return Source(lambda epoch, start: _map_style(loader, seed, epoch, start), length_of(loader))
+    return Source(lambda epoch, start: _iterated(loader, seed, epoch, start), length_of(loader))
+
+
+def windows(source: Source, epoch: int, start: int, window: int, device: torch.device) -> Iterator[Any]:
+    """Yield what one call of a step takes: a batch, or a tuple of up to ``window`` batches, on the device."""
+    batches = source.batches(epoch, start)
+    if needs_placing(device):
+        batches = (place(batch, device) for batch in batches)
+    return iter(batches) if window == 1 else partition_all(window, batches)
+
+
+# --- iterables ---------------------------------------------------------------------------------------------------------
+
+
+def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
+    position = positioner(_CPU)
+    _tell_epoch(epoch, loader, getattr(loader, "dataset", None))
+    order = fold_in(seed, ORDER, epoch)
+    with own_generator(loader, order):
+        position(order)
+        iterable = loader if hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") else loader()
+        batches = iter(iterable)
+    if start and batches is loader:
+        raise ValueError(
+            f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "
+            f"function that makes it (fit(step, state, lambda: batches(...)))"
+        )
+    seed = fold_in(seed, FETCH, epoch)
+    for place_in_epoch in itertools.count():
+        position(fold_in(seed, place_in_epoch))
+        batch = next(batches, _END)
+        if batch is _END:
+            return
+        if place_in_epoch >= start:
+            yield batch
+
+
+def _tell_epoch(epoch: int, *owners: Any) -> None:
+    for owner in owners:
+        if hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
+
+
+# --- map-style loaders ---------------------------------------------------------------------------------------------------
+
+
+class _Ticket(NamedTuple):
+    """What a worker needs to make a batch that depends on nothing else."""
+
+    seed: int
+    index: Any  # of one sample, or a list of them
+
+
+class _Fetch(torch.utils.data.Dataset):
+    """A dataset of batches: item ``ticket`` is the batch of those samples, drawn with that seed."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
+        self.dataset, self.collate, self.batched = dataset, collate, batched
+        self.together = batched and getattr(dataset, "__getitems__", None) is not None
+
+    def __getitem__(self, ticket: _Ticket) -> Any:
+        _position_here(ticket.seed)
+        if self.together:
+            return self.collate(self.dataset.__getitems__(ticket.index))
+        if self.batched:
+            return self.collate([self.dataset[i] for i in ticket.index])
+        return self.collate(self.dataset[ticket.index])
+
+    def __getattr__(self, name: str) -> Any:  # a worker_init_fn may look at get_worker_info().dataset
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+_position_here = positioner(_CPU)
+
+
+def _map_style(loader: DataLoader, seed: int, epoch: int, start: int) -> Iterator[Any]:
+    seeds = fold_in(seed, FETCH, epoch)
+    order = itertools.islice(_order(loader, fold_in(seed, ORDER, epoch), epoch), start, None)
+    tickets = (_Ticket(fold_in(seeds, n), index) for n, index in enumerate(order, start))
+    if loader.num_workers:
+        yield from _with_workers(loader, tickets)
+    else:
+        fetch = _Fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+        for ticket in tickets:
+            yield fetch[ticket]
+
+
+def _order(loader: DataLoader, seed: int, epoch: int) -> Iterator[Any]:
+    """Yield what the loader's sampler yields, drawn from a generator of its own."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    inner = getattr(sampler, "sampler", sampler)
+    _tell_epoch(epoch, loader.dataset, *{id(s): s for s in (sampler, inner)}.values())
+    draws_globally = type(inner) not in _TORCH_SAMPLERS or type(sampler) not in (BatchSampler, *_TORCH_SAMPLERS)
+    with own_generator(inner, seed), own_generator(sampler, seed):
+        _position_here(seed)
+        indices = iter(sampler)
+        index = next(indices, _END)  # torch's samplers take their generator when the first index is asked for
+    for n in itertools.count():
+        if index is _END:
+            return
+        yield index
+        if draws_globally:
+            _position_here(fold_in(seed, n))
+        index = next(indices, _END)
+
+
+class _Tickets:
+    """The sampler of a loader with workers: whatever the epoch is to yield."""
+
+    def __init__(self) -> None:
+        self.next: Iterator[_Ticket] = iter(())
+
+    def __iter__(self) -> Iterator[_Ticket]:
+        return self.next
+
+    def __len__(self) -> int:
+        raise TypeError("the number of tickets isn't known")
+
+
+_pools: weakref.WeakKeyDictionary[DataLoader, tuple[DataLoader, _Tickets]] = weakref.WeakKeyDictionary()
+
+
+def _with_workers(loader: DataLoader, tickets: Iterator[_Ticket]) -> Iterator[Any]:
+    """Let the loader's workers make the batches of the tickets. Persistent workers live as long as the loader."""
+    pool, sampler = _pools.get(loader) or (None, _Tickets())
+    if pool is None:
+        pool = DataLoader(
+            _Fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None),
+            batch_size=None,
+            sampler=sampler,  # type: ignore[arg-type]
+            collate_fn=_as_it_is,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator().manual_seed(0),  # the workers' first seed; each ticket brings its own
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            in_order=loader.in_order,
+        )
+        if loader.persistent_workers:
+            _pools[loader] = pool, sampler
+    sampler.next = tickets
+    return iter(pool)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def updates_in(batches: int | None, window: int) -> int | None:
+    """Return how many windows a number of batches makes."""
+    return None if batches is None else math.ceil(batches / window)
+

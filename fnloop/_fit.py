@@ -1,0 +1,443 @@
+"""Runs: a fold of a step over batches. The story, top to bottom.
+
+    position the generators -> step -> fetch the next window -> end of the epoch? -> evaluation, if due -> record -> hooks
+
+The next window is fetched while the device still works on the step, and tells whether the epoch is over. A boundary is the
+moment behind an update; hooks and evaluation happen there and nowhere else, so there is no half-done state to be in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
+from fnloop._history import Record
+from fnloop._metrics import absorb, absorb_loss, read
+from fnloop._pipeline import PipelineStep, consume, evaluating
+from fnloop._rng import COMPUTE, fold_in, isolated, positioner
+from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh
+from fnloop._types import Batch, Metric, Middleware, name_of
+from fnloop.hooks._early_stop import halt_on_nonfinite
+from fnloop.hooks._every import Hook, every
+from fnloop.hooks._progress import progress
+
+__all__ = ["evaluate", "fit", "predict", "run"]
+
+_log = logging.getLogger("fnloop")
+_END = object()
+INTERRUPTED = "interrupted"
+
+
+def fit(
+    step: PipelineStep,
+    state: TrainState,
+    loaders: Any,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    hooks: Sequence[Hook] | None = None,
+    evaluate_every: Any = every(epochs=1),
+) -> TrainState:
+    """Train: fold a step over batches until a target is reached.
+
+    Args:
+        step: what ``pipeline(...)(loss_fn)`` returns.
+        state: the newest state; use what ``fit`` returns from here on.
+        loaders: a mapping with "train" and any others, each of which is evaluated and gives the prefix of its metrics; a
+            pair ``(train, valid)``; or one iterable of batches. A loader is a DataLoader, a list, any other iterable, or a
+            function that returns one. The order of a shuffling map-style DataLoader is a function of (seed, epoch).
+        epochs: train until ``state.epoch`` is this; absolute, so that a second call with it does nothing.
+        steps: train until ``state.step`` is this; absolute. The smaller of the two wins. With neither, one pass: to the end
+            of the running epoch, or one epoch more.
+        hooks: functions ``state -> state``, called in this order behind every update (and the evaluation there, if one is
+            due); ``every(epochs=1)(hook)`` makes one rarer. None is ``(progress(), halt_on_nonfinite())``.
+        evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``, ``when(predicate)``,
+            or None for never. A record is appended to the history then, and at every end of an epoch.
+
+    Returns:
+        The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted" after
+        Ctrl-C, which ends the run behind the running update. The model keeps its training flags, except that one in
+        evaluation mode as a whole is put into training mode.
+
+    Raises:
+        StaleStateError: the state has been advanced already.
+        TypeError, ValueError: an argument is not what it should be.
+        Exception: whatever the loss function, a loader or a hook raises, with a note of where in the run it happened, and
+            with the last consistent state as its attribute ``state``.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)]
+        >>> state = fit(fl.pipeline(fl.accumulate(2))(toy_loss), toy(lr=1.0), batches, hooks=())
+        >>> state.model.w.item(), state.step, state.epoch           # 1.5 + 3.5 + 5
+        (-10.0, 3, 1)
+    """
+    __tracebackhide__ = True
+    try:
+        for state in run(  # noqa: B020, B007
+            step, state, loaders, epochs=epochs, steps=steps, hooks=hooks, evaluate_every=evaluate_every
+        ):
+            pass
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "state"):
+            raise error.__cause__ from None  # Python turns a StopIteration that leaves a generator into a RuntimeError
+        raise
+    return state
+
+
+def run(
+    step: PipelineStep,
+    state: TrainState,
+    loaders: Any,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    hooks: Sequence[Hook] | None = None,
+    evaluate_every: Any = every(epochs=1),
+) -> Iterator[TrainState]:
+    """Train as :func:`fit` does, yielding the state after every epoch and at the end.
+
+    Args:
+        step, state, loaders, epochs, steps, hooks, evaluate_every: as in :func:`fit`.
+
+    Returns:
+        An iterator of states. Each belongs to the run until the next is asked for: evaluate it, snapshot it, or leave.
+
+    Raises:
+        StaleStateError, TypeError, ValueError: as :func:`fit`, at once.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> [s.model.w.item() for s in run(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 2, epochs=3, hooks=())]
+        [-2.0, -4.0, -6.0]
+    """
+    _check_step(step, "fit")
+    check_fresh(state)
+    found = read_loaders(loaders)
+    for name, target in (("epochs", epochs), ("steps", steps)):
+        if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
+            raise ValueError(f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}")
+    hooks = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
+    if evaluate_every is not None and not hasattr(evaluate_every, "due"):
+        raise TypeError(f"fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got {evaluate_every!r}")
+    if epochs is None and steps is None:
+        epochs = state.epoch + 1
+    return _run(step, state, found, epochs, steps, hooks, evaluate_every)
+
+
+def _run(
+    step: PipelineStep,
+    state: TrainState,
+    loaders: Loaders,
+    epochs: int | None,
+    steps: int | None,
+    hooks: Sequence[Hook],
+    evaluate_every: Any,
+) -> Iterator[TrainState]:
+    __tracebackhide__ = True
+    if state.stop == INTERRUPTED:
+        state = attrs.evolve(state, stop=None)
+    if state.stop is not None or _reached(state, epochs, steps):
+        _log.warning(_nothing_to_do(state, epochs, steps))
+        return
+
+    source = open_source(loaders.train, state.seed)
+    evaluated = {name: open_source(loader, state.seed) for name, loader in loaders.evaluated.items()}
+    info = _run_info(state, source, step.window, epochs, steps, tuple(evaluated))
+    for part in (evaluate_every, *hooks):
+        if hasattr(part, "check"):
+            part.check(info)
+    if not state.model.training:
+        _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
+        state.model.train()
+    for p in state.model.parameters():
+        p.grad = None  # whatever was there is not of this run
+    state = step.meet(attrs.evolve(state, run=info))
+
+    train, window, device = step.train, step.window, state.backend.device
+    position = positioner(device)
+    started = time.monotonic() - (state.history[-1].seconds if state.history else 0.0)
+    where = ""  # what is going on, to say where an exception came from; empty: the step, whose layers say it themselves
+    try:
+        while True:
+            with isolated(device), _interruptible() as interrupt:
+                seed = fold_in(state.seed, COMPUTE, state.epoch)
+                where = "the training loader, train"
+                feed = windows(source, state.epoch, state.batch, window, device)
+                batch = next(feed, _END)
+                if batch is _END:
+                    raise ValueError(_no_batches(state))
+                try:
+                    while batch is not _END:
+                        position(fold_in(seed, state.batch))
+                        where = ""
+                        new, out = train(state, batch)
+                        state = consume(new, out, 1 if window == 1 else len(batch))
+                        where = "the training loader, train"
+                        batch = next(feed, _END)
+
+                        metrics = state.metrics
+                        if batch is _END:
+                            state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, metrics={}, news=state.news | {EPOCH})
+                        due = evaluate_every is not None and evaluate_every.due(state)
+                        if due or batch is _END:
+                            report = {f"train/{name}": metric for name, metric in metrics.items()}
+                            for name in evaluated if due else ():
+                                where = name
+                                found = _measure(step, state, evaluated[name])
+                                report.update({f"{name}/{metric}": value for metric, value in found.items()})
+                            state = _recorded(state, read(report), time.monotonic() - started)
+                        if interrupt.pending:
+                            state = attrs.evolve(state, stop=INTERRUPTED)
+                        for hook in hooks:
+                            where = f"{name_of(hook)}, hooks"
+                            state = _called(hook, state)
+                        if state.stop is not None or _reached(state, epochs, steps):
+                            break
+                except KeyboardInterrupt:
+                    if interrupt.pending:
+                        raise  # the second one
+                    state = attrs.evolve(state, stop=INTERRUPTED)
+            yield attrs.evolve(state, run=None)
+            check_fresh(state)  # whoever got it may have used it up
+            if state.stop is not None or _reached(state, epochs, steps):
+                return
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        _explain(error, state, step, where)
+        raise
+    finally:
+        for hook in hooks:
+            if hasattr(hook, "close"):
+                hook.close()  # type: ignore[attr-defined]
+
+
+# --- the parts of a run --------------------------------------------------------------------------------------------------
+
+
+def _reached(state: TrainState, epochs: int | None, steps: int | None) -> bool:
+    return (epochs is not None and state.epoch >= epochs) or (steps is not None and state.step >= steps)
+
+
+def _run_info(
+    state: TrainState, source: Source, window: int, epochs: int | None, steps: int | None, evaluated: tuple[str, ...]
+) -> RunInfo:
+    per_epoch = updates_in(source.length, window)
+    total = steps
+    if epochs is not None and per_epoch is not None:
+        left = (epochs - state.epoch) * per_epoch - (updates_in(state.batch, window) or 0)
+        total = state.step + state.skipped + left  # as if nothing had been skipped: the same total when it is resumed
+        total = total if steps is None else min(total, steps)
+    return RunInfo(epochs, total, per_epoch, source.length, window, evaluated)
+
+
+def _recorded(state: TrainState, metrics: Mapping[str, float], seconds: float) -> TrainState:
+    history = state.history.append(Record(state.epoch, state.step, metrics, seconds))
+    return attrs.evolve(state, history=history, news=state.news | {RECORD})
+
+
+def _called(hook: Hook, state: TrainState) -> TrainState:
+    new = hook(state)
+    if not isinstance(new, TrainState):
+        raise TypeError(f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did you forget 'return state'?")
+    return new
+
+
+def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str, Metric]:
+    """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
+    metrics: dict[str, Metric] = {}
+    device = state.backend.device
+    positioner(device)(fold_in(state.seed, COMPUTE))
+    with evaluating(state.model):
+        for batch in windows(source, 0, 0, 1, device):
+            _, out = step.forward(state, batch)
+            metrics = absorb(metrics, out.metrics) if out.metrics else metrics
+            metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+    if not metrics:
+        raise ValueError("the loader to evaluate gave no batch")
+    return {"loss": metrics.pop("loss"), **metrics}
+
+
+class _Interrupt:
+    """Whether Ctrl-C was pressed. The first one is noted, the second one raises."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        if self.pending:
+            raise KeyboardInterrupt
+        self.pending = True
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[_Interrupt]:
+    """Note Ctrl-C instead of raising it, where it would raise."""
+    interrupt = _Interrupt()
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupt
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: str) -> None:
+    """Say where in the run an exception happened, and attach the last consistent state."""
+    layer, trace = "", error.__traceback__
+    while trace is not None:
+        layer = step.layers.get(trace.tb_frame.f_code, layer)  # the innermost one wins
+        trace = trace.tb_next
+    where = ", ".join(part for part in (layer, where) if part) if where in state_loaders(state) else where
+    where = where or f"{layer or 'the step'}, train"
+    error.add_note(f"while in {where}, epoch {state.epoch}, batch {state.batch}, step {state.step}")
+    with contextlib.suppress(AttributeError):
+        error.state = attrs.evolve(state, run=None)  # type: ignore[attr-defined]
+
+
+def state_loaders(state: TrainState) -> tuple[str, ...]:
+    return state.run.evaluated if state.run else ()
+
+
+def _no_batches(state: TrainState) -> str:
+    if state.batch:
+        return f"the training loader gave no batch behind the first {state.batch} of epoch {state.epoch}: it is shorter than the one before"
+    again = " An iterator can be read once: pass a list, or a function that makes one." if state.epoch else ""
+    return f"the training loader gave no batch in epoch {state.epoch}.{again}"
+
+
+def _nothing_to_do(state: TrainState, epochs: int | None, steps: int | None) -> str:
+    if state.stop is not None:
+        return f"fit: this run was stopped ({state.stop}); to go on all the same, pass attrs.evolve(state, stop=None)"
+    targets = [f"{name}={target}" for name, target in (("epochs", epochs), ("steps", steps)) if target is not None]
+    return (
+        f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}, and the target is {', '.join(targets)} "
+        f"(targets are absolute; raise one to go on)"
+    )
+
+
+def _check_step(step: Any, caller: str) -> None:
+    if isinstance(step, PipelineStep):
+        return
+    name = name_of(step)
+    if isinstance(step, TrainState):
+        hint = f"The step comes first: {caller}(step, state, ...)"
+    elif isinstance(step, Middleware):
+        hint = f"Write pipeline({name})(loss_fn)"
+    elif callable(step) and not isinstance(step, torch.nn.Module):
+        hint = f"If {name} is a loss function, write {caller}(pipeline()({name}), ...)"
+    else:
+        hint = "Write pipeline()(loss_fn)"
+    raise TypeError(f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} ({type(step).__name__}). {hint}")
+
+
+def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
+    if callable(hooks) or not isinstance(hooks, Sequence):
+        raise TypeError(f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}")
+    for hook in hooks:
+        if isinstance(hook, type) or not callable(hook):
+            call = f" Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
+            raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}.{call}")
+        with contextlib.suppress(ValueError):  # a builtin without a signature
+            try:
+                inspect.signature(hook).bind(None)
+            except TypeError as error:
+                raise TypeError(f"a hook takes the state and nothing else, but {name_of(hook)} takes {inspect.signature(hook)}") from error
+    return tuple(hooks)
+
+
+# --- evaluation and prediction -------------------------------------------------------------------------------------------
+
+
+def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, float]:
+    """Evaluate a loader: the step's pipeline cut after its forward ring, over every batch, once.
+
+    Nothing is touched: no parameter, no generator, no history, no submodule's training flag.
+
+    Args:
+        step: what ``pipeline(...)(loss_fn)`` returns.
+        state: the newest state.
+        loader: an iterable of batches, or a function that returns one.
+
+    Returns:
+        Name to value: "loss", and the metrics.
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        ValueError: the loader gave no batch.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> evaluate(fl.pipeline()(toy_loss), toy(w=1.0), [torch.tensor([1.0, 2.0]), torch.tensor([6.0])])
+        {'loss': 3.0}
+    """
+    __tracebackhide__ = True
+    _check_step(step, "evaluate")
+    check_fresh(state)
+    check_loader(loader, "evaluation")
+    with isolated(state.backend.device):
+        return read(_measure(step, step.meet(state), open_source(loader, state.seed)))
+
+
+def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:
+    """Apply a function to every batch, lazily and in order, without gradients and in evaluation mode.
+
+    Between two results the model's training flags and the generators are the caller's.
+
+    Args:
+        fn: ``(model, batch) -> anything``.
+        state: the newest state; it must stay so while results are taken.
+        loader: an iterable of batches, or a function that returns one.
+
+    Returns:
+        An iterator of what ``fn`` returns.
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        TypeError: ``fn`` is no function.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> list(predict(lambda model, batch: (model.w * batch).tolist(), toy(w=2.0), [torch.ones(2), torch.ones(1)]))
+        [[2.0, 2.0], [2.0]]
+    """
+    if not callable(fn) or isinstance(fn, TrainState | PipelineStep):
+        raise TypeError(f"predict expects a function (model, batch) -> anything first; got {name_of(fn)}. Write predict(lambda model, batch: model(batch), state, loader)")
+    check_fresh(state)
+    check_loader(loader, "prediction")
+    return _predict(fn, state, loader)
+
+
+def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:
+    __tracebackhide__ = True
+    device = state.backend.device
+    batches = windows(open_source(loader, state.seed), 0, 0, 1, device)
+    position, seed = positioner(device), fold_in(state.seed, COMPUTE)
+    n = 0
+    while True:
+        check_fresh(state)
+        with isolated(device), evaluating(state.model):
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            position(fold_in(seed, n))
+            result = fn(state.model, batch)
+        yield result
+        n += 1

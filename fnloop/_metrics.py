@@ -1,0 +1,300 @@
+"""Metrics as monoids: made for a batch, combined over batches, windows and processes, computed once.
+
+Values stay on the device until somebody reads a report: :func:`read` fetches all of them in one transfer.
+``combine`` is pure. The running reduction of an epoch, which only the newest state owns, uses :func:`absorb`, which adds
+into the tensors it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fnloop._types import Batch, Metric, name_of
+
+__all__ = ["Last", "Max", "Mean", "Min", "Sum", "absorb", "absorb_loss", "from_torchmetrics", "read"]
+
+Number = float | Tensor
+
+
+def _wide(value: Number) -> Number:
+    """Return a copy to sum in: float64 where the device has it."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return value.clone() if value.device.type == "mps" else value.to(torch.float64, copy=True)
+
+
+@attrs.frozen(eq=False)
+class Mean:
+    """A weighted mean: ``total / weight``, exact over batches of any size.
+
+    Args:
+        total: the sum of value × weight, a float or a scalar tensor.
+        weight: the sum of weights, a number or a scalar tensor.
+
+    Example:
+        >>> Mean(6.0, 2).combine(Mean(2.0, 2)).compute()
+        2.0
+    """
+
+    total: Number
+    weight: Number
+
+    def combine(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def compute(self) -> float:
+        total, weight = float(self.total), float(self.weight)
+        return total / weight if weight else math.nan
+
+    def absorb(self, other: Mean) -> Mean:
+        """Combine into the tensor of this one, which must be this one's own."""
+        if isinstance(self.total, Tensor):
+            return Mean(self.total.add_(other.total), self.weight + other.weight)
+        return self.combine(other)
+
+    def own(self) -> Mean:
+        """Return one whose total is its own and wide enough to sum in."""
+        return Mean(_wide(self.total), self.weight)
+
+
+def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number) -> Number:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        like = a if isinstance(a, Tensor) else b
+        return choose_tensors(torch.as_tensor(a, device=like.device), torch.as_tensor(b, device=like.device))
+    return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
+
+
+@attrs.frozen(eq=False)
+class Sum:
+    """A sum.
+
+    Example:
+        >>> Sum(3).combine(Sum(4)).compute()
+        7.0
+    """
+
+    value: Number
+
+    def combine(self, other: Sum) -> Sum:
+        return Sum(self.value + other.value)
+
+    def compute(self) -> float:
+        return float(self.value)
+
+    def absorb(self, other: Sum) -> Sum:
+        return Sum(self.value.add_(other.value)) if isinstance(self.value, Tensor) else self.combine(other)
+
+    def own(self) -> Sum:
+        return Sum(_wide(self.value))
+
+
+@attrs.frozen(eq=False)
+class Min:
+    """The smallest; NaN if there is one.
+
+    Example:
+        >>> Min(3).combine(Min(4)).compute()
+        3.0
+    """
+
+    value: Number
+
+    def combine(self, other: Min) -> Min:
+        return Min(_of_numbers(min, torch.minimum, self.value, other.value))
+
+    def compute(self) -> float:
+        return float(self.value)
+
+
+@attrs.frozen(eq=False)
+class Max:
+    """The largest; NaN if there is one.
+
+    Example:
+        >>> Max(3).combine(Max(4)).compute()
+        4.0
+    """
+
+    value: Number
+
+    def combine(self, other: Max) -> Max:
+        return Max(_of_numbers(max, torch.maximum, self.value, other.value))
+
+    def compute(self) -> float:
+        return float(self.value)
+
+
+@attrs.frozen(eq=False)
+class Last:
+    """The newest.
+
+    Example:
+        >>> Last(3).combine(Last(4)).compute()
+        4.0
+    """
+
+    value: Number
+
+    def combine(self, other: Last) -> Last:
+        return other
+
+    def compute(self) -> float:
+        return float(self.value)
+
+
+def absorb(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Combine ``new`` into ``running``, in place where a metric can; ``running`` must not be used afterwards."""
+    merged = dict(running)
+    for name, metric in new.items():
+        so_far = merged.get(name)
+        if so_far is None:
+            merged[name] = metric.own() if hasattr(metric, "own") else metric
+        else:
+            merged[name] = so_far.absorb(metric) if hasattr(so_far, "absorb") else so_far.combine(metric)
+    return merged
+
+
+def absorb_loss(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
+    """Add a batch's mean loss to a running mean, with one kernel where the weight is a number."""
+    if running is None:
+        return Mean(_wide(loss).mul_(weight), weight)
+    if isinstance(weight, Tensor):
+        return Mean(running.total.add_(loss * weight), running.weight + weight)
+    return Mean(running.total.add_(loss, alpha=weight), running.weight + weight)
+
+
+def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Compute every metric, fetching from the device once.
+
+    Args:
+        metrics: name to metric.
+
+    Returns:
+        Name to float.
+
+    Example:
+        >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
+        {'loss': 3.0, 'n': 2.0}
+    """
+    plain = {k: m for k, m in metrics.items() if isinstance(m, Mean | Sum | Min | Max | Last)}
+    cells = [(k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)]
+    if cells:
+        home = cells[0][2].device
+        dtype = torch.float32 if home.type == "mps" else torch.float64
+        numbers = torch.stack([v.detach().to(home, dtype) for _, _, v in cells]).tolist()  # the one host read of a report
+        for (name, field, _), number in zip(cells, numbers, strict=True):
+            plain[name] = attrs.evolve(plain[name], **{field: number})
+    return {name: plain.get(name, metric).compute() for name, metric in metrics.items()}
+
+
+@attrs.frozen(eq=False)
+class TorchMetric:
+    """A torchmetrics metric as a monoid: what was seen is either inputs that wait, or a metric object of its own."""
+
+    template: Any  # a torchmetrics.Metric, never updated
+    inputs: tuple[tuple[Any, ...], ...] = ()  # arguments of the updates still to be made
+    seen: Any = None  # a torchmetrics.Metric that has been updated with what came before, owned by this record
+
+    def combine(self, other: TorchMetric) -> TorchMetric:
+        if self.seen is None and other.seen is None:
+            return attrs.evolve(self, inputs=self.inputs + other.inputs)
+        return attrs.evolve(self.own(), seen=copy.deepcopy(self.own().seen)).absorb(other)
+
+    def own(self) -> TorchMetric:
+        """Return one whose inputs have all gone into an object of its own."""
+        if self.seen is not None and not self.inputs:
+            return self
+        seen = copy.deepcopy(self.seen if self.seen is not None else self.template)
+        if self.seen is None:
+            seen.reset()
+        return TorchMetric(self.template, seen=_update(seen, self.inputs))
+
+    def absorb(self, other: TorchMetric) -> TorchMetric:
+        """Combine into the object of this one, in place."""
+        mine = self.own()
+        if other.seen is not None:
+            _merge(mine.seen, other.seen)
+        _update(mine.seen, other.inputs)
+        return mine
+
+    def compute(self) -> float:
+        value = self.own().seen.compute()
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"a metric of a run is one number, but {self.template!r} computes {shape}. Choose a reduction in it, "
+                f'such as average="macro", or give one metric per number.'
+            )
+        return float(value)
+
+
+def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
+    for arguments in inputs:
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.device != metric.device:
+                metric.to(argument.device)
+        metric.update(*arguments)
+    return metric
+
+
+def _merge(metric: Any, other: Any) -> None:
+    try:
+        metric.merge_state(other)
+    except RuntimeError as error:
+        error.add_note(f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process")
+        raise
+
+
+@attrs.frozen(repr=False)
+class from_torchmetrics:
+    """A metric function from a torchmetrics metric, for ``metric(name=...)``.
+
+    Right for metrics that are no mean over batches (F1, AUROC, ...): the metric sees every batch and is computed once.
+    The object that is given is a template: it is copied, never updated. Its argument checks read from the device;
+    ``validate_args=False`` keeps a step free of host reads.
+
+    Args:
+        metric: a ``torchmetrics.Metric`` that computes one number.
+        inputs: ``(aux, batch) -> arguments of metric.update``, a tuple.
+
+    Returns:
+        A function ``(aux, batch) -> Metric``.
+
+    Raises:
+        ImportError: torchmetrics is not installed (the extra ``fnloop[torchmetrics]``).
+        TypeError: ``metric`` is no torchmetrics metric.
+
+    Example:
+        >>> from torchmetrics.classification import MulticlassF1Score
+        >>> f1 = from_torchmetrics(MulticlassF1Score(3), lambda aux, batch: (aux["output"], batch[1]))
+        >>> f1({"output": torch.eye(3)}, (None, torch.arange(3))).compute()
+        1.0
+    """
+
+    metric: Any
+    inputs: Callable[[Mapping[str, Any], Batch], tuple[Any, ...]]
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            from torchmetrics import Metric as Torchmetric
+        except ImportError as error:
+            raise ImportError("from_torchmetrics needs torchmetrics: pip install 'fnloop[torchmetrics]'") from error
+        if not isinstance(self.metric, Torchmetric):
+            raise TypeError(f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {self.metric!r}")
+
+    def __repr__(self) -> str:
+        return f"from_torchmetrics({self.metric!r}, {name_of(self.inputs)})"
+
+    def __call__(self, aux: Mapping[str, Any], batch: Batch) -> TorchMetric:
+        arguments = self.inputs(aux, batch)
+        if not isinstance(arguments, tuple):
+            raise TypeError(f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}")
+        return TorchMetric(self.metric, (tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments),))

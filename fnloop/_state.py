@@ -1,0 +1,259 @@
+"""The state of a run: one frozen record, carried from batch to batch.
+
+Counters and history are values. The module, the optimizer and every tensor are *handles*: the newest state owns them
+and a step updates them in place, as buffer donation does in JAX. A state that has been advanced can't be used again by
+mistake (:class:`StaleStateError`); :func:`snapshot` makes an independent copy to go back to, to fork or to compare.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+from torch.optim import Optimizer
+
+from fnloop._backend import Backend, local
+from fnloop._history import History
+from fnloop._rng import SEED_BITS, new_seed
+from fnloop._types import Metric
+
+__all__ = [
+    "EPOCH", "RECORD", "UPDATE",
+    "RunInfo", "StaleStateError", "TrainState",
+    "advance", "check_fresh", "count", "parameters", "put", "snapshot", "unwrap",
+]  # fmt: skip
+
+UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
+_NOTHING: frozenset[str] = frozenset()
+_UPDATED = frozenset({UPDATE})
+
+
+class StaleStateError(RuntimeError):
+    """A state was used after it had been advanced: its model and optimizer belong to a newer one."""
+
+
+@attrs.frozen
+class RunInfo:
+    """Facts about the current run, fixed when it starts.
+
+    Args:
+        epochs: the target for ``state.epoch``, or None.
+        total_steps: the updates that ``state.step`` will have counted at the end, or None if it can't be known.
+        steps_per_epoch: updates in an epoch, or None if the training loader has no length.
+        batches_per_epoch: batches in an epoch, or None.
+        window: batches per update.
+        evaluated: the names of the loaders that are evaluated.
+    """
+
+    epochs: int | None = None
+    total_steps: int | None = None
+    steps_per_epoch: int | None = None
+    batches_per_epoch: int | None = None
+    window: int = 1
+    evaluated: tuple[str, ...] = ()
+
+
+class _Lease:
+    """Who owns the handles: the states whose turn it is."""
+
+    __slots__ = ("turn",)
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+
+@attrs.frozen(eq=False, repr=False)
+class TrainState:
+    """Everything that a run depends on. Make one with :meth:`create`.
+
+    Change a value with ``attrs.evolve(state, stop=None)``. The model, the optimizer and the tensors in ``slots`` and
+    ``metrics`` are handles, owned by the newest state.
+
+    Args:
+        model: the module.
+        optimizer: its optimizer.
+        step: updates applied, ever.
+        epoch: epochs completed.
+        batch: batches consumed of the running epoch.
+        skipped: updates left out, ever (an fp16 overflow, a guard).
+        seed: what the order of the data and every draw of the run are a function of, with the counters.
+        slots: what middleware keep, by name.
+        metrics: the running reduction of this epoch.
+        history: the records so far.
+        run: facts about the current run; None outside one.
+        stop: why the run ended early, or None.
+        backend: device and processes.
+        news: what the last boundary brought: "update" (one was applied, not skipped), "epoch" (one was completed),
+            "record" (one was appended to the history). Hooks decide by it.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    skipped: int = 0
+    seed: int = 0
+    slots: Mapping[str, Any] = attrs.field(factory=dict)
+    metrics: Mapping[str, Metric] = attrs.field(factory=dict)
+    history: History = attrs.field(factory=History)
+    run: RunInfo | None = None
+    stop: str | None = None
+    backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
+    news: frozenset[str] = _NOTHING
+    _lease: _Lease = attrs.field(factory=_Lease)
+    _turn: int = 0
+
+    @classmethod
+    def create(
+        cls, model: nn.Module, optimizer: Optimizer, *, seed: int | None = None, backend: Backend | None = None
+    ) -> TrainState:
+        """Make the first state of a run.
+
+        Args:
+            model: any module; it is used as it is, on the device where its parameters are.
+            optimizer: a torch.optim optimizer of its parameters.
+            seed: what order and randomness of the run depend on; drawn from torch's generator by default, so that
+                ``torch.manual_seed`` decides it.
+            backend: device and processes; found from the model by default.
+
+        Returns:
+            A state at step 0.
+
+        Raises:
+            TypeError: the model or the optimizer is something else.
+            ValueError: the optimizer was made for another model, or the seed is out of range.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+            TrainState(step=0, epoch=0, batch=0, model=Linear (3 parameters), optimizer=SGD, seed=0)
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"TrainState.create expects a torch.nn.Module first; got {_describe(model)}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"TrainState.create expects an optimizer second, such as torch.optim.SGD(model.parameters(), lr=0.1); "
+                f"got {_describe(optimizer)}"
+            )
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_BITS):
+            raise ValueError(f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {seed!r}")
+        theirs = {id(p) for p in model.parameters()}
+        if theirs and not any(id(p) in theirs for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"none of the optimizer's parameters belongs to this {type(model).__name__}: nothing would be trained. Make "
+                f"the optimizer after the model (and after any change of its parameters): {type(optimizer).__name__}(model.parameters(), ...)"
+            )
+        return cls(model, optimizer, seed=new_seed() if seed is None else seed, backend=backend or local(model))
+
+    def __repr__(self) -> str:
+        size = sum(p.numel() for p in self.model.parameters())
+        facts = {
+            "step": self.step, "epoch": self.epoch, "batch": self.batch,
+            "model": f"{type(self.model).__name__} ({size:,} parameters)",
+            "optimizer": type(self.optimizer).__name__, "seed": self.seed,
+        }  # fmt: skip
+        if self.slots:
+            facts["slots"] = f"[{', '.join(self.slots)}]"
+        if self.history.records:
+            facts["history"] = f"{len(self.history)} record{'s' * (len(self.history) != 1)}"
+        if self.stop is not None:
+            facts["stop"] = repr(self.stop)
+        stale = "stale " if self._lease.turn != self._turn else ""
+        return f"{stale}TrainState({', '.join(f'{k}={v}' for k, v in facts.items())})"
+
+
+def _describe(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} ({type(value).__name__})"
+
+
+def check_fresh(state: TrainState) -> None:
+    """Raise if a state has been advanced.
+
+    Raises:
+        StaleStateError: it has; the message says how to keep a copy.
+        TypeError: it is no state.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"expected a TrainState, as TrainState.create(model, optimizer) makes it; got {_describe(state)}")
+    if state._lease.turn != state._turn:
+        raise StaleStateError(
+            f"this state (step {state.step}, epoch {state.epoch}) has been advanced: its model and optimizer now belong to a "
+            f"newer state. Use what the last call returned (state = fit(step, state, ...)), or keep a copy beforehand: "
+            f"before = snapshot(state)."
+        )
+
+
+def advance(state: TrainState, applied: bool) -> TrainState:
+    """Return the state after a step, and make it the owner of the handles."""
+    turn = state._turn + 1
+    state._lease.turn = turn
+    return TrainState(  # a direct call: attrs.evolve takes three times as long
+        state.model, state.optimizer, state.step + applied, state.epoch, state.batch,
+        state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop, state.backend,
+        _UPDATED if applied else _NOTHING, state._lease, turn,
+    )  # fmt: skip
+
+
+def count(state: TrainState, batches: int, metrics: Mapping[str, Metric]) -> TrainState:
+    """Return the state with batches counted, and with these metrics."""
+    return TrainState(
+        state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.skipped, state.seed,
+        state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, state._lease, state._turn,
+    )  # fmt: skip
+
+
+def put(state: TrainState, name: str, value: Any) -> TrainState:
+    """Return the state with another value in a slot."""
+    return attrs.evolve(state, slots={**state.slots, name: value})
+
+
+def parameters(state: TrainState) -> list[Any]:
+    """Return the parameters that the optimizer updates."""
+    return [p for group in state.optimizer.param_groups for p in group["params"]]
+
+
+def snapshot(state: TrainState) -> TrainState:
+    """Copy a state: model, optimizer, slots and metrics together, sharing nothing that is updated in place.
+
+    Args:
+        state: the newest state of a run.
+
+    Returns:
+        A state of its own, equal in everything. Keep it to go back, to fork a run, or to compare.
+
+    Raises:
+        StaleStateError: the state has been advanced, so its handles hold newer values already.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, state = fl.pipeline()(toy_loss), toy()
+        >>> before = snapshot(state)
+        >>> state = fl.fit(step, state, [torch.tensor([1.0])], hooks=())
+        >>> state.model.w.item(), before.model.w.item()
+        (-1.0, 0.0)
+    """
+    check_fresh(state)
+    handles = (state.model, state.optimizer, state.slots, state.metrics)
+    model, optimizer, slots, metrics = copy.deepcopy(handles)  # together: two copies would lose who shares what
+    return attrs.evolve(state, model=model, optimizer=optimizer, slots=slots, metrics=metrics, lease=_Lease(), turn=0)
+
+
+def unwrap(state: TrainState) -> nn.Module:
+    """Return the user's own module, without what distributed training or compilation wrapped around it.
+
+    Args:
+        state: a state.
+
+    Returns:
+        The module that was given to :meth:`TrainState.create`.
+    """
+    model = state.model
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        model = inner
+    return model

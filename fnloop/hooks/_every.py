@@ -1,0 +1,230 @@
+"""When a hook runs: predicates over the counters, which keep nothing to be saved."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, Protocol
+
+import attrs
+
+from fnloop._state import EPOCH, UPDATE, RunInfo, TrainState, put
+from fnloop._types import name_of
+
+__all__ = ["Hook", "every", "once", "when"]
+
+Hook = Callable[[TrainState], TrainState]
+
+
+class Moment(Protocol):
+    """Says at which boundaries something is due."""
+
+    def due(self, state: TrainState) -> bool: ...
+
+
+@attrs.frozen(repr=False)
+class Gated:
+    """A hook that runs at some boundaries only."""
+
+    moment: Any  # a Moment
+    hook: Hook
+
+    def __repr__(self) -> str:
+        return f"{self.moment!r}({name_of(self.hook)})"
+
+    def __call__(self, state: TrainState) -> TrainState:
+        return self.hook(state) if self.moment.due(state) else state
+
+    def check(self, run: RunInfo) -> None:
+        for part in (self.moment, self.hook):
+            if hasattr(part, "check"):
+                part.check(run)
+
+    def close(self) -> None:
+        if hasattr(self.hook, "close"):
+            self.hook.close()  # type: ignore[attr-defined]
+
+
+@attrs.frozen(repr=False)
+class every:
+    """Run a hook periodically: ``every(epochs=1)(hook)``. Also says when to evaluate: ``evaluate_every=every(steps=100)``.
+
+    Args:
+        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of n updates, and always
+            at the end of the epoch.
+        steps: a number of applied updates, counted over epochs.
+        seconds: of wall time, counted from the first boundary.
+
+    Returns:
+        A function from a hook to a hook.
+
+    Raises:
+        TypeError: not exactly one of the three is given.
+        ValueError: it isn't above 0, or epochs is neither whole nor below 1. When a run starts: a fraction of an epoch is
+            asked for, and the training loader has no length.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def show(state):
+        ...     print(state.step)
+        ...     return state
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(every(steps=2)(show),))
+        2
+        4
+    """
+
+    epochs: float | None = attrs.field(default=None, kw_only=True)
+    steps: int | None = attrs.field(default=None, kw_only=True)
+    seconds: float | None = attrs.field(default=None, kw_only=True)
+    _clock: list[float] = attrs.field(factory=list, init=False, eq=False)  # when it was last due
+
+    def __attrs_post_init__(self) -> None:
+        given = {k: v for k, v in (("epochs", self.epochs), ("steps", self.steps), ("seconds", self.seconds)) if v is not None}
+        if len(given) != 1:
+            raise TypeError(f"every expects one of epochs=, steps= or seconds=; got {', '.join(given) or 'none'}")
+        ((name, value),) = given.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"every expects {name} > 0; got {value!r}")
+        if name == "steps" and not isinstance(value, int):
+            raise ValueError(f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)")
+        if name == "epochs" and value > 1 and value != int(value):
+            raise ValueError(f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}")
+
+    def __repr__(self) -> str:
+        name, value = next((k, v) for k in ("epochs", "steps", "seconds") if (v := getattr(self, k)) is not None)
+        return f"every({name}={value})"
+
+    def __call__(self, hook: Hook) -> Gated:
+        return Gated(self, _check_hook(hook, repr(self)))
+
+    def check(self, run: RunInfo) -> None:
+        """Raise if it can't be told when this is due in a run."""
+        if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
+            raise ValueError(f"{self!r} needs to know how long an epoch is, but the training loader has no length: write every(steps=...)")
+
+    def due(self, state: TrainState) -> bool:
+        """Say whether this boundary is one of those."""
+        if self.steps is not None:
+            return UPDATE in state.news and state.step % self.steps == 0
+        if self.seconds is not None:
+            now = time.monotonic()
+            if not self._clock:
+                self._clock.append(now)
+            if now - self._clock[0] < self.seconds:
+                return False
+            self._clock[0] = now
+            return True
+        if EPOCH in state.news:
+            return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
+        if self.epochs >= 1 or state.run is None:  # type: ignore[operator]
+            return False
+        self.check(state.run)
+        parts = _parts(str(self.epochs), state.run.steps_per_epoch)  # type: ignore[arg-type]
+        return math.ceil(state.batch / state.run.window) in parts
+
+
+@functools.lru_cache
+def _parts(fraction: str, updates: int) -> frozenset[int]:
+    """Return after which updates of an epoch a fraction of it is due; the fraction is what was typed, not its binary float."""
+    part = Fraction(fraction)
+    return frozenset(math.ceil(k * updates * part) for k in range(1, math.floor(1 / part) + 1))
+
+
+@attrs.frozen(repr=False)
+class when:
+    """Run a hook at the boundaries where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
+
+    Args:
+        predicate: ``state -> bool``, asked after every update.
+
+    Returns:
+        A function from a hook to a hook.
+
+    Raises:
+        TypeError: the predicate is no function.
+
+    Example:
+        >>> import attrs, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> enough = when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough"))
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(enough,))
+        >>> state.step, state.stop
+        (3, 'enough')
+    """
+
+    predicate: Callable[[TrainState], bool]
+
+    def __attrs_post_init__(self) -> None:
+        if not callable(self.predicate):
+            raise TypeError(f"when expects a function state -> bool; got {self.predicate!r}")
+
+    def __repr__(self) -> str:
+        return f"when({name_of(self.predicate)})"
+
+    def __call__(self, hook: Hook) -> Gated:
+        return Gated(self, _check_hook(hook, repr(self)))
+
+    def due(self, state: TrainState) -> bool:
+        """Say whether the predicate holds."""
+        return bool(self.predicate(state))
+
+
+@attrs.frozen(repr=False)
+class once:
+    """Run a hook the first time that it is called, and never again: ``when(...)(once(hook))``.
+
+    That it has run is kept in the state, so it holds after a resume too.
+
+    Args:
+        hook: ``state -> state``.
+        name: what it is remembered by; where it was written, by default.
+
+    Returns:
+        A hook.
+
+    Raises:
+        TypeError: the hook is no function.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def hello(state):
+        ...     print("hello")
+        ...     return state
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(once(hello),))
+        hello
+    """
+
+    hook: Hook
+    name: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _check_hook(self.hook, "once")
+
+    def __repr__(self) -> str:
+        return f"once({name_of(self.hook)})"
+
+    def __call__(self, state: TrainState) -> TrainState:
+        slot = f"once:{self.name or _where(self.hook)}"
+        return state if slot in state.slots else put(self.hook(state), slot, True)
+
+    def close(self) -> None:
+        if hasattr(self.hook, "close"):
+            self.hook.close()  # type: ignore[attr-defined]
+
+
+def _where(hook: Any) -> str:
+    """Say where a hook was written: the same in every process that runs the same script."""
+    code = getattr(hook, "__code__", None)
+    return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}" if code else repr(hook)
+
+
+def _check_hook(hook: Any, owner: str) -> Hook:
+    if not callable(hook) or isinstance(hook, type):
+        call = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
+        raise TypeError(f"{owner} expects a hook, a function state -> state; got {name_of(hook)}{call}")
+    return hook

@@ -1,0 +1,118 @@
+"""Mixed precision: autocast, and for fp16 a loss scale.
+
+The scale multiplies what backward starts from, never the reported loss. Gradients are unscaled once per window, before
+any other gradient middleware sees them, whether ``amp`` is listed before or behind ``accumulate``. An update whose
+gradients overflowed is skipped everywhere: parameters, step, schedules and averages stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from fnloop._pipeline import Backward, linear
+from fnloop._state import TrainState, parameters, put
+from fnloop._types import Batch, Middleware, Output, Step, middleware
+
+__all__ = ["amp"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@attrs.frozen
+class LossScale:
+    """What ``amp("fp16")`` keeps: the scale, and how many updates in a row have gone well with it."""
+
+    scale: float
+    streak: int = 0
+
+
+@middleware("forward")
+def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: int = 2000) -> Any:
+    """Run the loss function under autocast.
+
+    List it first. With "fp16" the loss is scaled by a number that halves when a gradient overflows (that update is
+    skipped) and doubles after ``growth_interval`` updates without; that costs the one host read per update of all
+    middleware. "bf16" needs none of it.
+
+    Args:
+        precision: "bf16", "fp16", or None, which changes nothing.
+        init_scale: the first loss scale, for "fp16".
+        growth_interval: updates without overflow after which the scale doubles, for "fp16".
+
+    Returns:
+        A middleware of the forward ring, and of the gradient ring for "fp16".
+
+    Raises:
+        ValueError: there is no such precision, or a setting isn't above 0. When composing: "fp16" is listed behind a
+            middleware that would see scaled gradients.
+
+    Example:
+        >>> import fnloop as fl
+        >>> fl.pipeline(amp("bf16"), fl.accumulate(4), fl.clip(1.0))
+        pipeline(amp('bf16'), accumulate(4), clip(1.0))
+
+    Source: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740; the defaults are those of torch.amp.GradScaler.
+    """
+    if precision is None:
+        return Middleware("amp")
+    if precision not in _DTYPES:
+        raise ValueError(f'amp expects "bf16", "fp16" or None; got {precision!r}')
+    if not (init_scale > 0 and growth_interval > 0):
+        raise ValueError(f"amp expects init_scale > 0 and growth_interval > 0; got {init_scale} and {growth_interval}")
+    dtype = _DTYPES[precision]
+
+    def forward(step: Step) -> Step:
+        def autocast(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            with torch.autocast(state.backend.device.type, dtype):
+                return step(state, batch)
+
+        return autocast
+
+    if precision == "bf16":
+        return Middleware("amp", forward=forward)
+
+    def unscale(step: Step) -> Step:
+        def unscaled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            if out.skip is not None:
+                return state, out
+            now: LossScale = state.slots["amp"]
+            if _unscale([p.grad for p in parameters(state) if p.grad is not None], now.scale):
+                reason = f"amp: a gradient overflowed at loss scale {now.scale:g}"
+                return put(state, "amp", LossScale(now.scale / 2)), attrs.evolve(out, skip=reason)
+            grown = now.streak + 1 == growth_interval
+            return put(state, "amp", LossScale(now.scale * 2) if grown else LossScale(now.scale, now.streak + 1)), out
+
+        return unscaled
+
+    def gradient(step: Any) -> Step:
+        if not hasattr(step, "within"):
+            raise ValueError(
+                'amp("fp16") is listed behind a middleware that would see scaled gradients. List it first: pipeline(amp("fp16"), ...)'
+            )
+        return linear(unscale)(step.within(lambda backward: Backward(backward.forward, _scale)))
+
+    return Middleware("amp", forward=forward, gradient=gradient, init=lambda state: LossScale(float(init_scale)))
+
+
+def _scale(state: TrainState) -> float:
+    return state.slots["amp"].scale
+
+
+def _unscale(grads: list[Any], scale: float) -> bool:
+    """Divide gradients by the scale, in place, and say whether one of them is not finite."""
+    if any(grad.dtype is torch.float16 for grad in grads):
+        raise ValueError(
+            'amp("fp16") needs parameters in float32 (their gradients in float16 can\'t be unscaled): leave out model.half()'
+        )
+    if not grads:
+        return False
+    found = torch.zeros((), device=grads[0].device)
+    inverse = torch.full((), 1 / scale, device=grads[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+    return bool(found)  # a host read: whether this update counts decides the step counter, and schedules with it

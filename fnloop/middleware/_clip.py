@@ -1,0 +1,108 @@
+"""Gradient clipping, by norm and by value, once per update (or per micro-batch, if listed before ``accumulate``)."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.nn import utils
+
+from fnloop._metrics import Mean
+from fnloop._state import TrainState, parameters
+from fnloop._types import Batch, Middleware, Output, Step, middleware
+
+__all__ = ["clip", "clip_value"]
+
+
+@middleware("gradient")
+def clip(max_norm: float, norm_type: float = 2.0) -> Any:
+    """Scale the gradient so that its norm, over all parameters together, is at most ``max_norm``.
+
+    The norm before clipping becomes the metric "grad_norm" (``history["train/grad_norm"]``).
+
+    Args:
+        max_norm: the largest norm, above 0; ``inf`` only measures.
+        norm_type: which norm; ``inf`` for the largest element.
+
+    Returns:
+        A middleware of the gradient ring.
+
+    Raises:
+        ValueError: the norm isn't above 0.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> state, out = fl.pipeline(clip(1.0))(toy_loss)(toy(), torch.tensor([4.0]))
+        >>> out.metrics["grad_norm"].compute(), round(state.model.w.item(), 4)
+        (4.0, -1.0)
+
+    Source: Pascanu, Mikolov and Bengio, 2013, https://arxiv.org/abs/1211.5063
+    """
+    _check_limit("clip", max_norm, "max_norm")
+    _check_limit("clip", norm_type, "norm_type")
+
+    def gradient(step: Step) -> Step:
+        def clipped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            if out.skip is not None:
+                return state, out
+            params = [p for p in parameters(state) if p.grad is not None]
+            if math.isinf(max_norm):
+                norm = utils.get_total_norm([p.grad for p in params], norm_type)
+            else:
+                norm = utils.clip_grad_norm_(params, max_norm, norm_type)
+            return state, Output(out.loss, out.weight, out.aux, {**out.metrics, "grad_norm": Mean(norm, 1)})
+
+        return clipped
+
+    return gradient
+
+
+@middleware("gradient")
+def clip_value(limit: float) -> Any:
+    """Clamp every element of the gradient to [-limit, limit].
+
+    Args:
+        limit: the largest magnitude, above 0; ``inf`` changes nothing.
+
+    Returns:
+        A middleware of the gradient ring.
+
+    Raises:
+        ValueError: the limit isn't above 0.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> state, out = fl.pipeline(clip_value(1.0))(toy_loss)(toy(), torch.tensor([4.0]))
+        >>> state.model.w.item()
+        -1.0
+    """
+    _check_limit("clip_value", limit, "limit")
+    if math.isinf(limit):
+        return Middleware("clip_value")
+
+    def gradient(step: Step) -> Step:
+        def clamped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            grads = [p.grad for p in parameters(state) if p.grad is not None]
+            if out.skip is None and grads:
+                torch._foreach_clamp_min_(grads, -limit)
+                torch._foreach_clamp_max_(grads, limit)
+            return state, out
+
+        return clamped
+
+    return gradient
+
+
+def _check_limit(name: str, value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} expects {what}, a number above 0; got {value!r} ({type(value).__name__})")
+    if not value > 0:
+        raise ValueError(f"{name} expects {what} > 0; got {value}. To switch it off, leave it out, or write {name}(float('inf'))")

@@ -1,0 +1,72 @@
+"""Metrics beside the loss, in training and in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnloop._metrics import Mean
+from fnloop._state import TrainState
+from fnloop._types import Batch, Metric, Middleware, Output, Step, middleware
+
+__all__ = ["metric"]
+
+
+@middleware("forward")
+def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -> Any:
+    """Add metrics to what a step finds out: in training and in evaluation, exact over uneven batches.
+
+    Args:
+        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function returned. A scalar tensor is
+            the mean over the batch, and is averaged by the batch's weight; a metric (``Sum``, ``Max``, what
+            ``from_torchmetrics`` makes, ...) is combined as it says.
+
+    Returns:
+        A middleware of the forward ring.
+
+    Raises:
+        TypeError: a metric is no function, or (at the first batch) its value is neither a scalar tensor nor a metric.
+        ValueError: there is no metric, or one is named "loss".
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(metric(output=lambda aux, batch: aux["output"].mean()))(toy_loss)
+        >>> fl.evaluate(step, toy(w=2.0), [torch.tensor([1.0, 1.0]), torch.tensor([4.0])])      # (2 + 2 + 8) / 3
+        {'loss': 4.0, 'output': 4.0}
+    """
+    if not functions:
+        raise ValueError("metric expects at least one name and function: metric(accuracy=lambda aux, batch: ...)")
+    for name, function in functions.items():
+        if name == "loss":
+            raise ValueError('metric(loss=...) would replace the loss, which is always reported as "loss": choose another name')
+        if not callable(function):
+            raise TypeError(f"metric({name}=...) expects a function (aux, batch) -> scalar or Metric; got {function!r}")
+
+    def forward(step: Step) -> Step:
+        def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            with torch.no_grad():
+                found = {name: _read(name, f(out.aux, batch), out.weight) for name, f in functions.items()}
+            return state, Output(out.loss, out.weight, out.aux, {**out.metrics, **found}, out.skip)
+
+        return measured
+
+    return Middleware(f"metric({', '.join(functions)})", forward=forward)
+
+
+def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise TypeError(f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: add .mean()")
+        value = value.detach()
+        return Mean((value if value.is_floating_point() else value.float()) * weight, weight)
+    if hasattr(value, "combine") and hasattr(value, "compute"):
+        return value
+    if isinstance(value, int | float):
+        return Mean(value * weight, weight)
+    raise TypeError(f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got {value!r:.60} ({type(value).__name__})")

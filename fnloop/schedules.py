@@ -1,0 +1,393 @@
+"""Schedules: pure functions ``(step, total_steps) -> factor`` on a group's initial value.
+
+Update i, from 0, uses ``f(i, total)``. No first update has a factor of zero, and the last one is near the minimum, not at
+it: a decay over T updates is at ``t/T`` in its update t, from 0 to T - 1; a warmup over W updates is at ``(t + 1)/W``.
+
+Lengths are updates (an int: ``warmup=100``) or fractions of the run (a float from 0 to 1: ``warmup=0.1``).
+
+    >>> f = cosine(warmup=2)
+    >>> [round(f(i, 6), 3) for i in range(6)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from fnloop._types import Call
+
+__all__ = [
+    "constant", "cosine", "exponential", "inverse_sqrt", "join", "linear", "multistep", "one_cycle", "polynomial",
+    "step_decay", "warmup", "wsd",
+]  # fmt: skip
+
+Length = int | float
+
+
+@attrs.frozen(repr=False)
+class Schedule:
+    """A function ``(step, total_steps) -> factor`` that shows, compares and pickles as the call that made it."""
+
+    call: Call
+    factor: Callable[[int, int | None], float] = attrs.field(eq=False)
+    text: str | None = attrs.field(default=None, eq=False)
+
+    def __call__(self, step: int, total_steps: int | None) -> float:
+        return self.factor(step, total_steps)
+
+    def __repr__(self) -> str:
+        return self.text or repr(self.call)
+
+    def __hash__(self) -> int:
+        return hash(self.call.factory)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuilt, (self.call, self.text))
+
+
+def _rebuilt(call: Call, text: str | None) -> Schedule:
+    return attrs.evolve(call(), text=text)
+
+
+def _schedule(make: Callable[..., Callable[[int, int | None], float]]) -> Callable[..., Schedule]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Schedule:
+        return Schedule(Call(made, args, kwargs), make(*args, **kwargs))
+
+    made.is_schedule_factory = True  # type: ignore[attr-defined]  # so that schedule(cosine) can say what is missing
+    return made
+
+
+def _check_length(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{owner} expects {name} as updates (an int) or as a fraction of the run (a float); got {value!r}")
+    if value < 0 or (isinstance(value, float) and value > 1):
+        raise ValueError(f"{owner} expects {name} >= 0, and at most 1.0 as a fraction (a float); got {value!r}. For updates, write {name}={abs(round(value))}")
+
+
+def _check_ratio(owner: str, name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{owner} expects {name} from 0 to 1, a factor on the initial value; got {value!r}")
+
+
+def _updates(length: Length, total: int | None) -> int:
+    return length if isinstance(length, int) else round(length * _known(total))
+
+
+def _known(total: int | None) -> int:
+    if total is None:
+        raise ValueError("this schedule needs the length of the run: call it through fit(step, state, loaders, steps=...)")
+    return total
+
+
+def _phases(
+    owner: str, decay: Callable[[float], float], warmup: Length, cooldown: Length, min_ratio: float
+) -> Callable[[int, int | None], float]:
+    """Warm up, decay from 1 to ``min_ratio`` as ``decay(t)`` does from 1 to 0, stay there to cool down."""
+    _check_length(owner, "warmup", warmup)
+    _check_length(owner, "cooldown", cooldown)
+    _check_ratio(owner, "min_ratio", min_ratio)
+
+    def factor(step: int, total: int | None) -> float:
+        up, down = _updates(warmup, total), _updates(cooldown, total)
+        if step < up:
+            return (step + 1) / up
+        length = _known(total) - up - down
+        if step >= up + length:
+            return min_ratio
+        return min_ratio + (1 - min_ratio) * decay((step - up) / length)
+
+    return factor
+
+
+@_schedule
+def constant() -> Any:
+    """Return the schedule that is always 1.
+
+    Example:
+        >>> constant()(7, 10)
+        1.0
+    """
+    return lambda step, total: 1.0
+
+
+@_schedule
+def linear(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0) -> Any:
+    """Return a linear decay from 1 to ``min_ratio`` over the run.
+
+    Args:
+        warmup: length of a linear warmup before it.
+        cooldown: length of a stay at ``min_ratio`` behind it.
+        min_ratio: the minimum, as a factor on the initial value.
+
+    Example:
+        >>> [linear()(i, 4) for i in range(4)]
+        [1.0, 0.75, 0.5, 0.25]
+    """
+    return _phases("linear", lambda t: 1 - t, warmup, cooldown, min_ratio)
+
+
+@_schedule
+def cosine(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0, k: float = 1.0) -> Any:
+    """Return a cosine decay from 1 to ``min_ratio`` over the run: ``(1 + cos(π tᵏ)) / 2``.
+
+    Args:
+        warmup: length of a linear warmup before it.
+        cooldown: length of a stay at ``min_ratio`` behind it.
+        min_ratio: the minimum, as a factor on the initial value.
+        k: the exponent of k-decay, above 0; larger keeps the factor high for longer.
+
+    Example:
+        >>> [round(cosine()(i, 4), 3) for i in range(4)]
+        [1.0, 0.854, 0.5, 0.146]
+
+    Source: Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983; k-decay: https://arxiv.org/abs/2004.05909
+    """
+    if not k > 0:
+        raise ValueError(f"cosine expects k > 0, got {k!r}")
+    return _phases("cosine", lambda t: (1 + math.cos(math.pi * t**k)) / 2, warmup, cooldown, min_ratio)
+
+
+@_schedule
+def polynomial(power: float = 2.0, warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0) -> Any:
+    """Return a decay ``(1 - t)ᵖ`` from 1 to ``min_ratio`` over the run.
+
+    Args:
+        power: p, above 0; 1 is linear.
+        warmup: length of a linear warmup before it.
+        cooldown: length of a stay at ``min_ratio`` behind it.
+        min_ratio: the minimum, as a factor on the initial value.
+
+    Example:
+        >>> [polynomial(2.0)(i, 4) for i in range(4)]
+        [1.0, 0.5625, 0.25, 0.0625]
+    """
+    if not power > 0:
+        raise ValueError(f"polynomial expects power > 0, got {power!r}")
+    return _phases("polynomial", lambda t: (1 - t) ** power, warmup, cooldown, min_ratio)
+
+
+@_schedule
+def one_cycle(peak: Length = 0.3, start_ratio: float = 0.04, min_ratio: float = 4e-6) -> Any:
+    """Return one cycle: up from ``start_ratio`` to 1 along a cosine, then down to ``min_ratio``.
+
+    Args:
+        peak: length of the way up.
+        start_ratio: the first factor, above 0.
+        min_ratio: what the way down ends near.
+
+    Example:
+        >>> [round(one_cycle(peak=0.5, start_ratio=0.5, min_ratio=0.0)(i, 4), 3) for i in range(4)]
+        [0.5, 0.75, 1.0, 0.5]
+
+    Source: Smith and Topin, 2018, https://arxiv.org/abs/1708.07120
+    """
+    _check_length("one_cycle", "peak", peak)
+    _check_ratio("one_cycle", "start_ratio", start_ratio)
+    _check_ratio("one_cycle", "min_ratio", min_ratio)
+    if start_ratio == 0:
+        raise ValueError("one_cycle expects start_ratio > 0: the first update would change nothing")
+
+    def between(a: float, b: float, t: float) -> float:
+        return b + (a - b) * (1 + math.cos(math.pi * t)) / 2
+
+    def factor(step: int, total: int | None) -> float:
+        total, up = _known(total), _updates(peak, total)
+        if step < up:
+            return between(start_ratio, 1.0, step / up)
+        return between(1.0, min_ratio, (step - up) / (total - up)) if step < total else min_ratio
+
+    return factor
+
+
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda t: 1 - t,
+    "sqrt": lambda t: 1 - math.sqrt(t),
+    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+}
+
+
+@_schedule
+def wsd(warmup: Length = 0, decay: Length = 0.1, min_ratio: float = 0.0, kind: str = "sqrt") -> Any:
+    """Return warmup, stable, decay: up to 1, stay there, and come down in the last part of the run.
+
+    Args:
+        warmup: length of the linear warmup.
+        decay: length of the decay.
+        min_ratio: what the decay ends near.
+        kind: "sqrt", "linear" or "cosine".
+
+    Example:
+        >>> [wsd(decay=2, kind="linear")(i, 4) for i in range(4)]
+        [1.0, 1.0, 1.0, 0.5]
+
+    Source: Hägele et al., 2024, https://arxiv.org/abs/2405.18392
+    """
+    _check_length("wsd", "warmup", warmup)
+    _check_length("wsd", "decay", decay)
+    _check_ratio("wsd", "min_ratio", min_ratio)
+    if kind not in _DECAYS:
+        raise ValueError(f"wsd expects kind as one of {', '.join(_DECAYS)}; got {kind!r}")
+
+    def factor(step: int, total: int | None) -> float:
+        up, total = _updates(warmup, total), _known(total)
+        down = _updates(decay, total)
+        if step < up:
+            return (step + 1) / up
+        if step < total - down:
+            return 1.0
+        return min_ratio + (1 - min_ratio) * _DECAYS[kind]((step - total + down) / down) if step < total else min_ratio
+
+    return factor
+
+
+@_schedule
+def exponential(gamma: float) -> Any:
+    """Return ``gamma ** step``.
+
+    Args:
+        gamma: the factor per update, above 0.
+
+    Example:
+        >>> exponential(0.5)(3, None)
+        0.125
+    """
+    _check_gamma("exponential", gamma)
+    return lambda step, total: gamma**step
+
+
+@_schedule
+def step_decay(every: Length, gamma: float = 0.1) -> Any:
+    """Return a factor that is multiplied by ``gamma`` every so often.
+
+    Args:
+        every: length of a stair.
+        gamma: the factor per stair, above 0.
+
+    Example:
+        >>> [step_decay(2, gamma=0.5)(i, None) for i in range(5)]
+        [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    _check_length("step_decay", "every", every)
+    _check_gamma("step_decay", gamma)
+    if every == 0:
+        raise ValueError("step_decay expects every > 0, got 0")
+    return lambda step, total: float(gamma ** (step // max(_updates(every, total), 1)))
+
+
+@_schedule
+def multistep(milestones: Sequence[Length], gamma: float = 0.1) -> Any:
+    """Return a factor that is multiplied by ``gamma`` at each milestone.
+
+    Args:
+        milestones: when, as updates or fractions of the run.
+        gamma: the factor at each, above 0.
+
+    Example:
+        >>> [multistep([1, 3], gamma=0.5)(i, None) for i in range(4)]
+        [1.0, 0.5, 0.5, 0.25]
+    """
+    for milestone in milestones:
+        _check_length("multistep", "milestones", milestone)
+    _check_gamma("multistep", gamma)
+    return lambda step, total: float(gamma ** sum(step >= _updates(m, total) for m in milestones))
+
+
+@_schedule
+def inverse_sqrt(warmup: Length) -> Any:
+    """Return a linear warmup, then ``sqrt(warmup / (step + 1))``.
+
+    Args:
+        warmup: length of the warmup, above 0.
+
+    Example:
+        >>> [inverse_sqrt(4)(i, None) for i in (0, 3, 15)]
+        [0.25, 1.0, 0.5]
+
+    Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762
+    """
+    _check_length("inverse_sqrt", "warmup", warmup)
+    if warmup == 0:
+        raise ValueError("inverse_sqrt expects warmup > 0, got 0")
+
+    def factor(step: int, total: int | None) -> float:
+        up = max(_updates(warmup, total), 1)
+        return min((step + 1) / up, math.sqrt(up / (step + 1)))
+
+    return factor
+
+
+def warmup(n: Length) -> Callable[[Callable[[int, int | None], float]], Schedule]:
+    """Put a linear warmup before any schedule, which then has the rest of the run.
+
+    Args:
+        n: length of the warmup.
+
+    Returns:
+        A function from a schedule to a schedule.
+
+    Example:
+        >>> f = warmup(2)(linear())
+        >>> f, [f(i, 6) for i in range(6)]
+        (warmup(2)(linear()), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+    """
+    _check_length("warmup", "n", n)
+    return lambda schedule: attrs.evolve(_warmed(n, schedule), text=f"warmup({n})({schedule!r})")
+
+
+@_schedule
+def _warmed(n: Length, schedule: Callable[[int, int | None], float]) -> Any:
+    _check_schedule("warmup", schedule)
+
+    def factor(step: int, total: int | None) -> float:
+        up = _updates(n, total)
+        rest = None if total is None else total - up
+        return schedule(0, rest) * (step + 1) / up if step < up else schedule(step - up, rest)
+
+    return factor
+
+
+@_schedule
+def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -> Any:
+    """Run schedules one after the other; each counts its own steps and knows its own length.
+
+    Args:
+        *schedules: two or more.
+        at: where each but the first begins, as updates or fractions of the run, rising.
+
+    Example:
+        >>> [join(constant(), linear(), at=[2])(i, 6) for i in range(6)]
+        [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    for schedule in schedules:
+        _check_schedule("join", schedule)
+    if len(at) != len(schedules) - 1 or not at:
+        raise ValueError(f"join expects two schedules or more, and in at= where each but the first begins; got {len(schedules)} and {len(at)}")
+    for boundary in at:
+        _check_length("join", "at", boundary)
+
+    def factor(step: int, total: int | None) -> float:
+        starts = [0, *(_updates(boundary, total) for boundary in at)]
+        if starts != sorted(starts):
+            raise ValueError(f"join expects rising boundaries; at={list(at)} begins at updates {starts[1:]}")
+        i = max(n for n, start in enumerate(starts) if step >= start)
+        end = starts[i + 1] if i + 1 < len(starts) else total
+        return schedules[i](step - starts[i], None if end is None else end - starts[i])
+
+    return factor
+
+
+def _check_gamma(owner: str, gamma: Any) -> None:
+    if not isinstance(gamma, int | float) or not gamma > 0:
+        raise ValueError(f"{owner} expects gamma > 0, got {gamma!r}")
+
+
+def _check_schedule(owner: str, schedule: Any) -> None:
+    if not callable(schedule) or hasattr(schedule, "is_schedule_factory"):
+        name = getattr(schedule, "__name__", repr(schedule))
+        raise TypeError(f"{owner} expects a schedule such as cosine(); got {name}. Call it: {name}()")
