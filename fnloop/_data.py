@@ -28,11 +28,10 @@ from torch.utils.data import (
 )
 
 from fnloop._backend import needs_placing, place
-from fnloop._rng import FETCH, ORDER, fold_in, own_generator, positioner
+from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
 __all__ = ["Loaders", "Source", "length_of", "open_source", "read_loaders", "updates_in", "windows"]
 
-_CPU = torch.device("cpu")
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _END = object()
 
@@ -128,11 +127,10 @@ def windows(source: Source, epoch: int, start: int, window: int, device: torch.d
 
 
 def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
-    position = positioner(_CPU)
     _tell_epoch(epoch, loader, getattr(loader, "dataset", None))
     order = fold_in(seed, ORDER, epoch)
     with own_generator(loader, order):
-        position(order)
+        position_all(order)
         iterable = loader if hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") else loader()
         batches = iter(iterable)
     if start and batches is loader:
@@ -142,7 +140,7 @@ def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
         )
     seed = fold_in(seed, FETCH, epoch)
     for place_in_epoch in itertools.count():
-        position(fold_in(seed, place_in_epoch))
+        position_all(fold_in(seed, place_in_epoch))
         batch = next(batches, _END)
         if batch is _END:
             return
@@ -174,7 +172,7 @@ class _Fetch(torch.utils.data.Dataset):
         self.together = batched and getattr(dataset, "__getitems__", None) is not None
 
     def __getitem__(self, ticket: _Ticket) -> Any:
-        _position_here(ticket.seed)
+        position_all(ticket.seed)
         if self.together:
             return self.collate(self.dataset.__getitems__(ticket.index))
         if self.batched:
@@ -185,9 +183,6 @@ class _Fetch(torch.utils.data.Dataset):
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-
-_position_here = positioner(_CPU)
 
 
 def _map_style(loader: DataLoader, seed: int, epoch: int, start: int) -> Iterator[Any]:
@@ -209,7 +204,7 @@ def _order(loader: DataLoader, seed: int, epoch: int) -> Iterator[Any]:
     _tell_epoch(epoch, loader.dataset, *{id(s): s for s in (sampler, inner)}.values())
     draws_globally = type(inner) not in _TORCH_SAMPLERS or type(sampler) not in (BatchSampler, *_TORCH_SAMPLERS)
     with own_generator(inner, seed), own_generator(sampler, seed):
-        _position_here(seed)
+        position_all(seed)
         indices = iter(sampler)
         index = next(indices, _END)  # torch's samplers take their generator when the first index is asked for
     for n in itertools.count():
@@ -217,7 +212,7 @@ def _order(loader: DataLoader, seed: int, epoch: int) -> Iterator[Any]:
             return
         yield index
         if draws_globally:
-            _position_here(fold_in(seed, n))
+            position_all(fold_in(seed, n))
         index = next(indices, _END)
 
 

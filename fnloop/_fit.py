@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import signal
 import threading
 import time
@@ -24,8 +25,8 @@ from fnloop._data import Loaders, Source, check_loader, open_source, read_loader
 from fnloop._history import Record
 from fnloop._metrics import absorb, absorb_loss, read
 from fnloop._pipeline import PipelineStep, consume, evaluating
-from fnloop._rng import COMPUTE, fold_in, isolated, positioner
-from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh
+from fnloop._rng import COMPUTE, fold_in, isolated, mix, positioner, seed_host
+from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, suspended
 from fnloop._types import Batch, Metric, Middleware, name_of
 from fnloop.hooks._early_stop import halt_on_nonfinite
 from fnloop.hooks._every import Hook, every
@@ -167,58 +168,58 @@ def _run(
     state = step.meet(attrs.evolve(state, run=info))
 
     train, window, device = step.train, step.window, state.backend.device
-    position = positioner(device)
+    is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
+    position, last_step = positioner(device), math.inf if steps is None else steps
     started = time.monotonic() - (state.history[-1].seconds if state.history else 0.0)
-    where = ""  # what is going on, to say where an exception came from; empty: the step, whose layers say it themselves
     try:
         while True:
             with isolated(device), _interruptible() as interrupt:
                 seed = fold_in(state.seed, COMPUTE, state.epoch)
-                where = "the training loader, train"
-                feed = windows(source, state.epoch, state.batch, window, device)
-                batch = next(feed, _END)
-                if batch is _END:
-                    raise ValueError(_no_batches(state))
+                state.generators.install() if state.generators else seed_host(seed)
+                where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
                 try:
+                    feed = windows(source, state.epoch, state.batch, window, device)
+                    batch = next(feed, _END)
+                    if batch is _END:
+                        raise ValueError(_no_batches(state))
                     while batch is not _END:
-                        position(fold_in(seed, state.batch))
-                        where = ""
+                        position(mix(seed, state.batch))
+                        where = None
                         new, out = train(state, batch)
                         state = consume(new, out, 1 if window == 1 else len(batch))
-                        where = "the training loader, train"
+                        where = "the training loader"
                         batch = next(feed, _END)
 
-                        metrics = state.metrics
-                        if batch is _END:
+                        ended, metrics = batch is _END, state.metrics
+                        if ended:
                             state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, metrics={}, news=state.news | {EPOCH})
-                        due = evaluate_every is not None and evaluate_every.due(state)
-                        if due or batch is _END:
+                        due = is_due(state)
+                        if due or ended:
                             report = {f"train/{name}": metric for name, metric in metrics.items()}
-                            for name in evaluated if due else ():
-                                where = name
-                                found = _measure(step, state, evaluated[name])
-                                report.update({f"{name}/{metric}": value for metric, value in found.items()})
+                            for where in evaluated if due else ():
+                                with isolated(device):
+                                    found = _measure(step, state, evaluated[where])
+                                report.update({f"{where}/{name}": metric for name, metric in found.items()})
+                            where = "the record"
                             state = _recorded(state, read(report), time.monotonic() - started)
                         if interrupt.pending:
                             state = attrs.evolve(state, stop=INTERRUPTED)
                         for hook in hooks:
-                            where = f"{name_of(hook)}, hooks"
+                            where = hook
                             state = _called(hook, state)
-                        if state.stop is not None or _reached(state, epochs, steps):
+                        if state.stop is not None or state.step >= last_step:
                             break
-                except KeyboardInterrupt:
-                    if interrupt.pending:
-                        raise  # the second one
+                except BaseException as error:
+                    if not isinstance(error, KeyboardInterrupt) or interrupt.pending:  # a second Ctrl-C raises
+                        _explain(error, state, step, where)
+                        raise
                     state = attrs.evolve(state, stop=INTERRUPTED)
-            yield attrs.evolve(state, run=None)
-            check_fresh(state)  # whoever got it may have used it up
+                reached = suspended(state)
+            yield reached
+            check_fresh(reached)  # whoever got it may have used it up
             if state.stop is not None or _reached(state, epochs, steps):
                 return
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        _explain(error, state, step, where)
-        raise
+            state = attrs.evolve(reached, run=state.run)
     finally:
         for hook in hooks:
             if hasattr(hook, "close"):
@@ -298,21 +299,21 @@ def _interruptible() -> Iterator[_Interrupt]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: str) -> None:
+def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: Any) -> None:
     """Say where in the run an exception happened, and attach the last consistent state."""
-    layer, trace = "", error.__traceback__
+    layer, trace = "the step", error.__traceback__
     while trace is not None:
         layer = step.layers.get(trace.tb_frame.f_code, layer)  # the innermost one wins
         trace = trace.tb_next
-    where = ", ".join(part for part in (layer, where) if part) if where in state_loaders(state) else where
-    where = where or f"{layer or 'the step'}, train"
+    if where is None:
+        where = f"{layer}, train"
+    elif state.run is not None and where in state.run.evaluated:
+        where = f"{layer}, {where}"
+    else:
+        where = f"{name_of(where) if callable(where) else where}, train"
     error.add_note(f"while in {where}, epoch {state.epoch}, batch {state.batch}, step {state.step}")
     with contextlib.suppress(AttributeError):
-        error.state = attrs.evolve(state, run=None)  # type: ignore[attr-defined]
-
-
-def state_loaders(state: TrainState) -> tuple[str, ...]:
-    return state.run.evaluated if state.run else ()
+        error.state = suspended(state)  # type: ignore[attr-defined]
 
 
 def _no_batches(state: TrainState) -> str:

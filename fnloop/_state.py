@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from fnloop._backend import Backend, local
 from fnloop._history import History
-from fnloop._rng import SEED_BITS, new_seed
+from fnloop._rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._types import Metric
 
 __all__ = [
     "EPOCH", "RECORD", "UPDATE",
     "RunInfo", "StaleStateError", "TrainState",
-    "advance", "check_fresh", "count", "parameters", "put", "snapshot", "unwrap",
+    "advance", "check_fresh", "consumed", "parameters", "put", "snapshot", "suspended", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -65,7 +65,7 @@ class _Lease:
         self.turn = 0
 
 
-@attrs.frozen(eq=False, repr=False)
+@attrs.frozen(eq=False, repr=False, slots=False)  # without slots a frozen record is made in half the time
 class TrainState:
     """Everything that a run depends on. Make one with :meth:`create`.
 
@@ -88,6 +88,8 @@ class TrainState:
         backend: device and processes.
         news: what the last boundary brought: "update" (one was applied, not skipped), "epoch" (one was completed),
             "record" (one was appended to the history). Hooks decide by it.
+        generators: python's and numpy's generators in the middle of an epoch; None at its beginning. All other randomness
+            is a function of the seed and the counters.
     """
 
     model: nn.Module
@@ -104,6 +106,7 @@ class TrainState:
     stop: str | None = None
     backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
     news: frozenset[str] = _NOTHING
+    generators: HostGenerators | None = None
     _lease: _Lease = attrs.field(factory=_Lease)
     _turn: int = 0
 
@@ -195,16 +198,23 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     return TrainState(  # a direct call: attrs.evolve takes three times as long
         state.model, state.optimizer, state.step + applied, state.epoch, state.batch,
         state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop, state.backend,
-        _UPDATED if applied else _NOTHING, state._lease, turn,
+        _UPDATED if applied else _NOTHING, None, state._lease, turn,
     )  # fmt: skip
 
 
-def count(state: TrainState, batches: int, metrics: Mapping[str, Metric]) -> TrainState:
+def consumed(state: TrainState, batches: int, metrics: Mapping[str, Metric]) -> TrainState:
     """Return the state with batches counted, and with these metrics."""
     return TrainState(
         state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.skipped, state.seed,
-        state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, state._lease, state._turn,
+        state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state._lease, state._turn,
     )  # fmt: skip
+
+
+def suspended(state: TrainState) -> TrainState:
+    """Return the state as it is outside the run that it is in: with the generators that the run would go on with."""
+    if state.run is None:
+        return state
+    return attrs.evolve(state, run=None, generators=HostGenerators.capture() if state.batch else None)
 
 
 def put(state: TrainState, name: str, value: Any) -> TrainState:
@@ -239,6 +249,7 @@ def snapshot(state: TrainState) -> TrainState:
         (-1.0, 0.0)
     """
     check_fresh(state)
+    state = suspended(state)
     handles = (state.model, state.optimizer, state.slots, state.metrics)
     model, optimizer, slots, metrics = copy.deepcopy(handles)  # together: two copies would lose who shares what
     return attrs.evolve(state, model=model, optimizer=optimizer, slots=slots, metrics=metrics, lease=_Lease(), turn=0)

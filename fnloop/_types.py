@@ -65,7 +65,7 @@ class Metric(Protocol):
         ...
 
 
-@attrs.frozen(eq=False, repr=False)
+@attrs.frozen(eq=False, repr=False, slots=False)
 class Output:
     """What a step has found out about a batch (or about a window of them).
 
