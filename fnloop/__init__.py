@@ -4,8 +4,8 @@
     state = fit(step, TrainState.create(model, optimizer), {"train": train, "valid": valid}, epochs=8)
     state.history["valid/loss"]
 
-A run is a fold of a *step* over batches. The step is a loss function wrapped in *middleware*; what is carried from batch to
-batch is one immutable record, the *state*; *hooks* are functions of the state, called between updates.
+A run is a fold of a *step* over batches. The step is a loss function wrapped in *middleware*; what is carried from
+batch to batch is one immutable record, the *state*; *hooks* are functions of the state, called between updates.
 """
 
 from fnloop import schedules as schedules
@@ -47,6 +47,18 @@ from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
 from fnloop._types import middleware as middleware  # isort: skip  # behind the package of that name, to win over it
 
 __all__ = [
+    "History",
+    "Last",
+    "Max",
+    "Mean",
+    "Middleware",
+    "Min",
+    "Output",
+    "Record",
+    "RunInfo",
+    "StaleStateError",
+    "Sum",
+    "TrainState",
     "accumulate",
     "amp",
     "clip",
@@ -57,30 +69,18 @@ __all__ = [
     "fit",
     "from_torchmetrics",
     "halt_on_nonfinite",
-    "History",
-    "Last",
-    "Max",
-    "Mean",
     "metric",
     "middleware",
-    "Middleware",
-    "Min",
     "once",
-    "Output",
     "pipeline",
     "predict",
     "progress",
-    "Record",
     "run",
-    "RunInfo",
     "schedule",
     "schedules",
     "snapshot",
-    "StaleStateError",
-    "Sum",
     "supervised",
     "torch_scheduler",
-    "TrainState",
     "unwrap",
     "when",
 ]

@@ -38,7 +38,8 @@ def local(model: nn.Module) -> Backend:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
-            f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, and this version of fnloop trains in one: each "
+            f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, and this version of fnloop trains "
+            "in one: each "
             f"would train a model of its own. Start the script with python, not with torchrun or accelerate launch."
         )
     home = next(iter(model.parameters()), None)

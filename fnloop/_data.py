@@ -1,9 +1,10 @@
 """Data: order as a function of (seed, epoch), position, windows, placement.
 
-A map-style ``DataLoader`` is read by its parts: its sampler says which samples, and each batch of indices travels to the
-worker (or to this process) together with the seed that its randomness starts from. So shuffling and random augmentation
-are a function of (seed, epoch, position), whatever the number of workers, and what was consumed already is skipped by
-its index, not by loading it. Any other iterable is iterated; to go on in the middle of it, it is consumed up to there.
+A map-style ``DataLoader`` is read by its parts: its sampler says which samples, and each batch of indices travels to
+the worker (or to this process) together with the seed that its randomness starts from. So shuffling and random
+augmentation are a function of (seed, epoch, position), whatever the number of workers, and what was consumed already
+is skipped by its index, not by loading it. Any other iterable is iterated; to go on in the middle of it, it is
+consumed up to there.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def read_loaders(loaders: Any) -> Loaders:
         train, valid = loaders
         if isinstance(train, Tensor) or isinstance(valid, Tensor):
             raise TypeError(
-                "a pair of loaders is (train, valid), each an iterable of batches; got a pair of tensors, which looks like one "
+                "a pair of loaders is (train, valid), each an iterable of batches; got a pair of tensors, which "
+                "looks like one "
                 "batch. To train on this batch alone, write fit(step, state, [batch])."
             )
         loaders, evaluated = {"train": train}, {} if valid is None else {"valid": valid}
@@ -80,7 +82,8 @@ def check_loader(loader: Any, name: str) -> None:
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if isinstance(loader, str | bytes) or not (iterable or callable(loader)):
         raise TypeError(
-            f"the {name} loader must be an iterable of batches (a DataLoader, a list, ...) or a function that returns one; "
+            f"the {name} loader must be an iterable of batches (a DataLoader, a list, ...) or a function that "
+            "returns one; "
             f"got {loader!r:.80} ({type(loader).__name__})"
         )
 
@@ -123,7 +126,7 @@ def windows(source: Source, epoch: int, start: int, window: int, device: torch.d
     return iter(batches) if window == 1 else partition_all(window, batches)
 
 
-# --- iterables ---------------------------------------------------------------------------------------------------------
+# --- iterables
 
 
 def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
@@ -135,7 +138,8 @@ def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
         batches = iter(iterable)
     if start and batches is loader:
         raise ValueError(
-            f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "
+            f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start "
+            "again: pass a "
             f"function that makes it (fit(step, state, lambda: batches(...)))"
         )
     seed = fold_in(seed, FETCH, epoch)
@@ -154,7 +158,7 @@ def _tell_epoch(epoch: int, *owners: Any) -> None:
             owner.set_epoch(epoch)
 
 
-# --- map-style loaders ---------------------------------------------------------------------------------------------------
+# --- map-style loaders
 
 
 class _Ticket(NamedTuple):
@@ -202,7 +206,10 @@ def _order(loader: DataLoader, seed: int, epoch: int) -> Iterator[Any]:
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     inner = getattr(sampler, "sampler", sampler)
     _tell_epoch(epoch, loader.dataset, *{id(s): s for s in (sampler, inner)}.values())
-    draws_globally = type(inner) not in _TORCH_SAMPLERS or type(sampler) not in (BatchSampler, *_TORCH_SAMPLERS)
+    draws_globally = type(inner) not in _TORCH_SAMPLERS or type(sampler) not in (
+        BatchSampler,
+        *_TORCH_SAMPLERS,
+    )
     with own_generator(inner, seed), own_generator(sampler, seed):
         position_all(seed)
         indices = iter(sampler)
@@ -264,4 +271,3 @@ def _as_it_is(batch: Any) -> Any:
 def updates_in(batches: int | None, window: int) -> int | None:
     """Return how many windows a number of batches makes."""
     return None if batches is None else math.ceil(batches / window)
-

@@ -1,9 +1,10 @@
 """Runs: a fold of a step over batches. The story, top to bottom.
 
-    position the generators -> step -> fetch the next window -> end of the epoch? -> evaluation, if due -> record -> hooks
+    position the generators -> step -> fetch the next window -> epoch over? -> evaluate, if due -> record -> hooks
 
-The next window is fetched while the device still works on the step, and tells whether the epoch is over. A boundary is the
-moment behind an update; hooks and evaluation happen there and nowhere else, so there is no half-done state to be in.
+The next window is fetched while the device still works on the step, and tells whether the epoch is over. A boundary
+is the moment behind an update; hooks and evaluation happen there and nowhere else, so there is no half-done state to
+be in.
 """
 
 from __future__ import annotations
@@ -54,27 +55,29 @@ def fit(
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
         state: the newest state; use what ``fit`` returns from here on.
-        loaders: a mapping with "train" and any others, each of which is evaluated and gives the prefix of its metrics; a
-            pair ``(train, valid)``; or one iterable of batches. A loader is a DataLoader, a list, any other iterable, or a
-            function that returns one. The order of a shuffling map-style DataLoader is a function of (seed, epoch).
+        loaders: a mapping with "train" and any others, each of which is evaluated and gives the prefix of its
+            metrics; a pair ``(train, valid)``; or one iterable of batches. A loader is a DataLoader, a list, any
+            other iterable, or a function that returns one. The order of a shuffling map-style DataLoader is a
+            function of (seed, epoch).
         epochs: train until ``state.epoch`` is this; absolute, so that a second call with it does nothing.
-        steps: train until ``state.step`` is this; absolute. The smaller of the two wins. With neither, one pass: to the end
-            of the running epoch, or one epoch more.
-        hooks: functions ``state -> state``, called in this order behind every update (and the evaluation there, if one is
-            due); ``every(epochs=1)(hook)`` makes one rarer. None is ``(progress(), halt_on_nonfinite())``.
-        evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``, ``when(predicate)``,
-            or None for never. A record is appended to the history then, and at every end of an epoch.
+        steps: train until ``state.step`` is this; absolute. The smaller of the two wins. With neither, one pass: to
+            the end of the running epoch, or one epoch more.
+        hooks: functions ``state -> state``, called in this order behind every update (and the evaluation there, if
+            one is due); ``every(epochs=1)(hook)`` makes one rarer. None is ``(progress(), halt_on_nonfinite())``.
+        evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``,
+            ``when(predicate)``, or None for never. A record is appended to the history then, and at every end of an
+            epoch.
 
     Returns:
-        The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted" after
-        Ctrl-C, which ends the run behind the running update. The model keeps its training flags, except that one in
-        evaluation mode as a whole is put into training mode.
+        The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted"
+        after Ctrl-C, which ends the run behind the running update. The model keeps its training flags, except that
+        one in evaluation mode as a whole is put into training mode.
 
     Raises:
         StaleStateError: the state has been advanced already.
         TypeError, ValueError: an argument is not what it should be.
-        Exception: whatever the loss function, a loader or a hook raises, with a note of where in the run it happened, and
-            with the last consistent state as its attribute ``state``.
+        Exception: whatever the loss function, a loader or a hook raises, with a note of where in the run it happened,
+            and with the last consistent state as its attribute ``state``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -129,10 +132,15 @@ def run(
     found = read_loaders(loaders)
     for name, target in (("epochs", epochs), ("steps", steps)):
         if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
-            raise ValueError(f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}")
+            raise ValueError(
+                f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}"
+            )
     hooks = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
     if evaluate_every is not None and not hasattr(evaluate_every, "due"):
-        raise TypeError(f"fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got {evaluate_every!r}")
+        raise TypeError(
+            "fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got "
+            f"{evaluate_every!r}"
+        )
     if epochs is None and steps is None:
         epochs = state.epoch + 1
     return _run(step, state, found, epochs, steps, hooks, evaluate_every)
@@ -176,7 +184,9 @@ def _run(
             with isolated(device), _interruptible() as interrupt:
                 seed = fold_in(state.seed, COMPUTE, state.epoch)
                 state.generators.install() if state.generators else seed_host(seed)
-                where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
+                where: Any = (
+                    "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
+                )
                 try:
                     feed = windows(source, state.epoch, state.batch, window, device)
                     batch = next(feed, _END)
@@ -192,7 +202,9 @@ def _run(
 
                         ended, metrics = batch is _END, state.metrics
                         if ended:
-                            state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, metrics={}, news=state.news | {EPOCH})
+                            state = attrs.evolve(
+                                state, epoch=state.epoch + 1, batch=0, metrics={}, news=state.news | {EPOCH}
+                            )
                         due = is_due(state)
                         if due or ended:
                             report = {f"train/{name}": metric for name, metric in metrics.items()}
@@ -226,7 +238,7 @@ def _run(
                 hook.close()  # type: ignore[attr-defined]
 
 
-# --- the parts of a run --------------------------------------------------------------------------------------------------
+# --- the parts of a run
 
 
 def _reached(state: TrainState, epochs: int | None, steps: int | None) -> bool:
@@ -234,7 +246,12 @@ def _reached(state: TrainState, epochs: int | None, steps: int | None) -> bool:
 
 
 def _run_info(
-    state: TrainState, source: Source, window: int, epochs: int | None, steps: int | None, evaluated: tuple[str, ...]
+    state: TrainState,
+    source: Source,
+    window: int,
+    epochs: int | None,
+    steps: int | None,
+    evaluated: tuple[str, ...],
 ) -> RunInfo:
     per_epoch = updates_in(source.length, window)
     total = steps
@@ -253,7 +270,10 @@ def _recorded(state: TrainState, metrics: Mapping[str, float], seconds: float) -
 def _called(hook: Hook, state: TrainState) -> TrainState:
     new = hook(state)
     if not isinstance(new, TrainState):
-        raise TypeError(f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did you forget 'return state'?")
+        raise TypeError(
+            f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did you forget "
+            "'return state'?"
+        )
     return new
 
 
@@ -318,7 +338,10 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
 
 def _no_batches(state: TrainState) -> str:
     if state.batch:
-        return f"the training loader gave no batch behind the first {state.batch} of epoch {state.epoch}: it is shorter than the one before"
+        return (
+            f"the training loader gave no batch behind the first {state.batch} of epoch {state.epoch}: it is "
+            "shorter than the one before"
+        )
     again = " An iterator can be read once: pass a list, or a function that makes one." if state.epoch else ""
     return f"the training loader gave no batch in epoch {state.epoch}.{again}"
 
@@ -328,7 +351,8 @@ def _nothing_to_do(state: TrainState, epochs: int | None, steps: int | None) -> 
         return f"fit: this run was stopped ({state.stop}); to go on all the same, pass attrs.evolve(state, stop=None)"
     targets = [f"{name}={target}" for name, target in (("epochs", epochs), ("steps", steps)) if target is not None]
     return (
-        f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}, and the target is {', '.join(targets)} "
+        f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}, and the target is "
+        f"{', '.join(targets)} "
         f"(targets are absolute; raise one to go on)"
     )
 
@@ -345,12 +369,16 @@ def _check_step(step: Any, caller: str) -> None:
         hint = f"If {name} is a loss function, write {caller}(pipeline()({name}), ...)"
     else:
         hint = "Write pipeline()(loss_fn)"
-    raise TypeError(f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} ({type(step).__name__}). {hint}")
+    raise TypeError(
+        f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} ({type(step).__name__}). {hint}"
+    )
 
 
 def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
     if callable(hooks) or not isinstance(hooks, Sequence):
-        raise TypeError(f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}")
+        raise TypeError(
+            f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}"
+        )
     for hook in hooks:
         if isinstance(hook, type) or not callable(hook):
             call = f" Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
@@ -359,11 +387,13 @@ def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
             try:
                 inspect.signature(hook).bind(None)
             except TypeError as error:
-                raise TypeError(f"a hook takes the state and nothing else, but {name_of(hook)} takes {inspect.signature(hook)}") from error
+                raise TypeError(
+                    f"a hook takes the state and nothing else, but {name_of(hook)} takes {inspect.signature(hook)}"
+                ) from error
     return tuple(hooks)
 
 
-# --- evaluation and prediction -------------------------------------------------------------------------------------------
+# --- evaluation and prediction
 
 
 def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, float]:
@@ -420,7 +450,10 @@ def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, load
         [[2.0, 2.0], [2.0]]
     """
     if not callable(fn) or isinstance(fn, TrainState | PipelineStep):
-        raise TypeError(f"predict expects a function (model, batch) -> anything first; got {name_of(fn)}. Write predict(lambda model, batch: model(batch), state, loader)")
+        raise TypeError(
+            f"predict expects a function (model, batch) -> anything first; got {name_of(fn)}. Write "
+            "predict(lambda model, batch: model(batch), state, loader)"
+        )
     check_fresh(state)
     check_loader(loader, "prediction")
     return _predict(fn, state, loader)

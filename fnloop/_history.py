@@ -209,7 +209,7 @@ class History:
         axes = figure.subplots(rows, columns, squeeze=False).flat
         for axis, (metric, keys) in zip(axes, groups.items(), strict=False):
             _draw(axis, metric, {key: self.having(key) for key in keys}, _mode_of(metric, mode))
-        for axis in list(axes)[len(groups):]:
+        for axis in list(axes)[len(groups) :]:
             axis.set_visible(False)
         return figure
 
@@ -228,7 +228,15 @@ def _draw(axis: Any, metric: str, curves: Mapping[str, tuple[Record, ...]], mode
         if not key.startswith("train/"):
             best = History(records).best_record(key, mode)
             label = f"best {best.metrics[key]:.4g}"
-            axis.plot(best.step, best.metrics[key], "o", markersize=9, fillstyle="none", color=line.get_color(), label=label)
+            axis.plot(
+                best.step,
+                best.metrics[key],
+                "o",
+                markersize=9,
+                fillstyle="none",
+                color=line.get_color(),
+                label=label,
+            )
     axis.set_title(metric)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)

@@ -1,8 +1,8 @@
 """Metrics as monoids: made for a batch, combined over batches, windows and processes, computed once.
 
 Values stay on the device until somebody reads a report: :func:`read` fetches all of them in one transfer.
-``combine`` is pure. The running reduction of an epoch, which only the newest state owns, uses :func:`absorb`, which adds
-into the tensors it holds.
+``combine`` is pure. The running reduction of an epoch, which only the newest state owns, uses :func:`absorb`, which
+adds into the tensors it holds.
 """
 
 from __future__ import annotations
@@ -185,11 +185,15 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         {'loss': 3.0, 'n': 2.0}
     """
     plain = {k: m for k, m in metrics.items() if isinstance(m, Mean | Sum | Min | Max | Last)}
-    cells = [(k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)]
+    cells = [
+        (k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)
+    ]
     if cells:
         home = cells[0][2].device
         dtype = torch.float32 if home.type == "mps" else torch.float64
-        numbers = torch.stack([v.detach().to(home, dtype) for _, _, v in cells]).tolist()  # the one host read of a report
+        numbers = torch.stack(
+            [v.detach().to(home, dtype) for _, _, v in cells]
+        ).tolist()  # the one host read of a report
         for (name, field, _), number in zip(cells, numbers, strict=True):
             plain[name] = attrs.evolve(plain[name], **{field: number})
     return {name: plain.get(name, metric).compute() for name, metric in metrics.items()}
@@ -249,7 +253,9 @@ def _merge(metric: Any, other: Any) -> None:
     try:
         metric.merge_state(other)
     except RuntimeError as error:
-        error.add_note(f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process")
+        error.add_note(
+            f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process"
+        )
         raise
 
 
@@ -288,7 +294,9 @@ class from_torchmetrics:
         except ImportError as error:
             raise ImportError("from_torchmetrics needs torchmetrics: pip install 'fnloop[torchmetrics]'") from error
         if not isinstance(self.metric, Torchmetric):
-            raise TypeError(f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {self.metric!r}")
+            raise TypeError(
+                f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {self.metric!r}"
+            )
 
     def __repr__(self) -> str:
         return f"from_torchmetrics({self.metric!r}, {name_of(self.inputs)})"
@@ -296,5 +304,7 @@ class from_torchmetrics:
     def __call__(self, aux: Mapping[str, Any], batch: Batch) -> TorchMetric:
         arguments = self.inputs(aux, batch)
         if not isinstance(arguments, tuple):
-            raise TypeError(f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}")
+            raise TypeError(
+                f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}"
+            )
         return TorchMetric(self.metric, (tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments),))

@@ -25,10 +25,19 @@ from fnloop._rng import isolated
 from fnloop._state import TrainState, advance, check_fresh, consumed, parameters, put
 from fnloop._types import Batch, LossFn, Middleware, Output, Step, Wrap, name_of
 
-__all__ = ["Backward", "Pipeline", "PipelineStep", "consume", "evaluating", "linear", "pipeline", "supervised"]
+__all__ = [
+    "Backward",
+    "Pipeline",
+    "PipelineStep",
+    "consume",
+    "evaluating",
+    "linear",
+    "pipeline",
+    "supervised",
+]
 
 
-# --- the three steps in the middle -------------------------------------------------------------------------------------
+# --- the three steps in the middle
 
 
 def forward(loss_fn: LossFn) -> Step:
@@ -94,7 +103,8 @@ def _at_least_float32(loss: Tensor) -> Tensor:
 
 
 def linear(wrap: Wrap) -> Wrap:
-    """Mark a gradient ring's wrap as one that only multiplies gradients by a number that is the same for a whole window.
+    """Mark a gradient ring's wrap as one that at most multiplies gradients by a number that is the same for a whole
+    window.
 
     Such steps commute, so a later one may still be put directly around backward: ``step.within(wrap)``. That is how
     ``accumulate`` adds gradients up in place, and fp16 gradients are unscaled once per window, in whichever order the
@@ -103,7 +113,8 @@ def linear(wrap: Wrap) -> Wrap:
 
     def wrapped(step: Any) -> Step:
         made: Any = wrap(step)
-        made.within = lambda inner: wrapped(step.within(inner))
+        if hasattr(step, "within"):
+            made.within = lambda inner: wrapped(step.within(inner))
         return made
 
     return wrapped
@@ -158,7 +169,7 @@ def consume(state: TrainState, out: Output, batches: int) -> TrainState:
     return consumed(state, batches, metrics)
 
 
-# --- the reply of a loss function ---------------------------------------------------------------------------------------
+# --- the reply of a loss function
 
 
 def _leading(batch: Batch) -> int:
@@ -183,11 +194,19 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
 def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> None:
     """Check once what a loss function returns."""
     if isinstance(reply, tuple) and len(reply) != 2:
-        raise TypeError(f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in aux, a dict")
+        raise TypeError(
+            f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in "
+            "aux, a dict"
+        )
     if isinstance(reply, Mapping):
-        raise TypeError(f"{name} must return a loss or (loss, aux); it returned a {type(reply).__name__}. Write: return reply['loss'], reply")
+        raise TypeError(
+            f"{name} must return a loss or (loss, aux); it returned a {type(reply).__name__}. Write: return "
+            "reply['loss'], reply"
+        )
     if not isinstance(loss, Tensor):
-        raise TypeError(f"the loss that {name} returns must be a scalar tensor; got {loss!r:.60} ({type(loss).__name__})")
+        raise TypeError(
+            f"the loss that {name} returns must be a scalar tensor; got {loss!r:.60} ({type(loss).__name__})"
+        )
     if loss.ndim:
         raise ValueError(
             f"the loss that {name} returns must be a scalar; got shape {tuple(loss.shape)}. Return its mean over the "
@@ -196,16 +215,30 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
     if not loss.is_floating_point():
         raise ValueError(f"the loss that {name} returns must have a floating dtype; got {loss.dtype}")
     if not isinstance(aux, Mapping):
-        raise TypeError(f'the aux that {name} returns beside the loss must be a mapping, such as {{"output": output}}; got {type(aux).__name__}')
+        raise TypeError(
+            f'the aux that {name} returns beside the loss must be a mapping, such as {{"output": output}}; got '
+            f"{type(aux).__name__}"
+        )
     if "weight" in aux:
         weight = aux["weight"]
-        if isinstance(weight, bool) or not isinstance(weight, int | Tensor) or (isinstance(weight, Tensor) and weight.ndim):
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | Tensor)
+            or (isinstance(weight, Tensor) and weight.ndim)
+        ):
             shape = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-            raise TypeError(f'aux["weight"] must be the number of items that the loss is the mean of, an int or a scalar tensor; got {shape}')
+            raise TypeError(
+                'aux["weight"] must be the number of items that the loss is the mean of, an int or a scalar '
+                f"tensor; got {shape}"
+            )
         return
     sizes = {t.size(0) for t in _tensors(batch) if t.ndim} or {1 for t in _tensors(batch)}
     if len(sizes) != 1:
-        found = f"its tensors have leading dimensions {sorted(sizes)}" if sizes else f"there is no tensor in a {type(batch).__name__}"
+        found = (
+            f"its tensors have leading dimensions {sorted(sizes)}"
+            if sizes
+            else f"there is no tensor in a {type(batch).__name__}"
+        )
         raise ValueError(
             f"how many items is the loss of {name} the mean of? {found}. Say it: "
             f'return loss, {{"weight": number_of_items}}'
@@ -222,7 +255,7 @@ def _fail_without_gradient(state: TrainState) -> None:
     raise ValueError(f"the loss has no gradient: {hint}")
 
 
-# --- composition -------------------------------------------------------------------------------------------------------
+# --- composition
 
 
 @attrs.frozen(repr=False)
@@ -270,7 +303,7 @@ def pipeline(*middleware: Middleware) -> Pipeline:
         >>> step = pipeline(fl.accumulate(2), fl.clip(1.0))(toy_loss)
         >>> step
         pipeline(accumulate(2), clip(1.0))(toy_loss)
-        >>> state, out = step(toy(), [torch.tensor([3.0]), torch.tensor([5.0])])    # the mean gradient, 4, is clipped to 1
+        >>> state, out = step(toy(), [torch.tensor([3.0]), torch.tensor([5.0])])    # the mean, 4, is clipped to 1
         >>> round(state.model.w.item(), 4), out.metrics["grad_norm"].compute()
         (-1.0, 4.0)
     """
@@ -280,7 +313,9 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     for name in names:
         if names.count(name) > 1:
             twice = " and ".join(repr(m) for m in middleware if m.name == name)
-            raise ValueError(f"{twice} have one name, {name!r}, and would share what they keep in state.slots. Leave one out.")
+            raise ValueError(
+                f"{twice} have one name, {name!r}, and would share what they keep in state.slots. Leave one out."
+            )
     takes = [m for m in middleware if m.window > 1]
     if len(takes) > 1:
         raise ValueError(f"{' and '.join(map(repr, takes))} both take several batches at once. Leave one out.")
@@ -296,26 +331,37 @@ def _check_member(member: Any) -> None:
     if isinstance(member, Pipeline):
         raise TypeError(f"pipeline expects middleware, got {member!r}. To join two, write pipeline(*p.middleware, ...)")
     hint = f" A loss function goes into the second call: pipeline(...)({name})." if callable(member) else ""
-    raise TypeError(f"pipeline expects middleware, such as clip(1.0); got {name_of(member)} ({type(member).__name__}).{hint}")
+    raise TypeError(
+        f"pipeline expects middleware, such as clip(1.0); got {name_of(member)} ({type(member).__name__}).{hint}"
+    )
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
     if isinstance(loss_fn, Middleware):
-        raise TypeError(f"pipeline(...)(loss_fn) expects a loss function; got the middleware {loss_fn!r}. List it in the first call: pipeline({loss_fn!r}, ...)")
+        raise TypeError(
+            f"pipeline(...)(loss_fn) expects a loss function; got the middleware {loss_fn!r}. List it in the "
+            f"first call: pipeline({loss_fn!r}, ...)"
+        )
     if isinstance(loss_fn, nn.Module):
         name = type(loss_fn).__name__
         raise TypeError(
-            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got the module {name}. For batches (x, y) and a "
+            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got the module {name}. For "
+            "batches (x, y) and a "
             f"criterion, write supervised({name}(...)); else write def loss_fn(model, batch): ..."
         )
     if not callable(loss_fn):
-        raise TypeError(f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {loss_fn!r:.60} ({type(loss_fn).__name__})")
+        raise TypeError(
+            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {loss_fn!r:.60} "
+            f"({type(loss_fn).__name__})"
+        )
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
             signature.bind(None, None)
         except TypeError as error:
-            raise TypeError(f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}") from error
+            raise TypeError(
+                f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}"
+            ) from error
 
 
 class PipelineStep:
@@ -439,7 +485,9 @@ def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
     """
     if isinstance(criterion, type) or not callable(criterion):
         called = f"{criterion.__name__}()" if isinstance(criterion, type) else "nn.CrossEntropyLoss()"
-        raise TypeError(f"supervised expects a criterion (output, target) -> loss; got {criterion!r}. Write supervised({called})")
+        raise TypeError(
+            f"supervised expects a criterion (output, target) -> loss; got {criterion!r}. Write supervised({called})"
+        )
     return _Supervised(criterion)
 
 

@@ -1,10 +1,11 @@
 """Randomness as a function of where a run is.
 
-Inside a run torch's global generators (the CPU's and the device's) are *positioned* before every update by (seed, epoch,
-batch), and all of them, python's and numpy's too, before every batch that is loaded, by the same under another purpose. So
-an evaluation, a hook or a prefetching worker can't change what training draws, and a resumed run draws what it would have
-drawn. Python's and numpy's generators, whose seeding would cost an update 3 %, start from (seed, epoch) and are carried
-within the epoch (:class:`HostGenerators`). Outside a run the caller's generators are as they were.
+Inside a run torch's global generators (the CPU's and the device's) are *positioned* before every update by (seed,
+epoch, batch), and all of them, python's and numpy's too, before every batch that is loaded, by the same under another
+purpose. So an evaluation, a hook or a prefetching worker can't change what training draws, and a resumed run draws
+what it would have drawn. Python's and numpy's generators, whose seeding would cost an update 3 %, start from (seed,
+epoch) and are carried within the epoch (:class:`HostGenerators`). Outside a run the caller's generators are as they
+were.
 
 Seeds are mixed with SplitMix64 (Steele, Lea and Flood, 2014, https://doi.org/10.1145/2660193.2660195).
 """
@@ -21,8 +22,8 @@ import numpy as np
 import torch
 
 __all__ = [
-    "COMPUTE", "FETCH", "ORDER", "SEED_BITS",
-    "HostGenerators", "fold_in", "isolated", "mix", "new_seed", "own_generator", "position_all", "positioner", "seed_host",
+    "COMPUTE", "FETCH", "ORDER", "SEED_BITS", "HostGenerators",
+    "fold_in", "isolated", "mix", "new_seed", "own_generator", "position_all", "positioner", "seed_host",
 ]  # fmt: skip
 
 SEED_BITS = (1 << 64) - 1

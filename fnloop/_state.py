@@ -88,8 +88,8 @@ class TrainState:
         backend: device and processes.
         news: what the last boundary brought: "update" (one was applied, not skipped), "epoch" (one was completed),
             "record" (one was appended to the history). Hooks decide by it.
-        generators: python's and numpy's generators in the middle of an epoch; None at its beginning. All other randomness
-            is a function of the seed and the counters.
+        generators: python's and numpy's generators in the middle of an epoch; None at its beginning. All other
+            randomness is a function of the seed and the counters.
     """
 
     model: nn.Module
@@ -112,7 +112,12 @@ class TrainState:
 
     @classmethod
     def create(
-        cls, model: nn.Module, optimizer: Optimizer, *, seed: int | None = None, backend: Backend | None = None
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        seed: int | None = None,
+        backend: Backend | None = None,
     ) -> TrainState:
         """Make the first state of a run.
 
@@ -148,8 +153,10 @@ class TrainState:
         theirs = {id(p) for p in model.parameters()}
         if theirs and not any(id(p) in theirs for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
-                f"none of the optimizer's parameters belongs to this {type(model).__name__}: nothing would be trained. Make "
-                f"the optimizer after the model (and after any change of its parameters): {type(optimizer).__name__}(model.parameters(), ...)"
+                f"none of the optimizer's parameters belongs to this {type(model).__name__}: nothing would be "
+                "trained. Make "
+                "the optimizer after the model (and after any change of its parameters): "
+                f"{type(optimizer).__name__}(model.parameters(), ...)"
             )
         return cls(model, optimizer, seed=new_seed() if seed is None else seed, backend=backend or local(model))
 
@@ -182,10 +189,13 @@ def check_fresh(state: TrainState) -> None:
         TypeError: it is no state.
     """
     if not isinstance(state, TrainState):
-        raise TypeError(f"expected a TrainState, as TrainState.create(model, optimizer) makes it; got {_describe(state)}")
+        raise TypeError(
+            f"expected a TrainState, as TrainState.create(model, optimizer) makes it; got {_describe(state)}"
+        )
     if state._lease.turn != state._turn:
         raise StaleStateError(
-            f"this state (step {state.step}, epoch {state.epoch}) has been advanced: its model and optimizer now belong to a "
+            f"this state (step {state.step}, epoch {state.epoch}) has been advanced: its model and optimizer "
+            "now belong to a "
             f"newer state. Use what the last call returned (state = fit(step, state, ...)), or keep a copy beforehand: "
             f"before = snapshot(state)."
         )
@@ -197,8 +207,8 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     state._lease.turn = turn
     return TrainState(  # a direct call: attrs.evolve takes three times as long
         state.model, state.optimizer, state.step + applied, state.epoch, state.batch,
-        state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop, state.backend,
-        _UPDATED if applied else _NOTHING, None, state._lease, turn,
+        state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop,
+        state.backend, _UPDATED if applied else _NOTHING, None, state._lease, turn,
     )  # fmt: skip
 
 
@@ -206,7 +216,8 @@ def consumed(state: TrainState, batches: int, metrics: Mapping[str, Metric]) -> 
     """Return the state with batches counted, and with these metrics."""
     return TrainState(
         state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.skipped, state.seed,
-        state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state._lease, state._turn,
+        state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state._lease,
+        state._turn,
     )  # fmt: skip
 
 

@@ -24,7 +24,19 @@ from typing import Any, Protocol, TypeVar
 import attrs
 from torch import Tensor, nn
 
-__all__ = ["RINGS", "Batch", "Call", "LossFn", "Metric", "Middleware", "Output", "Step", "Wrap", "middleware", "name_of"]
+__all__ = [
+    "RINGS",
+    "Batch",
+    "Call",
+    "LossFn",
+    "Metric",
+    "Middleware",
+    "Output",
+    "Step",
+    "Wrap",
+    "middleware",
+    "name_of",
+]
 
 Batch = Any
 State = TypeVar("State")
@@ -201,8 +213,10 @@ def middleware(ring: str) -> Callable[[Callable[..., Any]], Callable[..., Middle
     """
     if not isinstance(ring, str) or ring not in RINGS:
         given = f"the function {ring.__name__}" if isinstance(ring, types.FunctionType) else repr(ring)
-        raise ValueError(f"middleware() expects a ring, one of {', '.join(RINGS)}; got {given}. "
-                         f'Write @middleware("gradient") above a function of settings that returns step -> step.')
+        raise ValueError(
+            f"middleware() expects a ring, one of {', '.join(RINGS)}; got {given}. "
+            f'Write @middleware("gradient") above a function of settings that returns step -> step.'
+        )
 
     def decorate(factory: Callable[..., Any]) -> Callable[..., Middleware]:
         @functools.wraps(factory)
@@ -211,8 +225,10 @@ def middleware(ring: str) -> Callable[[Callable[..., Any]], Callable[..., Middle
             if isinstance(made, Middleware):
                 return attrs.evolve(made, call=call)
             if not callable(made):
-                raise TypeError(f"{call!r} must return a function step -> step, but it returned {made!r}. "
-                                f"Did you forget 'return wrap' at its end?")
+                raise TypeError(
+                    f"{call!r} must return a function step -> step, but it returned {made!r}. "
+                    f"Did you forget 'return wrap' at its end?"
+                )
             return Middleware(factory.__name__, **{ring: made}, call=call)
 
         make.is_middleware_factory = True  # type: ignore[attr-defined]  # so that pipeline(clip) can say what is missing

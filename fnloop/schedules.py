@@ -1,6 +1,7 @@
 """Schedules: pure functions ``(step, total_steps) -> factor`` on a group's initial value.
 
-Update i, from 0, uses ``f(i, total)``. No first update has a factor of zero, and the last one is near the minimum, not at
+Update i, from 0, uses ``f(i, total)``. No first update has a factor of zero, and the last one is near the minimum,
+not at
 it: a decay over T updates is at ``t/T`` in its update t, from 0 to T - 1; a warmup over W updates is at ``(t + 1)/W``.
 
 Lengths are updates (an int: ``warmup=100``) or fractions of the run (a float from 0 to 1: ``warmup=0.1``).
@@ -65,9 +66,14 @@ def _schedule(make: Callable[..., Callable[[int, int | None], float]]) -> Callab
 
 def _check_length(owner: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{owner} expects {name} as updates (an int) or as a fraction of the run (a float); got {value!r}")
+        raise TypeError(
+            f"{owner} expects {name} as updates (an int) or as a fraction of the run (a float); got {value!r}"
+        )
     if value < 0 or (isinstance(value, float) and value > 1):
-        raise ValueError(f"{owner} expects {name} >= 0, and at most 1.0 as a fraction (a float); got {value!r}. For updates, write {name}={abs(round(value))}")
+        raise ValueError(
+            f"{owner} expects {name} >= 0, and at most 1.0 as a fraction (a float); got {value!r}. For updates, "
+            f"write {name}={abs(round(value))}"
+        )
 
 
 def _check_ratio(owner: str, name: str, value: Any) -> None:
@@ -81,7 +87,9 @@ def _updates(length: Length, total: int | None) -> int:
 
 def _known(total: int | None) -> int:
     if total is None:
-        raise ValueError("this schedule needs the length of the run: call it through fit(step, state, loaders, steps=...)")
+        raise ValueError(
+            "this schedule needs the length of the run: call it through fit(step, state, loaders, steps=...)"
+        )
     return total
 
 
@@ -367,7 +375,10 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
     for schedule in schedules:
         _check_schedule("join", schedule)
     if len(at) != len(schedules) - 1 or not at:
-        raise ValueError(f"join expects two schedules or more, and in at= where each but the first begins; got {len(schedules)} and {len(at)}")
+        raise ValueError(
+            "join expects two schedules or more, and in at= where each but the first begins; got "
+            f"{len(schedules)} and {len(at)}"
+        )
     for boundary in at:
         _check_length("join", "at", boundary)
 

@@ -50,11 +50,12 @@ class Gated:
 
 @attrs.frozen(repr=False)
 class every:
-    """Run a hook periodically: ``every(epochs=1)(hook)``. Also says when to evaluate: ``evaluate_every=every(steps=100)``.
+    """Run a hook periodically: ``every(epochs=1)(hook)``. Also says when to evaluate:
+    ``evaluate_every=every(steps=100)``.
 
     Args:
-        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of n updates, and always
-            at the end of the epoch.
+        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of n updates, and
+            always at the end of the epoch.
         steps: a number of applied updates, counted over epochs.
         seconds: of wall time, counted from the first boundary.
 
@@ -63,8 +64,8 @@ class every:
 
     Raises:
         TypeError: not exactly one of the three is given.
-        ValueError: it isn't above 0, or epochs is neither whole nor below 1. When a run starts: a fraction of an epoch is
-            asked for, and the training loader has no length.
+        ValueError: it isn't above 0, or epochs is neither whole nor below 1. When a run starts: a fraction of an
+            epoch is asked for, and the training loader has no length.
 
     Example:
         >>> import fnloop as fl, torch
@@ -83,14 +84,20 @@ class every:
     _clock: list[float] = attrs.field(factory=list, init=False, eq=False)  # when it was last due
 
     def __attrs_post_init__(self) -> None:
-        given = {k: v for k, v in (("epochs", self.epochs), ("steps", self.steps), ("seconds", self.seconds)) if v is not None}
+        given = {
+            k: v
+            for k, v in (("epochs", self.epochs), ("steps", self.steps), ("seconds", self.seconds))
+            if v is not None
+        }
         if len(given) != 1:
             raise TypeError(f"every expects one of epochs=, steps= or seconds=; got {', '.join(given) or 'none'}")
         ((name, value),) = given.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"every expects {name} > 0; got {value!r}")
         if name == "steps" and not isinstance(value, int):
-            raise ValueError(f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)")
+            raise ValueError(
+                f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)"
+            )
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}")
 
@@ -104,7 +111,10 @@ class every:
     def check(self, run: RunInfo) -> None:
         """Raise if it can't be told when this is due in a run."""
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
-            raise ValueError(f"{self!r} needs to know how long an epoch is, but the training loader has no length: write every(steps=...)")
+            raise ValueError(
+                f"{self!r} needs to know how long an epoch is, but the training loader has no length: write "
+                "every(steps=...)"
+            )
 
     def due(self, state: TrainState) -> bool:
         """Say whether this boundary is one of those."""
@@ -129,7 +139,8 @@ class every:
 
 @functools.lru_cache
 def _parts(fraction: str, updates: int) -> frozenset[int]:
-    """Return after which updates of an epoch a fraction of it is due; the fraction is what was typed, not its binary float."""
+    """Return after which updates of an epoch a fraction of it is due; the fraction is what was typed, not its binary
+    float."""
     part = Fraction(fraction)
     return frozenset(math.ceil(k * updates * part) for k in range(1, math.floor(1 / part) + 1))
 

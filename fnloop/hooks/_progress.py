@@ -13,7 +13,8 @@ __all__ = ["progress"]
 
 
 class progress:
-    """Show a bar per epoch: loss, learning rate, updates per second. A line per record where nobody looks at a terminal.
+    """Show a bar per epoch: loss, learning rate, updates per second. A line per record where nobody looks at a
+    terminal.
 
     It reads from the device when it refreshes, and not in between.
 
@@ -67,7 +68,14 @@ class progress:
         if self._bar is None:
             epoch = state.epoch if ended else state.epoch + 1
             of = f"/{run.epochs}" if run and run.epochs else ""
-            self._bar = _bar_class()(total=total, desc=f"epoch {epoch}{of}", unit="step", file=file, mininterval=0, dynamic_ncols=True)
+            self._bar = _bar_class()(
+                total=total,
+                desc=f"epoch {epoch}{of}",
+                unit="step",
+                file=file,
+                mininterval=0,
+                dynamic_ncols=True,
+            )
         self._bar.set_postfix_str(_facts(state), refresh=False)
         if ended and total is not None:
             done = total

@@ -3,8 +3,8 @@
 Each micro-batch counts by its weight, the number of items that its loss is the mean of, so the gradient is that of the
 mean over all items of the window: over a ragged last window and over unequal token counts too. Two paths:
 
-* Where nothing but linear steps stands between it and backward, gradients add up in ``.grad`` as autograd does. Backward
-  starts from loss × weight / (weight of the first), and one division at the end makes the mean.
+* Where nothing but linear steps stands between it and backward, gradients add up in ``.grad`` as autograd does.
+  Backward starts from loss × weight / (weight of the first), and one division at the end makes the mean.
 * Where another gradient middleware is inside (``pipeline(clip(1.0), accumulate(4))``), each micro-batch's gradient is
   taken out behind it, and the weighted mean is put back.
 """
@@ -32,12 +32,13 @@ Weight = int | float | Tensor
 def accumulate(n: int) -> Any:
     """Make one update from up to n batches, weighted by their items.
 
-    A step with it takes a sequence of up to n batches; ``fit`` groups the loader into such windows. The last window of an
-    epoch may be shorter and is weighted rightly. The reported loss is the mean over the window's items, whatever n is.
+    A step with it takes a sequence of up to n batches; ``fit`` groups the loader into such windows. The last window
+    of an epoch may be shorter and is weighted rightly. The reported loss is the mean over the window's items,
+    whatever n is.
 
-    Order: ``pipeline(accumulate(4), clip(1.0))`` clips once per update; ``pipeline(clip(1.0), accumulate(4))`` clips every
-    micro-batch, then averages. With ``clip_value(1)`` and the gradients 4 and -1, the first gives 1.0 (the mean, 1.5,
-    clipped), the second 0.0 (the mean of 1 and -1).
+    Order: ``pipeline(accumulate(4), clip(1.0))`` clips once per update; ``pipeline(clip(1.0), accumulate(4))`` clips
+    every micro-batch, then averages. With ``clip_value(1)`` and the gradients 4 and -1, the first gives 1.0 (the
+    mean, 1.5, clipped), the second 0.0 (the mean of 1 and -1).
 
     Args:
         n: batches per update, at least 1; 1 changes nothing.
@@ -60,7 +61,9 @@ def accumulate(n: int) -> Any:
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"accumulate expects the number of batches per update, an int; got {n!r} ({type(n).__name__})")
     if n < 1:
-        raise ValueError(f"accumulate expects n >= 1, got {n}. To switch accumulation off, write accumulate(1) or leave it out")
+        raise ValueError(
+            f"accumulate expects n >= 1, got {n}. To switch accumulation off, write accumulate(1) or leave it out"
+        )
     if n == 1:
         return Middleware("accumulate")
 
@@ -122,7 +125,9 @@ class _Total:
         """Return weight / (weight of the first), or None where that is 1."""
         weight = out.weight
         if self.reference is None:
-            self.reference = max(weight, 1) if not isinstance(weight, Tensor) else _floating(weight, out.loss).clamp(min=1)
+            self.reference = (
+                max(weight, 1) if not isinstance(weight, Tensor) else _floating(weight, out.loss).clamp(min=1)
+            )
         if not isinstance(weight, Tensor):
             return None if weight is self.reference or weight == self.reference else weight / self.reference
         return _floating(weight, out.loss) / self.reference

@@ -93,7 +93,8 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
     def gradient(step: Any) -> Step:
         if not hasattr(step, "within"):
             raise ValueError(
-                'amp("fp16") is listed behind a middleware that would see scaled gradients. List it first: pipeline(amp("fp16"), ...)'
+                'amp("fp16") is listed behind a middleware that would see scaled gradients. List it first: '
+                'pipeline(amp("fp16"), ...)'
             )
         return linear(unscale)(step.within(lambda backward: Backward(backward.forward, _scale)))
 
@@ -108,7 +109,8 @@ def _unscale(grads: list[Any], scale: float) -> bool:
     """Divide gradients by the scale, in place, and say whether one of them is not finite."""
     if any(grad.dtype is torch.float16 for grad in grads):
         raise ValueError(
-            'amp("fp16") needs parameters in float32 (their gradients in float16 can\'t be unscaled): leave out model.half()'
+            'amp("fp16") needs parameters in float32 (their gradients in float16 can\'t be unscaled): leave out '
+            "model.half()"
         )
     if not grads:
         return False

@@ -10,6 +10,7 @@ import torch
 from torch.nn import utils
 
 from fnloop._metrics import Mean
+from fnloop._pipeline import linear
 from fnloop._state import TrainState, parameters
 from fnloop._types import Batch, Middleware, Output, Step, middleware
 
@@ -23,7 +24,7 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
     The norm before clipping becomes the metric "grad_norm" (``history["train/grad_norm"]``).
 
     Args:
-        max_norm: the largest norm, above 0; ``inf`` only measures.
+        max_norm: the largest norm, above 0; ``inf`` only measures, and always the gradient of the whole update.
         norm_type: which norm; ``inf`` for the largest element.
 
     Returns:
@@ -59,7 +60,7 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
 
         return clipped
 
-    return gradient
+    return linear(gradient) if math.isinf(max_norm) else gradient
 
 
 @middleware("gradient")
@@ -105,4 +106,6 @@ def _check_limit(name: str, value: Any, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} expects {what}, a number above 0; got {value!r} ({type(value).__name__})")
     if not value > 0:
-        raise ValueError(f"{name} expects {what} > 0; got {value}. To switch it off, leave it out, or write {name}(float('inf'))")
+        raise ValueError(
+            f"{name} expects {what} > 0; got {value}. To switch it off, leave it out, or write {name}(float('inf'))"
+        )

@@ -20,8 +20,8 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
     """Add metrics to what a step finds out: in training and in evaluation, exact over uneven batches.
 
     Args:
-        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function returned. A scalar tensor is
-            the mean over the batch, and is averaged by the batch's weight; a metric (``Sum``, ``Max``, what
+        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function returned. A scalar tensor
+            is the mean over the batch, and is averaged by the batch's weight; a metric (``Sum``, ``Max``, what
             ``from_torchmetrics`` makes, ...) is combined as it says.
 
     Returns:
@@ -42,7 +42,9 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
         raise ValueError("metric expects at least one name and function: metric(accuracy=lambda aux, batch: ...)")
     for name, function in functions.items():
         if name == "loss":
-            raise ValueError('metric(loss=...) would replace the loss, which is always reported as "loss": choose another name')
+            raise ValueError(
+                'metric(loss=...) would replace the loss, which is always reported as "loss": choose another name'
+            )
         if not callable(function):
             raise TypeError(f"metric({name}=...) expects a function (aux, batch) -> scalar or Metric; got {function!r}")
 
@@ -62,11 +64,17 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
 def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
-            raise TypeError(f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: add .mean()")
+            raise TypeError(
+                f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: "
+                "add .mean()"
+            )
         value = value.detach()
         return Mean((value if value.is_floating_point() else value.float()) * weight, weight)
     if hasattr(value, "combine") and hasattr(value, "compute"):
         return value
     if isinstance(value, int | float):
         return Mean(value * weight, weight)
-    raise TypeError(f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got {value!r:.60} ({type(value).__name__})")
+    raise TypeError(
+        f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got {value!r:.60} "
+        f"({type(value).__name__})"
+    )

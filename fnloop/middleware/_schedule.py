@@ -22,12 +22,12 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
     """Set a number of every parameter group before each update: its initial value × ``fn(step, total_steps)``.
 
     Update i (from 0) uses ``fn(i, total)``. What was skipped doesn't count. The initial value of a group is kept in the
-    group itself as ``initial_lr``, as torch's schedulers do. The value used is the metric "lr" (``lr/1``, ... for further
-    groups).
+    group itself as ``initial_lr``, as torch's schedulers do. The value used is the metric "lr" (``lr/1``, ... for
+    further groups).
 
     Args:
-        fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or any function. ``total_steps`` is None where
-            the length of the run isn't known.
+        fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or any function. ``total_steps`` is None
+            where the length of the run isn't known.
         field: which number of a parameter group: "lr", "weight_decay", "momentum", ...
 
     Returns:
@@ -81,17 +81,24 @@ def _factor(fn: Callable[[int, int | None], float], state: TrainState) -> float:
 def _unknown_length(what: str, state: TrainState) -> str:
     if state.run is None:
         return (
-            f"{what} needs the length of the run, which a bare step doesn't know: call fit(step, state, loaders, ...), or give "
+            f"{what} needs the length of the run, which a bare step doesn't know: call fit(step, state, "
+            "loaders, ...), or give "
             f"every length in steps"
         )
-    return f"{what} needs the length of the run, but the training loader has none: call fit(step, state, loaders, steps=...)"
+    return (
+        f"{what} needs the length of the run, but the training loader has none: call fit(step, state, "
+        "loaders, steps=...)"
+    )
 
 
 def _number(group: dict[str, Any], field: str) -> float | Tensor:
     value = group.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         numbers = [k for k, v in group.items() if isinstance(v, float | Tensor) and not k.startswith("initial_")]
-        raise ValueError(f"schedule(..., field={field!r}): the optimizer's groups have no such number; they have {', '.join(numbers)}")
+        raise ValueError(
+            f"schedule(..., field={field!r}): the optimizer's groups have no such number; they have "
+            f"{', '.join(numbers)}"
+        )
     return _copy(value)
 
 
@@ -131,7 +138,10 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
         -1.75
     """
     if not callable(factory):
-        raise TypeError(f"torch_scheduler expects a function (optimizer, run) -> scheduler; got {factory!r}. Write torch_scheduler(lambda opt, run: ...)")
+        raise TypeError(
+            f"torch_scheduler expects a function (optimizer, run) -> scheduler; got {factory!r}. Write "
+            "torch_scheduler(lambda opt, run: ...)"
+        )
 
     def init(state: TrainState) -> Any:
         try:
@@ -141,9 +151,14 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
                 raise ValueError(_unknown_length(f"torch_scheduler({name_of(factory)})", state)) from error
             raise
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TypeError("torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric: use it in a hook under every(epochs=1)")
+            raise TypeError(
+                "torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric: use it in a "
+                "hook under every(epochs=1)"
+            )
         if not hasattr(scheduler, "step") or not hasattr(scheduler, "optimizer"):
-            raise TypeError(f"torch_scheduler({name_of(factory)}) must make a torch.optim.lr_scheduler; it made {scheduler!r}")
+            raise TypeError(
+                f"torch_scheduler({name_of(factory)}) must make a torch.optim.lr_scheduler; it made {scheduler!r}"
+            )
         return scheduler
 
     def wrap(step: Step) -> Step:
@@ -152,7 +167,7 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
             used = Last(_copy(state.optimizer.param_groups[0]["lr"]))
             state, out = step(state, batch)
             if UPDATE in state.news:
-                with warnings.catch_warnings():  # torch takes a copied optimizer, as snapshot makes it, for an overridden one
+                with warnings.catch_warnings():  # torch takes the copied optimizer of a snapshot for an overridden one
                     warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
                     state.slots["torch_scheduler"].step()
             return state, Output(out.loss, out.weight, out.aux, {**out.metrics, "lr": used}, out.skip)

