@@ -135,8 +135,8 @@ class halt_on_nonfinite:
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.tensor([float("nan")])] * 3,
-        hooks=(halt_on_nonfinite(),))
+        >>> batches = [torch.tensor([float("nan")])] * 3
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=(halt_on_nonfinite(),))
         >>> state.stop
         'halt_on_nonfinite: the training loss became nan between steps 1 and 3'
     """

@@ -94,7 +94,8 @@ def _unknown_length(what: str, state: TrainState) -> str:
 def _number(group: dict[str, Any], field: str) -> float | Tensor:
     value = group.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        numbers = [k for k, v in group.items() if isinstance(v, float | Tensor) and not k.startswith("initial_")]
+        kinds = (k for k, v in group.items() if isinstance(v, int | float | Tensor) and not isinstance(v, bool))
+        numbers = [k for k in kinds if not k.startswith("initial_")]
         raise ValueError(
             f"schedule(..., field={field!r}): the optimizer's groups have no such number; they have "
             f"{', '.join(numbers)}"

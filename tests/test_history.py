@@ -1,0 +1,326 @@
+"""History: records that never change, and what can be read off them."""
+
+import io
+import math
+import sys
+
+import attrs
+import pytest
+import torch
+
+from fnloop import History, Record
+from fnloop._history import better
+
+NAN, INF = math.nan, math.inf
+
+
+def history(*values, key="valid/loss"):
+    """One record per value, at steps 10, 20, ..."""
+    return History(Record(i, 10 * i, {key: value}) for i, value in enumerate(values, 1))
+
+
+# --- persistence ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_kept_reference_never_changes():
+    kept = history(0.5)
+    longer = kept.append(Record(2, 20, {"valid/loss": 0.25}))
+    assert kept["valid/loss"] == (0.5,)
+    assert longer["valid/loss"] == (0.5, 0.25)
+
+
+def test_two_continuations_of_one_history_are_independent():
+    start = history(0.5)
+    left = start.append(Record(2, 20, {"valid/loss": 0.25}))
+    right = start.append(Record(2, 30, {"valid/loss": 0.75}))
+    assert (left["valid/loss"], right["valid/loss"], len(start)) == ((0.5, 0.25), (0.5, 0.75), 1)
+
+
+def test_a_history_is_independent_of_the_dict_and_the_list_it_was_made_from():
+    metrics = {"valid/loss": 0.5}
+    records = [Record(1, 10, metrics)]
+    made = History(records)
+    metrics["valid/loss"] = 9.0
+    records.clear()
+    assert made["valid/loss"] == (0.5,)
+
+
+@pytest.mark.parametrize(("record", "field"), [(History(), "records"), (Record(1, 10, {}), "metrics")])
+def test_records_and_histories_are_frozen(record, field):
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        setattr(record, field, ())
+
+
+def test_metrics_of_a_record_are_floats_whatever_was_given():
+    record = Record(1, 10, {"an int": 2, "a tensor": torch.tensor(0.5)})
+    assert record.metrics == {"an int": 2.0, "a tensor": 0.5}
+    assert all(type(value) is float for value in record.metrics.values())
+
+
+# --- reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_gives_values_an_index_a_record_a_slice_a_history():
+    made = history(0.5, 0.25, 0.125)
+    assert made["valid/loss"] == (0.5, 0.25, 0.125)
+    assert made[-1] == Record(3, 30, {"valid/loss": 0.125})
+    assert made[:2] == history(0.5, 0.25)
+    assert isinstance(made[:2], History)
+
+
+def test_length_and_iteration_are_those_of_the_records():
+    made = history(0.5, 0.25)
+    assert len(made) == 2
+    assert [record.step for record in made] == [10, 20]
+    assert len(History()) == 0
+
+
+def test_keys_come_in_the_order_of_their_first_appearance():
+    made = History([Record(1, 10, {"train/loss": 1}), Record(2, 20, {"valid/loss": 2, "train/loss": 1})])
+    assert made.keys() == ("train/loss", "valid/loss")
+
+
+def test_records_without_a_metric_are_left_out_of_its_values():
+    made = History([Record(1, 10, {"a": 1}), Record(1, 15, {"b": 7}), Record(2, 20, {"a": 3})])
+    assert made["a"] == (1.0, 3.0)
+    assert [record.step for record in made.having("a")] == [10, 20]
+    assert made.latest("b") == 7.0  # of the newest record that has it
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda h: h["valid/los"], lambda h: h.latest("valid/los"), lambda h: h.best("valid/los"), lambda h: h.having("valid/los")],
+)
+def test_an_unknown_metric_is_a_key_error_that_names_those_there_are(ask):
+    made = History([Record(1, 10, {"train/loss": 1, "valid/loss": 2})])
+    with pytest.raises(KeyError, match=r"no metric 'valid/los' in this history; there are: train/loss, valid/loss"):
+        ask(made)
+    with pytest.raises(KeyError, match="the history is empty"):
+        ask(History())
+
+
+# --- latest and best -----------------------------------------------------------------------------------------------------
+
+
+def test_latest_is_the_newest_value_not_the_best():
+    assert history(0.5, 0.25, 0.75).latest("valid/loss") == 0.75
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "step"),
+    [
+        ((3, 1, 2), "min", 20),
+        ((3, 1, 2), "max", 10),
+        ((2, 1, 1), "min", 20),  # of equals, the older
+        ((1, 2, 2), "max", 20),
+        ((NAN, 2, 3), "min", 20),  # NaN is worse than anything
+        ((NAN, 2, 3), "max", 30),
+        ((2, NAN), "min", 10),
+        ((2, NAN), "max", 10),
+        ((NAN, INF), "min", 20),  # worse than infinity, too
+        ((NAN, -INF), "max", 20),
+        ((NAN, NAN), "min", 10),  # unless there is nothing else
+        ((0.0, -0.0), "min", 10),  # these two are equal
+    ],
+)
+def test_best_record_is_the_oldest_of_the_best(values, mode, step):
+    made = history(*values)
+    assert made.best_record("valid/loss", mode).step == step
+    assert repr(made.best("valid/loss", mode)) == repr(float(values[step // 10 - 1]))
+
+
+def test_best_looks_only_at_records_that_have_the_metric():
+    made = History([Record(1, 10, {"a": 0}), Record(1, 20, {"b": 5}), Record(1, 30, {"b": 4})])
+    assert made.best("b") == 4.0
+
+
+@pytest.mark.parametrize("values", [(1,), (1, 2)])
+def test_best_in_an_unknown_mode_is_an_error_even_with_one_record(values):
+    with pytest.raises(ValueError, match=r'mode expects "min" \(lower is better\) or "max" \(higher is better\); got \'low\''):
+        history(*values).best("valid/loss", "low")
+
+
+@pytest.mark.parametrize(
+    ("value", "than", "lower", "higher"),
+    [
+        (1.0, 2.0, True, False),
+        (2.0, 1.0, False, True),
+        (1.0, 1.0, False, False),
+        (NAN, 1.0, False, False),
+        (1.0, NAN, True, True),
+        (NAN, NAN, False, False),
+        (INF, NAN, True, True),
+        (-INF, 0.0, True, False),
+    ],
+)
+def test_better_is_strict_and_takes_nan_for_the_worst(value, than, lower, higher):
+    assert (better(value, than, "min"), better(value, than, "max")) == (lower, higher)
+
+
+# --- equality ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"a": 0.5}, {"a": 0.5}, True),
+        ({"a": NAN}, {"a": NAN}, True),
+        ({"a": NAN}, {"a": 0.0}, False),
+        ({"a": 0.0}, {"a": -0.0}, False),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, False),  # 0.30000000000000004
+        ({"a": 1.0}, {"b": 1.0}, False),
+        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, False),
+        ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}, True),
+        ({"a": 1}, {"a": 1.0}, True),
+    ],
+)
+def test_histories_are_equal_if_their_metrics_are_to_the_bit(one, other, equal):
+    assert (Record(1, 10, one) == Record(1, 10, other)) is equal
+    assert (History([Record(1, 10, one)]) == History([Record(1, 10, other)])) is equal
+
+
+def test_equality_needs_the_same_epoch_and_step_but_not_the_same_seconds():
+    record = Record(1, 10, {"a": 1}, seconds=2.0)
+    assert record == Record(1, 10, {"a": 1}, seconds=3.0)
+    assert record != Record(2, 10, {"a": 1}, seconds=2.0)
+    assert record != Record(1, 11, {"a": 1}, seconds=2.0)
+
+
+@pytest.mark.parametrize("value", [History(), Record(1, 10, {})])
+def test_records_and_histories_cannot_be_hashed(value):
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(value)
+
+
+# --- as text -------------------------------------------------------------------------------------------------------------
+
+
+def test_repr_is_a_table_with_a_gap_where_a_record_lacks_a_metric():
+    made = History([Record(0, 5, {"train/loss": 1.5}, 0.25), Record(1, 10, {"train/loss": 0.123456789, "valid/acc": NAN}, 61)])
+    assert repr(made).splitlines() == [
+        "epoch  step  train/loss  valid/acc  seconds",
+        "    0     5         1.5                 0.2",
+        "    1    10     0.12346        nan     61.0",
+    ]
+
+
+def test_repr_of_a_long_history_leaves_out_the_middle():
+    def steps(n):
+        rows = [row.split() for row in repr(history(*range(n))).splitlines()[1:]]
+        return [row[1] for row in rows]
+
+    assert steps(40) == [str(10 * i) for i in range(1, 41)]
+    assert steps(50) == [*(str(10 * i) for i in range(1, 21)), "…", *(str(10 * i) for i in range(31, 51))]
+
+
+def test_an_empty_history_shows_as_the_call_that_makes_one():
+    assert repr(History()) == "History()"
+    assert History()._repr_html_() == "<code>History()</code>"
+
+
+def test_html_is_a_table_in_which_names_are_escaped():
+    made = History([Record(1, 10, {"<b>&": 0.5}, 2.0)])
+    assert made._repr_html_() == (
+        "<table><tr><th>epoch</th><th>step</th><th>&lt;b&gt;&amp;</th><th>seconds</th></tr>"
+        "<tr><td>1</td><td>10</td><td>0.5</td><td>2.0</td></tr></table>"
+    )
+
+
+# --- as data -------------------------------------------------------------------------------------------------------------
+
+
+def test_to_dicts_gives_flat_rows():
+    made = History([Record(1, 10, {"train/loss": 1}, 0.5), Record(2, 20, {"valid/loss": 2}, 1.5)])
+    assert made.to_dicts() == [
+        {"epoch": 1, "step": 10, "train/loss": 1.0, "seconds": 0.5},
+        {"epoch": 2, "step": 20, "valid/loss": 2.0, "seconds": 1.5},
+    ]
+    assert History().to_dicts() == []
+
+
+def test_to_pandas_has_a_row_per_record_and_nan_for_what_is_missing():
+    pytest.importorskip("pandas")
+    frame = History([Record(1, 10, {"a": 1}, 0.5), Record(2, 20, {"b": 2}, 1.5)]).to_pandas()
+    assert sorted(frame.columns) == ["a", "b", "epoch", "seconds", "step"]
+    assert frame["step"].tolist() == [10, 20]
+    assert frame["a"][0] == 1.0
+    assert math.isnan(frame["a"][1])
+    assert len(History().to_pandas()) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "message"),
+    [
+        ("pandas", lambda h: h.to_pandas(), "needs pandas: pip install pandas"),
+        ("matplotlib.figure", lambda h: h.plot(), r"needs matplotlib: pip install 'fnloop\[plot\]'"),
+    ],
+)
+def test_what_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch, module, call, message):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it could not be found
+    with pytest.raises(ImportError, match=message):
+        call(history(0.5))
+
+
+# --- as a plot -----------------------------------------------------------------------------------------------------------
+
+
+def plot(made, **settings):
+    pytest.importorskip("matplotlib")
+    return made.plot(**settings)
+
+
+def lines(axis):
+    """What is drawn: label to points."""
+    return {line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axis.lines}
+
+
+@pytest.mark.parametrize("names", [("loss",), ("loss", "accuracy"), ("loss", "accuracy", "lr")])
+def test_a_plot_has_one_visible_axis_per_metric(names):
+    metrics = {f"{loader}/{name}": 0.5 for loader in ("train", "valid") for name in names}
+    figure = plot(History([Record(1, 10, metrics), Record(2, 20, metrics)]))
+    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == list(names)
+
+
+def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_evaluated():
+    made = History(
+        [
+            Record(1, 10, {"train/loss": 3, "valid/loss": 2}),
+            Record(2, 20, {"train/loss": 2, "valid/loss": 1}),
+            Record(3, 30, {"train/loss": 1, "valid/loss": 4}),
+        ]
+    )
+    (axis,) = plot(made).axes
+    assert lines(axis) == {
+        "train": [(10, 3.0), (20, 2.0), (30, 1.0)],
+        "valid": [(10, 2.0), (20, 1.0), (30, 4.0)],
+        "best 1": [(20, 1.0)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("metric", "settings", "best"),
+    [
+        ("loss", {}, "best 1"),
+        ("accuracy", {}, "best 2"),
+        ("F1_macro", {}, "best 2"),
+        ("loss", {"mode": "max"}, "best 2"),
+        ("accuracy", {"mode": {"accuracy": "min"}}, "best 1"),
+        ("score", {"mode": {"score": "max"}}, "best 2"),
+        ("accuracy", {"mode": {"loss": "min"}}, "best 2"),  # not in the mapping: by its name
+    ],
+)
+def test_a_plot_marks_the_lowest_or_the_highest_as_the_metric_wants(metric, settings, best):
+    (axis,) = plot(history(1, 2, key=f"valid/{metric}"), **settings).axes
+    assert [label for label in lines(axis) if label.startswith("best")] == [best]
+
+
+def test_a_plot_with_nan_and_infinity_can_be_saved():
+    file = io.BytesIO()
+    plot(history(NAN, INF, 1.0)).savefig(file, format="png")
+    assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_there_is_nothing_to_plot_in_an_empty_history():
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="nothing to plot: the history is empty"):
+        History().plot()
