@@ -1,6 +1,6 @@
 """Handwritten digits: 4,000 MNIST images train a small CNN, 1,000 others say how good it is.
 
-python examples/mnist.py --epochs 10 --out /tmp
+    python examples/mnist.py --epochs 10 --out /tmp
 """
 
 import argparse
@@ -35,8 +35,8 @@ def conv_block(channels_in, channels_out):
 
 
 def small_cnn():
-    blocks = conv_block(1, 32), conv_block(32, 64), conv_block(64, 128)  # 28 -> 14 -> 7 -> 3
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(0.3), nn.Linear(128 * 3 * 3, 10))
+    blocks = conv_block(1, 16), conv_block(16, 32), conv_block(32, 64)  # 28 -> 14 -> 7 -> 3
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 3 * 3, 10))
 
 
 def accuracy(aux, batch):

@@ -48,13 +48,118 @@ class Mean:
     weight: Number
 
     def combine(self, other: Mean) -> Mean:
+        """Return the mean of both, each with its weight."""
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def compute(self) -> float:
+        """Return the mean; NaN if nothing was weighed."""
         total, weight = float(self.total), float(self.weight)
         return total / weight if weight else math.nan
 
     def absorb(self, other: Mean) -> Mean:
+        """Combine into the tensor of this one, which must be this one's own."""
+        if isinstance(self.total, Tensor):
+            return Mean(self.total.add_(other.total), self.weight + other.weight)
+        return self.combine(other)
+
+    def own(self) -> Mean:
+        """Return one whose total is its own and wide enough to sum in."""
+        return Mean(_wide(self.total), self.weight)
+
+
+def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number) -> Number:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        like = a if isinstance(a, Tensor) else b
+        return choose_tensors(torch.as_tensor(a, device=like.device), torch.as_tensor(b, device=like.device))
+    return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
+
+
+@attrs.frozen(eq=False)
+class _Value:
+    value: Number
+
+    def compute(self) -> float:
+        """Return the value."""
+        return float(self.value)
+
+
+@attrs.frozen(eq=False)
+class Sum(_Value):
+    """A sum.
+
+    Args:
+        value: a number or a scalar tensor.
+
+    Example:
+        >>> Sum(3).combine(Sum(4)).compute()
+        7.0
+    """
+
+    def combine(self, other: Sum) -> Sum:
+        """Return the sum of both."""
+        return Sum(self.value + other.value)
+
+    def absorb(self, other: Sum) -> Sum:
+        """Combine into the tensor of this one, which must be this one's own."""
+        return Sum(self.value.add_(other.value)) if isinstance(self.value, Tensor) else self.combine(other)
+
+    def own(self) -> Sum:
+        """Return one whose value is its own and wide enough to sum in."""
+        return Sum(_wide(self.value))
+
+
+@attrs.frozen(eq=False)
+class Min(_Value):
+    """The smallest; NaN if there is one.
+
+    Args:
+        value: a number or a scalar tensor.
+
+    Example:
+        >>> Min(3).combine(Min(4)).compute()
+        3.0
+    """
+
+    def combine(self, other: Min) -> Min:
+        """Return the smaller of both."""
+        return Min(_of_numbers(min, torch.minimum, self.value, other.value))
+
+
+@attrs.frozen(eq=False)
+class Max(_Value):
+    """The largest; NaN if there is one.
+
+    Args:
+        value: a number or a scalar tensor.
+
+    Example:
+        >>> Max(3).combine(Max(4)).compute()
+        4.0
+    """
+
+    def combine(self, other: Max) -> Max:
+        """Return the larger of both."""
+        return Max(_of_numbers(max, torch.maximum, self.value, other.value))
+
+
+@attrs.frozen(eq=False)
+class Last(_Value):
+    """The newest.
+
+    Args:
+        value: a number or a scalar tensor.
+
+    Example:
+        >>> Last(3).combine(Last(4)).compute()
+        4.0
+    """
+
+    def combine(self, other: Last) -> Last:
+        """Return the other."""
+        return other
+
+
+def absorb(self, other: Mean) -> Mean:
         """Combine into the tensor of this one, which must be this one's own."""
         if isinstance(self.total, Tensor):
             return Mean(self.total.add_(other.total), self.weight + other.weight)
@@ -184,7 +289,7 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
         {'loss': 3.0, 'n': 2.0}
     """
-    plain = {k: m for k, m in metrics.items() if isinstance(m, Mean | Sum | Min | Max | Last)}
+    plain = {k: m for k, m in metrics.items() if isinstance(m, Mean | _Value)}
     cells = [
         (k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)
     ]

@@ -187,10 +187,10 @@ def test_no_update_of_a_run_has_a_factor_of_zero_and_none_is_above_one(schedule,
     assert all(0 < factor <= 1 for factor in factors(schedule, total))
 
 
-@pytest.mark.parametrize("total", [50, 1000])
+@pytest.mark.parametrize("total", [100, 1000])
 @pytest.mark.parametrize(("schedule", "minimum"), DECAYS, ids=[repr(schedule) for schedule, _ in DECAYS])
 def test_the_last_update_is_near_the_minimum_but_not_at_it(schedule, minimum, total):
-    assert minimum < schedule(total - 1, total) < minimum + 0.15
+    assert minimum < schedule(total - 1, total) < minimum + 0.11
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,8 @@ def test_one_cycle_goes_over_its_peak_without_a_jump():
 
 
 def test_a_larger_k_keeps_a_cosine_high_for_longer():
-    assert cosine(k=0.5)(50, 100) < cosine()(50, 100) == pytest.approx(0.5) < cosine(k=2.0)(50, 100)
+    assert cosine(k=0.5)(50, 100) < cosine()(50, 100) < cosine(k=2.0)(50, 100)
+    assert cosine()(50, 100) == pytest.approx(0.5)
 
 
 # --- composing -----------------------------------------------------------------------------------------------------------

@@ -224,6 +224,7 @@ class once:
         return state if slot in state.slots else put(self.hook(state), slot, True)
 
     def close(self) -> None:
+        """Close the hook, when the run ends."""
         if hasattr(self.hook, "close"):
             self.hook.close()  # type: ignore[attr-defined]
 

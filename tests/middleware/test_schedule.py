@@ -154,7 +154,7 @@ def test_plateau_is_refused_with_a_way_out():
 
 
 def test_what_is_no_scheduler_is_named():
-    with pytest.raises(TypeError, match="must make a torch.optim.lr_scheduler; it made None"):
+    with pytest.raises(TypeError, match=r"must make a torch.optim.lr_scheduler; it made None"):
         fl.pipeline(fl.torch_scheduler(lambda opt, run: None))(toy_loss)(toy(), ONE)
 
 

@@ -1,0 +1,218 @@
+"""progress: what a person sees, and how rarely it looks at the device."""
+
+import io
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fnloop as fl
+from fnloop import Mean, RunInfo, progress
+from fnloop.hooks import _progress
+from fnloop.testing import toy, toy_loss
+
+ONE = torch.tensor([1.0])  # each moves w, and so the loss of the next batch, by -1
+STEP = fl.pipeline()(toy_loss)
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+    def bars(self):
+        """What was left of each bar when it was finished: the last drawing of each line."""
+        return [line.rsplit("\r", 1)[-1].strip() for line in self.getvalue().split("\n")[:-1]]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is told."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(_progress, "time", clock)
+    return clock
+
+
+# --- where nobody looks at a terminal ------------------------------------------------------------------------------------
+
+
+def test_a_line_per_record():
+    file = io.StringIO()
+    loaders = {"train": [ONE] * 3, "valid": [ONE]}
+    fl.fit(STEP, toy(), loaders, epochs=2, hooks=(progress(file=file),), evaluate_every=fl.every(steps=2))
+    assert file.getvalue().splitlines() == [
+        "epoch 0  step 2  train/loss -0.5  valid/loss -2",
+        "epoch 1  step 3  train/loss -1",  # the end of an epoch, without an evaluation
+        "epoch 1  step 4  train/loss -3  valid/loss -4",
+        "epoch 2  step 6  train/loss -4  valid/loss -6",
+    ]
+
+
+def test_numbers_have_five_digits():
+    file = io.StringIO()
+    fl.fit(STEP, toy(w=1 / 3), [ONE], hooks=(progress(file=file),))
+    assert file.getvalue() == "epoch 1  step 1  train/loss 0.33333\n"
+
+
+def test_it_writes_to_the_stderr_of_the_moment(capsys):
+    hook = progress()
+    fl.fit(STEP, toy(), [ONE], hooks=(hook,))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "epoch 1  step 1  train/loss 0\n")
+
+
+def test_it_is_one_of_the_default_hooks_and_none_of_an_empty_tuple(capsys):
+    fl.fit(STEP, toy(), [ONE])
+    assert capsys.readouterr().err == "epoch 1  step 1  train/loss 0\n"
+    fl.fit(STEP, toy(), [ONE], hooks=())
+    assert capsys.readouterr().err == ""
+
+
+# --- in a terminal -------------------------------------------------------------------------------------------------------
+
+
+def test_a_bar_per_epoch_that_ends_with_the_facts_of_its_record():
+    file = Terminal()
+    fl.fit(STEP, toy(lr=0.5), {"train": [ONE] * 3, "valid": [ONE]}, epochs=2, hooks=(progress(file=file),))
+    first, second = file.bars()
+    assert first.startswith("epoch 1/2: 100%|")
+    assert "| 3/3 [" in first
+    assert first.endswith("train/loss -0.5, valid/loss -1.5, lr 0.5]")
+    assert second.startswith("epoch 2/2: 100%|")
+    assert second.endswith("train/loss -2, valid/loss -3, lr 0.5]")
+
+
+def test_a_bar_counts_updates_not_batches():
+    file = Terminal()
+    fl.fit(fl.pipeline(fl.accumulate(2))(toy_loss), toy(), [ONE] * 5, hooks=(progress(file=file),))
+    (bar,) = file.bars()
+    assert "| 3/3 [" in bar
+
+
+def test_within_an_epoch_it_shows_the_running_loss():
+    file = Terminal()
+    fl.fit(STEP, toy(w=2.0), [ONE] * 3, hooks=(progress(file=file),))
+    assert "1/3 [" in file.getvalue()
+    assert "loss 2, lr 1]" in file.getvalue()
+
+
+def test_without_a_target_in_epochs_and_without_a_length_it_shows_none():
+    file = Terminal()
+    fl.fit(STEP, toy(), lambda: (ONE for _ in range(2)), steps=2, hooks=(progress(file=file),))
+    (bar,) = file.bars()
+    assert bar.startswith("epoch 1: ")
+    assert "%" not in bar
+    assert "/" not in bar.split("[")[0]
+
+
+def test_a_run_that_a_hook_stops_finishes_its_bar_there():
+    file = Terminal()
+    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    fl.fit(STEP, toy(), [ONE] * 4, hooks=(stop, progress(file=file)))
+    (bar,) = file.bars()
+    assert "| 2/4 [" in bar
+
+
+def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
+    def loss_fn(model, batch):
+        if batch < 0:
+            raise RuntimeError("a bad batch")
+        return model(batch).mean()
+
+    file = Terminal()
+    hook = progress(file=file)
+    with pytest.raises(RuntimeError, match="a bad batch"):
+        fl.fit(fl.pipeline()(loss_fn), toy(), [ONE, ONE, -ONE], hooks=(hook,))
+    assert len(file.bars()) == 1
+    assert file.getvalue().endswith("\n")
+    fl.fit(STEP, toy(), [ONE] * 2, hooks=(hook,))
+    assert len(file.bars()) == 2
+    assert "| 2/2 [" in file.bars()[1]
+
+
+# --- how often it looks --------------------------------------------------------------------------------------------------
+
+
+class Items(TorchDispatchMode):
+    """Counts the numbers that are read to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def boundary(batch, **changes):
+    """The state after an update in the middle of an epoch of 1000."""
+    run, running = RunInfo(epochs=1, steps_per_epoch=1000), {"loss": Mean(torch.tensor(6.0), 2)}
+    state = attrs.evolve(toy(), step=batch, batch=batch, run=run, metrics=running, news=frozenset({"update"}))
+    return attrs.evolve(state, **changes)
+
+
+@pytest.mark.parametrize(("refresh", "most"), [(0.5, 20), (2.0, 5)])
+def test_it_reads_at_most_twice_a_second_however_fast_the_updates_are(clock, refresh, most):
+    hook = progress(refresh, file=Terminal())
+    with Items() as items:
+        for batch in range(1, 641):  # ten seconds of them
+            hook(boundary(batch))
+            clock.now += 1 / 64
+    hook.close()
+    assert items.count == most
+
+
+def test_between_two_looks_nothing_is_drawn(clock):
+    file = Terminal()
+    hook = progress(file=file)
+    hook(boundary(1))
+    drawn = file.getvalue()
+    clock.now += 0.25
+    hook(boundary(2))
+    assert file.getvalue() == drawn
+    clock.now += 0.25
+    hook(boundary(3))
+    assert "3/1000 [" in file.getvalue()
+    hook.close()
+
+
+def test_where_nobody_looks_it_never_reads(clock):
+    hook = progress(file=io.StringIO())
+    with Items() as items:
+        for batch in range(1, 10):
+            hook(boundary(batch))
+            clock.now += 1.0
+    assert items.count == 0
+
+
+def test_it_returns_the_state_as_it_is():
+    hook = progress(file=Terminal())
+    for state in (boundary(1), boundary(2), boundary(3, news=frozenset())):
+        assert hook(state) is state
+    hook.close()
+
+
+def test_close_may_be_called_at_any_time():
+    hook = progress(file=Terminal())
+    hook.close()
+    hook(boundary(1))
+    hook.close()
+    hook.close()
+
+
+# --- as a value ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan")])
+def test_a_refresh_below_half_a_second_is_an_error(refresh):
+    with pytest.raises(ValueError, match=r"refresh >= 0\.5 seconds, to leave the device alone"):
+        progress(refresh)
+
+
+def test_it_shows_as_it_was_typed():
+    assert repr(progress()) == "progress()"
+    assert repr(progress(refresh=2.0)) == "progress(refresh=2.0)"

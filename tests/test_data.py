@@ -1,0 +1,222 @@
+import random
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import fnloop as fl
+from fnloop._backend import place
+from fnloop._data import open_source
+from fnloop.testing import assert_same, toy, toy_loss
+
+
+class Numbers(Dataset):
+    """0, 1, 2, ...; with ``noisy``, plus what each generator draws. It counts what is loaded."""
+
+    def __init__(self, n=10, noisy=False):
+        self.n, self.noisy, self.loaded = n, noisy, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.loaded.append(int(i))
+        noise = torch.rand(1).item() + np.random.rand() + random.random() if self.noisy else 0.0
+        return torch.tensor([float(i) + noise], dtype=torch.float64)
+
+
+def batches(loader, seed=0, epoch=0, start=0):
+    return [b.flatten().tolist() for b in open_source(loader, seed).batches(epoch, start)]
+
+
+def loader(noisy=False, **kwargs):
+    return DataLoader(Numbers(noisy=noisy), **{"batch_size": 3, "shuffle": True, **kwargs})
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    first = batches(loader())
+    torch.rand(7)
+    assert batches(loader()) == first
+    assert sorted(x for batch in first for x in batch) == list(range(10))
+    assert [len(b) for b in first] == [3, 3, 3, 1]
+    assert len({str(batches(loader(), seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_change_nothing_random_augmentation_included(noisy, workers, persistent):
+    plain = loader(noisy)
+    many = loader(noisy, num_workers=workers, persistent_workers=persistent)
+    for epoch in (0, 1, 5):
+        assert batches(many, epoch=epoch) == batches(plain, epoch=epoch)
+
+
+def test_persistent_workers_that_were_left_in_the_middle_start_afresh():
+    many = loader(num_workers=2, persistent_workers=True)
+    abandoned = open_source(many, 0).batches(0, 0)
+    next(abandoned)
+    assert batches(many, epoch=1) == batches(loader(), epoch=1)
+
+
+def test_what_was_consumed_is_skipped_by_index_not_by_loading_it():
+    data = loader(noisy=True)
+    whole = batches(data)
+    data.dataset.loaded.clear()
+    assert batches(data, start=2) == whole[2:]
+    assert len(data.dataset.loaded) == 4
+
+
+SAMPLERS = {
+    "shuffle": lambda d: {"shuffle": True},
+    "sequential": lambda d: {"sampler": SequentialSampler(d)},
+    "replacement": lambda d: {"sampler": RandomSampler(d, replacement=True, num_samples=50)},
+    "weighted": lambda d: {"sampler": WeightedRandomSampler([1.0] * len(d), 20)},
+    "own generator": lambda d: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "batch sampler": lambda d: {
+        "batch_sampler": BatchSampler(RandomSampler(d), 4, drop_last=True),
+        "batch_size": 1,
+        "shuffle": None,
+    },
+    "own sampler": lambda d: {"sampler": Drawing(d)},
+    "unbatched": lambda d: {"batch_size": None, "shuffle": True},
+}
+
+
+class Drawing:
+    """A sampler of somebody's own, which draws from every global generator as it goes."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for _ in range(12):
+            yield (random.randrange(10) + int(torch.randint(10, ())) + np.random.randint(10)) % len(self.data)
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_every_sampler_is_reproducible_resumable_and_draws_nothing_of_the_callers(make):
+    data = Numbers(noisy=True)
+    kwargs = {"batch_size": 3, **make(data)}
+    if kwargs.get("batch_sampler"):
+        kwargs.pop("batch_size"), kwargs.pop("shuffle")
+    made = DataLoader(data, **kwargs)
+    first = batches(made)
+    assert batches(made) == first
+    assert batches(made, start=2) == first[2:]
+    if not isinstance(made.sampler, SequentialSampler) or made.batch_sampler is not None:
+        assert batches(made, epoch=1) != first
+    with_workers = DataLoader(data, num_workers=2, **kwargs)
+    assert batches(with_workers) == first
+
+
+def test_a_loaders_own_generator_is_not_advanced():
+    generator = torch.Generator().manual_seed(3)
+    made = loader(generator=generator)
+    before = generator.get_state()
+    batches(made)
+    assert torch.equal(generator.get_state(), before)
+    assert made.generator is generator and made.sampler.generator is generator
+
+
+def test_epochs_are_told_to_samplers_that_want_to_know():
+    class Told(SequentialSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    told: list[int] = []
+    data = Numbers()
+    batches(DataLoader(data, batch_size=3, sampler=Told(data)), epoch=4)
+    assert told == [4]
+
+
+def test_datasets_that_fetch_batches_at_once_and_collates_are_respected():
+    class Together(Numbers):
+        def __getitems__(self, indices):
+            return [torch.tensor([100.0 + i]) for i in indices]
+
+    made = DataLoader(Together(4), batch_size=2, collate_fn=lambda items: default_collate(items) * 2)
+    assert batches(made) == [[200.0, 202.0], [204.0, 206.0]]
+
+
+def test_a_worker_init_fn_sees_the_dataset():
+    many = DataLoader(Numbers(4), batch_size=2, num_workers=1, worker_init_fn=look)
+    assert batches(many) == [[5.0, 6.0], [7.0, 8.0]]
+
+
+def look(worker):
+    data = torch.utils.data.get_worker_info().dataset
+    assert data.n == 4
+    data.dataset.__class__.__getitem__ = lambda self, i: torch.tensor([5.0 + i])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(4):
+            yield torch.tensor([i + torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterable_dataset_is_reproducible(workers):
+    made = DataLoader(Stream(), batch_size=2, num_workers=workers)
+    first = batches(made)
+    assert batches(made) == first != batches(made, epoch=1)
+    assert batches(made, start=1) == first[1:]
+
+
+def test_a_generator_function_that_draws_is_reproducible_and_resumable():
+    def make():
+        for i in range(4):
+            yield torch.tensor([i + random.random() + np.random.rand()])
+
+    first = batches(make)
+    assert batches(make) == first != batches(make, epoch=1)
+    assert batches(make, start=3) == first[3:]
+
+
+def test_a_resumed_run_with_workers_equals_one_that_was_not_stopped():
+    data = TensorDataset(torch.arange(20.0))
+    step = fl.pipeline(fl.accumulate(2))(lambda model, batch: toy_loss(model, batch[0]))
+    runs = []
+    for workers, split in ((0, None), (2, 3), (1, 7)):
+        many = DataLoader(data, batch_size=3, shuffle=True, num_workers=workers)
+        state = toy(lr=0.01)
+        if split:
+            state = fl.fit(step, state, many, steps=split, hooks=())
+        runs.append(fl.fit(step, state, many, epochs=3, hooks=()))
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
+# --- placement
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def test_nested_batches_are_moved_and_keep_their_structure():
+    x = torch.ones(2)
+    batch = {"pair": Pair(x, [x, (x, "text")]), "n": 3}
+    moved = place(batch, torch.device("meta"))
+    assert isinstance(moved["pair"], Pair) and moved["n"] == 3 and moved["pair"].y[1][1] == "text"
+    assert {t.device.type for t in (moved["pair"].x, moved["pair"].y[0], moved["pair"].y[1][0])} == {"meta"}
+
+
+def test_what_is_on_the_cpu_stays_the_same_object():
+    batch = [torch.ones(2)]
+    assert place(batch, torch.device("cpu")) is batch or torch.accelerator.is_available()

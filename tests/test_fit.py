@@ -1,0 +1,538 @@
+import logging
+import os
+import random
+import signal
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop.testing import Toy, assert_same, small, stochastic, toy, toy_loss
+
+ONE = torch.ones(1)
+step = fl.pipeline()(toy_loss)
+
+
+def fit(state=None, loaders=None, **kwargs):
+    return fl.fit(step, state or toy(), [ONE] * 3 if loaders is None else loaders, **{"hooks": (), **kwargs})
+
+
+def generators():
+    _, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), keys.tolist(), rest, random.getstate()
+
+
+# --- targets
+
+
+@pytest.mark.parametrize(
+    ("targets", "steps", "epochs", "batch"),
+    [
+        ({}, 3, 1, 0),
+        ({"epochs": 2}, 6, 2, 0),
+        ({"steps": 4}, 4, 1, 1),
+        ({"epochs": 2, "steps": 4}, 4, 1, 1),
+        ({"epochs": 1, "steps": 4}, 3, 1, 0),
+        ({"steps": 3}, 3, 1, 0),  # the end of an epoch is one state: not the beginning of an empty one
+        ({"epochs": 0}, 0, 0, 0),
+    ],
+)
+def test_targets_are_absolute_and_the_smaller_wins(targets, steps, epochs, batch):
+    state = fit(**targets)
+    assert (state.step, state.epoch, state.batch) == (steps, epochs, batch)
+    assert state.run is None
+
+
+def test_a_second_call_with_the_same_target_says_that_there_is_nothing_to_do(caplog):
+    state = fit(epochs=2)
+    with caplog.at_level(logging.WARNING, "fnloop"):
+        again = fit(state, epochs=2)
+    assert again is state
+    assert "nothing to do: the state is at epoch 2, step 6, and the target is epochs=2" in caplog.text
+
+
+def test_without_a_target_it_is_the_rest_of_the_epoch_or_one_more():
+    state = fit(fit(steps=2))
+    assert (state.step, state.epoch) == (3, 1)
+    assert fit(state).epoch == 2
+
+
+def test_five_epochs_are_two_and_three_more():
+    problem = stochastic()
+    make = lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1))(problem.loss_fn)
+    whole = fl.fit(make(), problem.state(), problem.batches, epochs=5, hooks=())
+    part = fl.fit(make(), problem.state(), problem.batches, epochs=2, hooks=())
+    assert_same(whole, fl.fit(make(), part, problem.batches, epochs=5, hooks=()))
+
+
+@pytest.mark.parametrize("bad", [{"epochs": 1.5}, {"epochs": -1}, {"steps": True}, {"steps": "10"}])
+def test_a_bad_target_is_named(bad):
+    with pytest.raises(ValueError, match=r"as an int >= 0, the target for state\."):
+        fit(**bad)
+
+
+# --- loaders
+
+
+@pytest.mark.parametrize(
+    ("loaders", "keys"),
+    [
+        ([ONE, ONE], ("train/loss",)),
+        (([ONE], [ONE]), ("train/loss", "valid/loss")),
+        (([ONE], None), ("train/loss",)),
+        ({"train": [ONE], "dev": [ONE], "test": [ONE]}, ("train/loss", "dev/loss", "test/loss")),
+        (lambda: (ONE for _ in range(2)), ("train/loss",)),
+        (range(0), None),
+    ],
+)
+def test_loaders_come_in_many_forms(loaders, keys):
+    if keys is None:
+        with pytest.raises(ValueError, match="gave no batch in epoch 0"):
+            fit(loaders=loaders)
+    else:
+        assert fit(loaders=loaders).history.keys() == keys
+
+
+def test_an_iterator_can_be_read_once():
+    iterator = iter([ONE] * 3)
+    state = fit(loaders=iterator)
+    assert state.step == 3
+    with pytest.raises(ValueError, match=r"gave no batch in epoch 1\. An iterator can be read once: pass a list"):
+        fit(state, loaders=iterator)
+    with pytest.raises(ValueError, match="which can't start again: pass a function"):
+        fit(fit(steps=2), loaders=iter([ONE] * 3))
+
+
+def test_a_generator_function_goes_on_in_the_middle_of_its_epoch():
+    batches = lambda: (torch.tensor([x]) for x in (1.0, 2.0, 4.0))
+    state = fit(loaders=batches, steps=2)
+    assert (state.model.w.item(), state.batch) == (-3.0, 2)
+    state = fit(state, loaders=batches)
+    assert (state.model.w.item(), state.epoch) == (-7.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "error", "message"),
+    [
+        ({"valid": [ONE]}, ValueError, r"""one named "train" to train on; got \['valid'\]"""),
+        ({"train": [ONE], "a/b": [ONE]}, ValueError, "without a slash"),
+        ((ONE, ONE), TypeError, r"fit\(step, state, \[batch\]\)"),
+        (3, TypeError, "must be an iterable of batches"),
+        ({"train": [ONE], "valid": 3}, TypeError, "the valid loader must be an iterable"),
+    ],
+)
+def test_bad_loaders_are_named(loaders, error, message):
+    with pytest.raises(error, match=message):
+        fit(loaders=loaders)
+
+
+# --- records and evaluation
+
+
+def test_epoch_means_are_exact_over_uneven_batches():
+    data = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])]
+    state = fit(toy(w=1.0, lr=0.0), loaders=(data, data))
+    assert state.history["train/loss"] == state.history["valid/loss"] == (4.0,)
+
+
+def test_a_record_says_where_it_was_made():
+    state = fit(epochs=2)
+    assert [(r.epoch, r.step) for r in state.history] == [(1, 3), (2, 6)]
+    assert 0 < state.history[0].seconds < state.history[1].seconds
+
+
+@pytest.mark.parametrize(
+    ("when_to", "evaluated", "records"),
+    [
+        (fl.every(epochs=1), [3, 6, 9, 12], [3, 6, 9, 12]),
+        (fl.every(epochs=2), [6, 12], [3, 6, 9, 12]),
+        (fl.every(epochs=0.5), [2, 3, 5, 6, 8, 9, 11, 12], [2, 3, 5, 6, 8, 9, 11, 12]),
+        (fl.every(steps=5), [5, 10], [3, 5, 6, 9, 10, 12]),
+        (fl.when(lambda state: state.step in (4, 12)), [4, 12], [3, 4, 6, 9, 12]),
+        (None, [], [3, 6, 9, 12]),
+    ],
+    ids=repr,
+)
+def test_evaluation_happens_when_it_is_due_and_each_epoch_has_a_record(when_to, evaluated, records):
+    state = fit(loaders=([ONE] * 3, [ONE]), epochs=4, evaluate_every=when_to)
+    assert [r.step for r in state.history] == records
+    assert [r.step for r in state.history if "valid/loss" in r.metrics] == evaluated
+
+
+def test_a_record_in_the_middle_of_an_epoch_has_the_running_mean():
+    """w is 0, -1, -2: the losses are 0, -1, -2, and their running means 0, -0.5, -1."""
+    state = fit(evaluate_every=fl.every(steps=1))
+    assert state.history["train/loss"] == (0.0, -0.5, -1.0)
+
+
+def test_an_interrupted_epoch_has_the_mean_of_all_of_it():
+    state = fit(fit(steps=2))
+    assert state.history["train/loss"] == (-1.0,)
+
+
+@pytest.mark.parametrize("wrong", [2, "epoch", lambda state: True])
+def test_when_to_evaluate_is_said_by_every_or_when(wrong):
+    with pytest.raises(TypeError, match=r"every\(epochs=1\), every\(steps=100\), when\(predicate\) or None"):
+        fit(evaluate_every=wrong)
+
+
+def test_evaluate_touches_nothing():
+    problem = stochastic()
+    make = fl.pipeline()(problem.loss_fn)
+    state = fl.fit(make, problem.state(), problem.batches, hooks=())
+    state.model[1].eval()
+    before, drawn = fl.snapshot(state), generators()
+    first = fl.evaluate(make, state, problem.batches)
+    assert first == fl.evaluate(make, state, problem.batches)
+    assert generators() == drawn
+    assert [m.training for m in state.model] == [True, False, True, True, True]
+    assert_same(state, before)
+
+
+def test_evaluation_during_training_changes_nothing_of_it():
+    problem = stochastic()
+    make = fl.pipeline()(problem.loss_fn)
+    shuffled = torch.utils.data.DataLoader(problem.batches, batch_size=None, shuffle=True)
+    plain = fl.fit(make, problem.state(), shuffled, epochs=2, hooks=())
+    watched = fl.fit(
+        make,
+        problem.state(),
+        {"train": shuffled, "valid": shuffled},
+        epochs=2,
+        hooks=(lambda state: (torch.rand(3), state)[1],),
+        evaluate_every=fl.every(steps=2),
+    )
+    for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_empty_evaluation_is_an_error():
+    with pytest.raises(ValueError, match="gave no batch"):
+        fl.evaluate(step, toy(), [])
+
+
+def test_predict_is_lazy_and_in_order():
+    asked = []
+
+    def batches():
+        for x in (1.0, 2.0, 3.0):
+            asked.append(x)
+            yield torch.tensor([x])
+
+    results = fl.predict(lambda model, batch: model(batch).item(), toy(w=2.0), batches)
+    assert next(results) == 2.0 and asked == [1.0]
+    assert list(results) == [4.0, 6.0]
+
+
+def test_between_predictions_the_model_is_as_it_was():
+    state = toy()
+    for flag in fl.predict(lambda model, batch: (model.training, torch.is_grad_enabled()), state, [ONE, ONE]):
+        assert flag == (False, False)
+        assert state.model.training and torch.is_grad_enabled()
+
+
+def test_predict_wants_a_function_first():
+    with pytest.raises(TypeError, match=r"predict\(lambda model, batch: model\(batch\), state, loader\)"):
+        fl.predict(toy(), lambda model, batch: batch, [ONE])
+
+
+# --- run
+
+
+def test_run_yields_after_every_epoch_and_at_the_end():
+    states = fl.run(step, toy(), [ONE] * 3, steps=7, hooks=())
+    assert [(s.step, s.epoch, s.run) for s in states] == [(3, 1, None), (6, 2, None), (7, 2, None)]
+
+
+def test_leaving_a_run_closes_its_hooks():
+    class Closes:
+        closed = 0
+
+        def __call__(self, state):
+            return state
+
+        def close(self):
+            self.closed += 1
+
+    hook = Closes()
+    for _ in fl.run(step, toy(), [ONE] * 3, epochs=5, hooks=(hook,)):
+        break
+    assert hook.closed == 1
+
+
+def test_a_state_of_a_run_that_is_used_up_elsewhere_ends_the_run():
+    states = fl.run(step, toy(), [ONE] * 3, epochs=5, hooks=())
+    fit(next(states))
+    with pytest.raises(fl.StaleStateError):
+        next(states)
+
+
+def test_run_checks_its_arguments_at_once():
+    with pytest.raises(ValueError, match="as an int >= 0"):
+        fl.run(step, toy(), [ONE], epochs=-1)
+
+
+# --- hooks
+
+
+def test_hooks_run_in_the_listed_order_behind_update_and_evaluation():
+    seen = []
+
+    def note(name):
+        return lambda state: (seen.append((name, state.step, len(state.history))), state)[1]
+
+    fit(loaders=([ONE] * 2, [ONE]), hooks=(note("a"), note("b")))
+    assert seen == [("a", 1, 0), ("b", 1, 0), ("a", 2, 1), ("b", 2, 1)]
+
+
+def test_a_hook_that_stops_lets_the_others_finish():
+    seen = []
+    stop = lambda state: attrs.evolve(state, stop="enough")
+    state = fit(hooks=(stop, lambda state: (seen.append(state.stop), state)[1]), epochs=9)
+    assert (state.step, state.stop, seen) == (1, "enough", ["enough"])
+
+
+def test_a_stopped_run_stays_stopped_until_it_is_told_to_go_on(caplog):
+    state = fit(hooks=(lambda state: attrs.evolve(state, stop="enough"),))
+    assert fit(state) is state
+    assert "stopped (enough); to go on all the same, pass attrs.evolve(state, stop=None)" in caplog.text
+    assert fit(attrs.evolve(state, stop=None)).epoch == 1
+
+
+def test_a_hook_may_go_back_to_a_snapshot():
+    kept = fl.snapshot(toy(w=7.0))
+    state = fit(hooks=(fl.when(lambda state: state.step == 2)(lambda state: kept),), loaders=[ONE] * 3, epochs=1)
+    assert (state.model.w.item(), state.step) == (6.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error", "message"),
+    [
+        (fl.progress(), TypeError, "hooks as a tuple"),
+        ((fl.progress,), TypeError, r"Call it: progress\(...\)"),
+        ((lambda state, out: state,), TypeError, "a hook takes the state and nothing else, but <lambda> takes"),
+        ((3,), TypeError, "a hook is a function state -> state; got 3"),
+        ((lambda state: None,), TypeError, "returned None. Did you forget 'return state'"),
+    ],
+)
+def test_bad_hooks_are_named(hooks, error, message):
+    with pytest.raises(error, match=message):
+        fit(hooks=hooks)
+
+
+def test_the_default_hooks_report_and_halt(capsys):
+    state = fl.fit(step, toy(), [ONE * float("nan")] * 3, epochs=5)
+    assert state.stop.startswith("halt_on_nonfinite: the training loss became nan")
+    assert "epoch 1  step 3  train/loss nan" in capsys.readouterr().err
+
+
+# --- interruptions
+
+
+def interrupting(at, how):
+    def loss_fn(model, batch):
+        if batch[0] == at:
+            how()
+        return toy_loss(model, batch)
+
+    return fl.pipeline()(loss_fn)
+
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def raise_interrupt():
+    raise KeyboardInterrupt
+
+
+NUMBERS = [torch.tensor([float(x)]) for x in (1, 2, 3)]
+
+
+def test_ctrl_c_ends_the_run_behind_the_running_update_and_returns():
+    state = fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=())
+    assert (state.step, state.model.w.item(), state.stop) == (2, -3.0, "interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    state = fl.fit(step, state, NUMBERS, hooks=())  # the same script goes on
+    assert (state.step, state.epoch, state.stop, state.model.w.item()) == (3, 1, None, -6.0)
+
+
+def test_an_interrupt_that_is_raised_returns_the_state_before_the_update():
+    state = fl.fit(interrupting(2, raise_interrupt), toy(), NUMBERS, hooks=())
+    assert (state.step, state.model.w.item(), state.stop, state.model.w.grad) == (1, -1.0, "interrupted", None)
+
+
+def test_a_second_ctrl_c_raises_and_loses_nothing():
+    with pytest.raises(KeyboardInterrupt) as error:
+        fl.fit(interrupting(2, lambda: (press(), press())), toy(), NUMBERS, hooks=())
+    assert error.value.state.step == 1
+    assert fit(error.value.state, NUMBERS).model.w.item() == -6.0
+
+
+def test_hooks_see_an_interruption():
+    seen = []
+    fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=(lambda state: (seen.append(state.stop), state)[1],))
+    assert seen == [None, "interrupted"]
+
+
+# --- exceptions
+
+
+class Boom(Exception):
+    pass
+
+
+def raising(error, at=2.0):
+    def explode(model, batch):
+        if batch[0] == at:
+            raise error
+        return toy_loss(model, batch)
+
+    return explode
+
+
+@pytest.mark.parametrize("error", [Boom("x"), StopIteration("x"), KeyError("x"), SystemExit(3)], ids=repr)
+def test_an_exception_keeps_its_type_says_where_and_carries_the_state(error):
+    with pytest.raises(type(error)) as caught:
+        fl.fit(fl.pipeline(fl.clip(9.0))(raising(error)), toy(), NUMBERS, epochs=2, hooks=())
+    assert caught.value is error
+    assert caught.value.__notes__ == ["while in the loss function explode, train, epoch 0, batch 1, step 1"]
+    assert (error.state.step, error.state.batch, error.state.run) == (1, 1, None)
+    assert fit(error.state, NUMBERS).model.w.item() == -6.0
+    del error.__notes__
+
+
+def failing_middleware(ring):
+    @fl.middleware(ring)
+    def fails(at):
+        def wrap(step):
+            def failing(state, batch):
+                state, out = step(state, batch)
+                if batch[0] == at:
+                    raise Boom
+                return state, out
+
+            return failing
+
+        return wrap
+
+    return fails(2.0)
+
+
+def test_the_note_names_the_middleware():
+    with pytest.raises(Boom) as error:
+        fl.fit(fl.pipeline(failing_middleware("gradient"), fl.clip(1.0))(toy_loss), toy(), NUMBERS, hooks=())
+    assert error.value.__notes__ == ["while in fails(2.0), train, epoch 0, batch 1, step 1"]
+
+
+def test_the_note_names_loaders_and_hooks():
+    def broken():
+        yield ONE
+        raise Boom
+
+    with pytest.raises(Boom) as error:
+        fit(loaders=broken)
+    assert error.value.__notes__ == ["while in the training loader, train, epoch 0, batch 1, step 1"]
+    with pytest.raises(Boom) as error:
+        fit(loaders=([ONE], broken))
+    assert error.value.__notes__ == ["while in the step, valid, epoch 1, batch 0, step 1"]
+    with pytest.raises(Boom) as error:
+        fl.fit(fl.pipeline()(raising(Boom())), toy(), ([ONE], NUMBERS), hooks=())
+    assert error.value.__notes__ == ["while in the loss function explode, valid, epoch 1, batch 0, step 1"]
+
+    def bad_hook(state):
+        raise Boom
+
+    with pytest.raises(Boom) as error:
+        fit(hooks=(bad_hook,))
+    assert error.value.__notes__ == ["while in bad_hook, train, epoch 0, batch 1, step 1"]
+
+
+def test_a_stop_iteration_in_a_dataset_does_not_end_the_epoch_quietly():
+    class Short(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            if i == 2:
+                raise StopIteration
+            return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        fit(loaders=torch.utils.data.DataLoader(Short()))
+
+
+# --- generators and modes
+
+
+def test_the_callers_generators_are_given_back():
+    problem = stochastic()
+    loader = torch.utils.data.DataLoader(problem.batches, batch_size=None, shuffle=True)
+    make = fl.pipeline()(problem.loss_fn)
+    drawn = generators()
+    for state in fl.run(make, problem.state(), (loader, loader), epochs=2, hooks=()):
+        assert generators() == drawn
+        list(fl.predict(lambda model, batch: torch.rand(1), state, loader))
+        make.evaluate(state, problem.batches[0])
+    assert generators() == drawn
+    with pytest.raises(Boom):
+        fl.fit(fl.pipeline()(raising(Boom())), toy(), NUMBERS, hooks=())
+    assert generators() == drawn
+
+
+def test_python_and_numpy_draws_resume_in_the_middle_of_an_epoch():
+    def draws(model, batch):
+        return (model.w * random.random() * np.random.rand() * torch.rand(())).mean(), {"weight": 1}
+
+    make = fl.pipeline()(draws)
+    whole = fl.fit(make, toy(), [ONE] * 5, epochs=2, hooks=())
+    parts = fl.fit(make, toy(), [ONE] * 5, steps=2, hooks=())
+    random.random(), np.random.rand(), torch.rand(1)  # what the caller draws in between doesn't matter
+    parts = fl.fit(make, parts, [ONE] * 5, steps=7, hooks=())
+    assert_same(whole, fl.fit(make, parts, [ONE] * 5, epochs=2, hooks=()))
+
+
+def test_frozen_submodules_stay_in_evaluation_mode():
+    problem = stochastic()
+    state = problem.state()
+    state.model[1].eval()
+    before = state.model[1].running_mean.clone()
+    state = fl.fit(fl.pipeline()(problem.loss_fn), state, (problem.batches, problem.batches), epochs=2, hooks=())
+    assert torch.equal(state.model[1].running_mean, before)
+    assert [m.training for m in state.model] == [True, False, True, True, True]
+
+
+def test_a_model_in_evaluation_mode_as_a_whole_is_trained_in_training_mode(caplog):
+    problem = stochastic()
+    expected = fl.fit(fl.pipeline()(problem.loss_fn), problem.state(), problem.batches, hooks=())
+    state = problem.state()
+    state.model.eval()
+    state = fl.fit(fl.pipeline()(problem.loss_fn), state, problem.batches, hooks=())
+    assert "model.train()" in caplog.text
+    assert_same(state, expected)
+
+
+def test_pending_gradients_do_not_leak_into_a_run():
+    state = toy()
+    state.model.w.grad = torch.tensor(100.0)
+    assert fit(state).model.w.item() == -3.0
+
+
+def test_several_runs_in_one_process_do_not_talk_to_each_other():
+    one, two = toy(), toy()
+    runs = [fl.run(step, s, [ONE] * 3, epochs=2, hooks=()) for s in (one, two)]
+    assert [s.model.w.item() for pair in zip(*runs, strict=True) for s in pair] == [-3.0, -3.0, -6.0, -6.0]
+
+
+def test_a_parameter_that_only_the_loss_has_is_trained():
+    scale = torch.nn.Parameter(torch.tensor(0.0))
+    model = Toy()
+    state = fl.TrainState.create(model, torch.optim.SGD([*model.parameters(), scale], lr=1.0))
+    state = fl.fit(fl.pipeline(fl.clip(10.0))(lambda m, b: (m(b) + scale * 2).mean()), state, [ONE] * 3, hooks=())
+    assert (scale.item(), scale.grad) == (-6.0, None)
+
+
+def test_law_problems_are_reproducible():
+    assert_same(small().state(), small().state())

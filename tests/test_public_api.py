@@ -1,0 +1,151 @@
+"""The shape of the library: what is public, what may import what, and that all of it is documented."""
+
+import ast
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fnloop
+from fnloop import schedules, testing
+
+ROOT = Path(fnloop.__file__).parent
+LAYERS = [
+    "_types", "_rng", "_metrics", "_history", "_backend", "_state", "_data", "_pipeline",
+    "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
+]  # fmt: skip
+OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}
+CONTRACT = {
+    *("TrainState", "RunInfo", "StaleStateError", "snapshot", "unwrap"),
+    *("pipeline", "Output", "Middleware", "middleware", "supervised"),
+    *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric"),
+    *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
+    *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
+    *("every", "when", "once", "progress", "early_stop", "halt_on_nonfinite"),
+}
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node
+
+
+def test_the_public_names_are_those_of_the_contract():
+    assert set(fnloop.__all__) == CONTRACT
+    public = {name for name in vars(fnloop) if not name.startswith("_")} - {"hooks", "testing"}
+    assert public == CONTRACT, "a name is importable and not in __all__, or the other way round"
+
+
+def test_imports_only_point_down():
+    for path, tree in modules():
+        mine = layer(path)
+        for name, _ in imports(tree):
+            if name.startswith("fnloop.") and path.name != "__init__.py":
+                theirs = name.split(".")[1]
+                sibling = mine == theirs
+                assert LAYERS.index(theirs) < LAYERS.index(mine) or (sibling and mine not in ("middleware",)), (
+                    f"{path.name} imports {name}"
+                )
+
+
+def test_middleware_do_not_import_each_other():
+    for path, tree in modules():
+        if layer(path) == "middleware":
+            assert not [
+                n for n, _ in imports(tree) if n.startswith(("fnloop.middleware", "fnloop.hooks", "fnloop._fit"))
+            ]
+
+
+def test_only_the_backend_knows_accelerate():
+    for path, tree in modules():
+        if path.name != "_backend.py":
+            assert not [n for n, _ in imports(tree) if n.split(".")[0] == "accelerate"], path
+
+
+def test_nothing_optional_is_imported_at_the_top():
+    for path, tree in modules():
+        for name, node in imports(tree):
+            if name.split(".")[0] in OPTIONAL:
+                assert node.col_offset > 0, f"{path.name} imports {name} at its top"
+
+
+def test_import_pulls_in_nothing_optional():
+    code = f"import fnloop, sys; print(sorted({OPTIONAL!r} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def everything_public():
+    for name in fnloop.__all__:
+        value = getattr(fnloop, name)
+        yield f"fnloop.{name}", value
+        if inspect.isclass(value):
+            for method, function in vars(value).items():
+                function = getattr(function, "__func__", function)
+                if not method.startswith("_") and inspect.isfunction(function):
+                    yield f"fnloop.{name}.{method}", function
+    yield from ((f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__)
+    yield from ((f"testing.{name}", getattr(testing, name)) for name in testing.__all__)
+
+
+@pytest.mark.parametrize(("name", "value"), [pytest.param(n, v, id=n) for n, v in everything_public()])
+def test_every_public_name_is_documented(name, value):
+    assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in fnloop.__all__ if inspect.isfunction(getattr(fnloop, n)) or n in ("every", "when", "early_stop")],
+)
+def test_every_public_function_says_what_it_takes_gives_raises_and_shows_it(name):
+    doc = inspect.getdoc(getattr(fnloop, name)) or ""
+    missing = [section for section in ("Args:", "Returns:", "Example:") if section not in doc]
+    if name in ("unwrap",):
+        missing.remove("Example:")
+    assert not missing, f"{name}: {missing}"
+
+
+def test_every_module_says_what_it_is_about():
+    for path, tree in modules():
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+
+
+def test_every_module_can_be_imported():
+    for module in pkgutil.walk_packages(fnloop.__path__, "fnloop."):
+        __import__(module.name)
+
+
+def test_only_what_is_declared_is_imported():
+    import tomllib
+
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    declared = {d.split(">")[0].split("[")[0] for d in project["dependencies"]}
+    declared |= {d.split(">")[0].split("[")[0] for extra in project["optional-dependencies"].values() for d in extra}
+    declared |= {
+        "attrs",
+        "attr",
+        "pandas",
+        "IPython",
+        "ipywidgets",
+        "fnloop",
+        "__future__",
+    }  # the three with their own error
+    for path, tree in modules():
+        for name, _ in imports(tree):
+            top = name.split(".")[0]
+            assert top in declared | set(sys.stdlib_module_names), f"{path.name} imports {top}"
