@@ -19,7 +19,7 @@ def history(*values, key="valid/loss"):
     return History(Record(i, 10 * i, {key: value}) for i, value in enumerate(values, 1))
 
 
-# --- persistence ---------------------------------------------------------------------------------------------------------
+# --- persistence
 
 
 def test_a_kept_reference_never_changes():
@@ -57,7 +57,7 @@ def test_metrics_of_a_record_are_floats_whatever_was_given():
     assert all(type(value) is float for value in record.metrics.values())
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
+# --- reading
 
 
 def test_a_key_gives_values_an_index_a_record_a_slice_a_history():
@@ -89,7 +89,12 @@ def test_records_without_a_metric_are_left_out_of_its_values():
 
 @pytest.mark.parametrize(
     "ask",
-    [lambda h: h["valid/los"], lambda h: h.latest("valid/los"), lambda h: h.best("valid/los"), lambda h: h.having("valid/los")],
+    [
+        lambda h: h["valid/los"],
+        lambda h: h.latest("valid/los"),
+        lambda h: h.best("valid/los"),
+        lambda h: h.having("valid/los"),
+    ],
 )
 def test_an_unknown_metric_is_a_key_error_that_names_those_there_are(ask):
     made = History([Record(1, 10, {"train/loss": 1, "valid/loss": 2})])
@@ -99,7 +104,7 @@ def test_an_unknown_metric_is_a_key_error_that_names_those_there_are(ask):
         ask(History())
 
 
-# --- latest and best -----------------------------------------------------------------------------------------------------
+# --- latest and best
 
 
 def test_latest_is_the_newest_value_not_the_best():
@@ -136,7 +141,9 @@ def test_best_looks_only_at_records_that_have_the_metric():
 
 @pytest.mark.parametrize("values", [(1,), (1, 2)])
 def test_best_in_an_unknown_mode_is_an_error_even_with_one_record(values):
-    with pytest.raises(ValueError, match=r'mode expects "min" \(lower is better\) or "max" \(higher is better\); got \'low\''):
+    with pytest.raises(
+        ValueError, match=r'mode expects "min" \(lower is better\) or "max" \(higher is better\); got \'low\''
+    ):
         history(*values).best("valid/loss", "low")
 
 
@@ -157,7 +164,7 @@ def test_better_is_strict_and_takes_nan_for_the_worst(value, than, lower, higher
     assert (better(value, than, "min"), better(value, than, "max")) == (lower, higher)
 
 
-# --- equality ------------------------------------------------------------------------------------------------------------
+# --- equality
 
 
 @pytest.mark.parametrize(
@@ -192,11 +199,13 @@ def test_records_and_histories_cannot_be_hashed(value):
         hash(value)
 
 
-# --- as text -------------------------------------------------------------------------------------------------------------
+# --- as text
 
 
 def test_repr_is_a_table_with_a_gap_where_a_record_lacks_a_metric():
-    made = History([Record(0, 5, {"train/loss": 1.5}, 0.25), Record(1, 10, {"train/loss": 0.123456789, "valid/acc": NAN}, 61)])
+    made = History(
+        [Record(0, 5, {"train/loss": 1.5}, 0.25), Record(1, 10, {"train/loss": 0.123456789, "valid/acc": NAN}, 61)]
+    )
     assert repr(made).splitlines() == [
         "epoch  step  train/loss  valid/acc  seconds",
         "    0     5         1.5                 0.2",
@@ -226,7 +235,7 @@ def test_html_is_a_table_in_which_names_are_escaped():
     )
 
 
-# --- as data -------------------------------------------------------------------------------------------------------------
+# --- as data
 
 
 def test_to_dicts_gives_flat_rows():
@@ -261,7 +270,7 @@ def test_what_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch
         call(history(0.5))
 
 
-# --- as a plot -----------------------------------------------------------------------------------------------------------
+# --- as a plot
 
 
 def plot(made, **settings):

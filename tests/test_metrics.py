@@ -22,7 +22,7 @@ def same(a, b):
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-# --- the laws of a monoid ------------------------------------------------------------------------------------------------
+# --- the laws of a monoid
 
 MONOIDS = {  # a metric of a batch of numbers, and its value over the numbers 1 to 6
     "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5),
@@ -107,7 +107,7 @@ def test_nan_stays_except_in_last(metric, a, b, value, first, second):
     assert same(metric(first(a)).combine(metric(second(b))).compute(), value)
 
 
-# --- the running reduction: in place -------------------------------------------------------------------------------------
+# --- the running reduction: in place
 
 
 def absorbed(metrics):
@@ -133,7 +133,9 @@ def test_absorb_leaves_what_it_is_given_as_it_was(of, value, number):
     assert [attrs.astuple(metric) for metric in batches] == before
 
 
-@pytest.mark.parametrize(("metric", "field"), [(Mean(torch.tensor(1.0), 1), "total"), (Sum(torch.tensor(1.0)), "value")])
+@pytest.mark.parametrize(
+    ("metric", "field"), [(Mean(torch.tensor(1.0), 1), "total"), (Sum(torch.tensor(1.0)), "value")]
+)
 def test_absorb_adds_into_the_tensor_that_it_holds(metric, field):
     first = absorb({}, {"m": metric})
     second = absorb(first, {"m": metric})
@@ -163,7 +165,7 @@ def test_a_running_loss_is_the_mean_over_items(number):
     assert losses == [8.0, 4.0, 1.0]  # none was added into
 
 
-# --- reading: one transfer -----------------------------------------------------------------------------------------------
+# --- reading: one transfer
 
 
 class Range:
@@ -227,7 +229,7 @@ def test_read_changes_no_metric():
     assert isinstance(mean.total, torch.Tensor)
 
 
-# --- torchmetrics --------------------------------------------------------------------------------------------------------
+# --- torchmetrics
 
 #  (prediction, target), with one batch more right than the next:         true +  false +  false -  F1
 F1_BATCHES = [
@@ -289,7 +291,9 @@ def test_what_the_template_has_seen_before_does_not_count():
 
 def test_f1_in_an_evaluation_is_that_of_the_whole_loader():
     f1 = from_torchmetrics(binary_f1(), lambda aux, batch: (aux["output"], (batch > 0).int()))
-    step = fl.pipeline(fl.metric(f1=f1))(toy_loss)  # w = 1, so the output is x itself: every prediction is right but 0.25
+    step = fl.pipeline(fl.metric(f1=f1))(
+        toy_loss
+    )  # w = 1, so the output is x itself: every prediction is right but 0.25
     batches = [torch.tensor([1.0, 0.25]), torch.tensor([0.0]), torch.tensor([1.0, 1.0, 0.0])]
     assert fl.evaluate(step, toy(w=1.0), batches)["f1"] == pytest.approx(6 / 7)  # 3 true positives, 1 false negative
 
@@ -313,7 +317,7 @@ def test_a_metric_that_computes_no_single_number_says_what_to_choose():
 @pytest.mark.parametrize("wrong", ["f1", len, torch.nn.MSELoss()])
 def test_only_a_torchmetrics_metric_is_taken(wrong):
     pytest.importorskip("torchmetrics")
-    with pytest.raises(TypeError, match="expects a torchmetrics.Metric such as"):
+    with pytest.raises(TypeError, match=r"expects a torchmetrics\.Metric such as"):
         from_torchmetrics(wrong, lambda aux, batch: (aux, batch))
 
 

@@ -31,7 +31,7 @@ def factors(schedule, total):
     return [schedule(i, total) for i in range(total)]
 
 
-# --- literal values ------------------------------------------------------------------------------------------------------
+# --- literal values
 
 VALUES = [
     (constant(), [1, 1, 1]),
@@ -152,7 +152,7 @@ def test_update_i_of_a_run_uses_factor_i():
     assert fl.fit(step, toy(lr=1.0), ones, hooks=()).model.w.item() == -2.5
 
 
-# --- laws over all of them ----------------------------------------------------------------------------------------------
+# --- laws over all of them
 
 DECAYS = [  # every schedule that ends near a minimum, with its minimum
     (linear(), 0),
@@ -222,7 +222,7 @@ def test_a_larger_k_keeps_a_cosine_high_for_longer():
     assert cosine()(50, 100) == pytest.approx(0.5)
 
 
-# --- composing -----------------------------------------------------------------------------------------------------------
+# --- composing
 
 
 def told(step, total):
@@ -245,7 +245,7 @@ def test_behind_a_warmup_a_schedule_has_the_rest_of_the_run():
     assert [schedule(i, 5) for i in (1, 2, 3)] == [3.0, 3.0, 3.1]
 
 
-# --- the length of the run -----------------------------------------------------------------------------------------------
+# --- the length of the run
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_others_say_that_they_need_the_length_of_the_run(schedule):
         schedule(0, None)
 
 
-# --- as values -----------------------------------------------------------------------------------------------------------
+# --- as values
 
 SHOWN = [
     (constant(), "constant()"),
@@ -315,7 +315,9 @@ def test_a_schedule_shows_as_it_was_typed(schedule, text):
     assert eval(text) == schedule
 
 
-@pytest.mark.parametrize("remade", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickled", "deep-copied"])
+@pytest.mark.parametrize(
+    "remade", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickled", "deep-copied"]
+)
 @pytest.mark.parametrize("schedule", [schedule for schedule, _ in SHOWN], ids=repr)
 def test_a_copy_is_equal_shows_the_same_and_gives_the_same(schedule, remade):
     other = remade(schedule)
@@ -348,7 +350,7 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
     assert repr(made) == "pipeline(schedule(cosine(warmup=0.1)))"
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,11 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
     [
         (lambda: linear(warmup=-1), ValueError, r"linear expects warmup >= 0, .*got -1"),
         (lambda: cosine(cooldown=-0.5), ValueError, r"cosine expects cooldown >= 0, .*got -0\.5"),
-        (lambda: cosine(warmup=100.0), ValueError, r"at most 1\.0 as a fraction.*got 100\.0\. For updates, write warmup=100$"),
+        (
+            lambda: cosine(warmup=100.0),
+            ValueError,
+            r"at most 1\.0 as a fraction.*got 100\.0\. For updates, write warmup=100$",
+        ),
         (lambda: polynomial(warmup="2"), TypeError, r"polynomial expects warmup as updates \(an int\) or .*got '2'"),
         (lambda: linear(warmup=True), TypeError, r"linear expects warmup as updates .*got True"),
         (lambda: linear(min_ratio=1.5), ValueError, r"linear expects min_ratio from 0 to 1, .*got 1\.5"),
@@ -381,8 +387,16 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (lambda: multistep([1], gamma=0), ValueError, r"multistep expects gamma > 0"),
         (lambda: inverse_sqrt(0), ValueError, r"inverse_sqrt expects warmup > 0, got 0"),
         (lambda: warmup(-1), ValueError, r"warmup expects n >= 0"),
-        (lambda: warmup(2)(cosine), TypeError, r"warmup expects a schedule such as cosine\(\); got cosine\. Call it: cosine\(\)"),
-        (lambda: join(constant(), linear, at=[2]), TypeError, r"join expects a schedule .*got linear\. Call it: linear\(\)"),
+        (
+            lambda: warmup(2)(cosine),
+            TypeError,
+            r"warmup expects a schedule such as cosine\(\); got cosine\. Call it: cosine\(\)",
+        ),
+        (
+            lambda: join(constant(), linear, at=[2]),
+            TypeError,
+            r"join expects a schedule .*got linear\. Call it: linear\(\)",
+        ),
         (lambda: join(constant(), linear(), at=[]), ValueError, r"in at= where each but the first begins; got 2 and 0"),
         (lambda: join(linear(), at=[2]), ValueError, r"join expects two schedules or more, .*got 1 and 1"),
         (lambda: join(linear(), at=[]), ValueError, r"join expects two schedules or more, .*got 1 and 0"),

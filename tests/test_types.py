@@ -44,7 +44,7 @@ def counted(slot=0):
     return Middleware("counter", forward=same, step=other, init=len, window=slot + 1)
 
 
-# --- the decorator -------------------------------------------------------------------------------------------------------
+# --- the decorator
 
 
 def test_a_decorated_function_acts_in_its_ring():
@@ -86,7 +86,9 @@ def test_an_unknown_ring_is_an_error_that_names_the_six(ring):
 
 
 def test_a_decorator_without_a_ring_says_how_to_write_it():
-    with pytest.raises(ValueError, match=r'got the function noise\. Write @middleware\("gradient"\) above a function of settings'):
+    with pytest.raises(
+        ValueError, match=r'got the function noise\. Write @middleware\("gradient"\) above a function of settings'
+    ):
 
         @middleware
         def noise(std): ...
@@ -98,7 +100,9 @@ def test_a_factory_that_returns_no_wrap_is_an_error_that_shows_the_call(returned
     def noise(std):
         return returned
 
-    message = rf"noise\(0\.1\) must return a function step -> step, but it returned {shown}\. Did you forget 'return wrap'"
+    message = (
+        rf"noise\(0\.1\) must return a function step -> step, but it returned {shown}\. Did you forget 'return wrap'"
+    )
     with pytest.raises(TypeError, match=message):
         noise(0.1)
 
@@ -108,7 +112,7 @@ def test_an_error_in_the_settings_is_that_of_the_function():
         scaled()
 
 
-# --- as text -------------------------------------------------------------------------------------------------------------
+# --- as text
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_the_name_of_a_setting_is_what_one_types_for_it(value, name):
     assert name_of(value) == name
 
 
-# --- equality, hashes, pickles -------------------------------------------------------------------------------------------
+# --- equality, hashes, pickles
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,9 @@ def test_two_are_equal_if_they_come_from_the_same_call(one, another, equal):
     assert (one != another) is not equal
 
 
-@pytest.mark.parametrize("make", [lambda: scaled(2, power=3), lambda: counted(3), lambda: Middleware("mine", gradient=same)])
+@pytest.mark.parametrize(
+    "make", [lambda: scaled(2, power=3), lambda: counted(3), lambda: Middleware("mine", gradient=same)]
+)
 def test_equal_ones_have_equal_hashes(make):
     assert hash(make()) == hash(make())
     assert len({make(), make()}) == 1
@@ -228,7 +234,7 @@ def test_a_middleware_is_frozen():
         scaled(2).window = 3
 
 
-# --- outputs -------------------------------------------------------------------------------------------------------------
+# --- outputs
 
 
 @pytest.mark.parametrize(
@@ -239,7 +245,10 @@ def test_a_middleware_is_frozen():
             Output(torch.tensor(1 / 3), torch.tensor(7), {"output": 1, "mask": 2}, {"acc": fl.Sum(1)}),
             "Output(loss=0.333333, weight=7, aux=[output, mask], metrics=[acc])",
         ),
-        (Output(torch.tensor(2.0), 1, skip="overflow"), "Output(loss=2, weight=1, aux=[], metrics=[], skip='overflow')"),
+        (
+            Output(torch.tensor(2.0), 1, skip="overflow"),
+            "Output(loss=2, weight=1, aux=[], metrics=[], skip='overflow')",
+        ),
     ],
 )
 def test_an_output_shows_its_loss_and_the_names_of_what_it_has(out, text):

@@ -32,7 +32,7 @@ def stops_at(values, **settings):
     return stopped.index(True) if any(stopped) else None
 
 
-# --- a sequence of values, and where it ends ----------------------------------------------------------------------------
+# --- a sequence of values, and where it ends
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_record_without_the_metric_is_no_evaluation():
     assert early_stop("valid/loss", patience=1)(attrs.evolve(evaluated, history=history)).stop is None
 
 
-# --- in a run: w falls by 1 an update, and so does the loss --------------------------------------------------------------
+# --- in a run: w falls by 1 an update, and so does the loss
 
 STEP = fl.pipeline()(toy_loss)
 LOADERS = {"train": [ONE], "valid": [ONE]}
@@ -233,12 +233,28 @@ def test_a_wrong_metric_of_a_loader_that_is_evaluated_later_is_an_error_then():
     [
         (lambda: early_stop(3), TypeError, r'the name of a metric, such as "valid/loss"; got 3'),
         (lambda: early_stop("valid/loss", patience=0), ValueError, r"patience >= 1, a number of evaluations; got 0"),
-        (lambda: early_stop("valid/loss", patience=1.5), ValueError, r"patience >= 1, a number of evaluations; got 1\.5"),
-        (lambda: early_stop("valid/loss", patience=True), ValueError, r"patience >= 1, a number of evaluations; got True"),
-        (lambda: early_stop("valid/loss", min_delta=-0.1), ValueError, r"min_delta >= 0; got -0\.1. Its direction follows from mode"),
+        (
+            lambda: early_stop("valid/loss", patience=1.5),
+            ValueError,
+            r"patience >= 1, a number of evaluations; got 1\.5",
+        ),
+        (
+            lambda: early_stop("valid/loss", patience=True),
+            ValueError,
+            r"patience >= 1, a number of evaluations; got True",
+        ),
+        (
+            lambda: early_stop("valid/loss", min_delta=-0.1),
+            ValueError,
+            r"min_delta >= 0; got -0\.1. Its direction follows from mode",
+        ),
         (lambda: early_stop("valid/loss", min_delta=NAN), ValueError, r"min_delta >= 0; got nan"),
         (lambda: early_stop("valid/loss", mode="lower"), ValueError, r'mode expects "min" .* or "max" .*got \'lower\''),
-        (lambda: early_stop("valid/loss", reference="last"), ValueError, r'reference="accepted" or "best"; got \'last\''),
+        (
+            lambda: early_stop("valid/loss", reference="last"),
+            ValueError,
+            r'reference="accepted" or "best"; got \'last\'',
+        ),
         (lambda: halt_on_nonfinite(0), ValueError, r"steps >= 1, the updates between two looks; got 0"),
         (lambda: halt_on_nonfinite(1.0), ValueError, r"steps >= 1, the updates between two looks; got 1\.0"),
         (lambda: halt_on_nonfinite(True), ValueError, r"steps >= 1, the updates between two looks; got True"),
@@ -249,7 +265,7 @@ def test_a_setting_out_of_range_is_an_error_when_the_hook_is_made(make, error, m
         make()
 
 
-# --- halt_on_nonfinite ---------------------------------------------------------------------------------------------------
+# --- halt_on_nonfinite
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def called_at(gate, batches=10, window=1, **targets):
     return notes.steps
 
 
-# --- every: epochs and steps ---------------------------------------------------------------------------------------------
+# --- every: epochs and steps
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,9 @@ def test_a_loader_without_length_has_steps_and_whole_epochs():
 )
 def test_a_loader_without_length_has_no_fractions_and_says_so_before_the_first_update(when_to):
     state = toy()
-    with pytest.raises(ValueError, match=r"every\(epochs=0\.5\) needs to know how long an epoch is.*write every\(steps=\.\.\.\)"):
+    with pytest.raises(
+        ValueError, match=r"every\(epochs=0\.5\) needs to know how long an epoch is.*write every\(steps=\.\.\.\)"
+    ):
         fl.fit(fl.pipeline()(toy_loss), state, lambda: (ONE for _ in range(3)), **when_to)
     assert state.model.w.item() == 0.0
 
@@ -163,7 +165,7 @@ def test_gates_inside_each_other_must_all_be_open():
     assert called_at(lambda hook: every(steps=2)(every(steps=3)(hook)), batches=12) == [6, 12]
 
 
-# --- every: seconds ------------------------------------------------------------------------------------------------------
+# --- every: seconds
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_every_three_seconds(clock, pace, steps):
     assert notes.steps == steps
 
 
-# --- when ----------------------------------------------------------------------------------------------------------------
+# --- when
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_a_hook_may_stop_the_run():
     assert (state.step, state.epoch, state.stop) == (3, 0, "enough")
 
 
-# --- once ----------------------------------------------------------------------------------------------------------------
+# --- once
 
 
 def test_once_is_the_first_time():
@@ -260,11 +262,13 @@ def test_two_hooks_written_in_two_places_are_two():
 
 
 def test_once_keeps_what_the_hook_makes_of_the_state():
-    state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(once(lambda state: attrs.evolve(state, stop="now")),))
+    state = fl.fit(
+        fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(once(lambda state: attrs.evolve(state, stop="now")),)
+    )
     assert (state.step, state.stop) == (1, "now")
 
 
-# --- all of them ---------------------------------------------------------------------------------------------------------
+# --- all of them
 
 
 @pytest.mark.parametrize("gate", [every(steps=100), when(lambda state: False), once], ids=["every", "when", "once"])
@@ -309,7 +313,11 @@ def test_equal_ones_are_equal():
         (lambda: every(steps=-1), ValueError, r"every expects steps > 0; got -1"),
         (lambda: every(seconds=float("nan")), ValueError, r"every expects seconds > 0; got nan"),
         (lambda: every(steps=True), ValueError, r"every expects steps > 0; got True"),
-        (lambda: every(steps=0.5), ValueError, r"steps as an int; got 0\.5\. For a part of an epoch, write every\(epochs=0\.25\)"),
+        (
+            lambda: every(steps=0.5),
+            ValueError,
+            r"steps as an int; got 0\.5\. For a part of an epoch, write every\(epochs=0\.25\)",
+        ),
         (lambda: every(epochs=1.5), ValueError, r"a whole number, or as a fraction below 1; got 1\.5"),
         (lambda: every(steps=2)(3), TypeError, r"every\(steps=2\) expects a hook, a function state -> state; got 3"),
         (lambda: every(steps=2)(fl.progress), TypeError, r"got progress\. Call it: progress\(\.\.\.\)"),

@@ -36,7 +36,7 @@ def clock(monkeypatch):
     return clock
 
 
-# --- where nobody looks at a terminal ------------------------------------------------------------------------------------
+# --- where nobody looks at a terminal
 
 
 def test_a_line_per_record():
@@ -71,7 +71,7 @@ def test_it_is_one_of_the_default_hooks_and_none_of_an_empty_tuple(capsys):
     assert capsys.readouterr().err == ""
 
 
-# --- in a terminal -------------------------------------------------------------------------------------------------------
+# --- in a terminal
 
 
 def test_a_bar_per_epoch_that_ends_with_the_facts_of_its_record():
@@ -133,7 +133,7 @@ def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
     assert "| 2/2 [" in file.bars()[1]
 
 
-# --- how often it looks --------------------------------------------------------------------------------------------------
+# --- how often it looks
 
 
 class Items(TorchDispatchMode):
@@ -204,7 +204,7 @@ def test_close_may_be_called_at_any_time():
     hook.close()
 
 
-# --- as a value ----------------------------------------------------------------------------------------------------------
+# --- as a value
 
 
 @pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan")])
