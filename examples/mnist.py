@@ -1,6 +1,6 @@
 """Handwritten digits: 4,000 MNIST images train a small CNN, 1,000 others say how good it is.
 
-    python examples/mnist.py --epochs 10 --out /tmp
+python examples/mnist.py --epochs 10 --out /tmp
 """
 
 import argparse

@@ -21,11 +21,12 @@ from fnloop.schedules import cosine
 
 CONTEXT, WIDTH, HEADS, LAYERS = 96, 128, 4, 3
 ALPHABET = sorted(set("\n".join(topics.values())))
+CODES = {character: code for code, character in enumerate(ALPHABET)}
 PAD = -1
 
 
 def encode(text):
-    return torch.tensor([ALPHABET.index(c) for c in text])
+    return torch.tensor([CODES[character] for character in text])
 
 
 class Block(nn.Module):
@@ -95,7 +96,9 @@ def main():
     step = pipeline(amp("bf16"), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1)))(next_character)
     state = TrainState.create(model, optimizer)
 
-    print(f"knowing nothing: {math.log(len(ALPHABET)):.2f} nats per character; untrained: {evaluate(step, state, valid)['loss']:.2f}")
+    print(
+        f"knowing nothing: {math.log(len(ALPHABET)):.2f} nats per character; untrained: {evaluate(step, state, valid)['loss']:.2f}"
+    )
     state = fit(step, state, {"train": train, "valid": valid}, epochs=args.epochs, evaluate_every=every(epochs=0.5))
     print(state.history)
     for text in predict(write, state, [encode("\nThe ")]):

@@ -189,7 +189,7 @@ def _run(
                 )
                 try:
                     feed = windows(source, state.epoch, state.batch, window, device)
-                    batch = next(feed, _END)
+                    batch: Any = next(feed, _END)
                     if batch is _END:
                         raise ValueError(_no_batches(state))
                     while batch is not _END:

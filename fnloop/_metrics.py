@@ -20,7 +20,7 @@ from fnloop._types import Batch, Metric, name_of
 
 __all__ = ["Last", "Max", "Mean", "Min", "Sum", "absorb", "absorb_loss", "from_torchmetrics", "read"]
 
-Number = float | Tensor
+Number = Any  # a float or a scalar tensor
 
 
 def _wide(value: Number) -> Number:
@@ -159,7 +159,7 @@ class Last(_Value):
         return other
 
 
-def absorb(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> dict[str, Metric]:
+def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Combine ``new`` into ``running``, in place where a metric can; ``running`` must not be used afterwards."""
     merged = dict(running)
     for name, metric in new.items():

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fnloop._backend import place
 from fnloop._metrics import absorb, absorb_loss
@@ -47,7 +47,8 @@ def forward(loss_fn: LossFn) -> Step:
     def forward(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         nonlocal checked
         __tracebackhide__ = True
-        reply = loss_fn(state.model, batch)
+        reply: Any = loss_fn(state.model, batch)
+        loss: Any
         loss, aux = reply if type(reply) is tuple and len(reply) == 2 else (reply, {})
         if not checked:
             _check_reply(reply, loss, aux, batch, name_of(loss_fn))
@@ -152,8 +153,8 @@ def _apply(optimizer: Optimizer) -> None:
         or "step" in vars(optimizer)  # patched, as torch's schedulers do
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
         or torch.autograd._profiler_enabled()
     ):
         optimizer.step()

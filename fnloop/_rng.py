@@ -74,11 +74,11 @@ def seed_host(seed: int) -> None:
     random.seed(seed)
 
 
-def positioner(device: torch.device) -> Callable[[int], None]:
+def positioner(device: torch.device) -> Callable[[int], Any]:
     """Return the function that sets torch's global generators, the CPU's and the device's, to a seed."""
     host = torch.default_generator.manual_seed  # torch.manual_seed walks over all backends: 100 times slower
     if device.type == "cpu":
-        return host  # type: ignore[return-value]
+        return host
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -115,7 +115,7 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_generator(owner: object, seed: int) -> Iterator[None]:
+def own_generator(owner: Any, seed: int) -> Iterator[None]:
     """Let a sampler or a loader that draws from its ``generator`` draw from a fresh one with this seed meanwhile."""
     if not hasattr(owner, "generator"):
         yield

@@ -221,7 +221,8 @@ def middleware(ring: str) -> Callable[[Callable[..., Any]], Callable[..., Middle
     def decorate(factory: Callable[..., Any]) -> Callable[..., Middleware]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> Middleware:
-            made, call = factory(*args, **kwargs), Call(make, args, kwargs)
+            made: Any = factory(*args, **kwargs)
+            call = Call(make, args, kwargs)
             if isinstance(made, Middleware):
                 return attrs.evolve(made, call=call)
             if not callable(made):
@@ -229,7 +230,8 @@ def middleware(ring: str) -> Callable[[Callable[..., Any]], Callable[..., Middle
                     f"{call!r} must return a function step -> step, but it returned {made!r}. "
                     f"Did you forget 'return wrap' at its end?"
                 )
-            return Middleware(factory.__name__, **{ring: made}, call=call)
+            wraps: dict[str, Any] = {ring: made}
+            return Middleware(factory.__name__, **wraps, call=call)
 
         make.is_middleware_factory = True  # type: ignore[attr-defined]  # so that pipeline(clip) can say what is missing
         return make

@@ -266,14 +266,15 @@ def _assert_equal(a: Any, b: Any, path: str, rtol: float) -> None:
             torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=rtol, atol=rtol, equal_nan=True)
         except AssertionError as error:
             raise AssertionError(f"{path}: {a} != {b}\n{error}") from None
-    elif hasattr(a, "state_dict"):
-        _assert_equal(a.state_dict(), b.state_dict(), path, rtol)
+    elif callable(state_dict := getattr(a, "state_dict", None)):  # a scheduler
+        _assert_equal(state_dict(), b.state_dict(), path, rtol)
     elif not callable(a):
         assert a == b, f"{path}: {a!r} != {b!r}"
 
 
 def _generators() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
     return torch.get_rng_state().tolist(), name, keys.tolist(), rest, random.getstate()
 
 

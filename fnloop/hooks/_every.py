@@ -235,7 +235,7 @@ def _where(hook: Any) -> str:
     return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}" if code else repr(hook)
 
 
-def _check_hook(hook: Any, owner: str) -> Hook:
+def _check_hook(hook: Any, owner: str) -> Any:
     if not callable(hook) or isinstance(hook, type):
         call = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
         raise TypeError(f"{owner} expects a hook, a function state -> state; got {name_of(hook)}{call}")

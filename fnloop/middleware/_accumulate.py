@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fnloop._metrics import absorb
-from fnloop._pipeline import Backward, linear
+from fnloop._pipeline import linear
 from fnloop._state import TrainState, parameters
 from fnloop._types import Metric, Middleware, Output, Step, middleware
 
@@ -67,7 +67,7 @@ def accumulate(n: int) -> Any:
     if n == 1:
         return Middleware("accumulate")
 
-    def in_place(backward: Backward) -> Step:
+    def in_place(backward: Any) -> Step:
         def accumulated(state: TrainState, window: Sequence[Any]) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             _check_window(window, n)

@@ -105,7 +105,7 @@ def clip_value(limit: float) -> Any:
 def _check_limit(name: str, value: Any, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} expects {what}, a number above 0; got {value!r} ({type(value).__name__})")
-    if not value > 0:
+    if not float(value) > 0:
         raise ValueError(
             f"{name} expects {what} > 0; got {value}. To switch it off, leave it out, or write {name}(float('inf'))"
         )
