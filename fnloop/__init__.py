@@ -9,6 +9,12 @@ batch to batch is one immutable record, the *state*; *hooks* are functions of th
 """
 
 from fnloop import schedules as schedules
+from fnloop._checkpoint import CheckpointError as CheckpointError
+from fnloop._checkpoint import best as best
+from fnloop._checkpoint import latest as latest
+from fnloop._checkpoint import restore as restore
+from fnloop._checkpoint import resume as resume
+from fnloop._checkpoint import save as save
 from fnloop._fit import evaluate as evaluate
 from fnloop._fit import fit as fit
 from fnloop._fit import predict as predict
@@ -30,6 +36,7 @@ from fnloop._state import snapshot as snapshot
 from fnloop._state import unwrap as unwrap
 from fnloop._types import Middleware as Middleware
 from fnloop._types import Output as Output
+from fnloop.hooks._checkpoint import checkpoint as checkpoint
 from fnloop.hooks._early_stop import early_stop as early_stop
 from fnloop.hooks._early_stop import halt_on_nonfinite as halt_on_nonfinite
 from fnloop.hooks._every import every as every
@@ -47,6 +54,7 @@ from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
 from fnloop._types import middleware as middleware  # isort: skip  # behind the package of that name, to win over it
 
 __all__ = [
+    "CheckpointError",
     "History",
     "Last",
     "Max",
@@ -61,6 +69,8 @@ __all__ = [
     "TrainState",
     "accumulate",
     "amp",
+    "best",
+    "checkpoint",
     "clip",
     "clip_value",
     "early_stop",
@@ -69,13 +79,17 @@ __all__ = [
     "fit",
     "from_torchmetrics",
     "halt_on_nonfinite",
+    "latest",
     "metric",
     "middleware",
     "once",
     "pipeline",
     "predict",
     "progress",
+    "restore",
+    "resume",
     "run",
+    "save",
     "schedule",
     "schedules",
     "snapshot",

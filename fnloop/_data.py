@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from toolz import partition_all
+from toolz import partition, partition_all
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -97,10 +97,28 @@ def length_of(loader: Any) -> int | None:
 
 
 class Source(NamedTuple):
-    """A loader opened for a run."""
+    """A loader opened for a run.
 
-    batches: Callable[[int, int], Iterator[Any]]  # (epoch, start) -> the batches of that epoch from that position
+    Args:
+        batches: ``(epoch, batch, samples) -> the batches of that epoch from that position``.
+        length: batches in an epoch, or None if that isn't known before its end.
+        batch_size: samples in a batch, where that is the same for all but the last, and a position can be in samples.
+        samples: samples in an epoch, where batch_size is known.
+        drop_last: whether a smaller last batch is left out.
+    """
+
+    batches: Callable[[int, int, int], Iterator[Any]]
     length: int | None
+    batch_size: int | None = None
+    samples: int = 0
+    drop_last: bool = False
+
+    def left(self, batch: int, samples: int) -> int | None:
+        """Return how many batches of an epoch are left at a position."""
+        if self.batch_size and samples:
+            left = max(self.samples - samples, 0)
+            return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
+        return None if self.length is None else max(self.length - batch, 0)
 
 
 def open_source(loader: Any, seed: int) -> Source:
@@ -111,16 +129,25 @@ def open_source(loader: Any, seed: int) -> Source:
         seed: the run's.
     """
     if isinstance(loader, list | tuple):  # nothing to position: no code runs
-        return Source(lambda epoch, start: itertools.islice(loader, start, None), len(loader))
+        return Source(lambda epoch, batch, samples: itertools.islice(loader, batch, None), len(loader))
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if plain and not isinstance(loader.dataset, IterableDataset):
-        return Source(lambda epoch, start: _map_style(loader, seed, epoch, start), length_of(loader))
-    return Source(lambda epoch, start: _iterated(loader, seed, epoch, start), length_of(loader))
+
+        def batches(epoch: int, batch: int, samples: int) -> Iterator[Any]:
+            return _map_style(loader, seed, epoch, batch, samples)
+
+        if type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None:
+            size, total = loader.batch_sampler.batch_size, len(loader.sampler)  # type: ignore[arg-type]
+            return Source(batches, length_of(loader), size, total, loader.batch_sampler.drop_last)
+        return Source(batches, length_of(loader))
+    return Source(lambda epoch, batch, samples: _iterated(loader, seed, epoch, batch), length_of(loader))
 
 
-def windows(source: Source, epoch: int, start: int, window: int, device: torch.device) -> Iterator[Any]:
-    """Yield what one call of a step takes: a batch, or a tuple of up to ``window`` batches, on the device."""
-    batches = source.batches(epoch, start)
+def windows(
+    source: Source, window: int, device: torch.device, epoch: int = 0, batch: int = 0, samples: int = 0
+) -> Iterator[Any]:
+    """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches, on the device."""
+    batches = source.batches(epoch, batch, samples)
     if needs_placing(device):
         batches = (place(batch, device) for batch in batches)
     return iter(batches) if window == 1 else partition_all(window, batches)
@@ -153,7 +180,7 @@ def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
 
 
 def _tell_epoch(epoch: int, *owners: Any) -> None:
-    for owner in owners:
+    for owner in {id(owner): owner for owner in owners}.values():
         if hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)
 
@@ -189,10 +216,10 @@ class _Fetch(torch.utils.data.Dataset):
         return getattr(self.dataset, name)
 
 
-def _map_style(loader: DataLoader, seed: int, epoch: int, start: int) -> Iterator[Any]:
+def _map_style(loader: DataLoader, seed: int, epoch: int, batch: int, samples: int) -> Iterator[Any]:
     seeds = fold_in(seed, FETCH, epoch)
-    order = itertools.islice(_order(loader, fold_in(seed, ORDER, epoch), epoch), start, None)
-    tickets = (_Ticket(fold_in(seeds, n), index) for n, index in enumerate(order, start))
+    order = _order(loader, fold_in(seed, ORDER, epoch), epoch, batch, samples)
+    tickets = (_Ticket(fold_in(seeds, n), index) for n, index in enumerate(order, batch))
     if loader.num_workers:
         yield from _with_workers(loader, tickets)
     else:
@@ -201,19 +228,27 @@ def _map_style(loader: DataLoader, seed: int, epoch: int, start: int) -> Iterato
             yield fetch[ticket]
 
 
-def _order(loader: DataLoader, seed: int, epoch: int) -> Iterator[Any]:
-    """Yield what the loader's sampler yields, drawn from a generator of its own."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+def _order(loader: DataLoader, seed: int, epoch: int, batch: int, samples: int) -> Iterator[Any]:
+    """Return the indices of each batch that is left of an epoch."""
+    batched: Any = loader.batch_sampler
+    _tell_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
+    if batched is None:
+        return itertools.islice(_drawn(loader.sampler, seed), batch, None)
+    if type(batched) is not BatchSampler:
+        return itertools.islice(_drawn(batched, seed), batch, None)
+    size = batched.batch_size
+    indices = itertools.islice(_drawn(batched.sampler, seed), samples or batch * size, None)
+    return map(list, (partition if batched.drop_last else partition_all)(size, indices))
+
+
+def _drawn(sampler: Any, seed: int) -> Iterator[Any]:
+    """Yield what a sampler yields, drawn from generators that are a function of the seed."""
     inner = getattr(sampler, "sampler", sampler)
-    _tell_epoch(epoch, loader.dataset, *{id(s): s for s in (sampler, inner)}.values())
-    draws_globally = type(inner) not in _TORCH_SAMPLERS or type(sampler) not in (
-        BatchSampler,
-        *_TORCH_SAMPLERS,
-    )
     with own_generator(inner, seed), own_generator(sampler, seed):
         position_all(seed)
         indices = iter(sampler)
         index = next(indices, _END)  # torch's samplers take their generator when the first index is asked for
+    draws_globally = type(sampler) not in _TORCH_SAMPLERS
     for n in itertools.count():
         if index is _END:
             return

@@ -37,7 +37,7 @@ __all__ = ["evaluate", "fit", "predict", "run"]
 
 _log = logging.getLogger("fnloop")
 _END = object()
-INTERRUPTED = "interrupted"
+INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
 
 
 def fit(
@@ -88,11 +88,11 @@ def fit(
         (-10.0, 3, 1)
     """
     __tracebackhide__ = True
+    checked = _checked(step, state, loaders, epochs, steps, hooks, evaluate_every)
     try:
-        for state in run(  # noqa: B020, B007
-            step, state, loaders, epochs=epochs, steps=steps, hooks=hooks, evaluate_every=evaluate_every
-        ):
-            pass
+        with _listening() as signals:
+            for state in _run(*checked, signals):  # noqa: B007
+                pass
     except RuntimeError as error:
         if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "state"):
             raise error.__cause__ from None  # Python turns a StopIteration that leaves a generator into a RuntimeError
@@ -127,23 +127,27 @@ def run(
         >>> [s.model.w.item() for s in run(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 2, epochs=3, hooks=())]
         [-2.0, -4.0, -6.0]
     """
+    return _run(*_checked(step, state, loaders, epochs, steps, hooks, evaluate_every))
+
+
+def _checked(
+    step: PipelineStep, state: TrainState, loaders: Any, epochs: Any, steps: Any, hooks: Any, evaluate_every: Any
+) -> tuple[Any, ...]:
+    """Return the arguments of a run, having checked them."""
     _check_step(step, "fit")
     check_fresh(state)
     found = read_loaders(loaders)
     for name, target in (("epochs", epochs), ("steps", steps)):
         if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
-            raise ValueError(
-                f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}"
-            )
+            raise ValueError(f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}")
     hooks = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
     if evaluate_every is not None and not hasattr(evaluate_every, "due"):
         raise TypeError(
-            "fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got "
-            f"{evaluate_every!r}"
+            f"fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got {evaluate_every!r}"
         )
     if epochs is None and steps is None:
         epochs = state.epoch + 1
-    return _run(step, state, found, epochs, steps, hooks, evaluate_every)
+    return step, state, found, epochs, steps, hooks, evaluate_every
 
 
 def _run(
@@ -154,9 +158,10 @@ def _run(
     steps: int | None,
     hooks: Sequence[Hook],
     evaluate_every: Any,
+    signals: _Signals | None = None,
 ) -> Iterator[TrainState]:
     __tracebackhide__ = True
-    if state.stop == INTERRUPTED:
+    if state.stop in (INTERRUPTED, TERMINATED):
         state = attrs.evolve(state, stop=None)
     if state.stop is not None or _reached(state, epochs, steps):
         _log.warning(_nothing_to_do(state, epochs, steps))
@@ -178,17 +183,16 @@ def _run(
     train, window, device = step.train, step.window, state.backend.device
     is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
     position, last_step = positioner(device), math.inf if steps is None else steps
+    batch_size = source.batch_size or 0
     started = time.monotonic() - (state.history[-1].seconds if state.history else 0.0)
     try:
         while True:
-            with isolated(device), _interruptible() as interrupt:
+            with isolated(device), contextlib.nullcontext(signals) if signals else _listening() as caught:
                 seed = fold_in(state.seed, COMPUTE, state.epoch)
                 state.generators.install() if state.generators else seed_host(seed)
-                where: Any = (
-                    "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
-                )
+                where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
                 try:
-                    feed = windows(source, state.epoch, state.batch, window, device)
+                    feed = windows(source, window, device, state.epoch, state.batch, state.samples)
                     batch: Any = next(feed, _END)
                     if batch is _END:
                         raise ValueError(_no_batches(state))
@@ -196,14 +200,15 @@ def _run(
                         position(mix(seed, state.batch))
                         where = None
                         new, out = train(state, batch)
-                        state = consume(new, out, 1 if window == 1 else len(batch))
+                        batches = 1 if window == 1 else len(batch)
+                        state = consume(new, out, batches, batches * batch_size)
                         where = "the training loader"
                         batch = next(feed, _END)
 
                         ended, metrics = batch is _END, state.metrics
                         if ended:
                             state = attrs.evolve(
-                                state, epoch=state.epoch + 1, batch=0, metrics={}, news=state.news | {EPOCH}
+                                state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=state.news | {EPOCH}
                             )
                         due = is_due(state)
                         if due or ended:
@@ -214,18 +219,23 @@ def _run(
                                 report.update({f"{where}/{name}": metric for name, metric in found.items()})
                             where = "the record"
                             state = _recorded(state, read(report), time.monotonic() - started)
-                        if interrupt.pending:
-                            state = attrs.evolve(state, stop=INTERRUPTED)
+                        if caught.stop is not None:
+                            state = attrs.evolve(state, stop=caught.stop)
                         for hook in hooks:
                             where = hook
                             state = _called(hook, state)
+                        if caught.save:
+                            caught.save, state = False, _flushed(hooks, state)
                         if state.stop is not None or state.step >= last_step:
                             break
+                    if state.stop is not None or _reached(state, epochs, steps):
+                        where = "the end"
+                        state = _flushed(hooks, state)
                 except BaseException as error:
-                    if not isinstance(error, KeyboardInterrupt) or interrupt.pending:  # a second Ctrl-C raises
+                    if not isinstance(error, KeyboardInterrupt) or caught.stop is not None:  # a second Ctrl-C raises
                         _explain(error, state, step, where)
                         raise
-                    state = attrs.evolve(state, stop=INTERRUPTED)
+                    state = _flushed(hooks, attrs.evolve(state, stop=INTERRUPTED))
                 reached = suspended(state)
             yield reached
             check_fresh(reached)  # whoever got it may have used it up
@@ -256,7 +266,8 @@ def _run_info(
     per_epoch = updates_in(source.length, window)
     total = steps
     if epochs is not None and per_epoch is not None:
-        left = (epochs - state.epoch) * per_epoch - (updates_in(state.batch, window) or 0)
+        of_this_epoch = updates_in(source.left(state.batch, state.samples), window) or 0
+        left = of_this_epoch + (epochs - state.epoch - 1) * per_epoch
         total = state.step + state.skipped + left  # as if nothing had been skipped: the same total when it is resumed
         total = total if steps is None else min(total, steps)
     return RunInfo(epochs, total, per_epoch, source.length, window, evaluated)
@@ -271,8 +282,7 @@ def _called(hook: Hook, state: TrainState) -> TrainState:
     new = hook(state)
     if not isinstance(new, TrainState):
         raise TypeError(
-            f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did you forget "
-            "'return state'?"
+            f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did you forget 'return state'?"
         )
     return new
 
@@ -283,7 +293,7 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
     device = state.backend.device
     positioner(device)(fold_in(state.seed, COMPUTE))
     with evaluating(state.model):
-        for batch in windows(source, 0, 0, 1, device):
+        for batch in windows(source, 1, device):
             _, out = step.forward(state, batch)
             metrics = absorb(metrics, out.metrics) if out.metrics else metrics
             metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
@@ -292,31 +302,49 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
     return {"loss": metrics.pop("loss"), **metrics}
 
 
-class _Interrupt:
-    """Whether Ctrl-C was pressed. The first one is noted, the second one raises."""
+class _Signals:
+    """What was asked for by signals: Ctrl-C and SIGTERM to stop, SIGUSR1 to save."""
 
     def __init__(self) -> None:
-        self.pending = False
+        self.stop: str | None = None
+        self.save = False
 
-    def __call__(self, signum: int, frame: Any) -> None:
-        if self.pending:
-            raise KeyboardInterrupt
-        self.pending = True
+    def __call__(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT and self.stop == INTERRUPTED:
+            raise KeyboardInterrupt  # the second one doesn't wait
+        if number == signal.SIGINT:
+            self.stop = INTERRUPTED
+        elif number == signal.SIGTERM:
+            self.stop = TERMINATED
+        else:
+            self.save = True
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[_Interrupt]:
-    """Note Ctrl-C instead of raising it, where it would raise."""
-    interrupt = _Interrupt()
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield interrupt
-        return
-    signal.signal(signal.SIGINT, interrupt)
+def _listening() -> Iterator[_Signals]:
+    """Note signals instead of dying of them, where nobody else has taken care of them."""
+    signals = _Signals()
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    if hasattr(signal, "SIGUSR1"):
+        usual[signal.SIGUSR1] = signal.SIG_DFL
+    if threading.current_thread() is not threading.main_thread():
+        usual = {}
+    taken = {number: handler for number, handler in usual.items() if signal.getsignal(number) == handler}
+    for number in taken:
+        signal.signal(number, signals)
     try:
-        yield interrupt
+        yield signals
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+
+
+def _flushed(hooks: Sequence[Hook], state: TrainState) -> TrainState:
+    """Let the hooks that keep something finish it: at the end of a run, and on SIGUSR1."""
+    for hook in hooks:
+        if hasattr(hook, "flush"):
+            state = hook.flush(state)  # type: ignore[attr-defined]
+    return state
 
 
 def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: Any) -> None:
@@ -376,9 +404,7 @@ def _check_step(step: Any, caller: str) -> None:
 
 def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
     if callable(hooks) or not isinstance(hooks, Sequence):
-        raise TypeError(
-            f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}"
-        )
+        raise TypeError(f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}")
     for hook in hooks:
         if isinstance(hook, type) or not callable(hook):
             call = f" Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
@@ -462,7 +488,7 @@ def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, load
 def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:
     __tracebackhide__ = True
     device = state.backend.device
-    batches = windows(open_source(loader, state.seed), 0, 0, 1, device)
+    batches = windows(open_source(loader, state.seed), 1, device)
     position, seed = positioner(device), fold_in(state.seed, COMPUTE)
     n = 0
     while True:

@@ -16,9 +16,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._encode import Saved, like
 from fnloop._types import Batch, Metric, name_of
 
-__all__ = ["Last", "Max", "Mean", "Min", "Sum", "absorb", "absorb_loss", "from_torchmetrics", "read"]
+__all__ = ["MONOIDS", "Last", "Max", "Mean", "Min", "Sum", "absorb", "absorb_loss", "from_torchmetrics", "read"]
 
 Number = Any  # a float or a scalar tensor
 
@@ -159,11 +160,16 @@ class Last(_Value):
         return other
 
 
+MONOIDS = {"Mean": Mean, "Sum": Sum, "Min": Min, "Max": Max, "Last": Last}
+
+
 def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Combine ``new`` into ``running``, in place where a metric can; ``running`` must not be used afterwards."""
     merged = dict(running)
     for name, metric in new.items():
         so_far = merged.get(name)
+        if isinstance(so_far, Saved):  # of a checkpoint: now there is one of its kind to read it into
+            so_far = like(metric, so_far)
         if so_far is None:
             merged[name] = metric.own() if hasattr(metric, "own") else metric
         else:
@@ -194,15 +200,11 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         {'loss': 3.0, 'n': 2.0}
     """
     plain = {k: m for k, m in metrics.items() if isinstance(m, Mean | _Value)}
-    cells = [
-        (k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)
-    ]
+    cells = [(k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)]
     if cells:
         home = cells[0][2].device
         dtype = torch.float32 if home.type == "mps" else torch.float64
-        numbers = torch.stack(
-            [v.detach().to(home, dtype) for _, _, v in cells]
-        ).tolist()  # the one host read of a report
+        numbers = torch.stack([v.detach().to(home, dtype) for _, _, v in cells]).tolist()  # the one host read of a report
         for (name, field, _), number in zip(cells, numbers, strict=True):
             plain[name] = attrs.evolve(plain[name], **{field: number})
     return {name: plain.get(name, metric).compute() for name, metric in metrics.items()}
@@ -248,6 +250,20 @@ class TorchMetric:
             )
         return float(value)
 
+    def to_parts(self) -> dict[str, Any]:
+        """Return what has been seen, as plain data and tensors."""
+        seen = self.own().seen
+        return {"updates": seen._update_count, "states": {name: getattr(seen, name) for name in seen._defaults}}
+
+    def from_parts(self, parts: Mapping[str, Any]) -> TorchMetric:
+        """Return one like this that has seen what :meth:`to_parts` returned."""
+        seen = copy.deepcopy(self.template)
+        seen.reset()
+        for name, value in parts["states"].items():
+            setattr(seen, name, value)
+        seen._update_count = parts["updates"]
+        return TorchMetric(self.template, seen=seen)
+
 
 def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
     for arguments in inputs:
@@ -262,9 +278,7 @@ def _merge(metric: Any, other: Any) -> None:
     try:
         metric.merge_state(other)
     except RuntimeError as error:
-        error.add_note(
-            f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process"
-        )
+        error.add_note(f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process")
         raise
 
 
@@ -313,7 +327,5 @@ class from_torchmetrics:
     def __call__(self, aux: Mapping[str, Any], batch: Batch) -> TorchMetric:
         arguments = self.inputs(aux, batch)
         if not isinstance(arguments, tuple):
-            raise TypeError(
-                f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}"
-            )
+            raise TypeError(f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}")
         return TorchMetric(self.metric, (tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments),))

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fnloop._backend import place
+from fnloop._encode import like, waits
 from fnloop._metrics import absorb, absorb_loss
 from fnloop._rng import isolated
 from fnloop._state import TrainState, advance, check_fresh, consumed, parameters, put
@@ -162,12 +163,12 @@ def _apply(optimizer: Optimizer) -> None:
         bare(optimizer)
 
 
-def consume(state: TrainState, out: Output, batches: int) -> TrainState:
+def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
     """Return the state with a step's batches counted and its metrics reduced into those of the epoch."""
     running = state.metrics
     metrics = absorb(running, out.metrics) if out.metrics else {**running}
     metrics["loss"] = absorb_loss(running.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
-    return consumed(state, batches, metrics)
+    return consumed(state, batches, samples, metrics)
 
 
 # --- the reply of a loss function
@@ -196,8 +197,7 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
     """Check once what a loss function returns."""
     if isinstance(reply, tuple) and len(reply) != 2:
         raise TypeError(
-            f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in "
-            "aux, a dict"
+            f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in aux, a dict"
         )
     if isinstance(reply, Mapping):
         raise TypeError(
@@ -205,9 +205,7 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
             "reply['loss'], reply"
         )
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"the loss that {name} returns must be a scalar tensor; got {loss!r:.60} ({type(loss).__name__})"
-        )
+        raise TypeError(f"the loss that {name} returns must be a scalar tensor; got {loss!r:.60} ({type(loss).__name__})")
     if loss.ndim:
         raise ValueError(
             f"the loss that {name} returns must be a scalar; got shape {tuple(loss.shape)}. Return its mean over the "
@@ -222,11 +220,7 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
         )
     if "weight" in aux:
         weight = aux["weight"]
-        if (
-            isinstance(weight, bool)
-            or not isinstance(weight, int | Tensor)
-            or (isinstance(weight, Tensor) and weight.ndim)
-        ):
+        if isinstance(weight, bool) or not isinstance(weight, int | Tensor) or (isinstance(weight, Tensor) and weight.ndim):
             shape = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
             raise TypeError(
                 'aux["weight"] must be the number of items that the loss is the mean of, an int or a scalar '
@@ -241,8 +235,7 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
             else f"there is no tensor in a {type(batch).__name__}"
         )
         raise ValueError(
-            f"how many items is the loss of {name} the mean of? {found}. Say it: "
-            f'return loss, {{"weight": number_of_items}}'
+            f'how many items is the loss of {name} the mean of? {found}. Say it: return loss, {{"weight": number_of_items}}'
         )
 
 
@@ -314,9 +307,7 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     for name in names:
         if names.count(name) > 1:
             twice = " and ".join(repr(m) for m in middleware if m.name == name)
-            raise ValueError(
-                f"{twice} have one name, {name!r}, and would share what they keep in state.slots. Leave one out."
-            )
+            raise ValueError(f"{twice} have one name, {name!r}, and would share what they keep in state.slots. Leave one out.")
     takes = [m for m in middleware if m.window > 1]
     if len(takes) > 1:
         raise ValueError(f"{' and '.join(map(repr, takes))} both take several batches at once. Leave one out.")
@@ -332,9 +323,7 @@ def _check_member(member: Any) -> None:
     if isinstance(member, Pipeline):
         raise TypeError(f"pipeline expects middleware, got {member!r}. To join two, write pipeline(*p.middleware, ...)")
     hint = f" A loss function goes into the second call: pipeline(...)({name})." if callable(member) else ""
-    raise TypeError(
-        f"pipeline expects middleware, such as clip(1.0); got {name_of(member)} ({type(member).__name__}).{hint}"
-    )
+    raise TypeError(f"pipeline expects middleware, such as clip(1.0); got {name_of(member)} ({type(member).__name__}).{hint}")
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
@@ -352,17 +341,14 @@ def _check_loss_fn(loss_fn: Any) -> None:
         )
     if not callable(loss_fn):
         raise TypeError(
-            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {loss_fn!r:.60} "
-            f"({type(loss_fn).__name__})"
+            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {loss_fn!r:.60} ({type(loss_fn).__name__})"
         )
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
             signature.bind(None, None)
         except TypeError as error:
-            raise TypeError(
-                f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}"
-            ) from error
+            raise TypeError(f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}") from error
 
 
 class PipelineStep:
@@ -410,10 +396,17 @@ class PipelineStep:
         return self.pipeline, (self.loss_fn,)
 
     def meet(self, state: TrainState) -> TrainState:
-        """Make the slots that the middleware need and the state has not yet."""
+        """Make the slots that the middleware need and the state has not yet, or has from a checkpoint only."""
         for member in self.pipeline.middleware:
-            if member.init is not None and member.name not in state.slots:
+            if member.init is None:
+                continue
+            if member.name not in state.slots:
                 state = put(state, member.name, member.init(state))
+            elif waits(saved := state.slots[member.name]):  # of a checkpoint: read into a new one
+                settings = [dict(group) for group in state.optimizer.param_groups]  # which a torch scheduler sets anew
+                state = put(state, member.name, like(member.init(state), saved))
+                for group, before in zip(state.optimizer.param_groups, settings, strict=True):
+                    group.update(before)
         return state
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Output]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +62,17 @@ class HostGenerators(NamedTuple):
     @classmethod
     def capture(cls) -> HostGenerators:
         return cls(random.getstate(), np.random.get_state())
+
+    def to_parts(self) -> dict[str, Any]:
+        """Return them as plain data, with the long parts as arrays."""
+        (version, words, gauss), (name, keys, *rest) = self.python, self.numpy
+        return {"python": [version, np.array(words), gauss], "numpy": [name, keys, *rest]}
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Any]) -> HostGenerators:
+        """Return them from what :meth:`to_parts` returned."""
+        version, words, gauss = parts["python"]
+        return cls((version, tuple(map(int, words)), gauss), tuple(parts["numpy"]))
 
     def install(self) -> None:
         random.setstate(self.python)

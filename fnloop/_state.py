@@ -23,7 +23,7 @@ from fnloop._types import Metric
 __all__ = [
     "EPOCH", "RECORD", "UPDATE",
     "RunInfo", "StaleStateError", "TrainState",
-    "advance", "check_fresh", "consumed", "parameters", "put", "snapshot", "suspended", "unwrap",
+    "advance", "advance_to", "check_fresh", "consumed", "parameters", "put", "snapshot", "suspended", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -78,6 +78,7 @@ class TrainState:
         step: updates applied, ever.
         epoch: epochs completed.
         batch: batches consumed of the running epoch.
+        samples: samples consumed of the running epoch, where the loader's batches have one known size; else 0.
         skipped: updates left out, ever (an fp16 overflow, a guard).
         seed: what the order of the data and every draw of the run are a function of, with the counters.
         slots: what middleware keep, by name.
@@ -85,6 +86,7 @@ class TrainState:
         history: the records so far.
         run: facts about the current run; None outside one.
         stop: why the run ended early, or None.
+        extra: plain data of yours that goes into checkpoints.
         backend: device and processes.
         news: what the last boundary brought: "update" (one was applied, not skipped), "epoch" (one was completed),
             "record" (one was appended to the history). Hooks decide by it.
@@ -97,6 +99,7 @@ class TrainState:
     step: int = 0
     epoch: int = 0
     batch: int = 0
+    samples: int = 0
     skipped: int = 0
     seed: int = 0
     slots: Mapping[str, Any] = attrs.field(factory=dict)
@@ -107,6 +110,7 @@ class TrainState:
     backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
     news: frozenset[str] = _NOTHING
     generators: HostGenerators | None = None
+    extra: Mapping[str, Any] = attrs.field(factory=dict)
     _lease: _Lease = attrs.field(factory=_Lease)
     _turn: int = 0
 
@@ -189,9 +193,7 @@ def check_fresh(state: TrainState) -> None:
         TypeError: it is no state.
     """
     if not isinstance(state, TrainState):
-        raise TypeError(
-            f"expected a TrainState, as TrainState.create(model, optimizer) makes it; got {_describe(state)}"
-        )
+        raise TypeError(f"expected a TrainState, as TrainState.create(model, optimizer) makes it; got {_describe(state)}")
     if state._lease.turn != state._turn:
         raise StaleStateError(
             f"this state (step {state.step}, epoch {state.epoch}) has been advanced: its model and optimizer "
@@ -206,18 +208,25 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     turn = state._turn + 1
     state._lease.turn = turn
     return TrainState(  # a direct call: attrs.evolve takes three times as long
-        state.model, state.optimizer, state.step + applied, state.epoch, state.batch,
+        state.model, state.optimizer, state.step + applied, state.epoch, state.batch, state.samples,
         state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop,
-        state.backend, _UPDATED if applied else _NOTHING, None, state._lease, turn,
+        state.backend, _UPDATED if applied else _NOTHING, None, state.extra, state._lease, turn,
     )  # fmt: skip
 
 
-def consumed(state: TrainState, batches: int, metrics: Mapping[str, Metric]) -> TrainState:
-    """Return the state with batches counted, and with these metrics."""
+def advance_to(state: TrainState) -> TrainState:
+    """Return a state, and make it the owner of the handles."""
+    state._lease.turn += 1
+    return attrs.evolve(state, turn=state._lease.turn)
+
+
+def consumed(state: TrainState, batches: int, samples: int, metrics: Mapping[str, Metric]) -> TrainState:
+    """Return the state with batches and their samples counted, and with these metrics."""
     return TrainState(
-        state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.skipped, state.seed,
-        state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state._lease,
-        state._turn,
+        state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.samples + samples,
+        state.skipped, state.seed,
+        state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state.extra,
+        state._lease, state._turn,
     )  # fmt: skip
 
 

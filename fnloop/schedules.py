@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from fnloop._types import Call
+from fnloop._types import Call, name_of
 
 __all__ = [
     "constant", "cosine", "exponential", "inverse_sqrt", "join", "linear", "multistep", "one_cycle", "polynomial",
@@ -66,9 +66,7 @@ def _schedule(make: Callable[..., Callable[[int, int | None], float]]) -> Callab
 
 def _check_length(owner: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"{owner} expects {name} as updates (an int) or as a fraction of the run (a float); got {value!r}"
-        )
+        raise TypeError(f"{owner} expects {name} as updates (an int) or as a fraction of the run (a float); got {value!r}")
     if value < 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
             f"{owner} expects {name} >= 0, and at most 1.0 as a fraction (a float); got {value!r}. For updates, "
@@ -87,9 +85,7 @@ def _updates(length: Length, total: int | None) -> int:
 
 def _known(total: int | None) -> int:
     if total is None:
-        raise ValueError(
-            "this schedule needs the length of the run: call it through fit(step, state, loaders, steps=...)"
-        )
+        raise ValueError("this schedule needs the length of the run: call it through fit(step, state, loaders, steps=...)")
     return total
 
 
@@ -345,7 +341,7 @@ def warmup(n: Length) -> Callable[[Callable[[int, int | None], float]], Schedule
         (warmup(2)(linear()), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
     """
     _check_length("warmup", "n", n)
-    return lambda schedule: attrs.evolve(_warmed(n, schedule), text=f"warmup({n})({schedule!r})")
+    return lambda schedule: attrs.evolve(_warmed(n, schedule), text=f"warmup({n})({name_of(schedule)})")
 
 
 @_schedule

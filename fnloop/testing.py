@@ -173,9 +173,7 @@ class Problem:
     model: Callable[[], nn.Module]
     loss_fn: LossFn
     batches: Sequence[Batch]
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
-        parameters, lr=0.05, momentum=0.9
-    )
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     cat: Callable[[Sequence[Batch]], Batch] | None = None
 
     def state(self, seed: int = 0) -> TrainState:
@@ -241,7 +239,7 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     Example:
         >>> assert_same(toy(), toy())
     """
-    for field in ("step", "epoch", "batch", "skipped", "seed", "stop"):
+    for field in ("step", "epoch", "batch", "samples", "skipped", "seed", "stop"):
         assert getattr(a, field) == getattr(b, field), f"{field}: {getattr(a, field)!r} != {getattr(b, field)!r}"
     _assert_equal(a.model.state_dict(), b.model.state_dict(), "model", rtol)
     _assert_equal(a.optimizer.state_dict(), b.optimizer.state_dict(), "optimizer", rtol)
@@ -298,9 +296,7 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
             lambda state: attrs.evolve(state, stop="paused")
         )
         paused = _fit(pipe, problem, problem.state(), hooks=(pause,))
-        assert paused.step + paused.skipped == split, (
-            f"law_fold: asked to stop at update {split}, stopped at {paused.step}"
-        )
+        assert paused.step + paused.skipped == split, f"law_fold: asked to stop at update {split}, stopped at {paused.step}"
         resumed = _fit(pipe, problem, attrs.evolve(paused, stop=None))
         with _law(f"law_fold: stopped at update {split} of 2 epochs"):
             assert_same(resumed, whole)
@@ -326,9 +322,7 @@ def law_purity(pipe: Pipeline, problem: Problem) -> None:
         facts = {name: facts[name] for name in ("step", "epoch", "batch", "skipped", "history", "stop", "news")}
         one, two = _fit(pipe, problem, state), _fit(pipe, problem, again)
         assert_same(one, two)
-        assert all(getattr(state, name) == value for name, value in facts.items()), (
-            "a record that was given was changed"
-        )
+        assert all(getattr(state, name) == value for name, value in facts.items()), "a record that was given was changed"
         assert generators == _generators(), "the caller's generators were not given back as they were"
 
 
@@ -407,7 +401,7 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
 
 
 def _windows(step: PipelineStep, problem: Problem) -> list[Any]:
-    return list(windows(open_source(list(problem.batches), 0), 0, 0, step.window, torch.device("cpu")))
+    return list(windows(open_source(list(problem.batches), 0), step.window, torch.device("cpu")))
 
 
 def _skip_every_second(step: Any) -> Any:

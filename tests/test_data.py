@@ -38,7 +38,7 @@ class Numbers(Dataset):
 
 
 def batches(loader, seed=0, epoch=0, start=0):
-    return [b.flatten().tolist() for b in open_source(loader, seed).batches(epoch, start)]
+    return [b.flatten().tolist() for b in open_source(loader, seed).batches(epoch, start, 0)]
 
 
 def loader(noisy=False, **kwargs):
@@ -66,7 +66,7 @@ def test_workers_change_nothing_random_augmentation_included(noisy, workers, per
 
 def test_persistent_workers_that_were_left_in_the_middle_start_afresh():
     many = loader(num_workers=2, persistent_workers=True)
-    abandoned = open_source(many, 0).batches(0, 0)
+    abandoned = open_source(many, 0).batches(0, 0, 0)
     next(abandoned)
     assert batches(many, epoch=1) == batches(loader(), epoch=1)
 

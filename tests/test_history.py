@@ -141,9 +141,7 @@ def test_best_looks_only_at_records_that_have_the_metric():
 
 @pytest.mark.parametrize("values", [(1,), (1, 2)])
 def test_best_in_an_unknown_mode_is_an_error_even_with_one_record(values):
-    with pytest.raises(
-        ValueError, match=r'mode expects "min" \(lower is better\) or "max" \(higher is better\); got \'low\''
-    ):
+    with pytest.raises(ValueError, match=r'mode expects "min" \(lower is better\) or "max" \(higher is better\); got \'low\''):
         history(*values).best("valid/loss", "low")
 
 
@@ -203,9 +201,7 @@ def test_records_and_histories_cannot_be_hashed(value):
 
 
 def test_repr_is_a_table_with_a_gap_where_a_record_lacks_a_metric():
-    made = History(
-        [Record(0, 5, {"train/loss": 1.5}, 0.25), Record(1, 10, {"train/loss": 0.123456789, "valid/acc": NAN}, 61)]
-    )
+    made = History([Record(0, 5, {"train/loss": 1.5}, 0.25), Record(1, 10, {"train/loss": 0.123456789, "valid/acc": NAN}, 61)])
     assert repr(made).splitlines() == [
         "epoch  step  train/loss  valid/acc  seconds",
         "    0     5         1.5                 0.2",
@@ -295,12 +291,12 @@ def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_
         [
             Record(1, 10, {"train/loss": 3, "valid/loss": 2}),
             Record(2, 20, {"train/loss": 2, "valid/loss": 1}),
-            Record(3, 30, {"train/loss": 1, "valid/loss": 4}),
+            Record(3, 30, {"train/loss": 0.5, "valid/loss": 4}),
         ]
     )
     (axis,) = plot(made).axes
     assert lines(axis) == {
-        "train": [(10, 3.0), (20, 2.0), (30, 1.0)],
+        "train": [(10, 3.0), (20, 2.0), (30, 0.5)],
         "valid": [(10, 2.0), (20, 1.0), (30, 4.0)],
         "best 1": [(20, 1.0)],
     }

@@ -221,9 +221,7 @@ def test_accumulation_is_the_same_on_its_other_path(n):
     untouched = fl.Middleware("untouched", gradient=lambda step: lambda state, batch: step(state, batch))
     problem = small()
     in_place = fl.fit(fl.pipeline(fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=())
-    averaged = fl.fit(
-        fl.pipeline(untouched, fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=()
-    )
+    averaged = fl.fit(fl.pipeline(untouched, fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=())
     assert_same(in_place, averaged, rtol=1e-13)
 
 
@@ -237,9 +235,7 @@ def test_the_reported_loss_does_not_depend_on_n(n):
 # --- 6: neutral
 
 
-@pytest.mark.parametrize(
-    "neutral", [fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)], ids=repr
-)
+@pytest.mark.parametrize("neutral", [fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)], ids=repr)
 @pytest.mark.parametrize("members", [(), (fl.accumulate(2),), (warm_cosine,), (fl.metric(mean=output_mean),)], ids=repr)
 @pytest.mark.parametrize("problem", [small, stochastic])
 def test_a_neutral_setting_changes_nothing(neutral, members, problem):

@@ -133,9 +133,7 @@ def test_absorb_leaves_what_it_is_given_as_it_was(of, value, number):
     assert [attrs.astuple(metric) for metric in batches] == before
 
 
-@pytest.mark.parametrize(
-    ("metric", "field"), [(Mean(torch.tensor(1.0), 1), "total"), (Sum(torch.tensor(1.0)), "value")]
-)
+@pytest.mark.parametrize(("metric", "field"), [(Mean(torch.tensor(1.0), 1), "total"), (Sum(torch.tensor(1.0)), "value")])
 def test_absorb_adds_into_the_tensor_that_it_holds(metric, field):
     first = absorb({}, {"m": metric})
     second = absorb(first, {"m": metric})
@@ -157,12 +155,12 @@ def test_absorb_takes_a_metric_that_appears_later_and_keeps_one_that_does_not():
 
 @pytest.mark.parametrize("number", [int, torch.tensor])
 def test_a_running_loss_is_the_mean_over_items(number):
-    losses = [torch.tensor(8.0), torch.tensor(4.0), torch.tensor(1.0)]
+    losses = [torch.tensor(4.0), torch.tensor(8.0), torch.tensor(1.0)]
     running = None
-    for loss, weight in zip(losses, (1, 3, 4), strict=True):
+    for loss, weight in zip(losses, (3, 1, 4), strict=True):
         running = absorb_loss(running, loss, number(weight))
-    assert running.compute() == 3.0  # (8 + 12 + 4) / 8
-    assert losses == [8.0, 4.0, 1.0]  # none was added into
+    assert running.compute() == 3.0  # (12 + 8 + 4) / 8
+    assert losses == [4.0, 8.0, 1.0]  # none was added into
 
 
 # --- reading: one transfer
@@ -291,9 +289,7 @@ def test_what_the_template_has_seen_before_does_not_count():
 
 def test_f1_in_an_evaluation_is_that_of_the_whole_loader():
     f1 = from_torchmetrics(binary_f1(), lambda aux, batch: (aux["output"], (batch > 0).int()))
-    step = fl.pipeline(fl.metric(f1=f1))(
-        toy_loss
-    )  # w = 1, so the output is x itself: every prediction is right but 0.25
+    step = fl.pipeline(fl.metric(f1=f1))(toy_loss)  # w = 1, so the output is x itself: every prediction is right but 0.25
     batches = [torch.tensor([1.0, 0.25]), torch.tensor([0.0]), torch.tensor([1.0, 1.0, 0.0])]
     assert fl.evaluate(step, toy(w=1.0), batches)["f1"] == pytest.approx(6 / 7)  # 3 true positives, 1 false negative
 

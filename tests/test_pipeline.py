@@ -270,10 +270,7 @@ def test_a_pipeline_shows_compares_and_pickles_as_it_was_typed():
     assert repr(made) == "pipeline(accumulate(4), clip(1.0, norm_type=3.0))"
     assert made == fl.pipeline(fl.accumulate(4), fl.clip(1.0, norm_type=3.0)) != fl.pipeline(fl.accumulate(4))
     assert pickle.loads(pickle.dumps(made)) == made
-    assert (
-        repr(pickle.loads(pickle.dumps(made(toy_loss))))
-        == "pipeline(accumulate(4), clip(1.0, norm_type=3.0))(toy_loss)"
-    )
+    assert repr(pickle.loads(pickle.dumps(made(toy_loss)))) == "pipeline(accumulate(4), clip(1.0, norm_type=3.0))(toy_loss)"
 
 
 def test_a_partial_loss_function_shows_its_settings():

@@ -14,7 +14,7 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_types", "_rng", "_metrics", "_history", "_backend", "_state", "_data", "_pipeline",
+    "_types", "_rng", "_encode", "_metrics", "_history", "_backend", "_state", "_data", "_pipeline", "_checkpoint",
     "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}
@@ -24,6 +24,7 @@ CONTRACT = {
     *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
+    *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("every", "when", "once", "progress", "early_stop", "halt_on_nonfinite"),
 }
 
@@ -66,9 +67,7 @@ def test_imports_only_point_down():
 def test_middleware_do_not_import_each_other():
     for path, tree in modules():
         if layer(path) == "middleware":
-            assert not [
-                n for n, _ in imports(tree) if n.startswith(("fnloop.middleware", "fnloop.hooks", "fnloop._fit"))
-            ]
+            assert not [n for n, _ in imports(tree) if n.startswith(("fnloop.middleware", "fnloop.hooks", "fnloop._fit"))]
 
 
 def test_only_the_backend_knows_accelerate():

@@ -315,9 +315,7 @@ def test_a_schedule_shows_as_it_was_typed(schedule, text):
     assert eval(text) == schedule
 
 
-@pytest.mark.parametrize(
-    "remade", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickled", "deep-copied"]
-)
+@pytest.mark.parametrize("remade", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickled", "deep-copied"])
 @pytest.mark.parametrize("schedule", [schedule for schedule, _ in SHOWN], ids=repr)
 def test_a_copy_is_equal_shows_the_same_and_gives_the_same(schedule, remade):
     other = remade(schedule)

@@ -100,9 +100,7 @@ def test_a_factory_that_returns_no_wrap_is_an_error_that_shows_the_call(returned
     def noise(std):
         return returned
 
-    message = (
-        rf"noise\(0\.1\) must return a function step -> step, but it returned {shown}\. Did you forget 'return wrap'"
-    )
+    message = rf"noise\(0\.1\) must return a function step -> step, but it returned {shown}\. Did you forget 'return wrap'"
     with pytest.raises(TypeError, match=message):
         noise(0.1)
 
@@ -192,9 +190,7 @@ def test_two_are_equal_if_they_come_from_the_same_call(one, another, equal):
     assert (one != another) is not equal
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: scaled(2, power=3), lambda: counted(3), lambda: Middleware("mine", gradient=same)]
-)
+@pytest.mark.parametrize("make", [lambda: scaled(2, power=3), lambda: counted(3), lambda: Middleware("mine", gradient=same)])
 def test_equal_ones_have_equal_hashes(make):
     assert hash(make()) == hash(make())
     assert len({make(), make()}) == 1

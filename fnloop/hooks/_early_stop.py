@@ -65,9 +65,7 @@ class early_stop:
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
             raise ValueError(f"early_stop expects patience >= 1, a number of evaluations; got {self.patience!r}")
         if not self.min_delta >= 0:
-            raise ValueError(
-                f"early_stop expects min_delta >= 0; got {self.min_delta!r}. Its direction follows from mode"
-            )
+            raise ValueError(f"early_stop expects min_delta >= 0; got {self.min_delta!r}. Its direction follows from mode")
         if self.reference not in ("accepted", "best"):
             raise ValueError(f'early_stop expects reference="accepted" or "best"; got {self.reference!r}')
         better(0.0, 0.0, self.mode)  # checks the mode
@@ -86,11 +84,7 @@ class early_stop:
         if self.key in metrics:
             return True
         loader = self.key.split("/", 1)[0]
-        waits = (
-            state.run is not None
-            and loader in state.run.evaluated
-            and not any(k.startswith(f"{loader}/") for k in metrics)
-        )
+        waits = state.run is not None and loader in state.run.evaluated and not any(k.startswith(f"{loader}/") for k in metrics)
         if not waits and self.key not in state.history.keys():  # noqa: SIM118  # no mapping
             raise KeyError(f"early_stop: there is no metric {self.key!r}; there are: {', '.join(metrics)}")
         return False
@@ -158,7 +152,5 @@ class halt_on_nonfinite:
             return state
         looked = max((r.step for r in state.history if r.step < state.step), default=0)
         looked = max(looked, (state.step - 1) // self.steps * self.steps)
-        interval = (
-            f"between steps {looked + 1} and {state.step}" if looked + 1 < state.step else f"at step {state.step}"
-        )
+        interval = f"between steps {looked + 1} and {state.step}" if looked + 1 < state.step else f"at step {state.step}"
         return attrs.evolve(state, stop=f"halt_on_nonfinite: the training loss became {loss} {interval}")

@@ -43,6 +43,9 @@ class Gated:
             if hasattr(part, "check"):
                 part.check(run)
 
+    def flush(self, state: TrainState) -> TrainState:
+        return self.hook.flush(state) if hasattr(self.hook, "flush") else state  # type: ignore[attr-defined]
+
     def close(self) -> None:
         if hasattr(self.hook, "close"):
             self.hook.close()  # type: ignore[attr-defined]
@@ -84,20 +87,14 @@ class every:
     _clock: list[float] = attrs.field(factory=list, init=False, eq=False)  # when it was last due
 
     def __attrs_post_init__(self) -> None:
-        given = {
-            k: v
-            for k, v in (("epochs", self.epochs), ("steps", self.steps), ("seconds", self.seconds))
-            if v is not None
-        }
+        given = {k: v for k, v in (("epochs", self.epochs), ("steps", self.steps), ("seconds", self.seconds)) if v is not None}
         if len(given) != 1:
             raise TypeError(f"every expects one of epochs=, steps= or seconds=; got {', '.join(given) or 'none'}")
         ((name, value),) = given.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"every expects {name} > 0; got {value!r}")
         if name == "steps" and not isinstance(value, int):
-            raise ValueError(
-                f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)"
-            )
+            raise ValueError(f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)")
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}")
 
@@ -112,8 +109,7 @@ class every:
         """Raise if it can't be told when this is due in a run."""
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             raise ValueError(
-                f"{self!r} needs to know how long an epoch is, but the training loader has no length: write "
-                "every(steps=...)"
+                f"{self!r} needs to know how long an epoch is, but the training loader has no length: write every(steps=...)"
             )
 
     def due(self, state: TrainState) -> bool:

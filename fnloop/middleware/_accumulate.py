@@ -61,9 +61,7 @@ def accumulate(n: int) -> Any:
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"accumulate expects the number of batches per update, an int; got {n!r} ({type(n).__name__})")
     if n < 1:
-        raise ValueError(
-            f"accumulate expects n >= 1, got {n}. To switch accumulation off, write accumulate(1) or leave it out"
-        )
+        raise ValueError(f"accumulate expects n >= 1, got {n}. To switch accumulation off, write accumulate(1) or leave it out")
     if n == 1:
         return Middleware("accumulate")
 
@@ -125,9 +123,7 @@ class _Total:
         """Return weight / (weight of the first), or None where that is 1."""
         weight = out.weight
         if self.reference is None:
-            self.reference = (
-                max(weight, 1) if not isinstance(weight, Tensor) else _floating(weight, out.loss).clamp(min=1)
-            )
+            self.reference = max(weight, 1) if not isinstance(weight, Tensor) else _floating(weight, out.loss).clamp(min=1)
         if not isinstance(weight, Tensor):
             return None if weight is self.reference or weight == self.reference else weight / self.reference
         return _floating(weight, out.loss) / self.reference

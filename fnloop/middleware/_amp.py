@@ -109,8 +109,7 @@ def _unscale(grads: list[Any], scale: float) -> bool:
     """Divide gradients by the scale, in place, and say whether one of them is not finite."""
     if any(grad.dtype is torch.float16 for grad in grads):
         raise ValueError(
-            'amp("fp16") needs parameters in float32 (their gradients in float16 can\'t be unscaled): leave out '
-            "model.half()"
+            'amp("fp16") needs parameters in float32 (their gradients in float16 can\'t be unscaled): leave out model.half()'
         )
     if not grads:
         return False

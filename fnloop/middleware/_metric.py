@@ -42,9 +42,7 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
         raise ValueError("metric expects at least one name and function: metric(accuracy=lambda aux, batch: ...)")
     for name, function in functions.items():
         if name == "loss":
-            raise ValueError(
-                'metric(loss=...) would replace the loss, which is always reported as "loss": choose another name'
-            )
+            raise ValueError('metric(loss=...) would replace the loss, which is always reported as "loss": choose another name')
         if not callable(function):
             raise TypeError(f"metric({name}=...) expects a function (aux, batch) -> scalar or Metric; got {function!r}")
 
@@ -65,8 +63,7 @@ def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
             raise TypeError(
-                f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: "
-                "add .mean()"
+                f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: add .mean()"
             )
         value = value.detach()
         return Mean((value if value.is_floating_point() else value.float()) * weight, weight)

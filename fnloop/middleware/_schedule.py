@@ -85,10 +85,7 @@ def _unknown_length(what: str, state: TrainState) -> str:
             "loaders, ...), or give "
             f"every length in steps"
         )
-    return (
-        f"{what} needs the length of the run, but the training loader has none: call fit(step, state, "
-        "loaders, steps=...)"
-    )
+    return f"{what} needs the length of the run, but the training loader has none: call fit(step, state, loaders, steps=...)"
 
 
 def _number(group: dict[str, Any], field: str) -> float | Tensor:
@@ -97,8 +94,7 @@ def _number(group: dict[str, Any], field: str) -> float | Tensor:
         kinds = (k for k, v in group.items() if isinstance(v, int | float | Tensor) and not isinstance(v, bool))
         numbers = [k for k in kinds if not k.startswith("initial_")]
         raise ValueError(
-            f"schedule(..., field={field!r}): the optimizer's groups have no such number; they have "
-            f"{', '.join(numbers)}"
+            f"schedule(..., field={field!r}): the optimizer's groups have no such number; they have {', '.join(numbers)}"
         )
     return _copy(value)
 
@@ -157,9 +153,7 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
                 "hook under every(epochs=1)"
             )
         if not hasattr(scheduler, "step") or not hasattr(scheduler, "optimizer"):
-            raise TypeError(
-                f"torch_scheduler({name_of(factory)}) must make a torch.optim.lr_scheduler; it made {scheduler!r}"
-            )
+            raise TypeError(f"torch_scheduler({name_of(factory)}) must make a torch.optim.lr_scheduler; it made {scheduler!r}")
         return scheduler
 
     def wrap(step: Step) -> Step:

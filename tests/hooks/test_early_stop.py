@@ -76,7 +76,7 @@ SLOW = (1, 0.994, 0.988, 0.982, 0.976, 0.97)  # gains of 0.006
         (SLOW, {"reference": "best"}, 3),  # "best": none of them counts by itself
         (tuple(-v for v in SLOW), {"reference": "accepted", "mode": "max"}, None),
         (tuple(-v for v in SLOW), {"reference": "best", "mode": "max"}, 3),
-        ((1, 0.995, 1.5, 0.98, 0.98), {"reference": "best"}, None),  # compared with 0.995, not with 1.5
+        ((1, 0.995, 1.5, 0.99, 0.99), {"reference": "best"}, 3),  # compared with 0.995, not with 1.5
     ],
 )
 def test_small_gains_add_up_from_the_accepted_value_and_do_not_from_the_best(values, settings, index):

@@ -259,12 +259,16 @@ def test_two_hooks_written_in_two_places_are_two():
 
     fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(once(one), once(other)))
     assert notes.steps == [1, 1]
+    hooks = (
+        once(lambda state: notes(state)),
+        once(lambda state: notes(state)),  # the same name, another line
+    )
+    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=hooks)
+    assert notes.steps == [1, 1, 1, 1]
 
 
 def test_once_keeps_what_the_hook_makes_of_the_state():
-    state = fl.fit(
-        fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(once(lambda state: attrs.evolve(state, stop="now")),)
-    )
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(once(lambda state: attrs.evolve(state, stop="now")),))
     assert (state.step, state.stop) == (1, "now")
 
 
@@ -297,7 +301,10 @@ def test_they_show_as_they_were_typed(made, text):
     assert repr(made) == text
 
 
-def test_equal_ones_are_equal():
+def test_a_gate_is_equal_to_one_from_the_same_call_whether_it_was_used_or_not():
+    used = every(seconds=60)
+    used.due(toy())
+    assert used == every(seconds=60) != every(seconds=61)
     assert every(steps=2) == every(steps=2) != every(steps=3)
     assert every(epochs=1)(never) == every(epochs=1)(never) != every(epochs=2)(never)
     assert when(never) == when(never)

@@ -85,10 +85,18 @@ def test_a_bar_per_epoch_that_ends_with_the_facts_of_its_record():
     assert second.endswith("train/loss -2, valid/loss -3, lr 0.5]")
 
 
-def test_a_bar_counts_updates_not_batches():
+def test_an_epoch_of_one_batch_has_a_bar_too():
+    file = Terminal()
+    fl.fit(STEP, toy(), [ONE], epochs=2, hooks=(progress(file=file),))
+    assert [bar[:16] for bar in file.bars()] == ["epoch 1/2: 100%|", "epoch 2/2: 100%|"]
+
+
+def test_a_bar_counts_updates_not_batches(clock):
     file = Terminal()
     fl.fit(fl.pipeline(fl.accumulate(2))(toy_loss), toy(), [ONE] * 5, hooks=(progress(file=file),))
     (bar,) = file.bars()
+    assert "| 1/3 [" in file.getvalue()  # at the first update, which took two batches
+    assert "| 2/3 [" not in file.getvalue()  # the clock stands still
     assert "| 3/3 [" in bar
 
 

@@ -46,9 +46,7 @@ def test_what_is_to_be_skipped_is_not_clipped():
 
 
 @pytest.mark.parametrize("factory", [fl.clip, fl.clip_value])
-@pytest.mark.parametrize(
-    ("limit", "error"), [(0.0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("1", TypeError)]
-)
+@pytest.mark.parametrize(("limit", "error"), [(0.0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("1", TypeError)])
 def test_a_limit_is_a_number_above_zero(factory, limit, error):
     with pytest.raises(error, match=f"{factory.__name__} expects"):
         factory(limit)

@@ -63,7 +63,7 @@ def test_a_tensor_learning_rate_is_set_in_place():
     assert held.item() == 1.0
 
 
-@pytest.mark.parametrize("fn", [schedules.cosine(), schedules.linear(warmup=0.1), fractions], ids=repr)
+@pytest.mark.parametrize("fn", [schedules.cosine(), schedules.linear(warmup=0.1), fractions], ids=["cosine", "linear", "own"])
 def test_a_bare_step_does_not_know_the_length_and_names_fit(fn):
     with pytest.raises(ValueError, match=r"call fit\(step, state, loaders, ...\)"):
         fl.pipeline(fl.schedule(fn))(toy_loss)(toy(), ONE)
@@ -159,8 +159,6 @@ def test_what_is_no_scheduler_is_named():
 
 
 def test_a_factory_that_needs_the_length_names_fit():
-    by_length = fl.torch_scheduler(
-        lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.5, total_iters=2 * run.total_steps)
-    )
+    by_length = fl.torch_scheduler(lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.5, total_iters=2 * run.total_steps))
     with pytest.raises(ValueError, match=r"call fit\(step, state, loaders"):
         fl.pipeline(by_length)(toy_loss)(toy(), ONE)

@@ -1,0 +1,165 @@
+"""Plain data and tensors, to JSON and a flat mapping of tensors, and back. No code is ever named, so none can be run.
+
+What isn't plain is written as its parts: a record as its fields, an object with a ``state_dict`` as that. Reading gives a
+:class:`Saved` in its place, which becomes the thing itself when somebody who knows how to make one has made one: a
+middleware's ``init`` for a slot, the next batch for a metric.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Saved", "decode", "encode", "like", "waits"]
+
+
+@attrs.frozen(eq=False)
+class Saved:
+    """What was read from a checkpoint, and waits for a thing of its kind to go into.
+
+    Args:
+        kind: the name of the class that it was, for messages only.
+        parts: its fields, or its state_dict.
+    """
+
+    kind: str
+    parts: Mapping[str, Any]
+
+
+def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """Return a value as JSON, having put the tensors in it into ``tensors`` under names that begin with ``path``.
+
+    Args:
+        value: None, bool, int, float, str, tensors and arrays, in lists, tuples and mappings; records of attrs; objects with
+            a ``state_dict``.
+        tensors: where the tensors go.
+        path: where the value is, for names and messages.
+
+    Raises:
+        TypeError: there is something else in it; the message says where.
+
+    Example:
+        >>> tensors = {}
+        >>> encode({"scale": 2.0, "seen": torch.ones(1), "worst": math.inf}, tensors, "slots")
+        {'scale': 2.0, 'seen': {'$tensor': 'slots.seen'}, 'worst': {'$float': 'inf'}}
+        >>> list(tensors)
+        ['slots.seen']
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, np.ndarray):
+        tensors[path] = torch.from_numpy(value.astype(np.int64) if value.dtype.kind == "u" else value)
+        return {"$array": path, "dtype": str(value.dtype)}
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {"$tensor": path}
+    if isinstance(value, Saved):
+        return {"$saved": value.kind, "parts": encode(dict(value.parts), tensors, path)}
+    if isinstance(value, list):
+        return [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]
+    if isinstance(value, tuple | set | frozenset):
+        name = "$tuple" if isinstance(value, tuple) else "$set"
+        return {name: [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]}
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) and not k.startswith("$") for k in value):
+            return {k: encode(v, tensors, f"{path}.{k}") for k, v in value.items()}
+        pairs = [[encode(k, tensors, f"{path}.key{i}"), v] for i, k in enumerate(value) for v in [value[k]]]
+        return {"$dict": [[k, encode(v, tensors, f"{path}.{i}")] for i, (k, v) in enumerate(pairs)]}
+    parts = _parts(value)
+    if parts is None:
+        raise TypeError(
+            f"{path} is a {type(value).__name__}, which a checkpoint can't hold. Keep plain data, tensors, attrs records or "
+            f"objects with a state_dict there"
+        )
+    return {"$saved": type(value).__name__, "parts": encode(parts, tensors, path)}
+
+
+def _parts(value: Any) -> Mapping[str, Any] | None:
+    if hasattr(value, "to_parts"):
+        return value.to_parts()
+    if callable(getattr(value, "state_dict", None)):
+        return value.state_dict()
+    if attrs.has(type(value)):
+        return attrs.asdict(value, recurse=False)
+    return None
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what :func:`encode` was given, with :class:`Saved` in the place of what isn't plain.
+
+    Example:
+        >>> tensors = {}
+        >>> decode(encode({"a": (1, math.nan), 2: {3}}, tensors, ""), tensors)
+        {'a': (1, nan), 2: {3}}
+    """
+    if isinstance(value, list):
+        return [decode(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$array" in value:
+        return tensors[value["$array"]].numpy().astype(value["dtype"])
+    if "$float" in value:
+        return float(value["$float"])
+    if "$tuple" in value:
+        return tuple(decode(v, tensors) for v in value["$tuple"])
+    if "$set" in value:
+        return {decode(v, tensors) for v in value["$set"]}
+    if "$dict" in value:
+        return {decode(k, tensors): decode(v, tensors) for k, v in value["$dict"]}
+    if "$saved" in value:
+        return Saved(value["$saved"], decode(value["parts"], tensors))
+    return {k: decode(v, tensors) for k, v in value.items()}
+
+
+def waits(value: Any) -> bool:
+    """Say whether there is something :class:`Saved` in a value."""
+    if isinstance(value, Mapping):
+        return any(map(waits, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(waits, value))
+    return isinstance(value, Saved)
+
+
+def like(template: Any, value: Any) -> Any:
+    """Return what was saved as a thing like the template; what is plain already, as it is.
+
+    Args:
+        template: a new thing of the kind that was saved. One with ``load_state_dict`` is loaded in place.
+        value: what :func:`decode` returned.
+
+    Raises:
+        ValueError: what was saved is of another kind.
+    """
+    if isinstance(value, Mapping) and isinstance(template, Mapping):
+        return {k: like(template[k], v) if k in template else v for k, v in value.items()}
+    if isinstance(value, Tensor) and isinstance(template, Tensor):
+        return value.to(template.device)
+    if not isinstance(value, Saved):
+        return value
+    if value.kind != type(template).__name__:
+        raise ValueError(
+            f"the checkpoint has a {value.kind} where there is a {type(template).__name__} now: it was written with other "
+            f"settings. Use those, or restore without it: restore(path, state, only=('model', 'optimizer', 'counters'))"
+        )
+    if hasattr(template, "from_parts"):
+        return template.from_parts(value.parts)
+    if hasattr(template, "load_state_dict"):
+        template.load_state_dict(dict(value.parts))
+        return template
+    fields = {f.name: f.alias for f in attrs.fields(type(template)) if f.init}
+    parts = {fields[k]: like(getattr(template, k), v) for k, v in value.parts.items() if k in fields}
+    return attrs.evolve(template, **parts)
