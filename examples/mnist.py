@@ -45,7 +45,7 @@ def accuracy(aux, batch):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="A small CNN learns handwritten digits.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for mnist.png")
     parser.add_argument("--seed", type=int, default=0)

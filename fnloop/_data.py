@@ -150,7 +150,9 @@ def windows(
     batches = source.batches(epoch, batch, samples)
     if needs_placing(device):
         batches = (place(batch, device) for batch in batches)
-    return iter(batches) if window == 1 else partition_all(window, batches)
+    batches = iter(batches)
+    # Not partition_all, which asks for the next window before it yields one: a loader that draws would see it.
+    return batches if window == 1 else iter(lambda: tuple(itertools.islice(batches, window)), ())
 
 
 # --- iterables

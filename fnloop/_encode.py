@@ -63,6 +63,8 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         tensors[path] = torch.from_numpy(value.astype(np.int64) if value.dtype.kind == "u" else value)
         return {"$array": path, "dtype": str(value.dtype)}
     if isinstance(value, Tensor):
+        if path in tensors:
+            raise TypeError(f"two tensors would be saved as {path}")
         tensors[path] = value.detach()
         return {"$tensor": path}
     if isinstance(value, Saved):

@@ -26,7 +26,7 @@ from fnloop._data import Loaders, Source, check_loader, open_source, read_loader
 from fnloop._history import Record
 from fnloop._metrics import absorb, absorb_loss, read
 from fnloop._pipeline import PipelineStep, consume, evaluating
-from fnloop._rng import COMPUTE, fold_in, isolated, mix, positioner, seed_host
+from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
 from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, suspended
 from fnloop._types import Batch, Metric, Middleware, name_of
 from fnloop.hooks._early_stop import halt_on_nonfinite
@@ -291,6 +291,7 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
     """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
     metrics: dict[str, Metric] = {}
     device = state.backend.device
+    position_all(fold_in(state.seed, COMPUTE))
     positioner(device)(fold_in(state.seed, COMPUTE))
     with evaluating(state.model):
         for batch in windows(source, 1, device):

@@ -9,6 +9,7 @@ The three in the middle are all that a step does by itself. What is listed first
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -129,6 +130,8 @@ def update(step: Step) -> Step:
         __tracebackhide__ = True
         check_fresh(state)
         try:
+            if _wants_closure(type(state.optimizer)):
+                return _by_closure(step, state, batch)
             new, out = step(state, batch)
             applied = out.skip is None
             if applied:
@@ -139,6 +142,29 @@ def update(step: Step) -> Step:
         return advance(new, applied), out
 
     return update
+
+
+@functools.cache
+def _wants_closure(optimizer: type[Optimizer]) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+    """Update with an optimizer that evaluates the loss as often as it wants to (LBFGS); what is reported is the first."""
+    replies: list[tuple[TrainState, Output]] = []
+
+    def closure() -> Tensor:
+        for p in parameters(state):
+            p.grad = None
+        replies.append(step(state, batch))
+        if replies[-1][1].skip is not None:
+            raise ValueError(f"{type(state.optimizer).__name__} can't leave an update out ({replies[-1][1].skip})")
+        return replies[-1][1].loss
+
+    state.optimizer.step(closure)  # type: ignore[arg-type]
+    new, out = replies[0]
+    return advance(new, applied=True), out
 
 
 def _apply(optimizer: Optimizer) -> None:

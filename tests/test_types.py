@@ -238,7 +238,7 @@ def test_a_middleware_is_frozen():
     [
         (Output(torch.tensor(0.5), 2), "Output(loss=0.5, weight=2, aux=[], metrics=[])"),
         (
-            Output(torch.tensor(1 / 3), torch.tensor(7), {"output": 1, "mask": 2}, {"acc": fl.Sum(1)}),
+            Output(torch.tensor(1 / 3), torch.tensor(7.0), {"output": 1, "mask": 2}, {"acc": fl.Sum(1)}),
             "Output(loss=0.333333, weight=7, aux=[output, mask], metrics=[acc])",
         ),
         (

@@ -28,12 +28,25 @@ class Terminal(io.StringIO):
         return [line.rsplit("\r", 1)[-1].strip() for line in self.getvalue().split("\n")[:-1]]
 
 
+@pytest.fixture(autouse=True)
+def no_width(monkeypatch):
+    """A terminal of unknown width, in which no line is cut."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands still until it is told."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(_progress, "time", clock)
     return clock
+
+
+def boundary(batch, **changes):
+    """The state after an update in the middle of an epoch of 1000."""
+    run, running = RunInfo(epochs=1, steps_per_epoch=1000), {"loss": Mean(torch.tensor(6.0), 2)}
+    state = attrs.evolve(toy(), step=batch, batch=batch, run=run, metrics=running, news=frozenset({"update"}))
+    return attrs.evolve(state, **changes)
 
 
 # --- where nobody looks at a terminal
@@ -124,6 +137,15 @@ def test_a_run_that_a_hook_stops_finishes_its_bar_there():
     assert "| 2/4 [" in bar
 
 
+def test_a_state_that_is_stopped_closes_the_bar_at_once(clock):
+    file = Terminal()
+    hook = progress(file=file)
+    hook(boundary(1))
+    hook(boundary(2, stop="enough"))
+    (bar,) = file.bars()
+    assert "| 2/1000 [" in bar
+
+
 def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
     def loss_fn(model, batch):
         if batch < 0:
@@ -154,13 +176,6 @@ class Items(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
-
-
-def boundary(batch, **changes):
-    """The state after an update in the middle of an epoch of 1000."""
-    run, running = RunInfo(epochs=1, steps_per_epoch=1000), {"loss": Mean(torch.tensor(6.0), 2)}
-    state = attrs.evolve(toy(), step=batch, batch=batch, run=run, metrics=running, news=frozenset({"update"}))
-    return attrs.evolve(state, **changes)
 
 
 @pytest.mark.parametrize(("refresh", "most"), [(0.5, 20), (2.0, 5)])
