@@ -30,7 +30,7 @@ from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positione
 from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, suspended
 from fnloop._types import Batch, Metric, Middleware, name_of
 from fnloop.hooks._early_stop import halt_on_nonfinite
-from fnloop.hooks._every import Hook, every
+from fnloop.hooks._every import Gated, Hook, every, innermost, once
 from fnloop.hooks._progress import progress
 
 __all__ = ["evaluate", "fit", "predict", "run"]
@@ -141,7 +141,7 @@ def _checked(
         if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
             raise ValueError(f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}")
     hooks = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
-    if evaluate_every is not None and not hasattr(evaluate_every, "due"):
+    if evaluate_every is not None and (isinstance(evaluate_every, type) or not hasattr(evaluate_every, "due")):
         raise TypeError(
             f"fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got {evaluate_every!r}"
         )
@@ -169,10 +169,11 @@ def _run(
 
     source = open_source(loaders.train, state.seed)
     evaluated = {name: open_source(loader, state.seed) for name, loader in loaders.evaluated.items()}
-    info = _run_info(state, source, step.window, epochs, steps, tuple(evaluated))
+    info = _run_info(state, source, step.window, epochs, steps, tuple(evaluated) if evaluate_every is not None else ())
     for part in (evaluate_every, *hooks):
         if hasattr(part, "check"):
             part.check(info)
+    _check_names([hook.slot for hook in map(innermost, hooks) if isinstance(hook, once)])
     if not state.model.training:
         _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
@@ -189,13 +190,14 @@ def _run(
         while True:
             with isolated(device), contextlib.nullcontext(signals) if signals else _listening() as caught:
                 seed = fold_in(state.seed, COMPUTE, state.epoch)
-                state.generators.install() if state.generators else seed_host(seed)
                 where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
                 try:
                     feed = windows(source, window, device, state.epoch, state.batch, state.samples)
                     batch: Any = next(feed, _END)
                     if batch is _END:
                         raise ValueError(_no_batches(state))
+                    # Behind the first fetch: what is kept of the middle of an epoch was there behind this same fetch.
+                    state.generators.install() if state.generators else seed_host(seed)
                     while batch is not _END:
                         position(mix(seed, state.batch))
                         where = None
@@ -403,6 +405,12 @@ def _check_step(step: Any, caller: str) -> None:
     )
 
 
+def _check_names(slots: list[str]) -> None:
+    for slot in slots:
+        if slots.count(slot) > 1:
+            raise ValueError(f"two hooks would be remembered as {slot!r}, and one of them never run: once(hook, name=...)")
+
+
 def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
     if callable(hooks) or not isinstance(hooks, Sequence):
         raise TypeError(f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}")
@@ -410,6 +418,8 @@ def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
         if isinstance(hook, type) or not callable(hook):
             call = f" Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
             raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}.{call}")
+        if hasattr(hook, "due") and not isinstance(hook, Gated):
+            raise TypeError(f"{hook!r} says when, but not what: write {hook!r}(hook)")
         with contextlib.suppress(ValueError):  # a builtin without a signature
             try:
                 inspect.signature(hook).bind(None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import attrs
@@ -34,6 +34,22 @@ def better(value: float, than: float, mode: str) -> bool:
     return math.isnan(than) or (value < than if mode == "min" else value > than)
 
 
+class _Frozen(dict):
+    """A dict that stays as it is made."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a record's metrics can't be changed: append another record")
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Frozen, (dict(self),)
+
+
+def _floats(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    return _Frozen({name: float(value) for name, value in metrics.items()})
+
+
 def _to_the_bit(metrics: Mapping[str, float]) -> dict[str, str]:
     return {name: value.hex() for name, value in metrics.items()}  # NaN equals NaN, 0.0 is not -0.0
 
@@ -51,7 +67,7 @@ class Record:
 
     epoch: int
     step: int
-    metrics: Mapping[str, float] = attrs.field(eq=_to_the_bit, converter=lambda m: {k: float(v) for k, v in m.items()})
+    metrics: Mapping[str, float] = attrs.field(eq=_to_the_bit, converter=_floats)
     seconds: float = attrs.field(default=0.0, eq=False)
 
     __hash__ = None  # type: ignore[assignment]
@@ -136,6 +152,10 @@ class History:
     def __len__(self) -> int:
         return len(self.records)
 
+    def __contains__(self, key: object) -> bool:
+        """Say whether some record has a metric of that name."""
+        return key in self.keys() if isinstance(key, str) else key in self.records
+
     def __iter__(self) -> Iterator[Record]:
         return iter(self.records)
 
@@ -180,11 +200,11 @@ class History:
         cells += ["<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in body]
         return f"<table>{''.join(cells)}</table>"
 
-    def plot(self, *, mode: Mapping[str, str] | str = "min") -> Any:
+    def plot(self, *, mode: Mapping[str, str] | str | None = None) -> Any:
         """Draw every metric over steps, one axis per metric, one line per loader, the best point marked.
 
         Args:
-            mode: "min" or "max", or a mapping from metric ("accuracy") to one of them. By default a metric whose name
+            mode: "min" or "max", or a mapping from metrics ("accuracy") to one of them. By default a metric whose name
                 contains "acc", "f1", "auc", "precision" or "recall" is better when higher.
 
         Returns:
@@ -206,19 +226,23 @@ class History:
         columns = min(len(groups), 3)
         rows = -(-len(groups) // columns)
         figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).flat
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis, (metric, keys) in zip(axes, groups.items(), strict=False):
-            _draw(axis, metric, {key: self.having(key) for key in keys}, _mode_of(metric, mode))
-        for axis in list(axes)[len(groups) :]:
+            _draw(axis, metric, {key: self.having(key) for key in keys}, _mode_of(metric, keys, mode))
+        for axis in axes[len(groups) :]:
             axis.set_visible(False)
         return figure
 
 
-def _mode_of(metric: str, mode: Mapping[str, str] | str) -> str:
+def _mode_of(metric: str, keys: Iterable[str], mode: Mapping[str, str] | str | None) -> str:
+    """Say whether lower or higher values of a metric are better: as it is told, or by the metric's name."""
     if isinstance(mode, Mapping):
-        return mode.get(metric, _mode_of(metric, "min"))
-    higher = any(word in metric.lower() for word in ("acc", "f1", "auc", "precision", "recall"))
-    return "max" if higher else mode
+        mode = next((mode[name] for name in (metric, *keys) if name in mode), None)
+    if mode is None:
+        higher = any(word in metric.lower() for word in ("acc", "f1", "auc", "auroc", "precision", "recall"))
+        mode = "max" if higher else "min"
+    better(0.0, 0.0, mode)  # checks it
+    return mode
 
 
 def _draw(axis: Any, metric: str, curves: Mapping[str, tuple[Record, ...]], mode: str) -> None:

@@ -19,17 +19,29 @@ from torch import Tensor
 from fnloop._encode import Saved, like
 from fnloop._types import Batch, Metric, name_of
 
-__all__ = ["MONOIDS", "Last", "Max", "Mean", "Min", "Sum", "absorb", "absorb_loss", "from_torchmetrics", "read"]
+__all__ = [
+    "MONOIDS",
+    "Last",
+    "Max",
+    "Mean",
+    "Min",
+    "Sum",
+    "absorb",
+    "absorb_loss",
+    "combine",
+    "from_torchmetrics",
+    "read",
+    "wide",
+]
 
 Number = Any  # a float or a scalar tensor
 
 
-def _wide(value: Number) -> Number:
-    """Return a copy to sum in: float64 where the device has it."""
+def wide(value: Number) -> Number:
+    """Return a copy to sum in, without a graph: float64 where the device has it."""
     if not isinstance(value, Tensor):
         return value
-    value = value.detach()
-    return value.clone() if value.device.type == "mps" else value.to(torch.float64, copy=True)
+    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
 
 
 @attrs.frozen(eq=False)
@@ -65,7 +77,7 @@ class Mean:
 
     def own(self) -> Mean:
         """Return one whose total is its own and wide enough to sum in."""
-        return Mean(_wide(self.total), self.weight)
+        return Mean(wide(self.total), wide(self.weight))
 
 
 def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number) -> Number:
@@ -106,7 +118,7 @@ class Sum(_Value):
 
     def own(self) -> Sum:
         """Return one whose value is its own and wide enough to sum in."""
-        return Sum(_wide(self.value))
+        return Sum(wide(self.value))
 
 
 @attrs.frozen(eq=False)
@@ -177,12 +189,17 @@ def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine metrics of two parts, by name; neither is changed."""
+    return {**a, **{name: a[name].combine(metric) if name in a else metric for name, metric in b.items()}}
+
+
 def absorb_loss(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
     """Add a batch's mean loss to a running mean, with one kernel where the weight is a number."""
     if running is None:
-        return Mean(_wide(loss).mul_(weight), weight)
+        return Mean(wide(loss).mul_(weight), wide(weight))
     if isinstance(weight, Tensor):
-        return Mean(running.total.add_(loss * weight), running.weight + weight)
+        return Mean(running.total.add_(wide(loss).mul_(weight)), running.weight + wide(weight))
     return Mean(running.total.add_(loss, alpha=weight), running.weight + weight)
 
 
@@ -221,7 +238,7 @@ class TorchMetric:
     def combine(self, other: TorchMetric) -> TorchMetric:
         if self.seen is None and other.seen is None:
             return attrs.evolve(self, inputs=self.inputs + other.inputs)
-        return attrs.evolve(self.own(), seen=copy.deepcopy(self.own().seen)).absorb(other)
+        return TorchMetric(self.template, seen=copy.deepcopy(self.own().seen)).absorb(other)
 
     def own(self) -> TorchMetric:
         """Return one whose inputs have all gone into an object of its own."""
@@ -277,6 +294,7 @@ def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
 def _merge(metric: Any, other: Any) -> None:
     try:
         metric.merge_state(other)
+        metric._computed = None  # torchmetrics keeps a value that was computed before
     except RuntimeError as error:
         error.add_note(f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process")
         raise
@@ -308,7 +326,7 @@ class from_torchmetrics:
         1.0
     """
 
-    metric: Any
+    metric: Any = attrs.field(eq=id)  # a torchmetrics metric compares to something that isn't a bool
     inputs: Callable[[Mapping[str, Any], Batch], tuple[Any, ...]]
 
     def __attrs_post_init__(self) -> None:

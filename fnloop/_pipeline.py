@@ -92,7 +92,7 @@ class Backward:
         if share is not None and (part := share(out)) is not None:
             start = start * part
         if self.scale is not None:
-            start = _at_least_float32(start) * self.scale(state)
+            start = at_least_float32(start) * self.scale(state)
         start.backward()
         return state, Output(loss.detach(), out.weight, out.aux, out.metrics)
 
@@ -101,7 +101,7 @@ class Backward:
         return wrap(self)
 
 
-def _at_least_float32(loss: Tensor) -> Tensor:
+def at_least_float32(loss: Tensor) -> Tensor:
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
 
 
@@ -190,8 +190,13 @@ def _apply(optimizer: Optimizer) -> None:
 
 
 def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
-    """Return the state with a step's batches counted and its metrics reduced into those of the epoch."""
+    """Return the state with a step's batches counted and its metrics reduced into those of the epoch.
+
+    An update that was left out has no part in them.
+    """
     running = state.metrics
+    if out.skip is not None:
+        return consumed(state, batches, samples, running)
     metrics = absorb(running, out.metrics) if out.metrics else {**running}
     metrics["loss"] = absorb_loss(running.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
     return consumed(state, batches, samples, metrics)

@@ -67,11 +67,24 @@ def _schedule(make: Callable[..., Callable[[int, int | None], float]]) -> Callab
 def _check_length(owner: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{owner} expects {name} as updates (an int) or as a fraction of the run (a float); got {value!r}")
-    if value < 0 or (isinstance(value, float) and value > 1):
-        raise ValueError(
-            f"{owner} expects {name} >= 0, and at most 1.0 as a fraction (a float); got {value!r}. For updates, "
-            f"write {name}={abs(round(value))}"
-        )
+    if not value >= 0:
+        raise ValueError(f"{owner} expects {name} >= 0; got {value!r}")
+    if isinstance(value, float) and value > 1:
+        hint = f". For updates, write an int: {round(value)}" if math.isfinite(value) else ""
+        raise ValueError(f"{owner} expects {name} as a fraction of the run, from 0.0 to 1.0; got {value!r}{hint}")
+
+
+def _check_sum(owner: str, first: Length, last: Length) -> None:
+    if isinstance(first, float) and isinstance(last, float) and first + last > 1:
+        raise ValueError(f"{owner}: its first part, {first}, and its last, {last}, make more than the whole run")
+
+
+def _lengths(owner: str, name: str, values: Any) -> list[Length]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{owner} expects {name} as a list of lengths; got {values!r}")
+    for value in values:
+        _check_length(owner, name, value)
+    return list(values)
 
 
 def _check_ratio(owner: str, name: str, value: Any) -> None:
@@ -95,13 +108,15 @@ def _phases(
     """Warm up, decay from 1 to ``min_ratio`` as ``decay(t)`` does from 1 to 0, stay there to cool down."""
     _check_length(owner, "warmup", warmup)
     _check_length(owner, "cooldown", cooldown)
+    _check_sum(owner, warmup, cooldown)
     _check_ratio(owner, "min_ratio", min_ratio)
 
     def factor(step: int, total: int | None) -> float:
+        total = _known(total)
         up, down = _updates(warmup, total), _updates(cooldown, total)
         if step < up:
             return (step + 1) / up
-        length = _known(total) - up - down
+        length = total - up - down
         if step >= up + length:
             return min_ratio
         return min_ratio + (1 - min_ratio) * decay((step - up) / length)
@@ -234,6 +249,7 @@ def wsd(warmup: Length = 0, decay: Length = 0.1, min_ratio: float = 0.0, kind: s
     """
     _check_length("wsd", "warmup", warmup)
     _check_length("wsd", "decay", decay)
+    _check_sum("wsd", warmup, decay)
     _check_ratio("wsd", "min_ratio", min_ratio)
     if kind not in _DECAYS:
         raise ValueError(f"wsd expects kind as one of {', '.join(_DECAYS)}; got {kind!r}")
@@ -296,10 +312,9 @@ def multistep(milestones: Sequence[Length], gamma: float = 0.1) -> Any:
         >>> [multistep([1, 3], gamma=0.5)(i, None) for i in range(4)]
         [1.0, 0.5, 0.5, 0.25]
     """
-    for milestone in milestones:
-        _check_length("multistep", "milestones", milestone)
+    found = _lengths("multistep", "milestones", milestones)
     _check_gamma("multistep", gamma)
-    return lambda step, total: float(gamma ** sum(step >= _updates(m, total) for m in milestones))
+    return lambda step, total: float(gamma ** sum(step >= _updates(m, total) for m in found))
 
 
 @_schedule
@@ -350,7 +365,7 @@ def _warmed(n: Length, schedule: Callable[[int, int | None], float]) -> Any:
 
     def factor(step: int, total: int | None) -> float:
         up = _updates(n, total)
-        rest = None if total is None else total - up
+        rest = None if total is None else max(total - up, 1)
         return schedule(0, rest) * (step + 1) / up if step < up else schedule(step - up, rest)
 
     return factor
@@ -370,18 +385,17 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
     """
     for schedule in schedules:
         _check_schedule("join", schedule)
-    if len(at) != len(schedules) - 1 or not at:
+    boundaries = _lengths("join", "at", at)
+    if len(boundaries) != len(schedules) - 1 or not boundaries:
         raise ValueError(
             "join expects two schedules or more, and in at= where each but the first begins; got "
-            f"{len(schedules)} and {len(at)}"
+            f"{len(schedules)} and {len(boundaries)}"
         )
-    for boundary in at:
-        _check_length("join", "at", boundary)
 
     def factor(step: int, total: int | None) -> float:
-        starts = [0, *(_updates(boundary, total) for boundary in at)]
+        starts = [0, *(_updates(boundary, total) for boundary in boundaries)]
         if starts != sorted(starts):
-            raise ValueError(f"join expects rising boundaries; at={list(at)} begins at updates {starts[1:]}")
+            raise ValueError(f"join expects rising boundaries; at={boundaries} begins at updates {starts[1:]}")
         i = max(n for n, start in enumerate(starts) if step >= start)
         end = starts[i + 1] if i + 1 < len(starts) else total
         return schedules[i](step - starts[i], None if end is None else end - starts[i])
@@ -397,4 +411,5 @@ def _check_gamma(owner: str, gamma: Any) -> None:
 def _check_schedule(owner: str, schedule: Any) -> None:
     if not callable(schedule) or hasattr(schedule, "is_schedule_factory"):
         name = getattr(schedule, "__name__", repr(schedule))
-        raise TypeError(f"{owner} expects a schedule such as cosine(); got {name}. Call it: {name}()")
+        hint = f". Call it: {name}()" if callable(schedule) else ""
+        raise TypeError(f"{owner} expects a schedule such as cosine(); got {name}{hint}")

@@ -8,11 +8,12 @@ import attrs
 
 from fnloop._history import better
 from fnloop._state import RECORD, UPDATE, TrainState
+from fnloop._types import Call
 
 __all__ = ["early_stop", "halt_on_nonfinite"]
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class early_stop:
     """Stop when a metric has not improved for ``patience`` evaluations.
 
@@ -70,6 +71,12 @@ class early_stop:
             raise ValueError(f'early_stop expects reference="accepted" or "best"; got {self.reference!r}')
         better(0.0, 0.0, self.mode)  # checks the mode
 
+    def __repr__(self) -> str:
+        settings = {f.name: getattr(self, f.name) for f in attrs.fields(early_stop)}
+        changed = {f.name: settings[f.name] for f in attrs.fields(early_stop) if settings[f.name] != f.default}
+        key = changed.pop("key")
+        return repr(Call(early_stop, (key,), changed))
+
     def __call__(self, state: TrainState) -> TrainState:
         if RECORD not in state.news or not self._evaluated(state):
             return state
@@ -91,7 +98,7 @@ class early_stop:
 
     def _improves(self, value: float, reference: float) -> bool:
         margin = -self.min_delta if self.mode == "min" else self.min_delta
-        return better(value, reference if math.isinf(reference) else reference + margin, self.mode)
+        return better(value, reference + margin, self.mode)
 
     def _verdict(self, values: tuple[float, ...]) -> str | None:
         newest = values[-1]
@@ -150,7 +157,6 @@ class halt_on_nonfinite:
             return state
         if math.isfinite(loss):
             return state
-        looked = max((r.step for r in state.history if r.step < state.step), default=0)
-        looked = max(looked, (state.step - 1) // self.steps * self.steps)
-        interval = f"between steps {looked + 1} and {state.step}" if looked + 1 < state.step else f"at step {state.step}"
+        before = max((r.step for r in state.history if r.step < state.step), default=0)  # all that is known for certain
+        interval = f"between steps {before + 1} and {state.step}" if before + 1 < state.step else f"at step {state.step}"
         return attrs.evolve(state, stop=f"halt_on_nonfinite: the training loss became {loss} {interval}")

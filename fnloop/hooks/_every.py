@@ -91,8 +91,8 @@ class every:
         if len(given) != 1:
             raise TypeError(f"every expects one of epochs=, steps= or seconds=; got {', '.join(given) or 'none'}")
         ((name, value),) = given.items()
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"every expects {name} > 0; got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"every expects {name} as a number above 0; got {value!r}")
         if name == "steps" and not isinstance(value, int):
             raise ValueError(f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)")
         if name == "epochs" and value > 1 and value != int(value):
@@ -103,10 +103,11 @@ class every:
         return f"every({name}={value})"
 
     def __call__(self, hook: Hook) -> Gated:
-        return Gated(self, _check_hook(hook, repr(self)))
+        return Gated(attrs.evolve(self), _check_hook(hook, repr(self)))  # a copy: each hook has a clock of its own
 
     def check(self, run: RunInfo) -> None:
-        """Raise if it can't be told when this is due in a run."""
+        """Begin a run: start the clock anew, and raise if it can't be told when this is due."""
+        self._clock.clear()
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             raise ValueError(
                 f"{self!r} needs to know how long an epoch is, but the training loader has no length: write every(steps=...)"
@@ -128,7 +129,6 @@ class every:
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]
             return False
-        self.check(state.run)
         parts = _parts(str(self.epochs), state.run.steps_per_epoch)  # type: ignore[arg-type]
         return math.ceil(state.batch / state.run.window) in parts
 
@@ -211,13 +211,29 @@ class once:
 
     def __attrs_post_init__(self) -> None:
         _check_hook(self.hook, "once")
+        if isinstance(self.hook, Gated):
+            raise TypeError(f"once counts each call, due or not: write {self.hook.moment!r}(once({name_of(self.hook.hook)}))")
+        if self.name is None and _where(self.hook) is None:
+            raise TypeError(f"{self!r} can't be told from others in another process: once(hook, name=...)")
 
     def __repr__(self) -> str:
         return f"once({name_of(self.hook)})"
 
+    @property
+    def slot(self) -> str:
+        """Where it is kept that the hook has run."""
+        return f"once:{self.name or _where(self.hook)}"
+
     def __call__(self, state: TrainState) -> TrainState:
-        slot = f"once:{self.name or _where(self.hook)}"
-        return state if slot in state.slots else put(self.hook(state), slot, True)
+        if self.slot in state.slots:
+            return state
+        new = self.hook(state)
+        return put(new, self.slot, True) if isinstance(new, TrainState) else new
+
+    def check(self, run: RunInfo) -> None:
+        """Pass the beginning of a run on to the hook."""
+        if hasattr(self.hook, "check"):
+            self.hook.check(run)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Close the hook, when the run ends."""
@@ -225,10 +241,19 @@ class once:
             self.hook.close()  # type: ignore[attr-defined]
 
 
-def _where(hook: Any) -> str:
-    """Say where a hook was written: the same in every process that runs the same script."""
+def _where(hook: Any) -> str | None:
+    """Say where a hook was written, the same in every process that runs the same script; or None."""
     code = getattr(hook, "__code__", None)
-    return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}" if code else repr(hook)
+    if code:
+        return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
+    return None if f"at 0x{id(hook):x}" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)
+
+
+def innermost(hook: Any) -> Any:
+    """Return what runs in the end, within ``every(...)`` and ``when(...)``."""
+    while isinstance(hook, Gated):
+        hook = hook.hook
+    return hook
 
 
 def _check_hook(hook: Any, owner: str) -> Any:

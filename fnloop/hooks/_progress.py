@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from fnloop._metrics import Last, read
 from fnloop._state import EPOCH, RECORD, TrainState
 
 __all__ = ["progress"]
@@ -40,66 +41,71 @@ class progress:
             raise ValueError(f"progress expects refresh >= 0.5 seconds, to leave the device alone; got {refresh!r}")
         self.refresh, self.file = refresh, file
         self._bar: Any = None
+        self._done: int | None = None  # updates of the running epoch, skipped ones too
         self._next = 0.0
 
     def __repr__(self) -> str:
         return "progress()" if self.refresh == 0.5 else f"progress(refresh={self.refresh})"
 
     def __call__(self, state: TrainState) -> TrainState:
-        if not state.news and state.stop is None:
-            return state
-        now = time.monotonic()
-        if now < self._next and EPOCH not in state.news and RECORD not in state.news and state.stop is None:
-            return state
-        self._next = now + self.refresh
+        self._done = self._position(state) if self._done is None else self._done + 1
+        if time.monotonic() >= self._next or EPOCH in state.news or RECORD in state.news:
+            self._show(state)
+        if EPOCH in state.news:
+            self._end()
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Show where the run ended."""
+        if self._bar is not None and EPOCH not in state.news:
+            self._show(state)
+        return state
+
+    def _position(self, state: TrainState) -> int:
+        window = state.run.window if state.run else 1
+        if EPOCH in state.news:
+            return (state.run and state.run.steps_per_epoch) or 1
+        return -(-state.batch // window)
+
+    def _show(self, state: TrainState) -> None:
         file = self.file or sys.stderr
         if not (_in_notebook() or file.isatty()):
             if RECORD in state.news:
                 print(_line(state), file=file, flush=True)
-            return state
-        self._refresh(state, file)
-        return state
-
-    def _refresh(self, state: TrainState, file: TextIO) -> None:
-        ended = EPOCH in state.news
-        run, window = state.run, state.run.window if state.run else 1
-        done = -(-state.batch // window)
-        total = run.steps_per_epoch if run else None
+            return
+        run, ended = state.run, EPOCH in state.news
         if self._bar is None:
             epoch = state.epoch if ended else state.epoch + 1
             of = f"/{run.epochs}" if run and run.epochs else ""
-            self._bar = _bar_class()(
-                total=total,
-                desc=f"epoch {epoch}{of}",
-                unit="step",
-                file=file,
-                mininterval=0,
-                dynamic_ncols=True,
-            )
-        self._bar.set_postfix_str(_facts(state), refresh=False)
-        if ended and total is not None:
-            done = total
-        self._bar.update(max(done - self._bar.n, 0))
+            total = run.steps_per_epoch if run else None
+            settings = {"unit": "step", "file": file, "mininterval": 0, "dynamic_ncols": True}
+            self._bar = _bar_class()(total=total, desc=f"epoch {epoch}{of}", **settings)
+        self._bar.set_postfix_str(self._facts(state), refresh=False)
+        self._bar.n = self._done
         self._bar.refresh()
-        if ended or state.stop is not None:
-            self.close()
 
-    def close(self) -> None:
-        """Finish the bar; the next call begins another."""
+    def _facts(self, state: TrainState) -> str:
+        facts: dict[str, float] = {}
+        lr = Last(state.optimizer.param_groups[0]["lr"])
+        if RECORD in state.news:
+            facts.update(state.history[-1].metrics)
+            facts.setdefault("lr", lr.compute())
+        else:
+            running = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
+            facts.update(read({**running, "lr": lr}))  # the host read, at most once in `refresh` seconds
+            self._next = time.monotonic() + self.refresh
+        return ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
+
+    def _end(self) -> None:
+        self._done = 0
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._next = 0.0
 
-
-def _facts(state: TrainState) -> str:
-    facts = {}
-    if RECORD in state.news:
-        facts.update(state.history[-1].metrics)
-    elif "loss" in state.metrics:
-        facts["loss"] = state.metrics["loss"].compute()  # the host read, at most twice a second
-    facts.setdefault("lr", float(state.optimizer.param_groups[0]["lr"]))
-    return ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
+    def close(self) -> None:
+        """Finish the bar, when the run ends."""
+        self._end()
+        self._done = None
 
 
 def _line(state: TrainState) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnloop._metrics import absorb
-from fnloop._pipeline import linear
+from fnloop._metrics import combine
+from fnloop._pipeline import at_least_float32, linear
 from fnloop._state import TrainState, parameters
 from fnloop._types import Metric, Middleware, Output, Step, middleware
 
@@ -132,14 +132,17 @@ class _Total:
         """Count a micro-batch; one that is skipped is left out of the window."""
         if out.skip is not None:
             return
+        loss, weight = out.loss, out.weight
+        if isinstance(weight, Tensor):
+            weight = _floating(weight, loss)
         if self.loss is None or self.weight is None:
-            self.loss, self.weight = out.loss * out.weight, out.weight
-        elif isinstance(out.weight, Tensor):
-            self.loss, self.weight = self.loss + out.loss * out.weight, self.weight + out.weight
+            self.loss, self.weight = at_least_float32(loss) * weight, weight
+        elif isinstance(weight, Tensor):
+            self.loss, self.weight = self.loss + at_least_float32(loss) * weight, self.weight + weight
         else:
-            self.loss, self.weight = self.loss.add_(out.loss, alpha=out.weight), self.weight + out.weight
+            self.loss, self.weight = self.loss.add_(loss, alpha=weight), self.weight + weight
         if out.metrics:
-            self.metrics = absorb(self.metrics, out.metrics)
+            self.metrics = combine(self.metrics, out.metrics)
         self.last = out
 
     def output(self) -> Output:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from fnloop._metrics import Mean
+from fnloop._metrics import MONOIDS, Mean, wide
 from fnloop._state import TrainState
 from fnloop._types import Batch, Metric, Middleware, Output, Step, middleware
 
@@ -59,16 +60,28 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
     return Middleware(f"metric({', '.join(functions)})", forward=forward)
 
 
+def _plain(name: str, metric: Any) -> Metric:
+    """Return a metric of ours without the graph of its tensors, having checked that they are scalars."""
+    if type(metric) not in MONOIDS.values():
+        return metric
+    parts = {k: v.detach() for k, v in attrs.asdict(metric, recurse=False).items() if isinstance(v, Tensor)}
+    for part in parts.values():
+        if part.ndim:
+            raise TypeError(
+                f"metric {name!r}: {type(metric).__name__} takes a scalar; got shape {tuple(part.shape)}: add .sum()"
+            )
+    return attrs.evolve(metric, **parts) if parts else metric
+
+
 def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
             raise TypeError(
                 f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: add .mean()"
             )
-        value = value.detach()
-        return Mean((value if value.is_floating_point() else value.float()) * weight, weight)
+        return Mean(wide(value) * weight, weight)
     if hasattr(value, "combine") and hasattr(value, "compute"):
-        return value
+        return _plain(name, value)
     if isinstance(value, int | float):
         return Mean(value * weight, weight)
     raise TypeError(

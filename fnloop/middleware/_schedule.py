@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +50,13 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
     if not callable(fn) or isinstance(fn, type) or hasattr(fn, "is_schedule_factory"):
         hint = f"Call it: {fn.__name__}()" if callable(fn) else "Write schedule(cosine()), or a function of your own"
         raise TypeError(f"schedule expects a function (step, total_steps) -> factor; got {fn!r}. {hint}")
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        try:
+            inspect.signature(fn).bind(0, 1)
+        except TypeError as error:
+            raise TypeError(
+                f"schedule expects a function (step, total_steps) -> factor; {name_of(fn)} takes {inspect.signature(fn)}"
+            ) from error
     initial = f"initial_{field}"
 
     def wrap(step: Step) -> Step:
