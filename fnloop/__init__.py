@@ -8,6 +8,12 @@ A run is a fold of a *step* over batches. The step is a loss function wrapped in
 batch to batch is one immutable record, the *state*; *hooks* are functions of the state, called between updates.
 """
 
+# ruff: noqa: E402
+import gc as _gc
+
+_collects = _gc.isenabled()
+_gc.disable()  # else the classes made here set off a collection of all that torch has made: two thirds of the import's time
+
 from fnloop import schedules as schedules
 from fnloop._checkpoint import CheckpointError as CheckpointError
 from fnloop._checkpoint import best as best
@@ -52,6 +58,9 @@ from fnloop.middleware._schedule import schedule as schedule
 from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
 
 from fnloop._types import middleware as middleware  # isort: skip  # behind the package of that name, to win over it
+
+if _collects:
+    _gc.enable()
 
 __all__ = [
     "CheckpointError",

@@ -563,7 +563,7 @@ def best(folder: str | os.PathLike[str], key: str | None = None, mode: str | Non
     if not ranked:
         return None
     key = key or next((m["best"] for _, m in reversed(ranked) if m.get("best")), None)
-    mode = mode or next((m["mode"] for _, m in reversed(ranked) if m.get("mode")), "min")
+    mode = mode or next((str(m["mode"]) for _, m in reversed(ranked) if m.get("mode")), "min")
     if key is None:
         raise ValueError(f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")')
     for path, _ in _ranking(ranked, key, mode):

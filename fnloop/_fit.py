@@ -91,7 +91,7 @@ def fit(
     checked = _checked(step, state, loaders, epochs, steps, hooks, evaluate_every)
     try:
         with _listening() as signals:
-            for state in _run(*checked, signals):  # noqa: B007
+            for state in _run(*checked, signals=signals):  # noqa: B007
                 pass
     except RuntimeError as error:
         if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "state"):
@@ -132,7 +132,7 @@ def run(
 
 def _checked(
     step: PipelineStep, state: TrainState, loaders: Any, epochs: Any, steps: Any, hooks: Any, evaluate_every: Any
-) -> tuple[Any, ...]:
+) -> Any:
     """Return the arguments of a run, having checked them."""
     _check_step(step, "fit")
     check_fresh(state)
@@ -171,8 +171,9 @@ def _run(
     evaluated = {name: open_source(loader, state.seed) for name, loader in loaders.evaluated.items()}
     info = _run_info(state, source, step.window, epochs, steps, tuple(evaluated) if evaluate_every is not None else ())
     for part in (evaluate_every, *hooks):
-        if hasattr(part, "check"):
-            part.check(info)
+        check: Any = getattr(part, "check", None)
+        if check is not None:
+            check(info)
     _check_names([hook.slot for hook in map(innermost, hooks) if isinstance(hook, once)])
     if not state.model.training:
         _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")

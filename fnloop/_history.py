@@ -40,7 +40,7 @@ class _Frozen(dict):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("a record's metrics can't be changed: append another record")
 
-    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Frozen, (dict(self),)
