@@ -190,7 +190,7 @@ def _run(
     try:
         while True:
             with isolated(device), contextlib.nullcontext(signals) if signals else _listening() as caught:
-                seed = fold_in(state.seed, COMPUTE, state.epoch)
+                seed, went_back = fold_in(state.seed, COMPUTE, state.epoch), False
                 where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
                 try:
                     feed = windows(source, window, device, state.epoch, state.batch, state.samples)
@@ -224,27 +224,35 @@ def _run(
                             state = _recorded(state, read(report), time.monotonic() - started)
                         if caught.stop is not None:
                             state = attrs.evolve(state, stop=caught.stop)
+                        before = state
                         for hook in hooks:
                             where = hook
                             state = _called(hook, state)
                         if caught.save:
                             caught.save, state = False, _flushed(hooks, state)
+                        went_back = state.model is not before.model  # to a snapshot: the data have to follow
+                        if went_back:
+                            state = attrs.evolve(state, run=info)
+                            break
                         if state.stop is not None or state.step >= last_step:
                             break
                     if state.stop is not None or _reached(state, epochs, steps):
                         where = "the end"
-                        state = _flushed(hooks, state)
+                        state = _flushed(hooks, attrs.evolve(state, stop=state.stop or caught.stop))
                 except BaseException as error:
                     if not isinstance(error, KeyboardInterrupt) or caught.stop is not None:  # a second Ctrl-C raises
                         _explain(error, state, step, where)
                         raise
                     state = _flushed(hooks, attrs.evolve(state, stop=INTERRUPTED))
                 reached = suspended(state)
+            if went_back and state.stop is None and not _reached(state, epochs, steps):
+                state = attrs.evolve(reached, run=info)
+                continue
             yield reached
             check_fresh(reached)  # whoever got it may have used it up
             if state.stop is not None or _reached(state, epochs, steps):
                 return
-            state = attrs.evolve(reached, run=state.run)
+            state = attrs.evolve(reached, run=info)
     finally:
         for hook in hooks:
             if hasattr(hook, "close"):
@@ -462,7 +470,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     check_fresh(state)
     check_loader(loader, "evaluation")
     with isolated(state.backend.device):
-        return read(_measure(step, step.meet(state), open_source(loader, state.seed)))
+        return read(_measure(step, step.meet(state, "forward"), open_source(loader, state.seed)))
 
 
 def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:

@@ -426,10 +426,10 @@ class PipelineStep:
     def __reduce__(self) -> tuple[Any, ...]:
         return self.pipeline, (self.loss_fn,)
 
-    def meet(self, state: TrainState) -> TrainState:
-        """Make the slots that the middleware need and the state has not yet, or has from a checkpoint only."""
+    def meet(self, state: TrainState, ring: str | None = None) -> TrainState:
+        """Make the slots that the middleware (of a ring) need and the state has not yet, or has from a checkpoint only."""
         for member in self.pipeline.middleware:
-            if member.init is None:
+            if member.init is None or (ring is not None and getattr(member, ring) is None):
                 continue
             if member.name not in state.slots:
                 state = put(state, member.name, member.init(state))
@@ -473,7 +473,7 @@ class PipelineStep:
         __tracebackhide__ = True
         check_fresh(state)
         with isolated(state.backend.device), evaluating(state.model):
-            return self.forward(self.meet(state), place(batch, state.backend.device))[1]
+            return self.forward(self.meet(state, "forward"), place(batch, state.backend.device))[1]
 
 
 @contextlib.contextmanager

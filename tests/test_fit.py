@@ -213,6 +213,13 @@ def test_an_empty_evaluation_is_an_error():
         fl.evaluate(step, toy(), [])
 
 
+def test_evaluating_a_new_state_does_not_make_a_scheduler_that_sets_its_learning_rate():
+    warm = fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ConstantLR(opt, 0.1))
+    state = toy(lr=1.0)
+    fl.evaluate(fl.pipeline(warm)(toy_loss), state, [ONE])
+    assert (state.optimizer.param_groups[0]["lr"], dict(state.slots)) == (1.0, {})
+
+
 def test_predict_is_lazy_and_in_order():
     asked = []
 
@@ -303,8 +310,27 @@ def test_a_stopped_run_stays_stopped_until_it_is_told_to_go_on(caplog):
 
 def test_a_hook_may_go_back_to_a_snapshot():
     kept = fl.snapshot(toy(w=7.0))
-    state = fit(hooks=(fl.when(lambda state: state.step == 2)(lambda state: kept),), loaders=[ONE] * 3, epochs=1)
-    assert (state.model.w.item(), state.step) == (6.0, 1)
+    back = fl.when(lambda state: state.step == 2 and state.model is not kept.model)(lambda state: kept)
+    state = fit(hooks=(back,), epochs=1)
+    assert (state.model.w.item(), state.step, state.epoch) == (4.0, 3, 1)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_hook_that_goes_back_goes_back_in_the_data_too(at):
+    """Back from update ``at`` to the state behind update 1, once: the run is the one that goes on from there."""
+    kept, loaders = [], [torch.tensor([x]) for x in (1.0, 2.0, 4.0)]
+    halving = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+
+    def keep(state):
+        kept.append(fl.snapshot(state))
+        return state
+
+    hooks = (
+        fl.once(fl.when(lambda state: state.step == 1)(keep).hook),
+        fl.when(lambda state: state.step == at)(fl.once(lambda state: kept[0], name="back")),
+    )
+    state = fl.fit(halving, toy(), loaders, epochs=2, hooks=hooks)
+    assert_same(attrs.evolve(state, slots={}), fl.fit(halving, toy(), loaders, epochs=2, hooks=()))
 
 
 @pytest.mark.parametrize(
