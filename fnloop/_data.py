@@ -79,6 +79,8 @@ def read_loaders(loaders: Any) -> Loaders:
 
 def check_loader(loader: Any, name: str) -> None:
     """Raise TypeError unless batches can be had from a loader."""
+    if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
+        raise TypeError(f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a mapping with names")
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if isinstance(loader, str | bytes) or not (iterable or callable(loader)):
         raise TypeError(

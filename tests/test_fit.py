@@ -120,6 +120,7 @@ def test_a_generator_function_goes_on_in_the_middle_of_its_epoch():
         ({"train": [ONE], "a/b": [ONE]}, ValueError, "without a slash"),
         ((ONE, ONE), TypeError, r"fit\(step, state, \[batch\]\)"),
         (3, TypeError, "must be an iterable of batches"),
+        ([torch.utils.data.DataLoader([ONE])] * 2, TypeError, r"write a pair \(train, valid\)"),
         ({"train": [ONE], "valid": 3}, TypeError, "the valid loader must be an iterable"),
     ],
 )

@@ -11,7 +11,8 @@ import fnloop
 README = Path(fnloop.__file__).parent.parent / "README.md"
 
 
-def test_the_code_of_the_readme_runs(caplog):
+def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     first, *blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     model = nn.Linear(3, 2)
     batches = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))] * 5

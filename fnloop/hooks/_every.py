@@ -16,6 +16,8 @@ from fnloop._types import name_of
 
 __all__ = ["Hook", "every", "once", "when"]
 
+# A function. An object that is one may also have check(run), called when a run begins; flush(state) -> state, called behind
+# the last boundary of a run and on SIGUSR1; and close(), called when the run is left, by an exception too.
 Hook = Callable[[TrainState], TrainState]
 
 
