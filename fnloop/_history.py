@@ -237,7 +237,7 @@ class History:
 def _mode_of(metric: str, keys: Iterable[str], mode: Mapping[str, str] | str | None) -> str:
     """Say whether lower or higher values of a metric are better: as it is told, or by the metric's name."""
     if isinstance(mode, Mapping):
-        mode = next((mode[name] for name in (metric, *keys) if name in mode), None)
+        mode = next((mode[name] for name in (*keys, metric) if name in mode), None)
     if mode is None:
         higher = any(word in metric.lower() for word in ("acc", "f1", "auc", "auroc", "precision", "recall"))
         mode = "max" if higher else "min"

@@ -13,7 +13,9 @@ Lengths are updates (an int: ``warmup=100``) or fractions of the run (a float fr
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,7 +118,7 @@ def _phases(
         up, down = _updates(warmup, total), _updates(cooldown, total)
         if step < up:
             return (step + 1) / up
-        length = total - up - down
+        length = max(total - up - down, 0 if up else 1)  # however long the cooldown, the first update isn't at the minimum
         if step >= up + length:
             return min_ratio
         return min_ratio + (1 - min_ratio) * decay((step - up) / length)
@@ -361,7 +363,7 @@ def warmup(n: Length) -> Callable[[Callable[[int, int | None], float]], Schedule
 
 @_schedule
 def _warmed(n: Length, schedule: Callable[[int, int | None], float]) -> Any:
-    _check_schedule("warmup", schedule)
+    check_schedule("warmup", schedule)
 
     def factor(step: int, total: int | None) -> float:
         up = _updates(n, total)
@@ -384,7 +386,7 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
         [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     for schedule in schedules:
-        _check_schedule("join", schedule)
+        check_schedule("join", schedule)
     boundaries = _lengths("join", "at", at)
     if len(boundaries) != len(schedules) - 1 or not boundaries:
         raise ValueError(
@@ -396,6 +398,8 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
         starts = [0, *(_updates(boundary, total) for boundary in boundaries)]
         if starts != sorted(starts):
             raise ValueError(f"join expects rising boundaries; at={boundaries} begins at updates {starts[1:]}")
+        if total is None:
+            schedules[-1](0, None)  # the one that may need it says so at once, not when its turn has come
         i = max(n for n, start in enumerate(starts) if step >= start)
         end = starts[i + 1] if i + 1 < len(starts) else total
         return schedules[i](step - starts[i], None if end is None else end - starts[i])
@@ -408,8 +412,16 @@ def _check_gamma(owner: str, gamma: Any) -> None:
         raise ValueError(f"{owner} expects gamma > 0, got {gamma!r}")
 
 
-def _check_schedule(owner: str, schedule: Any) -> None:
-    if not callable(schedule) or hasattr(schedule, "is_schedule_factory"):
+def check_schedule(owner: str, schedule: Any) -> None:
+    """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
+    wanted = "a function (step, total_steps) -> factor, such as cosine()"
+    if not callable(schedule) or isinstance(schedule, type) or hasattr(schedule, "is_schedule_factory"):
         name = getattr(schedule, "__name__", repr(schedule))
         hint = f". Call it: {name}()" if callable(schedule) else ""
-        raise TypeError(f"{owner} expects a schedule such as cosine(); got {name}{hint}")
+        raise TypeError(f"{owner} expects {wanted}; got {name}{hint}")
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        try:
+            inspect.signature(schedule).bind(0, 1)
+        except TypeError as error:
+            taken = inspect.signature(schedule)
+            raise TypeError(f"{owner} expects {wanted}; {name_of(schedule)} takes {taken}") from error

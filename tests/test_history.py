@@ -1,7 +1,9 @@
 """History: records that never change, and what can be read off them."""
 
+import copy
 import io
 import math
+import pickle
 import sys
 
 import attrs
@@ -51,6 +53,43 @@ def test_records_and_histories_are_frozen(record, field):
         setattr(record, field, ())
 
 
+def assign(metrics):
+    metrics["a"] = 9
+
+
+def delete(metrics):
+    del metrics["valid/loss"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        assign,
+        delete,
+        lambda metrics: metrics.update(a=9),
+        lambda metrics: metrics.setdefault("a", 9),
+        lambda metrics: metrics.pop("valid/loss"),
+        lambda metrics: metrics.popitem(),
+        lambda metrics: metrics.clear(),
+        lambda metrics: metrics.__ior__({"a": 9}),
+    ],
+)
+@pytest.mark.parametrize("remade", [lambda h: h, copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))])
+def test_the_metrics_of_a_record_cannot_be_changed_nor_those_of_a_copy(remade, change):
+    made = remade(history(0.5))
+    with pytest.raises(TypeError, match="a record's metrics can't be changed"):
+        change(made[0].metrics)
+    assert made == history(0.5)
+
+
+def test_what_is_made_from_the_metrics_of_a_record_is_a_dict_of_ones_own():
+    metrics = history(0.5)[0].metrics
+    mine = metrics | {"a": 9}
+    mine["b"] = 1
+    assert (metrics, repr(metrics)) == ({"valid/loss": 0.5}, "{'valid/loss': 0.5}")
+    assert mine == {"valid/loss": 0.5, "a": 9, "b": 1}
+
+
 def test_metrics_of_a_record_are_floats_whatever_was_given():
     record = Record(1, 10, {"an int": 2, "a tensor": torch.tensor(0.5)})
     assert record.metrics == {"an int": 2.0, "a tensor": 0.5}
@@ -73,6 +112,14 @@ def test_length_and_iteration_are_those_of_the_records():
     assert len(made) == 2
     assert [record.step for record in made] == [10, 20]
     assert len(History()) == 0
+
+
+def test_a_history_contains_the_names_of_its_metrics_and_its_records():
+    made = history(0.5)
+    assert "valid/loss" in made
+    assert "loss" not in made
+    assert Record(1, 10, {"valid/loss": 0.5}) in made
+    assert Record(1, 10, {"valid/loss": 0.25}) not in made
 
 
 def test_keys_come_in_the_order_of_their_first_appearance():
@@ -279,11 +326,12 @@ def lines(axis):
     return {line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axis.lines}
 
 
-@pytest.mark.parametrize("names", [("loss",), ("loss", "accuracy"), ("loss", "accuracy", "lr")])
-def test_a_plot_has_one_visible_axis_per_metric(names):
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
+def test_a_plot_has_one_visible_axis_per_metric(n):
+    names = ["loss", "accuracy", "lr", "a", "b", "c", "d"][:n]
     metrics = {f"{loader}/{name}": 0.5 for loader in ("train", "valid") for name in names}
     figure = plot(History([Record(1, 10, metrics), Record(2, 20, metrics)]))
-    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == list(names)
+    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == names
 
 
 def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_evaluated():
@@ -311,12 +359,20 @@ def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_
         ("loss", {"mode": "max"}, "best 2"),
         ("accuracy", {"mode": {"accuracy": "min"}}, "best 1"),
         ("score", {"mode": {"score": "max"}}, "best 2"),
+        ("score", {"mode": {"valid/score": "max"}}, "best 2"),  # by its whole name
+        ("accuracy", {"mode": {"valid/accuracy": "min"}}, "best 1"),
         ("accuracy", {"mode": {"loss": "min"}}, "best 2"),  # not in the mapping: by its name
     ],
 )
 def test_a_plot_marks_the_lowest_or_the_highest_as_the_metric_wants(metric, settings, best):
     (axis,) = plot(history(1, 2, key=f"valid/{metric}"), **settings).axes
     assert [label for label in lines(axis) if label.startswith("best")] == [best]
+
+
+@pytest.mark.parametrize("mode", ["low", {"loss": "low"}, {"valid/loss": "low"}])
+def test_a_plot_in_an_unknown_mode_is_an_error(mode):
+    with pytest.raises(ValueError, match=r'mode expects "min" .* or "max" .*got \'low\''):
+        plot(history(1, 2), mode=mode)
 
 
 def test_a_plot_with_nan_and_infinity_can_be_saved():

@@ -163,6 +163,95 @@ def test_a_running_loss_is_the_mean_over_items(number):
     assert losses == [4.0, 8.0, 1.0]  # none was added into
 
 
+# --- in a run
+
+ONE, TWO, FOUR = (torch.tensor([x]) for x in (1.0, 2.0, 4.0))
+
+
+def test_weights_of_half_precision_are_summed_wide():
+    def loss_fn(model, batch):
+        return 0 * model.w + 1, {"weight": torch.ones((), dtype=torch.bfloat16)}  # in which 256 + 1 is 256
+
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 300, hooks=())
+    assert state.history["train/loss"] == (1.0,)
+
+
+@pytest.mark.parametrize("sizes", [[8000], [80] * 100], ids=["one batch", "100 batches"])
+@pytest.mark.parametrize("window", [1, 100])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_losses_of_half_precision_are_summed_wide(dtype, window, sizes):
+    def loss_fn(model, batch):
+        return (0 * model.w + 10).to(dtype), {}
+
+    ten = fl.metric(ten=lambda aux, batch: torch.tensor(10, dtype=dtype))
+    step = fl.pipeline(ten, fl.accumulate(window))(loss_fn)
+    data = [torch.ones(size) for size in sizes]
+    state = fl.fit(step, toy(), {"train": data, "valid": data}, hooks=())  # 10 over 8000 items: float16 ends at 65504
+    assert state.history[0].metrics == {"train/loss": 10, "train/ten": 10, "valid/loss": 10, "valid/ten": 10}
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "value"),
+    [
+        (lambda output: Max(output[0]), 0.0),
+        (lambda output: Min(output[0]), -1.0),
+        (lambda output: Last(output[0]), -1.0),
+        (lambda output: Sum(output[0]), -1.0),
+        (lambda output: Mean(output[0], 1), -0.5),
+        (lambda output: Mean(output[0], output[0].exp() * 0 + 2), -0.25),
+    ],
+)
+def test_a_metric_made_by_hand_holds_no_graph(by_hand, value):
+    step, state = fl.pipeline(fl.metric(m=lambda aux, batch: by_hand(aux["output"])))(toy_loss), toy()
+    for _ in range(2):  # the outputs are 0 and -1
+        state, out = step(state, ONE)
+        tensors = attrs.astuple(out.metrics["m"]) + attrs.astuple(state.metrics["m"])
+        assert not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    assert read(fl.snapshot(state).metrics) == {"m": value, "loss": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("vector", "message"),
+    [
+        (lambda aux, batch: Sum(aux["output"]), r"metric 'total': Sum takes a scalar; got shape \(2,\): add \.sum\(\)"),
+        (lambda aux, batch: Max(batch), r"metric 'total': Max takes a scalar; got shape \(2,\)"),
+        (lambda aux, batch: Mean(1.0, batch), r"metric 'total': Mean takes a scalar; got shape \(2,\)"),
+    ],
+)
+def test_a_vector_in_a_metric_is_an_error_that_names_the_metric(vector, message):
+    with pytest.raises(TypeError, match=message):
+        fl.pipeline(fl.metric(total=vector))(toy_loss)(toy(), torch.ones(2))
+
+
+@fl.middleware("gradient")
+def skip_negative():
+    """Leave out the update of a batch that begins with a negative number."""
+
+    def wrap(step):
+        def skipping(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, skip="negative") if batch[0] < 0 else out
+
+        return skipping
+
+    return wrap
+
+
+FACTS = fl.metric(mean=lambda aux, b: b.mean(), sum=lambda aux, b: Sum(b.sum()), max=lambda aux, b: Max(b.abs().max()))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_an_update_or_batch_that_is_left_out_has_no_part_in_the_metrics(window):
+    step = fl.pipeline(FACTS, skip_negative(), fl.accumulate(window))(toy_loss)
+    state = fl.fit(step, toy(lr=0.0), [FOUR, -100 * ONE, TWO], hooks=())
+    assert state.history[0].metrics == {"train/loss": 0, "train/mean": 3, "train/sum": 6, "train/max": 4}
+
+
+def test_an_epoch_of_which_all_is_left_out_has_no_metrics():
+    state = fl.fit(fl.pipeline(FACTS, skip_negative())(toy_loss), toy(), [-ONE] * 2, hooks=())
+    assert (state.step, state.skipped, dict(state.history[0].metrics)) == (0, 2, {})
+
+
 # --- reading: one transfer
 
 
@@ -292,6 +381,80 @@ def test_f1_in_an_evaluation_is_that_of_the_whole_loader():
     step = fl.pipeline(fl.metric(f1=f1))(toy_loss)  # w = 1, so the output is x itself: every prediction is right but 0.25
     batches = [torch.tensor([1.0, 0.25]), torch.tensor([0.0]), torch.tensor([1.0, 1.0, 0.0])]
     assert fl.evaluate(step, toy(w=1.0), batches)["f1"] == pytest.approx(6 / 7)  # 3 true positives, 1 false negative
+
+
+def labels(aux, batch):
+    """The batch as what was predicted; right is 0."""
+    return batch.long(), 0 * batch.long()
+
+
+def accuracy():
+    classification = pytest.importorskip("torchmetrics.classification")
+    return fl.metric(acc=from_torchmetrics(classification.MulticlassAccuracy(3, average="micro"), labels))
+
+
+RIGHT, WRONG = torch.tensor([0.0]), torch.tensor([1.0])
+
+
+def test_under_accumulate_every_batch_is_seen_once():
+    step, data = fl.pipeline(accuracy(), fl.accumulate(2))(toy_loss), [RIGHT, RIGHT, WRONG, WRONG]
+    state = fl.fit(step, toy(), {"train": data, "valid": data}, hooks=(), evaluate_every=fl.every(steps=1))
+    assert state.history["train/acc"] == (1.0, 0.5)
+    assert state.history["valid/acc"] == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("window", "batches"),
+    [(1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]])],
+    ids=["a batch", "a window"],
+)
+def test_what_a_step_found_out_does_not_change_with_the_next(window, batches):
+    step, state = fl.pipeline(accuracy(), fl.accumulate(window))(toy_loss), toy()
+    outs = []
+    for batch in batches:
+        state, out = step(state, batch)
+        outs.append(out)
+    assert [out.metrics["acc"].compute() for out in outs] == [1.0, 0.0, 0.0]
+    step(state, batches[0])
+    assert [out.metrics["acc"].compute() for out in outs] == [1.0, 0.0, 0.0]
+
+
+def test_a_value_that_was_computed_before_is_not_kept():
+    a, b, c = (part.own() for part in f1_parts())
+    running = absorb(absorb({}, {"m": a}), {"m": b})
+    assert running["m"].compute() == 0.5  # 1 true positive, 1 false positive, 1 false negative
+    assert absorb(running, {"m": c})["m"].compute() == 0.75
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_metric_of_which_parts_cannot_be_merged_works_in_one_process(window):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Digits(torchmetrics.Metric):
+        full_state_update = True
+
+        def __init__(self):
+            super().__init__()
+            self.add_state("number", torch.tensor(0.0))
+
+        def update(self, digit):
+            self.number = self.number * 10 + digit[0]
+
+        def compute(self):
+            return self.number
+
+    step = fl.pipeline(fl.metric(n=from_torchmetrics(Digits(), lambda aux, batch: (batch,))), fl.accumulate(window))(toy_loss)
+    state = fl.fit(step, toy(), {"train": [ONE, TWO, FOUR], "valid": [FOUR, ONE]}, hooks=())
+    assert (state.history["train/n"], state.history["valid/n"]) == ((124.0,), (41.0,))
+
+
+def test_two_are_equal_if_they_have_the_same_metric_object():
+    one, other = binary_f1(), binary_f1()
+    assert from_torchmetrics(one, labels) == from_torchmetrics(one, labels) != from_torchmetrics(other, labels)
+    assert from_torchmetrics(one, labels) != from_torchmetrics(one, toy_loss)
+    assert len({from_torchmetrics(one, labels), from_torchmetrics(one, labels)}) == 1
+    made = fl.metric(f1=from_torchmetrics(one, labels))
+    assert made == fl.metric(f1=from_torchmetrics(one, labels)) != fl.metric(f1=from_torchmetrics(other, labels))
 
 
 def test_inputs_are_detached():

@@ -82,6 +82,14 @@ VALUES = [
     (warmup(2)(one_cycle(peak=1, start_ratio=0.5)), [0.25, 0.5, 0.5, 1]),  # up to what the schedule begins with
     (warmup(2)(lambda step, total: 0.5), [0.25, 0.5, 0.5]),  # any function
     (warmup(0)(linear()), [1, 0.5]),
+    (warmup(2)(linear()), [0.5, 1]),  # as long as the run, or longer: up to what the schedule begins with
+    (warmup(4)(linear()), [0.25, 0.5]),
+    (warmup(4)(cosine(min_ratio=0.5)), [0.25, 0.5, 0.75]),
+    (warmup(1.0)(polynomial()), [0.5, 1]),
+    (warmup(4)(wsd()), [0.25, 0.5]),
+    (warmup(4)(one_cycle()), [0.25, 0.5]),
+    (warmup(4)(exponential(0.5)), [0.25, 0.5]),
+    (warmup(4)(warmup(2)(linear())), [0.125, 0.25]),
     (join(constant(), linear(), at=[2]), [1, 1, 1, 0.75, 0.5, 0.25]),
     (join(linear(), linear(), at=[0.5]), [1, 0.5, 1, 0.5]),
     (join(linear(), constant(), exponential(0.5), at=[2, 3]), [1, 0.5, 1, 1, 0.5]),
@@ -144,6 +152,20 @@ def test_a_run_shorter_than_its_warmup_only_warms_up():
     assert factors(wsd(warmup=10), 3) == [0.1, 0.2, 0.3]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (linear(warmup=0.5, cooldown=0.5), [0.5, 1, 0, 0]),
+        (cosine(warmup=0.25, cooldown=0.75), [1, 0, 0, 0]),
+        (wsd(warmup=0.5, decay=0.5, kind="linear"), [0.5, 1, 1, 0.5]),
+        (wsd(warmup=1.0, decay=0), [0.25, 0.5, 0.75, 1]),
+    ],
+    ids=repr,
+)
+def test_fractions_may_make_the_whole_run(schedule, expected):
+    assert factors(schedule, 4) == pytest.approx(expected)
+
+
 def test_update_i_of_a_run_uses_factor_i():
     ones = [torch.tensor([1.0])] * 4  # each update moves w by the learning rate
     step = fl.pipeline(fl.schedule(linear()))(toy_loss)
@@ -178,6 +200,8 @@ ALL = [
     multistep([0.5, 0.9]),
     inverse_sqrt(0.1),
     warmup(0.5)(exponential(0.9)),
+    warmup(10)(cosine()),  # longer than some of the runs
+    warmup(1.0)(linear()),
 ]
 
 
@@ -291,6 +315,32 @@ def test_others_say_that_they_need_the_length_of_the_run(schedule):
         schedule(0, None)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        cosine(),
+        cosine(warmup=2),  # in the warmup it could do without, but not for long
+        wsd(warmup=2, decay=2),
+        warmup(2)(cosine()),
+        warmup(2)(warmup(2)(linear())),
+        warmup(0.1)(constant()),
+        step_decay(0.5),
+        join(constant(), constant(), at=[0.5]),
+    ],
+    ids=repr,
+)
+def test_on_a_loader_without_length_they_say_so_before_the_first_update(schedule):
+    def loader():
+        return (torch.tensor([1.0]) for _ in range(4))
+
+    step, state = fl.pipeline(fl.schedule(schedule))(toy_loss), toy()
+    with pytest.raises(ValueError, match=r"needs the length of the run, but the training loader has none") as caught:
+        fl.fit(step, state, loader, hooks=())
+    assert f"schedule({schedule!r}) needs" in str(caught.value)
+    assert (caught.value.state.step, state.model.w.item()) == (0, 0.0)
+    assert fl.fit(step, toy(), loader, steps=4, hooks=()).step == 4  # now it has one
+
+
 # --- as values
 
 SHOWN = [
@@ -354,12 +404,12 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: linear(warmup=-1), ValueError, r"linear expects warmup >= 0, .*got -1"),
-        (lambda: cosine(cooldown=-0.5), ValueError, r"cosine expects cooldown >= 0, .*got -0\.5"),
+        (lambda: linear(warmup=-1), ValueError, r"linear expects warmup >= 0; got -1"),
+        (lambda: cosine(cooldown=-0.5), ValueError, r"cosine expects cooldown >= 0; got -0\.5"),
         (
             lambda: cosine(warmup=100.0),
             ValueError,
-            r"at most 1\.0 as a fraction.*got 100\.0\. For updates, write warmup=100$",
+            r"cosine expects warmup as a fraction of the run, from 0\.0 to 1\.0; got 100\.0\. For updates, write an int: 100$",
         ),
         (lambda: polynomial(warmup="2"), TypeError, r"polynomial expects warmup as updates \(an int\) or .*got '2'"),
         (lambda: linear(warmup=True), TypeError, r"linear expects warmup as updates .*got True"),
@@ -368,7 +418,7 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (lambda: cosine(min_ratio=None), ValueError, r"cosine expects min_ratio from 0 to 1, .*got None"),
         (lambda: cosine(k=0), ValueError, r"cosine expects k > 0, got 0"),
         (lambda: polynomial(0), ValueError, r"polynomial expects power > 0, got 0"),
-        (lambda: one_cycle(peak=1.5), ValueError, r"one_cycle expects peak >= 0, and at most 1\.0"),
+        (lambda: one_cycle(peak=1.5), ValueError, r"one_cycle expects peak as a fraction .*got 1\.5"),
         (lambda: one_cycle(start_ratio=0), ValueError, r"start_ratio > 0: the first update would change nothing"),
         (lambda: one_cycle(start_ratio=2), ValueError, r"one_cycle expects start_ratio from 0 to 1"),
         (lambda: one_cycle(min_ratio=2), ValueError, r"one_cycle expects min_ratio from 0 to 1"),
@@ -381,24 +431,55 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (lambda: step_decay(0), ValueError, r"step_decay expects every > 0, got 0"),
         (lambda: step_decay(-2), ValueError, r"step_decay expects every >= 0"),
         (lambda: step_decay(2, gamma=-1), ValueError, r"step_decay expects gamma > 0, got -1"),
-        (lambda: multistep([1, -3]), ValueError, r"multistep expects milestones >= 0, .*got -3"),
+        (lambda: multistep([1, -3]), ValueError, r"multistep expects milestones >= 0; got -3"),
         (lambda: multistep([1], gamma=0), ValueError, r"multistep expects gamma > 0"),
         (lambda: inverse_sqrt(0), ValueError, r"inverse_sqrt expects warmup > 0, got 0"),
         (lambda: warmup(-1), ValueError, r"warmup expects n >= 0"),
         (
             lambda: warmup(2)(cosine),
             TypeError,
-            r"warmup expects a schedule such as cosine\(\); got cosine\. Call it: cosine\(\)",
+            r"warmup expects a function \(step, total_steps\) -> factor, such as cosine\(\); got cosine\. Call it: cosine\(\)",
         ),
         (
             lambda: join(constant(), linear, at=[2]),
             TypeError,
-            r"join expects a schedule .*got linear\. Call it: linear\(\)",
+            r"join expects a function .*got linear\. Call it: linear\(\)",
         ),
         (lambda: join(constant(), linear(), at=[]), ValueError, r"in at= where each but the first begins; got 2 and 0"),
         (lambda: join(linear(), at=[2]), ValueError, r"join expects two schedules or more, .*got 1 and 1"),
         (lambda: join(linear(), at=[]), ValueError, r"join expects two schedules or more, .*got 1 and 0"),
-        (lambda: join(constant(), linear(), at=[1.5]), ValueError, r"join expects at >= 0, and at most 1\.0"),
+        (lambda: join(constant(), linear(), at=[1.5]), ValueError, r"join expects at as a fraction .*got 1\.5"),
+        # more than the whole run
+        (lambda: linear(0.6, 0.5), ValueError, r"linear: its first part, 0\.6, and its last, 0\.5, make more than the whole"),
+        (lambda: cosine(warmup=0.75, cooldown=0.5), ValueError, r"cosine: its first part, 0\.75, and its last, 0\.5, make"),
+        (lambda: polynomial(warmup=1.0, cooldown=0.1), ValueError, r"polynomial: its first part, 1\.0, and its last, 0\.1"),
+        (lambda: wsd(warmup=0.95), ValueError, r"wsd: its first part, 0\.95, and its last, 0\.1, make more"),
+        # neither a number of updates nor a fraction
+        (lambda: linear(warmup=math.inf), ValueError, r"linear expects warmup as a fraction .*got inf$"),
+        (lambda: linear(cooldown=math.nan), ValueError, r"linear expects cooldown >= 0; got nan"),
+        (lambda: one_cycle(peak=math.inf), ValueError, r"one_cycle expects peak as a fraction .*got inf$"),
+        (lambda: wsd(decay=math.nan), ValueError, r"wsd expects decay >= 0; got nan"),
+        (lambda: step_decay(math.inf), ValueError, r"step_decay expects every as a fraction .*got inf$"),
+        (lambda: multistep([1, math.inf]), ValueError, r"multistep expects milestones as a fraction .*got inf$"),
+        (lambda: inverse_sqrt(math.nan), ValueError, r"inverse_sqrt expects warmup >= 0; got nan"),
+        (lambda: warmup(math.inf), ValueError, r"warmup expects n as a fraction .*got inf$"),
+        (lambda: join(constant(), linear(), at=[math.nan]), ValueError, r"join expects at >= 0; got nan"),
+        # no list
+        (lambda: multistep(3), TypeError, r"multistep expects milestones as a list of lengths; got 3"),
+        (lambda: multistep("12"), TypeError, r"multistep expects milestones as a list of lengths; got '12'"),
+        (lambda: join(constant(), linear(), at=0.5), TypeError, r"join expects at as a list of lengths; got 0\.5"),
+        # as functions of the step that a pipeline is to use
+        (
+            lambda: fl.schedule(warmup(2)),
+            TypeError,
+            r"a function \(step, total_steps\) -> factor, such as cosine\(\); <lambda> takes \(schedule\)",
+        ),
+        (
+            lambda: fl.schedule(lambda i: 1.0),
+            TypeError,
+            r"a function \(step, total_steps\) -> factor, such as cosine\(\); <lambda> takes \(i\)",
+        ),
+        (lambda: fl.schedule(cosine), TypeError, r"a function \(step, total_steps\) -> factor, .*Call it: cosine\(\)"),
     ],
 )
 def test_a_setting_out_of_range_is_an_error_when_the_schedule_is_made(make, error, message):

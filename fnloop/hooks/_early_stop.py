@@ -91,7 +91,8 @@ class early_stop:
         if self.key in metrics:
             return True
         loader = self.key.split("/", 1)[0]
-        waits = state.run is not None and loader in state.run.evaluated and not any(k.startswith(f"{loader}/") for k in metrics)
+        expected = ("train", *(state.run.evaluated if state.run else ()))  # a record may have nothing of one of them
+        waits = loader in expected and not any(name.startswith(f"{loader}/") for name in metrics)
         if not waits and self.key not in state.history.keys():  # noqa: SIM118  # no mapping
             raise KeyError(f"early_stop: there is no metric {self.key!r}; there are: {', '.join(metrics)}")
         return False

@@ -248,7 +248,7 @@ def _where(hook: Any) -> str | None:
     code = getattr(hook, "__code__", None)
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
-    return None if f"at 0x{id(hook):x}" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)
+    return None if " at 0x" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)
 
 
 def innermost(hook: Any) -> Any:

@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from torch import Tensor
+
 from fnloop._metrics import Last, read
 from fnloop._state import EPOCH, RECORD, TrainState
 
@@ -89,7 +91,8 @@ class progress:
         lr = Last(state.optimizer.param_groups[0]["lr"])
         if RECORD in state.news:
             facts.update(state.history[-1].metrics)
-            facts.setdefault("lr", lr.compute())
+            if not isinstance(lr.value, Tensor):  # which would be a read more
+                facts.setdefault("lr", lr.compute())
         else:
             running = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
             facts.update(read({**running, "lr": lr}))  # the host read, at most once in `refresh` seconds

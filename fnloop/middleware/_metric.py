@@ -61,7 +61,7 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
 
 
 def _plain(name: str, metric: Any) -> Metric:
-    """Return a metric of ours without the graph of its tensors, having checked that they are scalars."""
+    """Return a metric of ours wide enough to sum in, and without a graph, having checked that it holds scalars."""
     if type(metric) not in MONOIDS.values():
         return metric
     parts = {k: v.detach() for k, v in attrs.asdict(metric, recurse=False).items() if isinstance(v, Tensor)}
@@ -70,7 +70,8 @@ def _plain(name: str, metric: Any) -> Metric:
             raise TypeError(
                 f"metric {name!r}: {type(metric).__name__} takes a scalar; got shape {tuple(part.shape)}: add .sum()"
             )
-    return attrs.evolve(metric, **parts) if parts else metric
+    metric = attrs.evolve(metric, **parts) if parts else metric
+    return metric.own() if hasattr(metric, "own") else metric
 
 
 def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
@@ -79,7 +80,7 @@ def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
             raise TypeError(
                 f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: add .mean()"
             )
-        return Mean(wide(value) * weight, weight)
+        return Mean(wide(value) * weight, wide(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
         return _plain(name, value)
     if isinstance(value, int | float):

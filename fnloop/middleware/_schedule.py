@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +13,7 @@ from torch.optim import Optimizer
 from fnloop._metrics import Last
 from fnloop._state import UPDATE, RunInfo, TrainState
 from fnloop._types import Batch, Middleware, Output, Step, middleware, name_of
+from fnloop.schedules import check_schedule
 
 __all__ = ["schedule", "torch_scheduler"]
 
@@ -47,16 +46,7 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
         >>> state.model.w.item()            # 1 + 0.75 + 0.5 + 0.25
         -2.5
     """
-    if not callable(fn) or isinstance(fn, type) or hasattr(fn, "is_schedule_factory"):
-        hint = f"Call it: {fn.__name__}()" if callable(fn) else "Write schedule(cosine()), or a function of your own"
-        raise TypeError(f"schedule expects a function (step, total_steps) -> factor; got {fn!r}. {hint}")
-    with contextlib.suppress(ValueError):  # a builtin without a signature
-        try:
-            inspect.signature(fn).bind(0, 1)
-        except TypeError as error:
-            raise TypeError(
-                f"schedule expects a function (step, total_steps) -> factor; {name_of(fn)} takes {inspect.signature(fn)}"
-            ) from error
+    check_schedule("schedule", fn)
     initial = f"initial_{field}"
 
     def wrap(step: Step) -> Step:

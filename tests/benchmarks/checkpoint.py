@@ -3,19 +3,20 @@
     pip install 'fnloop[bench]'              # the peers; those that are missing are left out
     python tests/benchmarks/checkpoint.py    # two tables, and the raw numbers as JSON beside this file
 
-Everybody saves one model and its AdamW, after an update: a third of --megabytes are weights, two are moments. What is
-restored has to be what was saved, bit for bit; otherwise the benchmark ends. In a round everybody takes a turn, in random
-order, in an empty folder. Ratios are taken within a round. Mind where the folder is: /tmp may be in memory.
+Everybody saves and restores one model and its AdamW: a third of --megabytes are weights, two are moments. What
+is restored has to be what was saved, bit for bit; otherwise nothing is reported. In a round everybody takes a
+turn, in random order, in an empty folder. Ratios are taken within a round. /tmp may be in memory: see --folder.
 
-* save: the call, by the wall clock. The floor is two files by ``safetensors.torch.save_file``, read again for their SHA-256.
-* fsync: flushing to the disk what was written, afterwards. ``fnloop.save`` has done so itself, in "save", hence the second
-  ratio, of save and fsync together. The peers neither flush nor hash.
-* restore: the call, until every tensor has been written to once, as the first update does: safetensors maps a file, so that
-  reading it is put off till then. All read what was just written, out of memory. The floor compares the SHA-256, as fnloop
-  does, and loads the two files. torch.load has weights_only and no mmap; lightning's is ``Trainer.fit`` of no steps.
-* in the background: ``checkpoint(folder, background=True)``. The pause is how long training waits, which is the call of the
-  hook; the whole is until the checkpoint is in its place and the one before it removed. The first save allocates host
-  memory, later ones copy into it. Nothing is trained meanwhile.
+* save: the call. The floor is two files by safetensors' save_file, then read again for their SHA-256.
+* fsync: flushing to the disk what was written, afterwards. ``fnloop.save`` has done so before it returns, hence
+  a second ratio, of save and fsync. The peers don't hash, and don't flush; but for lightning ext4 does, when a
+  file that was made empty is closed. accelerate pickles the optimizer, torch and lightning pickle everything.
+* restore: the call, until every tensor has been written to once, as the first update does: safetensors maps
+  files, and puts off reading till then. All read from memory what was just written. The floor compares the
+  SHA-256, as fnloop does. ``torch.load`` has weights_only and no mmap.
+* in the background: ``checkpoint(folder, background=True)``. The pause is the call of the hook, for which
+  training waits. The whole lasts until the checkpoint is in its place, and the one before it is removed. The
+  first save allocates host memory, later ones copy into it. Nothing is trained meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import argparse
 import functools
 import gc
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -42,47 +42,50 @@ from typing import Any, NamedTuple
 
 import attrs
 import torch
+from overhead import cpu, version  # the benchmark beside this one
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
 
 import fnloop as fl
 
-LAYERS = 4  # few: of 500 MB each weight has 42 MB, and memory that large comes fresh from the system, not from malloc's heap
+LAYERS = 4  # few and large: their memory comes fresh from the system, as in a new process, not from malloc's heap
 SAVE_TARGET, PAUSE_TARGET = 1.3, 0.25  # of the floor; of the whole
-Turn = Callable[[], dict[str, float]]  # does one thing after the other, and returns the seconds of each
+WARM_UP = range(2)  # the second time counts: memory that a virtual machine has yet to get from its host is slow
+
+Times = dict[str, list[float]]  # seconds, round by round
 
 
 class Contender(NamedTuple):
-    save: Callable[[Path], Any]  # to a path that isn't there, in an empty folder
+    save: Callable[[Path], Any]  # to a path that isn't there
     restore: Callable[[Path], Any]
 
 
-# --- the contenders: (model, optimizer) -> how it saves, how it restores -----------------------------------
+# --- the contenders: (model, optimizer) -> how it saves and restores ----------------------------------------
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer) -> Contender:
-    sums = {}
+    sums: list[str] = []
 
-    def sha256(file: Path) -> str:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+    def sums_of(path: Path) -> list[str]:
+        return [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in (path / "model", path / "optimizer")]
 
     def save(path: Path) -> None:
         path.mkdir()
         moments = optimizer.state_dict()["state"]
         save_file(model.state_dict(), path / "model")
         save_file({f"{i}.{k}": v for i, state in moments.items() for k, v in state.items()}, path / "optimizer")
-        sums.update({name: sha256(path / name) for name in ("model", "optimizer")})
+        sums[:] = sums_of(path)
 
     def restore(path: Path) -> None:
-        assert sums == {name: sha256(path / name) for name in ("model", "optimizer")}
+        assert sums == sums_of(path)
         model.load_state_dict(load_file(path / "model"))
         moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in load_file(path / "optimizer").items():
             i, _, key = name.partition(".")
             moments[int(i)][key] = tensor
-        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
 
     return Contender(save, restore)
 
@@ -93,19 +96,18 @@ def with_fnloop(model: nn.Module, optimizer: Optimizer) -> Contender:
 
 
 def with_torch(model: nn.Module, optimizer: Optimizer) -> Contender:
+    def save(path: Path) -> None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
     def restore(path: Path) -> None:
         read = torch.load(path, weights_only=True, mmap=False)
         model.load_state_dict(read["model"])
         optimizer.load_state_dict(read["optimizer"])
 
-    def save(path: Path) -> None:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-
     return Contender(save, restore)
 
 
 def with_accelerate(model: nn.Module, optimizer: Optimizer) -> Contender:
-    """It writes the model by safetensors, and pickles the optimizer."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -114,7 +116,7 @@ def with_accelerate(model: nn.Module, optimizer: Optimizer) -> Contender:
 
 
 def with_lightning(model: nn.Module, optimizer: Optimizer) -> Contender:
-    """It can save once it has fitted, and restores when it fits: no steps, which takes 1 ms by itself."""
+    """It can save once it has fitted, and restores when it fits. A fit of no steps takes 1 ms by itself."""
     from lightning.pytorch import LightningModule, Trainer
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -125,19 +127,19 @@ def with_lightning(model: nn.Module, optimizer: Optimizer) -> Contender:
             self.model = model
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            raise AssertionError("nothing is to be trained")
+            raise AssertionError("there are no steps")
 
         def configure_optimizers(self) -> Optimizer:
             return optimizer
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=0, **quiet)
-    fit = functools.partial(trainer.fit, Module(), torch.utils.data.DataLoader([0]))
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=0, **off)
+    fit = functools.partial(trainer.fit, Module(), DataLoader([0]))
     fit()
     return Contender(trainer.save_checkpoint, lambda path: fit(ckpt_path=path))
 
 
-FLOOR, OURS, SAVES = "safetensors + SHA-256", "fnloop.save", ("first save", "later saves")
+FLOOR, OURS, SAVES = "safetensors + SHA-256", "fnloop.save", ("first save", "later save")
 CONTENDERS = {  # name -> (distribution, how to build it)
     FLOOR: ("safetensors", by_hand),
     OURS: ("fnloop", with_fnloop),
@@ -163,6 +165,11 @@ def make_model(megabytes: int) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
+def tensors_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    moments = [optimizer.state[p][key] for p in model.parameters() for key in ("step", "exp_avg", "exp_avg_sq")]
+    return [*(p.detach() for p in model.parameters()), *moments]
+
+
 def seconds(work: Callable[..., Any], *args: Any) -> float:
     began = time.perf_counter()
     work(*args)
@@ -175,111 +182,94 @@ def flush(folder: Path) -> None:
             os.fsync(opened)
 
 
-def turn_of(name: str, model: nn.Module, optimizer: Optimizer, folder: Path) -> Turn:
-    contender = CONTENDERS[name][1](model, optimizer)
-    path, moments = folder / "saved", dict(optimizer.state)
+def empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
-    def tensors() -> list[Tensor]:
-        return [t for p in model.parameters() for t in (p.detach(), *(v for _, v in sorted(optimizer.state[p].items())))]
 
+def take_turn(contender: Contender, model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, float]:
     def restore() -> None:
-        contender.restore(path)
-        for t in tensors():
+        contender.restore(folder / "saved")
+        for t in tensors_of(model, optimizer):
             t.mul_(1)
 
-    def turn() -> dict[str, float]:
-        before = [t.clone() for t in tensors()]
-        times = {"save": seconds(contender.save, path), "fsync": seconds(flush, folder)}
-        for p in model.parameters():
-            p.detach().zero_()
-        optimizer.state.clear()
-        times["restore"] = seconds(restore)
-        if not all(map(torch.equal, tensors(), before)):
-            raise SystemExit(f"{name}: what was restored isn't what was saved")
-        optimizer.state.clear()
-        optimizer.state.update(moments)
-        return times
-
-    return turn
+    for _ in WARM_UP:
+        gc.collect()
+        empty(folder)
+        save = seconds(contender.save, folder / "saved")
+    fsync = seconds(flush, folder)
+    for p in model.parameters():
+        p.detach().zero_()
+    optimizer.state.clear()
+    return {"save": save, "fsync": fsync, "save and fsync": save + fsync, "restore": seconds(restore)}
 
 
-def turn_in_background(model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, float]:
-    hook = fl.checkpoint(folder, keep=1, background=True)
-    state = fl.TrainState.create(model, optimizer, seed=0)
-    times = {}
-    for step, which in enumerate(SAVES):
-        began = time.perf_counter()
-        times[f"{which}, pause"] = seconds(hook, attrs.evolve(state, step=step))
-        hook.close()
-        times[f"{which}, whole"] = time.perf_counter() - began
+def in_background(model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, float]:
+    state, times = fl.TrainState.create(model, optimizer, seed=0), {}
+    for _ in WARM_UP:
+        gc.collect()
+        empty(folder)
+        hook = fl.checkpoint(folder, keep=1, background=True)
+        for step, name in enumerate((*SAVES, SAVES[1])):
+            pause = seconds(hook, attrs.evolve(state, step=step))
+            times |= {f"{name}: pause": pause, f"{name}: whole": pause + seconds(hook.close)}
     return times
 
 
-def measure(turns: dict[str, Turn], folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return seconds, round by round, of everything in every turn."""
-    times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in turns}
+def measure(names: list[str], megabytes: int, folder: Path, rounds: int) -> dict[str, Times]:
+    model, optimizer = make_model(megabytes)
+    turns = {name: functools.partial(take_turn, CONTENDERS[name][1](model, optimizer)) for name in names}
+    turns["background"] = in_background
+    saved = [t.clone() for t in tensors_of(model, optimizer)]
+    times: dict[str, Times] = {name: defaultdict(list) for name in turns}
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(turns), len(turns)):
-            gc.collect()
             os.sync()
-            for what, took in turns[name]().items():
+            for what, took in turns[name](model, optimizer, folder).items():
                 times[name][what].append(took)
-            for left in folder.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            empty(folder)
+            if not all(map(torch.equal, tensors_of(model, optimizer), saved)):
+                raise SystemExit(f"{name}: what was restored isn't what was saved")
     return times
 
 
 def ratios(values: list[float], to: list[float]) -> list[float]:
-    return [value / one for value, one in zip(values, to, strict=True)]
+    return [value / other for value, other in zip(values, to, strict=True)]
 
 
 def row(name: str, *columns: list[float]) -> None:
-    cells = []
-    for values in columns:
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        cells.append(f"{median:.2f} ({low:.2f}–{high:.2f})")
-    print(f"{name:<22}" + "".join(f"{cell:>19}" for cell in cells))
+    quartiles = [statistics.quantiles(values, n=4, method="inclusive") for values in columns]
+    print(f"{name:<22}" + "".join(f"{f'{median:.2f} ({low:.2f}–{high:.2f})':>19}" for low, median, high in quartiles))
 
 
-def show(times: dict[str, dict[str, list[float]]]) -> None:
-    for of in times.values():
-        if "fsync" in of:
-            of["both"] = [save + fsync for save, fsync in zip(of["save"], of["fsync"], strict=True)]
+def show(times: dict[str, Times]) -> None:
     titles = ("save, s", "of the floor", "fsync, s", "of the floor, both", "restore, s", "of the floor")
     print(f"\n{'median (25–75 %)':<22}" + "".join(f"{title:>19}" for title in titles))
     for name in CONTENDERS:
         if name not in times:
             print(f"{name:<22}   not installed: pip install 'fnloop[bench]'")
             continue
-        of, floor = times[name], times[FLOOR]
-        save, both, restore = (ratios(of[what], floor[what]) for what in ("save", "both", "restore"))
-        row(name, of["save"], save, of["fsync"], both, of["restore"], restore)
+        of = {what: ratios(values, times[FLOOR][what]) for what, values in times[name].items() if what != "fsync"}
+        save, fsync, restore = (times[name][what] for what in ("save", "fsync", "restore"))
+        row(name, save, of["save"], fsync, of["save and fsync"], restore, of["restore"])
 
     print(f"\n{'in the background':<22}" + "".join(f"{title:>19}" for title in ("pause, s", "whole, s", "pause of whole")))
-    goals = [(f"{OURS}, of the floor", ratios(times[OURS]["save"], times[FLOOR]["save"]), SAVE_TARGET)]
-    for which in SAVES:
-        pause, whole = (times["background"][f"{which}, {what}"] for what in ("pause", "whole"))
-        row(which, pause, whole, ratios(pause, whole))
-        goals.append((f"pause of {which}, of the whole", ratios(pause, whole), PAUSE_TARGET))
-
+    found = [(f"{OURS}, of the floor", ratios(times[OURS]["save"], times[FLOOR]["save"]), SAVE_TARGET)]
+    for name in SAVES:
+        pause, whole = (times["background"][f"{name}: {what}"] for what in ("pause", "whole"))
+        row(name, pause, whole, ratios(pause, whole))
+        found.append((f"pause of the {name}, of the whole", ratios(pause, whole), PAUSE_TARGET))
     print()
-    for what, values, target in goals:
-        found = statistics.median(values)
-        print(f"{what}: {found:.2f}; the target, {target} at most, is {'met' if found <= target else 'missed'}")
-
-
-def version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for what, values, target in found:
+        met = "met" if statistics.median(values) <= target else "missed"
+        print(f"{what}: {statistics.median(values):.2f}; the target, {target} at most, is {met}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     beside = Path(__file__).with_suffix(".json")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s; 9 or more to quote")
     parser.add_argument("--megabytes", type=int, default=500, help="size of the state; default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where to make a temporary folder; default: where the system does")
     parser.add_argument("--json", type=Path, default=beside, help="where numbers go; default: %(default)s")
@@ -289,18 +279,16 @@ def main() -> None:
 
     warnings.simplefilter("ignore")  # what peers advise about loaders and loggers
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
-    facts = {"python": platform.python_version(), "threads": torch.get_num_threads(), "megabytes": args.megabytes}
-    print(", ".join(f"{name} {value}" for name, value in {**facts, **versions}.items() if value))
-
-    model, optimizer = make_model(args.megabytes)
-    with tempfile.TemporaryDirectory(dir=args.folder) as made:
-        folder = Path(made)
-        installed = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]
-        turns = {name: turn_of(name, model, optimizer, folder) for name in installed}
-        turns["background"] = lambda: turn_in_background(model, optimizer, folder)
-        times = measure(turns, folder, args.rounds)
+    names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]
+    threads = torch.get_num_threads()
+    print(f"{cpu()}, {threads} threads, Python {platform.python_version()}, {args.rounds} rounds of {args.megabytes} MB")
+    print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        tempfile.tempdir = folder  # lightning writes there before it renames
+        times = measure(names, args.megabytes, Path(folder), args.rounds)
     show(times)
-    args.json.write_text(json.dumps({**facts, "versions": versions, "seconds": times}, indent=1) + "\n")
+    facts = {"cpu": cpu(), "threads": threads, "python": platform.python_version(), "versions": versions}
+    args.json.write_text(json.dumps({**facts, "megabytes": args.megabytes, "seconds": times}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -208,6 +208,21 @@ def test_it_may_watch_the_training_loss_of_a_run_without_evaluation():
     assert state.epoch == 2
 
 
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (early_stop("valid/loss"), "early_stop('valid/loss')"),
+        (early_stop(key="valid/loss", patience=3, mode="min"), "early_stop('valid/loss')"),  # as by default
+        (early_stop("valid/acc", 5, 0.1, "max"), "early_stop('valid/acc', patience=5, min_delta=0.1, mode='max')"),
+        (early_stop("a", reference="best", min_steps=3), "early_stop('a', reference='best', min_steps=3)"),
+        (early_stop("a", stopping_threshold=0.0), "early_stop('a', stopping_threshold=0.0)"),
+    ],
+)
+def test_it_shows_what_was_set(hook, text):
+    assert repr(hook) == text
+    assert eval(text) == hook
+
+
 def test_it_keeps_nothing_so_one_hook_serves_two_runs():
     hook = early_stop("valid/loss", patience=2, mode="max")
     assert [fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=(hook,)).epoch for _ in range(2)] == [3, 3]
@@ -273,14 +288,14 @@ def test_a_setting_out_of_range_is_an_error_when_the_hook_is_made(make, error, m
     [
         ([BAD, ONE, ONE], 100, 3, "between steps 1 and 3"),  # at the end of the epoch: anywhere in it
         ([ONE, ONE, BAD, ONE, ONE], 100, 5, "between steps 1 and 5"),
-        ([ONE, ONE, BAD, ONE, ONE], 2, 4, "between steps 3 and 4"),  # it had looked at step 2
-        ([ONE, ONE, ONE, BAD, ONE], 2, 4, "between steps 3 and 4"),
-        ([ONE, ONE, ONE, ONE, BAD], 2, 5, "at step 5"),
-        ([ONE, BAD, ONE], 1, 2, "at step 2"),
+        ([ONE, ONE, BAD, ONE, ONE], 2, 4, "between steps 1 and 4"),  # at step 2 it has looked, but keeps nothing of it
+        ([ONE, ONE, ONE, BAD, ONE], 2, 4, "between steps 1 and 4"),
+        ([ONE, ONE, ONE, ONE, BAD], 2, 5, "between steps 1 and 5"),
+        ([ONE, BAD, ONE], 1, 2, "between steps 1 and 2"),
         ([BAD], 100, 1, "at step 1"),
     ],
 )
-def test_it_halts_at_its_next_look_and_names_the_steps_since_the_last_one(batches, steps, stopped, interval):
+def test_it_halts_at_its_next_look_and_names_the_steps_since_the_last_record(batches, steps, stopped, interval):
     state = fl.fit(STEP, toy(), batches, epochs=2, hooks=(halt_on_nonfinite(steps),))
     assert (state.step, state.stop) == (stopped, f"halt_on_nonfinite: the training loss became nan {interval}")
 
@@ -295,6 +310,12 @@ def test_the_interval_begins_behind_the_last_epoch():
     epochs = iter([[ONE, ONE], [ONE, BAD, ONE], [ONE]])
     state = fl.fit(STEP, toy(), lambda: next(epochs), epochs=3, hooks=(halt_on_nonfinite(),))
     assert (state.epoch, state.stop) == (2, "halt_on_nonfinite: the training loss became nan between steps 3 and 5")
+
+
+def test_it_claims_no_look_that_it_did_not_make():
+    state = fl.fit(STEP, toy(), [ONE, BAD, ONE, ONE], steps=3, hooks=())  # nobody looks at step 2
+    state = fl.fit(STEP, state, [ONE, BAD, ONE, ONE], epochs=1, hooks=(halt_on_nonfinite(2),))
+    assert state.stop == "halt_on_nonfinite: the training loss became nan between steps 1 and 4"
 
 
 def test_infinity_halts_too():

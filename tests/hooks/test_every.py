@@ -1,5 +1,6 @@
 """every, when, once: at which updates of a real run a hook is called."""
 
+import functools
 from types import SimpleNamespace
 
 import attrs
@@ -196,6 +197,33 @@ def test_every_three_seconds(clock, pace, steps):
     assert notes.steps == steps
 
 
+def ticking(clock):
+    """A hook under which an update takes a second."""
+
+    def tick(state):
+        clock.now += 1.0
+        return state
+
+    return tick
+
+
+def test_one_gate_before_two_hooks_and_the_evaluation_is_due_for_each(clock):
+    one, other, gate = Notes(), Notes(), every(seconds=3)
+    loaders, hooks = {"train": [ONE] * 10, "valid": [ONE]}, (gate(one), gate(other), ticking(clock))
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), loaders, hooks=hooks, evaluate_every=gate)
+    evaluated = [record.step for record in state.history if "valid/loss" in record.metrics]
+    assert one.steps == other.steps == evaluated == [4, 7, 10]
+
+
+def test_a_new_run_starts_the_clock_anew(clock):
+    notes = Notes()
+    hooks = (every(steps=1)(every(seconds=3)(notes)), ticking(clock))
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 5, epochs=1, hooks=hooks)
+    clock.now += 1000.0
+    fl.fit(fl.pipeline()(toy_loss), state, [ONE] * 5, epochs=2, hooks=hooks)
+    assert notes.steps == [4, 9]
+
+
 # --- when
 
 
@@ -272,7 +300,82 @@ def test_once_keeps_what_the_hook_makes_of_the_state():
     assert (state.step, state.stop) == (1, "now")
 
 
+def noting(notes):
+    """A hook of its own each time, but of the same code."""
+
+    def note(state):
+        return notes(state)
+
+    return note
+
+
+def test_two_hooks_of_one_factory_need_a_name():
+    step, notes, state = fl.pipeline()(toy_loss), Notes(), toy()
+    for hooks in [
+        (once(noting(notes)), once(noting(notes))),
+        (every(steps=1)(once(noting(notes))), when(lambda state: True)(once(noting(notes)))),
+        (once(noting(notes), name="a"), once(Notes(), name="a")),
+    ]:
+        with pytest.raises(ValueError, match=r"two hooks would be remembered as 'once:.*: once\(hook, name=\.\.\.\)"):
+            fl.fit(step, state, [ONE] * 3, hooks=hooks)
+    assert (state.model.w.item(), notes.steps) == (0.0, [])  # before the first update
+    fl.fit(step, state, [ONE] * 3, hooks=(once(noting(notes), name="a"), once(noting(notes), name="b")))
+    assert notes.steps == [1, 1]
+
+
+class Plain:
+    """A hook that shows as an address."""
+
+    def __call__(self, state):
+        return state
+
+
+@pytest.mark.parametrize("hook", [functools.partial(toy_loss), Plain()], ids=["a partial", "an object"])
+def test_once_needs_a_name_for_what_shows_differently_in_another_process(hook):
+    with pytest.raises(TypeError, match=r"can't be told from others in another process: once\(hook, name=\.\.\.\)"):
+        once(hook)
+    assert once(hook, name="mine").slot == "once:mine"
+
+
+@pytest.mark.parametrize(
+    ("gate", "text"),
+    [(every(steps=2), r"every\(steps=2\)\(once\(notes\)\)"), (when(len), r"when\(len\)\(once\(notes\)\)")],
+)
+def test_once_around_a_gate_says_to_write_it_inside(gate, text):
+    with pytest.raises(TypeError, match=rf"once counts each call, due or not: write {text}"):
+        once(gate(Notes()))
+
+
+def test_once_lets_its_hook_check_the_run():
+    hook = Notes()
+    hook.check = lambda run: hook.steps.append(f"a run of {run.total_steps}")
+    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(every(steps=2)(once(hook)),))
+    assert hook.steps == ["a run of 3", 2]
+
+
+def test_a_hook_under_once_that_returns_nothing_is_the_error_of_any_hook():
+    with pytest.raises(TypeError, match=r"once\(<lambda>\) returned None\. Did you forget 'return state'\?"):
+        fl.fit(fl.pipeline()(toy_loss), toy(), [ONE], hooks=(once(lambda state: None),))
+
+
 # --- all of them
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hooks": (every(steps=1),)}, r"every\(steps=1\) says when, but not what: write every\(steps=1\)\(hook\)"),
+        ({"hooks": (when(len),)}, r"when\(len\) says when, but not what: write when\(len\)\(hook\)"),
+        ({"hooks": (every,)}, r"a hook is a function state -> state; got every\. Call it: every\(\.\.\.\)"),
+        ({"hooks": (), "evaluate_every": every}, r"evaluate_every as every\(epochs=1\), .*got <class '.*every'>"),
+        ({"hooks": (), "evaluate_every": when}, r"evaluate_every as every\(epochs=1\), .*got <class '.*when'>"),
+        ({"hooks": (), "evaluate_every": 100}, r"evaluate_every as every\(epochs=1\), .*got 100"),
+        ({"hooks": (), "evaluate_every": every(steps=1)(Notes())}, r"evaluate_every as .*got every\(steps=1\)\(notes\)"),
+    ],
+)
+def test_a_run_refuses_a_gate_without_a_hook_and_a_class(wrong, message):
+    with pytest.raises(TypeError, match=message):
+        fl.fit(fl.pipeline()(toy_loss), toy(), [ONE], **wrong)
 
 
 @pytest.mark.parametrize("gate", [every(steps=100), when(lambda state: False), once], ids=["every", "when", "once"])
@@ -316,10 +419,12 @@ def test_a_gate_is_equal_to_one_from_the_same_call_whether_it_was_used_or_not():
     [
         (lambda: every(), TypeError, r"one of epochs=, steps= or seconds=; got none"),
         (lambda: every(epochs=1, steps=100), TypeError, r"one of epochs=, steps= or seconds=; got epochs, steps"),
-        (lambda: every(epochs=0), ValueError, r"every expects epochs > 0; got 0"),
-        (lambda: every(steps=-1), ValueError, r"every expects steps > 0; got -1"),
-        (lambda: every(seconds=float("nan")), ValueError, r"every expects seconds > 0; got nan"),
-        (lambda: every(steps=True), ValueError, r"every expects steps > 0; got True"),
+        (lambda: every(epochs=0), ValueError, r"every expects epochs as a number above 0; got 0"),
+        (lambda: every(epochs=float("inf")), ValueError, r"every expects epochs as a number above 0; got inf"),
+        (lambda: every(steps=-1), ValueError, r"every expects steps as a number above 0; got -1"),
+        (lambda: every(seconds=float("nan")), ValueError, r"every expects seconds as a number above 0; got nan"),
+        (lambda: every(steps=True), ValueError, r"every expects steps as a number above 0; got True"),
+        (lambda: every(steps="3"), ValueError, r"every expects steps as a number above 0; got '3'"),
         (
             lambda: every(steps=0.5),
             ValueError,

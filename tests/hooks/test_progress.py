@@ -2,6 +2,7 @@
 
 import io
 from types import SimpleNamespace
+from unittest import mock
 
 import attrs
 import pytest
@@ -129,21 +130,62 @@ def test_without_a_target_in_epochs_and_without_a_length_it_shows_none():
     assert "/" not in bar.split("[")[0]
 
 
-def test_a_run_that_a_hook_stops_finishes_its_bar_there():
+def test_a_loader_without_length_ends_at_the_number_of_its_batches(clock):
+    file = Terminal()
+    fl.fit(STEP, toy(), lambda: (ONE for _ in range(10)), epochs=2, hooks=(progress(file=file),))
+    first, second = file.bars()
+    assert first.startswith("epoch 1/2: 10step [")
+    assert first.endswith("train/loss -4.5, lr 1]")  # the mean of 0, -1, ..., -9
+    assert second.startswith("epoch 2/2: 10step [")
+    assert second.endswith("train/loss -14.5, lr 1]")
+
+
+@pytest.mark.parametrize("stops_first", [True, False], ids=["before it", "behind it"])
+def test_a_run_that_a_hook_stops_finishes_its_bar_there(clock, stops_first):
     file = Terminal()
     stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
-    fl.fit(STEP, toy(), [ONE] * 4, hooks=(stop, progress(file=file)))
+    show = progress(file=file)
+    fl.fit(STEP, toy(), [ONE] * 4, hooks=(stop, show) if stops_first else (show, stop))
     (bar,) = file.bars()
     assert "| 2/4 [" in bar
+    assert bar.endswith(", loss -0.5, lr 1]")  # the mean of 0 and -1
 
 
-def test_a_state_that_is_stopped_closes_the_bar_at_once(clock):
+def test_a_run_that_reaches_its_steps_within_an_epoch_finishes_its_bar_there(clock):
     file = Terminal()
-    hook = progress(file=file)
-    hook(boundary(1))
-    hook(boundary(2, stop="enough"))
+    fl.fit(STEP, toy(), [ONE] * 10, steps=4, hooks=(progress(file=file),))
     (bar,) = file.bars()
-    assert "| 2/1000 [" in bar
+    assert "| 4/10 [" in bar
+    assert bar.endswith(", loss -1.5, lr 1]")  # the mean of 0, -1, -2 and -3
+
+
+def test_a_run_that_goes_on_within_an_epoch_counts_from_there(clock):
+    file = Terminal()
+    state = fl.fit(STEP, toy(), [ONE] * 10, steps=4, hooks=())
+    fl.fit(STEP, state, [ONE] * 10, epochs=1, hooks=(progress(file=file),))
+    assert "| 5/10 [" in file.getvalue()
+    assert "| 10/10 [" in file.bars()[0]
+
+
+def test_a_run_that_is_left_closes_its_bar():
+    file = Terminal()
+    states = fl.run(STEP, toy(), [ONE] * 3, epochs=3, hooks=(progress(file=file),))
+    next(states)
+    states.close()
+    (bar,) = file.bars()
+    assert "| 3/3 [" in bar
+    assert file.getvalue().endswith("\n")
+
+
+def test_an_exception_in_another_hook_closes_the_bar():
+    def fail(state):
+        raise RuntimeError("a bad hook")
+
+    file = Terminal()
+    with pytest.raises(RuntimeError, match="a bad hook"):
+        fl.fit(STEP, toy(), [ONE] * 3, hooks=(progress(file=file), fail))
+    assert "| 1/3 [" in file.bars()[0]
+    assert file.getvalue().endswith("\n")
 
 
 def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
@@ -166,12 +208,27 @@ def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
 # --- how often it looks
 
 
-class Items(TorchDispatchMode):
-    """Counts the numbers that are read to the host."""
+class Reads(TorchDispatchMode):
+    """Counts the reads to the host: of one number, and of several at once."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
+
+    def __enter__(self):
+        tolist = torch.Tensor.tolist
+
+        def counted(tensor):
+            self.count += 1
+            return tolist(tensor)
+
+        self.patch = mock.patch.object(torch.Tensor, "tolist", counted)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._local_scalar_dense.default
@@ -181,12 +238,30 @@ class Items(TorchDispatchMode):
 @pytest.mark.parametrize(("refresh", "most"), [(0.5, 20), (2.0, 5)])
 def test_it_reads_at_most_twice_a_second_however_fast_the_updates_are(clock, refresh, most):
     hook = progress(refresh, file=Terminal())
-    with Items() as items:
+    with Reads() as reads:
         for batch in range(1, 641):  # ten seconds of them
             hook(boundary(batch))
             clock.now += 1 / 64
     hook.close()
-    assert items.count == most
+    assert reads.count == most
+
+
+def reads_of_a_run(*hooks, **settings):
+    """How many reads a run of 50 short epochs takes."""
+    with Reads() as reads:
+        fl.fit(STEP, toy(), [ONE] * 2, epochs=50, hooks=hooks, **settings)
+    return reads.count
+
+
+def test_over_many_short_epochs_it_reads_no_more_often(clock):
+    assert reads_of_a_run() == 50  # one for each record
+    assert reads_of_a_run(progress(file=Terminal())) == 51
+    assert reads_of_a_run(progress(file=io.StringIO())) == 50
+
+
+def test_at_every_record_it_shows_what_was_read_for_that():
+    every_step = {"evaluate_every": fl.every(steps=1)}
+    assert reads_of_a_run(progress(file=Terminal()), **every_step) == reads_of_a_run(**every_step) == 100
 
 
 def test_between_two_looks_nothing_is_drawn(clock):
@@ -205,11 +280,11 @@ def test_between_two_looks_nothing_is_drawn(clock):
 
 def test_where_nobody_looks_it_never_reads(clock):
     hook = progress(file=io.StringIO())
-    with Items() as items:
+    with Reads() as reads:
         for batch in range(1, 10):
             hook(boundary(batch))
             clock.now += 1.0
-    assert items.count == 0
+    assert reads.count == 0
 
 
 def test_it_returns_the_state_as_it_is():

@@ -86,7 +86,7 @@ def test_a_loader_without_length_asks_for_steps():
     ("make", "error", "message"),
     [
         (lambda: fl.schedule(schedules.cosine), TypeError, r"Call it: cosine\(\)"),
-        (lambda: fl.schedule(0.5), TypeError, r"schedule\(cosine\(\)\)"),
+        (lambda: fl.schedule(0.5), TypeError, r"such as cosine\(\); got 0.5"),
         (lambda: fl.torch_scheduler("cosine"), TypeError, r"torch_scheduler\(lambda opt, run: ...\)"),
     ],
 )
