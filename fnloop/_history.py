@@ -223,7 +223,7 @@ class History:
         groups: dict[str, list[str]] = {}
         for key in self.keys():
             groups.setdefault(key.split("/", 1)[-1], []).append(key)
-        columns = min(len(groups), 3)
+        columns = min(math.ceil(math.sqrt(len(groups))), 3)
         rows = -(-len(groups) // columns)
         figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)

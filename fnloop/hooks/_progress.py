@@ -114,7 +114,8 @@ class progress:
 def _line(state: TrainState) -> str:
     record = state.history[-1]
     metrics = "  ".join(f"{name} {value:.5g}" for name, value in record.metrics.items())
-    return f"epoch {record.epoch}  step {record.step}  {metrics}"
+    epoch = record.epoch + (EPOCH not in state.news)  # the one that is running, or has just ended
+    return f"epoch {epoch}  step {record.step}  {metrics}"
 
 
 def _in_notebook() -> bool:
