@@ -7,7 +7,8 @@ Everybody saves and restores one model and its AdamW: a third of --megabytes are
 is restored has to be what was saved, bit for bit; otherwise nothing is reported. In a round everybody takes a
 turn, in random order, in an empty folder. Ratios are taken within a round. /tmp may be in memory: see --folder.
 
-* save: the call. The floor is two files by safetensors' save_file, then read again for their SHA-256.
+* save: the call, twice, of which the second counts: the first finds memory that a virtual machine has yet to get
+  from its host. The floor is two files by safetensors' save_file, then read again for their SHA-256.
 * fsync: flushing to the disk what was written, afterwards. ``fnloop.save`` has done so before it returns, hence
   a second ratio, of save and fsync. The peers don't hash, and don't flush; but for lightning ext4 does, when a
   file that was made empty is closed. accelerate pickles the optimizer, torch and lightning pickle everything.
@@ -50,9 +51,9 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 LAYERS = 4  # few and large: their memory comes fresh from the system, as in a new process, not from malloc's heap
 SAVE_TARGET, PAUSE_TARGET = 1.3, 0.25  # of the floor; of the whole
-WARM_UP = range(2)  # the second time counts: memory that a virtual machine has yet to get from its host is slow
 
 Times = dict[str, list[float]]  # seconds, round by round
 
@@ -66,7 +67,7 @@ class Contender(NamedTuple):
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer) -> Contender:
-    sums: list[str] = []
+    numbers, sums = range(len(list(model.parameters()))), []
 
     def sums_of(path: Path) -> list[str]:
         return [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in (path / "model", path / "optimizer")]
@@ -75,16 +76,14 @@ def by_hand(model: nn.Module, optimizer: Optimizer) -> Contender:
         path.mkdir()
         moments = optimizer.state_dict()["state"]
         save_file(model.state_dict(), path / "model")
-        save_file({f"{i}.{k}": v for i, state in moments.items() for k, v in state.items()}, path / "optimizer")
+        save_file({f"{i}.{key}": moments[i][key] for i in numbers for key in MOMENTS}, path / "optimizer")
         sums[:] = sums_of(path)
 
     def restore(path: Path) -> None:
         assert sums == sums_of(path)
         model.load_state_dict(load_file(path / "model"))
-        moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        for name, tensor in load_file(path / "optimizer").items():
-            i, _, key = name.partition(".")
-            moments[int(i)][key] = tensor
+        read = load_file(path / "optimizer")
+        moments = {i: {key: read[f"{i}.{key}"] for key in MOMENTS} for i in numbers}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
 
     return Contender(save, restore)
@@ -166,7 +165,7 @@ def make_model(megabytes: int) -> tuple[nn.Module, Optimizer]:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    moments = [optimizer.state[p][key] for p in model.parameters() for key in ("step", "exp_avg", "exp_avg_sq")]
+    moments = [optimizer.state[p][key] for p in model.parameters() for key in MOMENTS]
     return [*(p.detach() for p in model.parameters()), *moments]
 
 
@@ -193,7 +192,7 @@ def take_turn(contender: Contender, model: nn.Module, optimizer: Optimizer, fold
         for t in tensors_of(model, optimizer):
             t.mul_(1)
 
-    for _ in WARM_UP:
+    for _ in range(2):  # the second counts
         gc.collect()
         empty(folder)
         save = seconds(contender.save, folder / "saved")
@@ -206,7 +205,7 @@ def take_turn(contender: Contender, model: nn.Module, optimizer: Optimizer, fold
 
 def in_background(model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, float]:
     state, times = fl.TrainState.create(model, optimizer, seed=0), {}
-    for _ in WARM_UP:
+    for _ in range(2):  # the second counts
         gc.collect()
         empty(folder)
         hook = fl.checkpoint(folder, keep=1, background=True)

@@ -58,7 +58,7 @@ def test_a_line_per_record():
     loaders = {"train": [ONE] * 3, "valid": [ONE]}
     fl.fit(STEP, toy(), loaders, epochs=2, hooks=(progress(file=file),), evaluate_every=fl.every(steps=2))
     assert file.getvalue().splitlines() == [
-        "epoch 0  step 2  train/loss -0.5  valid/loss -2",
+        "epoch 1  step 2  train/loss -0.5  valid/loss -2",
         "epoch 1  step 3  train/loss -1",  # the end of an epoch, without an evaluation
         "epoch 1  step 4  train/loss -3  valid/loss -4",
         "epoch 2  step 6  train/loss -4  valid/loss -6",
