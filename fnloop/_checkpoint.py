@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ FILES = (*(f"{name}.safetensors" for name in TENSORS), "state.json")
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 _log = logging.getLogger("fnloop")
+_being_written: set[Path] = set()  # by this process, in whatever thread
 
 
 class CheckpointError(Exception):
@@ -205,13 +207,15 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None) ->
         path: the folder to be.
         facts: more for the manifest.
     """
-    if path.exists() and not (path / "manifest.json").exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not (path.is_dir() and {p.name for p in path.iterdir()} <= {*FILES, "manifest.json"}):
         raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path")
     path.parent.mkdir(parents=True, exist_ok=True)
+    _clean(path.parent)
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    _being_written.add(beside)
     try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
         texts = {"state.json": json.dumps(what.facts, indent=1, allow_nan=False)}
         with ThreadPoolExecutor(2) as pool:
             sums = pool.map(lambda name: _write_file(what, texts, beside / name), FILES)
@@ -224,6 +228,8 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None) ->
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+    finally:
+        _being_written.discard(beside)
     return path
 
 
@@ -239,10 +245,12 @@ def _write_file(what: Contents, texts: Mapping[str, str], path: Path) -> dict[st
             seen.add(tensor.untyped_storage().data_ptr())
             whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
             tensors[name] = tensor if whole and not shared else tensor.clone(memory_format=torch.contiguous_format)
-        save_file(tensors, path)
+        try:
+            save_file(tensors, path)
+        except SafetensorError as error:
+            raise OSError(f"{path} can't be written: {error}") from error
         _flush(path)
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -305,17 +313,23 @@ def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
         )
-    for name, facts in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is damaged: {name} is missing")
-        if (size := file.stat().st_size) != facts["bytes"]:
-            raise CheckpointError(f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}")
-        if deep:
-            with file.open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"]:
-                    raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
+    try:
+        for name in FILES:
+            facts, file = manifest["files"][name], path / name
+            if not file.is_file():
+                raise CheckpointError(f"{path} is damaged: {name} is missing")
+            if (size := file.stat().st_size) != facts["bytes"]:
+                raise CheckpointError(f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}")
+            if deep and _sum_of(file) != facts["sha256"]:
+                raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
     return manifest
+
+
+def _sum_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(path: Path) -> Contents:
@@ -323,7 +337,8 @@ def _read(path: Path) -> Contents:
         path = _aside(path)  # killed between two renames
     verify(path)
     try:
-        tensors = {name: load_file(path / f"{name}.safetensors") for name in TENSORS}
+        # Copies: what load_file returns is mapped to the file, and would change with it.
+        tensors = {name: {k: v.clone() for k, v in load_file(path / f"{name}.safetensors").items()} for name in TENSORS}
         return Contents(**tensors, facts=json.loads((path / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
@@ -502,18 +517,21 @@ def _on_device(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return what looks like a checkpoint, newest first."""
+    """Return what is, or was, a checkpoint, newest first."""
     if not folder.is_dir():
         return []
-    found = [p for p in folder.iterdir() if p.is_dir() and (not p.name.startswith(".") or p.name.endswith(".old"))]
-    return sorted(found, key=_age, reverse=True)
+    found = [p for p in folder.iterdir() if p.is_dir() and any((p / name).exists() for name in ("manifest.json", *FILES))]
+    replaced = [p for p in found if p.name.endswith(".old") and p.name.startswith(".")]
+    aside = [p for p in replaced if not (folder / p.name[1:].removesuffix(".old")).exists()]
+    return sorted([*(p for p in found if not p.name.startswith(".")), *aside], key=_age, reverse=True)
 
 
 def _age(path: Path) -> tuple[Any, ...]:
-    with contextlib.suppress(CheckpointError):
-        manifest = verify(path, deep=False)
-        return (1, *manifest["position"], path.name)
-    return (0, path.name)
+    """Return what orders checkpoints, as the manifest has it, or, if that can't be read, as the name has it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        tried, epoch, batch = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["position"]
+        return (int(tried), int(epoch), int(batch), path.name)
+    return (sum(map(int, re.findall(r"\d+", path.name))), 0, 0, path.name)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -619,27 +637,23 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
 
 def saved_as(folder: Path, state: TrainState) -> Path | None:
-    """Return the checkpoint of this very state in a folder, if it is the newest."""
+    """Return the checkpoint of this very state in a folder, if it is the newest and whole."""
     for path in _candidates(folder)[:1]:
-        manifest = _manifest(path) or {}
-        if manifest.get("position") == position_of(state) and manifest.get("stop") == state.stop:
-            return path
+        with contextlib.suppress(CheckpointError):
+            about = verify(path, deep=False)
+            if about["position"] == position_of(state) and about["stop"] == state.stop and verify(path):
+                return path
     return None
 
 
-def prune(folder: Path, keep: int, key: str | None, mode: str, keep_best: int) -> None:
-    """Remove all checkpoints of a folder but the newest and the best, and what was left over by killed processes.
+def prune(written: Path, keep: int, key: str | None, mode: str, keep_best: int) -> None:
+    """Remove all checkpoints beside one that has just been written, but the newest and the best.
 
-    A function of what is on the disk: nothing is remembered. Damaged checkpoints don't count, and aren't touched.
+    A function of what is on the disk: nothing is remembered. What was written just now is kept in any case, so there is
+    always one that is whole. Those that are seen to be damaged don't count, and aren't touched.
     """
-    for path in folder.glob(".*.writing-*"):
-        if not _alive(int(path.name.rpartition("-")[2])):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in (*folder.glob(".*.removing"), *folder.glob(".*.old")):
-        if path.suffix == ".removing" or path.with_name(path.name[1:].removesuffix(".old")).exists():
-            shutil.rmtree(path, ignore_errors=True)
-    valid = [(path, m) for path in reversed(_candidates(folder)) if (m := _manifest(path)) is not None]
-    kept = {path for path, _ in valid[-keep:]}
+    valid = [(path, m) for path in reversed(_candidates(written.parent)) if (m := _manifest(path)) is not None]
+    kept = {written, *(path for path, _ in valid[-keep:])}
     if key is not None:
         kept |= {path for path, _ in _ranking(valid, key, mode)[:keep_best]}
     for path, _ in valid:
@@ -647,11 +661,25 @@ def prune(folder: Path, keep: int, key: str | None, mode: str, keep_best: int) -
             removing = path.with_name(f".{path.name}.removing")
             path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
             shutil.rmtree(removing, ignore_errors=True)
+    _clean(written.parent)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what killed processes have left over."""
+    for path in folder.glob(".*"):
+        writer = re.fullmatch(r"\..+\.writing-(\d+)", path.name)
+        replaced = re.fullmatch(r"\.(.+)\.old", path.name)
+        if (
+            (writer and path not in _being_written and not _alive(int(writer[1])))
+            or path.name.endswith(".removing")
+            or (replaced and _manifest(path.with_name(replaced[1])) is not None)
+        ):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:
     if pid == os.getpid():
-        return False  # of this process, and not being written: the writer calls this itself
+        return False  # of an earlier process with this number: what this one is writing is known
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

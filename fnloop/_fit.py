@@ -237,7 +237,7 @@ def _run(
                             break
                         if state.stop is not None or state.step >= last_step:
                             break
-                    if state.stop is not None or _reached(state, epochs, steps):
+                    if caught.save or state.stop is not None or _reached(state, epochs, steps):
                         where = "the end"
                         state = _flushed(hooks, attrs.evolve(state, stop=state.stop or caught.stop))
                 except BaseException as error:

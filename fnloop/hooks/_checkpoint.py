@@ -112,8 +112,8 @@ class checkpoint:
 
     def _write(self, what: Contents, state: TrainState) -> None:
         facts = {"best": self.best, "mode": self.mode} if self.best else {}
-        write(what, self.folder / _name(state), facts)
-        prune(self.folder, self.keep, self.best, self.mode, self.keep_best)
+        written = write(what, self.folder / _name(state), facts)
+        prune(written, self.keep, self.best, self.mode, self.keep_best)
 
 
 def _name(state: TrainState) -> str:

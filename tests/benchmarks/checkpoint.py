@@ -17,7 +17,8 @@ turn, in random order, in an empty folder. Ratios are taken within a round. /tmp
   SHA-256, as fnloop does. ``torch.load`` has weights_only and no mmap.
 * in the background: ``checkpoint(folder, background=True)``. The pause is the call of the hook, for which
   training waits. The whole lasts until the checkpoint is in its place, and the one before it is removed. The
-  first save allocates host memory, later ones copy into it. Nothing is trained meanwhile.
+  first save of a hook allocates host memory, later ones copy into it; of those the second is shown. Two hooks
+  take turns, and the second counts. Nothing is trained meanwhile.
 """
 
 from __future__ import annotations
