@@ -60,7 +60,7 @@ def test_a_line_per_record():
     assert file.getvalue().splitlines() == [
         "epoch 1  step 2  train/loss -0.5  valid/loss -2",
         "epoch 1  step 3  train/loss -1",  # the end of an epoch, without an evaluation
-        "epoch 1  step 4  train/loss -3  valid/loss -4",
+        "epoch 2  step 4  train/loss -3  valid/loss -4",
         "epoch 2  step 6  train/loss -4  valid/loss -6",
     ]
 
