@@ -12,9 +12,9 @@ turn, in random order, in an empty folder. Ratios are taken within a round. /tmp
 * fsync: flushing to the disk what was written, afterwards. ``fnloop.save`` has done so before it returns, hence
   a second ratio, of save and fsync. The peers don't hash, and don't flush; but for lightning ext4 does, when a
   file that was made empty is closed. accelerate pickles the optimizer, torch and lightning pickle everything.
-* restore: the call, until every tensor has been written to once, as the first update does: safetensors maps
-  files, and puts off reading till then. All read from memory what was just written. The floor compares the
-  SHA-256, as fnloop does. ``torch.load`` has weights_only and no mmap.
+* restore: the call, until every tensor has been written to once, as the first update does: a file that is mapped
+  is read no sooner. Everybody finds in memory what was just written. The floor compares the SHA-256, as fnloop
+  does, and copies what safetensors has mapped. ``torch.load`` has weights_only and no mmap.
 * in the background: ``checkpoint(folder, background=True)``. The pause is the call of the hook, for which
   training waits. The whole lasts until the checkpoint is in its place, and the one before it is removed. The
   first save of a hook allocates host memory, later ones copy into it; of those the second is shown. Two hooks
@@ -84,7 +84,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer) -> Contender:
         assert sums == sums_of(path)
         model.load_state_dict(load_file(path / "model"))
         read = load_file(path / "optimizer")
-        moments = {i: {key: read[f"{i}.{key}"] for key in MOMENTS} for i in numbers}
+        moments = {i: {key: read[f"{i}.{key}"].clone() for key in MOMENTS} for i in numbers}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
 
     return Contender(save, restore)
