@@ -24,7 +24,7 @@ from fnloop._backend import place
 from fnloop._encode import like, waits
 from fnloop._metrics import absorb, absorb_loss
 from fnloop._rng import isolated
-from fnloop._state import TrainState, advance, check_fresh, consumed, parameters, put
+from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters, put
 from fnloop._types import Batch, LossFn, Middleware, Output, Step, Wrap, name_of
 
 __all__ = [
@@ -129,6 +129,9 @@ def update(step: Step) -> Step:
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         check_fresh(state)
+        params = all_parameters(state)
+        for p in params:
+            p.grad = None  # whatever was there is not of this batch
         try:
             if _wants_closure(type(state.optimizer)):
                 return _by_closure(step, state, batch)
@@ -137,7 +140,7 @@ def update(step: Step) -> Step:
             if applied:
                 _apply(new.optimizer)
         finally:
-            for p in parameters(state):
+            for p in params:
                 p.grad = None
         return advance(new, applied), out
 
@@ -167,6 +170,9 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
     return advance(new, applied=True), out
 
 
+_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
+
+
 def _apply(optimizer: Optimizer) -> None:
     """Call ``optimizer.step()``, past torch's wrapper around it where that would do nothing.
 
@@ -176,7 +182,7 @@ def _apply(optimizer: Optimizer) -> None:
     bare = getattr(step, "__wrapped__", None)
     if (
         bare is None
-        or not getattr(step, "hooked", False)
+        or getattr(step, "__code__", None) is not _TORCHS_WRAPPER
         or "step" in vars(optimizer)  # patched, as torch's schedulers do
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -187,6 +193,18 @@ def _apply(optimizer: Optimizer) -> None:
         optimizer.step()
     else:
         bare(optimizer)
+
+
+def report(out: Output, metrics: Mapping[str, Any], by: str) -> Output:
+    """Return an output with more metrics.
+
+    Raises:
+        ValueError: there is one of that name already.
+    """
+    if clash := out.metrics.keys() & metrics.keys():
+        name = min(clash)
+        raise ValueError(f"{by} reports the metric {name!r}, which another middleware inside it reports already: rename one")
+    return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
 
 
 def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
@@ -206,11 +224,10 @@ def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> T
 
 
 def _leading(batch: Batch) -> int:
-    """Return the leading dimension of a batch: that of its first tensor."""
-    first = batch
-    while not isinstance(first, Tensor):
-        first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
-    return first.size(0) if first.ndim else 1
+    """Return the leading dimension of a batch: that of its first tensor that has one."""
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        return batch[0].size(0)  # (x, y): the usual case
+    return next((t.size(0) for t in _tensors(batch) if t.ndim), 1)
 
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:
@@ -292,7 +309,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"pipeline({', '.join(map(repr, self.middleware))})"
 
-    def __call__(self, loss_fn: LossFn) -> PipelineStep:
+    def __call__(self, loss_fn: LossFn, *batch: Any) -> PipelineStep:
         """Return the step of a loss function.
 
         Args:
@@ -301,6 +318,8 @@ class Pipeline:
         Raises:
             TypeError: it is no such function.
         """
+        if isinstance(loss_fn, TrainState) or batch:
+            raise TypeError(f"a pipeline takes a loss function first: write {self!r}(loss_fn)(state, batch)")
         _check_loss_fn(loss_fn)
         return PipelineStep(self, loss_fn)
 
@@ -363,8 +382,8 @@ def _check_loss_fn(loss_fn: Any) -> None:
             f"pipeline(...)(loss_fn) expects a loss function; got the middleware {loss_fn!r}. List it in the "
             f"first call: pipeline({loss_fn!r}, ...)"
         )
-    if isinstance(loss_fn, nn.Module):
-        name = type(loss_fn).__name__
+    if isinstance(loss_fn, nn.Module) or (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)):
+        name = loss_fn.__name__ if isinstance(loss_fn, type) else type(loss_fn).__name__
         raise TypeError(
             f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got the module {name}. For "
             "batches (x, y) and a "
@@ -416,8 +435,9 @@ class PipelineStep:
 
     def _layer(self, step: Step, name: str) -> Step:
         code = getattr(step, "__code__", None) or getattr(type(step).__call__, "__code__", None)
-        if code is not None:
-            self.layers[code] = name
+        if code is not None:  # two middleware of one factory share their code
+            known = self.layers.get(code)
+            self.layers[code] = name if known in (None, name) else f"{known} or {name}"
         return step
 
     def __repr__(self) -> str:
@@ -434,10 +454,12 @@ class PipelineStep:
             if member.name not in state.slots:
                 state = put(state, member.name, member.init(state))
             elif waits(saved := state.slots[member.name]):  # of a checkpoint: read into a new one
-                settings = [dict(group) for group in state.optimizer.param_groups]  # which a torch scheduler sets anew
+                groups = state.optimizer.param_groups  # a torch scheduler sets their numbers anew, tensors in place
+                before = [{k: (v, v.clone() if isinstance(v, Tensor) else v) for k, v in group.items()} for group in groups]
                 state = put(state, member.name, like(member.init(state), saved))
-                for group, before in zip(state.optimizer.param_groups, settings, strict=True):
-                    group.update(before)
+                for group, settings in zip(groups, before, strict=True):
+                    for key, (held, value) in settings.items():
+                        group[key] = held.copy_(value) if isinstance(held, Tensor) else value
         return state
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Output]:
@@ -455,8 +477,6 @@ class PipelineStep:
         """
         __tracebackhide__ = True
         check_fresh(state)
-        for p in parameters(state):
-            p.grad = None  # whatever was there is not of this batch
         state, out = self.train(self.meet(state), place(batch, state.backend.device))
         return consume(state, out, 1 if self.window == 1 else len(batch)), out
 
@@ -485,6 +505,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        model.train(modes[0][1])  # for modules that do something there
         for module, training in modes:
             module.training = training
 

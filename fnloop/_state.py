@@ -23,7 +23,7 @@ from fnloop._types import Metric
 __all__ = [
     "EPOCH", "RECORD", "UPDATE",
     "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "check_fresh", "consumed", "parameters", "put", "snapshot", "suspended", "unwrap",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "newest", "parameters", "put", "snapshot", "suspended", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -59,10 +59,13 @@ class RunInfo:
 class _Lease:
     """Who owns the handles: the states whose turn it is."""
 
-    __slots__ = ("turn",)
+    __slots__ = ("groups", "newest", "parameters", "turn")
 
     def __init__(self) -> None:
         self.turn = 0
+        self.newest: TrainState | None = None  # what the last step has made, to find if something raises behind it
+        self.groups = -1
+        self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots a frozen record is made in half the time
@@ -207,11 +210,12 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     """Return the state after a step, and make it the owner of the handles."""
     turn = state._turn + 1
     state._lease.turn = turn
-    return TrainState(  # a direct call: attrs.evolve takes three times as long
+    state._lease.newest = new = TrainState(  # a direct call: attrs.evolve takes three times as long
         state.model, state.optimizer, state.step + applied, state.epoch, state.batch, state.samples,
         state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop,
         state.backend, _UPDATED if applied else _NOTHING, None, state.extra, state._lease, turn,
     )  # fmt: skip
+    return new
 
 
 def advance_to(state: TrainState) -> TrainState:
@@ -247,6 +251,23 @@ def parameters(state: TrainState) -> list[Any]:
     return [p for group in state.optimizer.param_groups for p in group["params"]]
 
 
+def all_parameters(state: TrainState) -> list[Any]:
+    """Return the parameters of the model and of the optimizer: all that backward may leave a gradient in."""
+    lease, groups = state._lease, state.optimizer.param_groups
+    if lease.groups != len(groups):
+        every = [*state.model.parameters(), *(p for group in groups for p in group["params"])]
+        lease.parameters, lease.groups = list({id(p): p for p in every}.values()), len(groups)
+    return lease.parameters
+
+
+def newest(state: TrainState, batches: int, samples: int) -> TrainState:
+    """Return the state that a step has made of this one, if it has; with the batches counted that it took."""
+    made = state._lease.newest
+    if state._lease.turn == state._turn or made is None:
+        return state
+    return consumed(made, batches, samples, made.metrics)
+
+
 def snapshot(state: TrainState) -> TrainState:
     """Copy a state: model, optimizer, slots and metrics together, sharing nothing that is updated in place.
 
@@ -254,7 +275,8 @@ def snapshot(state: TrainState) -> TrainState:
         state: the newest state of a run.
 
     Returns:
-        A state of its own, equal in everything. Keep it to go back, to fork a run, or to compare.
+        A state of its own, equal in everything but the hooks of its optimizer. Keep it to go back, to fork a run, or to
+        compare.
 
     Raises:
         StaleStateError: the state has been advanced, so its handles hold newer values already.
@@ -271,7 +293,11 @@ def snapshot(state: TrainState) -> TrainState:
     check_fresh(state)
     state = suspended(state)
     handles = (state.model, state.optimizer, state.slots, state.metrics)
-    model, optimizer, slots, metrics = copy.deepcopy(handles)  # together: two copies would lose who shares what
+    memo: dict[int, Any] = {}
+    model, optimizer, slots, metrics = copy.deepcopy(handles, memo)  # together: two copies would lose who shares what
+    for name, value in vars(state.optimizer).items():  # which torch leaves out, such as LBFGS's own list of parameters
+        if name not in vars(optimizer) and name != "step":
+            setattr(optimizer, name, copy.deepcopy(value, memo))
     return attrs.evolve(state, model=model, optimizer=optimizer, slots=slots, metrics=metrics, lease=_Lease(), turn=0)
 
 
@@ -285,6 +311,10 @@ def unwrap(state: TrainState) -> nn.Module:
         The module that was given to :meth:`TrainState.create`.
     """
     model = state.model
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        model = inner
-    return model
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model

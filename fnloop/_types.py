@@ -121,7 +121,7 @@ class Call:
 
     def __repr__(self) -> str:
         settings = [*map(name_of, self.args), *(f"{k}={name_of(v)}" for k, v in self.kwargs.items())]
-        return f"{self.factory.__name__}({', '.join(settings)})"
+        return f"{name_of(self.factory)}({', '.join(settings)})"
 
     def __call__(self) -> Any:
         return self.factory(*self.args, **self.kwargs)
@@ -165,7 +165,9 @@ class Middleware:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Middleware):
             return NotImplemented
-        return self.call == other.call and (self.call is not None or self._fields() == other._fields())
+        if self.call is None or other.call is None:
+            return self.call == other.call and self._fields() == other._fields()
+        return self.name == other.name and self.call == other.call
 
     def __hash__(self) -> int:
         return hash((self.name, self.call and self.call.factory))

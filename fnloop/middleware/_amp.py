@@ -18,6 +18,7 @@ from fnloop._types import Batch, Middleware, Output, Step, middleware
 
 __all__ = ["amp"]
 
+SMALLEST = 2.0**-24  # the smallest number of fp16: a loss that overflows at this scale always does
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,6 +85,8 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
             now: LossScale = state.slots["amp"]
             if _unscale([p.grad for p in parameters(state) if p.grad is not None], now.scale):
                 reason = f"amp: a gradient overflowed at loss scale {now.scale:g}"
+                if now.scale < SMALLEST:
+                    raise FloatingPointError(f"{reason}: the loss itself is not finite. Look at it with amp(None)")
                 return put(state, "amp", LossScale(now.scale / 2)), attrs.evolve(out, skip=reason)
             grown = now.streak + 1 == growth_interval
             return put(state, "amp", LossScale(now.scale * 2) if grown else LossScale(now.scale, now.streak + 1)), out
@@ -113,6 +116,7 @@ def _unscale(grads: list[Any], scale: float) -> bool:
         )
     if not grads:
         return False
+    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
     found = torch.zeros((), device=grads[0].device)
     inverse = torch.full((), 1 / scale, device=grads[0].device)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import utils
 
 from fnloop._metrics import Mean
-from fnloop._pipeline import linear
+from fnloop._pipeline import linear, report
 from fnloop._state import TrainState, parameters
 from fnloop._types import Batch, Middleware, Output, Step, middleware
 
@@ -56,7 +56,7 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
                 norm = utils.get_total_norm([p.grad for p in params], norm_type)
             else:
                 norm = utils.clip_grad_norm_(params, max_norm, norm_type)
-            return state, Output(out.loss, out.weight, out.aux, {**out.metrics, "grad_norm": Mean(norm, 1)})
+            return state, report(out, {"grad_norm": Mean(norm, 1)}, "clip")
 
         return clipped
 

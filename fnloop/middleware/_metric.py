@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnloop._metrics import MONOIDS, Mean, wide
+from fnloop._pipeline import report
 from fnloop._state import TrainState
 from fnloop._types import Batch, Metric, Middleware, Output, Step, middleware
 
@@ -53,7 +54,7 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
             state, out = step(state, batch)
             with torch.no_grad():
                 found = {name: _read(name, f(out.aux, batch), out.weight) for name, f in functions.items()}
-            return state, Output(out.loss, out.weight, out.aux, {**out.metrics, **found}, out.skip)
+            return state, report(out, found, "metric")
 
         return measured
 
@@ -64,7 +65,7 @@ def _plain(name: str, metric: Any) -> Metric:
     """Return a metric of ours wide enough to sum in, and without a graph, having checked that it holds scalars."""
     if type(metric) not in MONOIDS.values():
         return metric
-    parts = {k: v.detach() for k, v in attrs.asdict(metric, recurse=False).items() if isinstance(v, Tensor)}
+    parts = {k: v.detach().clone() for k, v in attrs.asdict(metric, recurse=False).items() if isinstance(v, Tensor)}
     for part in parts.values():
         if part.ndim:
             raise TypeError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._metrics import Last
+from fnloop._pipeline import report
 from fnloop._state import UPDATE, RunInfo, TrainState
 from fnloop._types import Batch, Middleware, Output, Step, middleware, name_of
 from fnloop.schedules import check_schedule
@@ -60,7 +61,7 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
                 _set(group, field, group[initial] * factor)
             used = {f"{field}/{i}" if i else field: Last(_copy(group[field])) for i, group in enumerate(groups)}
             state, out = step(state, batch)
-            return state, Output(out.loss, out.weight, out.aux, {**out.metrics, **used}, out.skip)
+            return state, report(out, used, "schedule")
 
         return scheduled
 
@@ -164,7 +165,7 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
                 with warnings.catch_warnings():  # torch takes the copied optimizer of a snapshot for an overridden one
                     warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
                     state.slots["torch_scheduler"].step()
-            return state, Output(out.loss, out.weight, out.aux, {**out.metrics, "lr": used}, out.skip)
+            return state, report(out, {"lr": used}, "torch_scheduler")
 
         return scheduled
 
