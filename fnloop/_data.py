@@ -9,6 +9,7 @@ consumed up to there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import weakref
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -77,8 +79,14 @@ def read_loaders(loaders: Any) -> Loaders:
     return Loaders(loaders["train"], evaluated)
 
 
-def check_loader(loader: Any, name: str) -> None:
+def check_loader(loader: Any, name: str, alone: bool = False) -> None:
     """Raise TypeError unless batches can be had from a loader."""
+    if alone and isinstance(loader, Mapping):
+        raise TypeError(
+            f"the {name} loader must be one iterable of batches; got a mapping with {list(loader)}: take one of them"
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise TypeError(f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a DataLoader")
     if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
         raise TypeError(f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a mapping with names")
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
@@ -94,7 +102,7 @@ def length_of(loader: Any) -> int | None:
     """Return the number of batches, or None if it isn't known before the end."""
     try:
         return len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 
@@ -109,7 +117,7 @@ class Source(NamedTuple):
         drop_last: whether a smaller last batch is left out.
     """
 
-    batches: Callable[[int, int, int], Iterator[Any]]
+    batches: Callable[[int | None, int, int], Iterator[Any]]
     length: int | None
     batch_size: int | None = None
     samples: int = 0
@@ -135,7 +143,7 @@ def open_source(loader: Any, seed: int) -> Source:
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if plain and not isinstance(loader.dataset, IterableDataset):
 
-        def batches(epoch: int, batch: int, samples: int) -> Iterator[Any]:
+        def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
             return _map_style(loader, seed, epoch, batch, samples)
 
         if type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None:
@@ -146,9 +154,12 @@ def open_source(loader: Any, seed: int) -> Source:
 
 
 def windows(
-    source: Source, window: int, device: torch.device, epoch: int = 0, batch: int = 0, samples: int = 0
+    source: Source, window: int, device: torch.device, epoch: int | None = 0, batch: int = 0, samples: int = 0
 ) -> Iterator[Any]:
-    """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches, on the device."""
+    """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches, on the device.
+
+    Without an epoch, for evaluation, the order is always the same, and nobody is told of an epoch.
+    """
     batches = source.batches(epoch, batch, samples)
     if needs_placing(device):
         batches = (place(batch, device) for batch in batches)
@@ -160,10 +171,16 @@ def windows(
 # --- iterables
 
 
-def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
+def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Any]:
     _tell_epoch(epoch, loader, getattr(loader, "dataset", None))
+    epoch = epoch or 0
     order = fold_in(seed, ORDER, epoch)
-    with own_generator(loader, order):
+    if isinstance(loader, DataLoader):
+        loader._iterator = None  # persistent workers would go on with the generators of the epoch before
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    with contextlib.ExitStack() as stack:
+        for owner in {id(owner): owner for owner in (loader, *samplers) if owner is not None}.values():
+            stack.enter_context(own_generator(owner, order))
         position_all(order)
         iterable = loader if hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") else loader()
         batches = iter(iterable)
@@ -183,7 +200,9 @@ def _iterated(loader: Any, seed: int, epoch: int, start: int) -> Iterator[Any]:
             yield batch
 
 
-def _tell_epoch(epoch: int, *owners: Any) -> None:
+def _tell_epoch(epoch: int | None, *owners: Any) -> None:
+    if epoch is None:
+        return
     for owner in {id(owner): owner for owner in owners}.values():
         if hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)
@@ -214,15 +233,10 @@ class _Fetch(torch.utils.data.Dataset):
             return self.collate([self.dataset[i] for i in ticket.index])
         return self.collate(self.dataset[ticket.index])
 
-    def __getattr__(self, name: str) -> Any:  # a worker_init_fn may look at get_worker_info().dataset
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
-
-def _map_style(loader: DataLoader, seed: int, epoch: int, batch: int, samples: int) -> Iterator[Any]:
-    seeds = fold_in(seed, FETCH, epoch)
-    order = _order(loader, fold_in(seed, ORDER, epoch), epoch, batch, samples)
+def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
+    seeds = fold_in(seed, FETCH, epoch or 0)
+    order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, batch, samples)
     tickets = (_Ticket(fold_in(seeds, n), index) for n, index in enumerate(order, batch))
     if loader.num_workers:
         yield from _with_workers(loader, tickets)
@@ -232,7 +246,7 @@ def _map_style(loader: DataLoader, seed: int, epoch: int, batch: int, samples: i
             yield fetch[ticket]
 
 
-def _order(loader: DataLoader, seed: int, epoch: int, batch: int, samples: int) -> Iterator[Any]:
+def _order(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
     """Return the indices of each batch that is left of an epoch."""
     batched: Any = loader.batch_sampler
     _tell_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
@@ -280,27 +294,45 @@ _pools: weakref.WeakKeyDictionary[DataLoader, tuple[DataLoader, _Tickets]] = wea
 
 def _with_workers(loader: DataLoader, tickets: Iterator[_Ticket]) -> Iterator[Any]:
     """Let the loader's workers make the batches of the tickets. Persistent workers live as long as the loader."""
-    pool, sampler = _pools.get(loader) or (None, _Tickets())
-    if pool is None:
-        pool = DataLoader(
-            _Fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None),
-            batch_size=None,
-            sampler=sampler,  # type: ignore[arg-type]
-            collate_fn=_as_it_is,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=torch.Generator().manual_seed(0),  # the workers' first seed; each ticket brings its own
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            in_order=loader.in_order,
-        )
+    pool, sampler = _pools.pop(loader, None) or _pool(loader)  # taken out: who reads the loader meanwhile gets another
+    try:
+        sampler.next = tickets
+        yield from pool
+    finally:
         if loader.persistent_workers:
             _pools[loader] = pool, sampler
-    sampler.next = tickets
-    return iter(pool)
+
+
+def _pool(loader: DataLoader) -> tuple[DataLoader, _Tickets]:
+    sampler = _Tickets()
+    pool = DataLoader(
+        _Fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None),
+        batch_size=None,
+        sampler=sampler,  # type: ignore[arg-type]
+        collate_fn=_as_it_is,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=_Init(loader.worker_init_fn),
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator().manual_seed(0),  # the workers' first seed; each ticket brings its own
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=loader.in_order,
+    )
+    return pool, sampler
+
+
+class _Init(NamedTuple):
+    """The user's worker_init_fn, with the user's dataset in ``get_worker_info()``."""
+
+    init: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        info: Any = torch.utils.data.get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.init is not None:
+            self.init(worker)
 
 
 def _as_it_is(batch: Any) -> Any:

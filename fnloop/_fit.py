@@ -25,10 +25,11 @@ import torch
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
 from fnloop._history import Record
 from fnloop._metrics import absorb, absorb_loss, read
-from fnloop._pipeline import PipelineStep, consume, evaluating
+from fnloop._pipeline import OPTIMIZER, Pipeline, PipelineStep, consume, evaluating
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
-from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, suspended
+from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, newest, suspended
 from fnloop._types import Batch, Metric, Middleware, name_of
+from fnloop.hooks._checkpoint import checkpoint
 from fnloop.hooks._early_stop import halt_on_nonfinite
 from fnloop.hooks._every import Gated, Hook, every, innermost, once
 from fnloop.hooks._progress import progress
@@ -165,6 +166,7 @@ def _run(
         state = attrs.evolve(state, stop=None)
     if state.stop is not None or _reached(state, epochs, steps):
         _log.warning(_nothing_to_do(state, epochs, steps))
+        yield state
         return
 
     source = open_source(loaders.train, state.seed)
@@ -175,6 +177,7 @@ def _run(
         if check is not None:
             check(info)
     _check_names([hook.slot for hook in map(innermost, hooks) if isinstance(hook, once)])
+    _check_folders([hook.folder for hook in map(innermost, hooks) if isinstance(hook, checkpoint)])
     if not state.model.training:
         _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
@@ -195,24 +198,24 @@ def _run(
                 try:
                     feed = windows(source, window, device, state.epoch, state.batch, state.samples)
                     batch: Any = next(feed, _END)
-                    if batch is _END:
+                    if batch is _END and not state.batch:
                         raise ValueError(_no_batches(state))
                     # Behind the first fetch: what is kept of the middle of an epoch was there behind this same fetch.
                     state.generators.install() if state.generators else seed_host(seed)
-                    while batch is not _END:
-                        position(mix(seed, state.batch))
-                        where = None
-                        new, out = train(state, batch)
-                        batches = 1 if window == 1 else len(batch)
-                        state = consume(new, out, batches, batches * batch_size)
-                        where = "the training loader"
-                        batch = next(feed, _END)
+                    state, ended = attrs.evolve(state, news=frozenset()), False
+                    while not ended:
+                        if batch is not _END:  # it is at once where nothing was left of an epoch that goes on
+                            position(mix(seed, state.batch))
+                            where, batches = None, 1 if window == 1 else len(batch)
+                            new, out = train(state, batch)
+                            state = consume(new, out, batches, batches * batch_size)
+                            where = "the training loader"
+                            batch = next(feed, _END)
 
                         ended, metrics = batch is _END, state.metrics
                         if ended:
-                            state = attrs.evolve(
-                                state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=state.news | {EPOCH}
-                            )
+                            news = state.news | {EPOCH}
+                            state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=news)
                         due = is_due(state)
                         if due or ended:
                             names = sorted(metrics, key=lambda name: name != "loss")  # the loss first, then as they came
@@ -223,28 +226,31 @@ def _run(
                                 report.update({f"{where}/{name}": metric for name, metric in found.items()})
                             where = "the record"
                             state = _recorded(state, read(report), time.monotonic() - started)
-                        if caught.stop is not None:
-                            state = attrs.evolve(state, stop=caught.stop)
-                        before = state
+                        state, before = caught.heard(state), state
                         for hook in hooks:
                             where = hook
                             state = _called(hook, state)
+                        state = caught.heard(state)
                         if caught.save:
                             caught.save, state = False, _flushed(hooks, state)
                         went_back = state.model is not before.model  # to a snapshot: the data have to follow
-                        if went_back:
+                        if state.run is None:
                             state = attrs.evolve(state, run=info)
-                            break
-                        if state.stop is not None or state.step >= last_step:
+                        if went_back or state.stop is not None or state.step >= last_step:
                             break
                     if caught.save or state.stop is not None or _reached(state, epochs, steps):
                         where = "the end"
-                        state = _flushed(hooks, attrs.evolve(state, stop=state.stop or caught.stop))
+                        state = _flushed(hooks, state)
                 except BaseException as error:
-                    if not isinstance(error, KeyboardInterrupt) or caught.stop is not None:  # a second Ctrl-C raises
+                    torn = where is None and step.layer_of(error) == OPTIMIZER
+                    state = newest(state, batches, batches * batch_size) if where is None else state
+                    interrupted = isinstance(error, KeyboardInterrupt) and caught.stop is None and not torn
+                    # Workers die of the signal that stops the run: then there is no next batch, and none is needed.
+                    starved = isinstance(error, Exception) and caught.stop is not None and where == "the training loader"
+                    if not (interrupted or starved):
                         _explain(error, state, step, where)
                         raise
-                    state = _flushed(hooks, attrs.evolve(state, stop=INTERRUPTED))
+                    state = _flushed(hooks, attrs.evolve(state, stop=caught.stop or INTERRUPTED))
                 reached = suspended(state)
             if went_back and state.stop is None and not _reached(state, epochs, steps):
                 state = attrs.evolve(reached, run=info)
@@ -292,7 +298,9 @@ def _recorded(state: TrainState, metrics: Mapping[str, float], seconds: float) -
 
 def _called(hook: Hook, state: TrainState) -> TrainState:
     new = hook(state)
-    if not isinstance(new, TrainState):
+    if isinstance(new, TrainState):
+        check_fresh(new)
+    else:
         raise TypeError(
             f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did you forget 'return state'?"
         )
@@ -306,7 +314,7 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
     position_all(fold_in(state.seed, COMPUTE))
     positioner(device)(fold_in(state.seed, COMPUTE))
     with evaluating(state.model):
-        for batch in windows(source, 1, device):
+        for batch in windows(source, 1, device, None):
             _, out = step.forward(state, batch)
             metrics = absorb(metrics, out.metrics) if out.metrics else metrics
             metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
@@ -321,6 +329,14 @@ class _Signals:
     def __init__(self) -> None:
         self.stop: str | None = None
         self.save = False
+        self.done = False  # whether a run has ended because of it
+
+    def heard(self, state: TrainState) -> TrainState:
+        """Return the state with the reason to stop, if a signal gave one."""
+        if self.stop is None or state.stop is not None:
+            return state
+        self.done = True
+        return attrs.evolve(state, stop=self.stop)
 
     def __call__(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.stop == INTERRUPTED:
@@ -350,6 +366,8 @@ def _listening() -> Iterator[_Signals]:
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
+        if signals.stop == TERMINATED and not signals.done and signal.SIGTERM in taken:
+            signal.raise_signal(signal.SIGTERM)  # it came too late for the run
 
 
 def _flushed(hooks: Sequence[Hook], state: TrainState) -> TrainState:
@@ -362,10 +380,7 @@ def _flushed(hooks: Sequence[Hook], state: TrainState) -> TrainState:
 
 def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: Any) -> None:
     """Say where in the run an exception happened, and attach the last consistent state."""
-    layer, trace = "the step", error.__traceback__
-    while trace is not None:
-        layer = step.layers.get(trace.tb_frame.f_code, layer)  # the innermost one wins
-        trace = trace.tb_next
+    layer = step.layer_of(error)
     if where is None:
         where = f"{layer}, train"
     elif state.run is not None and where in state.run.evaluated:
@@ -378,11 +393,6 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
 
 
 def _no_batches(state: TrainState) -> str:
-    if state.batch:
-        return (
-            f"the training loader gave no batch behind the first {state.batch} of epoch {state.epoch}: it is "
-            "shorter than the one before"
-        )
     again = " An iterator can be read once: pass a list, or a function that makes one." if state.epoch else ""
     return f"the training loader gave no batch in epoch {state.epoch}.{again}"
 
@@ -404,6 +414,8 @@ def _check_step(step: Any, caller: str) -> None:
     name = name_of(step)
     if isinstance(step, TrainState):
         hint = f"The step comes first: {caller}(step, state, ...)"
+    elif isinstance(step, Pipeline):
+        hint = f"It lacks its loss function: write {name}(loss_fn)"
     elif isinstance(step, Middleware):
         hint = f"Write pipeline({name})(loss_fn)"
     elif callable(step) and not isinstance(step, torch.nn.Module):
@@ -419,6 +431,12 @@ def _check_names(slots: list[str]) -> None:
     for slot in slots:
         if slots.count(slot) > 1:
             raise ValueError(f"two hooks would be remembered as {slot!r}, and one of them never run: once(hook, name=...)")
+
+
+def _check_folders(folders: list[Any]) -> None:
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise ValueError(f"two checkpoint hooks share {folder}, and would remove each other's: give each its own folder")
 
 
 def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
@@ -469,7 +487,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     __tracebackhide__ = True
     _check_step(step, "evaluate")
     check_fresh(state)
-    check_loader(loader, "evaluation")
+    check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
         return read(_measure(step, step.meet(state, "forward"), open_source(loader, state.seed)))
 
@@ -503,14 +521,14 @@ def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, load
             "predict(lambda model, batch: model(batch), state, loader)"
         )
     check_fresh(state)
-    check_loader(loader, "prediction")
+    check_loader(loader, "prediction", alone=True)
     return _predict(fn, state, loader)
 
 
 def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:
     __tracebackhide__ = True
     device = state.backend.device
-    batches = windows(open_source(loader, state.seed), 1, device)
+    batches = windows(open_source(loader, state.seed), 1, device, None)
     position, seed = positioner(device), fold_in(state.seed, COMPUTE)
     n = 0
     while True:

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 
+OPTIMIZER = "the optimizer's step"
+
 # --- the three steps in the middle
 
 
@@ -418,7 +420,7 @@ class PipelineStep:
         self.layers: dict[Any, str] = {}  # code object -> what runs there, to say where an exception came from
         self.forward = self._ring("forward", self._layer(forward(loss_fn), f"the loss function {name_of(loss_fn)}"))
         step = self._layer(Backward(self._ring("loss", self.forward)), "backward")
-        step = self._layer(update(self._ring("gradient", step)), "the optimizer's step")
+        step = self._layer(update(self._ring("gradient", step)), OPTIMIZER)
         for ring in ("update", "device", "step"):
             step = self._ring(ring, step)
         self.train = step  # without the checks of a bare call: what the fold calls
@@ -432,6 +434,14 @@ class PipelineStep:
                     raise TypeError(f"{member!r} must wrap a step into a step, but its {ring} ring returned {step!r}")
                 self._layer(step, repr(member))
         return step
+
+    def layer_of(self, error: BaseException) -> str:
+        """Say in which layer of the step an exception was raised."""
+        layer, trace = "the step", error.__traceback__
+        while trace is not None:
+            layer = self.layers.get(trace.tb_frame.f_code, layer)  # the innermost one wins
+            trace = trace.tb_next
+        return layer
 
     def _layer(self, step: Step, name: str) -> Step:
         code = getattr(step, "__code__", None) or getattr(type(step).__call__, "__code__", None)

@@ -21,9 +21,9 @@ from fnloop._rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._types import Metric
 
 __all__ = [
-    "EPOCH", "RECORD", "UPDATE",
-    "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "newest", "parameters", "put", "snapshot", "suspended", "unwrap",
+    "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "newest", "parameters", "put", "snapshot",
+    "suspended", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -226,6 +226,7 @@ def advance_to(state: TrainState) -> TrainState:
 
 def consumed(state: TrainState, batches: int, samples: int, metrics: Mapping[str, Metric]) -> TrainState:
     """Return the state with batches and their samples counted, and with these metrics."""
+    state._lease.newest = None
     return TrainState(
         state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.samples + samples,
         state.skipped, state.seed,

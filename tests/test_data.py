@@ -34,7 +34,7 @@ class Numbers(Dataset):
     def __getitem__(self, i):
         self.loaded.append(int(i))
         noise = torch.rand(1).item() + np.random.rand() + random.random() if self.noisy else 0.0
-        return torch.tensor([float(i) + noise], dtype=torch.float64)
+        return torch.tensor([float(i) + noise + getattr(self, "offset", 0.0)], dtype=torch.float64)
 
 
 def batches(loader, seed=0, epoch=0, start=0):
@@ -161,8 +161,8 @@ def test_a_worker_init_fn_sees_the_dataset():
 
 def look(worker):
     data = torch.utils.data.get_worker_info().dataset
-    assert data.n == 4
-    data.dataset.__class__.__getitem__ = lambda self, i: torch.tensor([5.0 + i])
+    assert isinstance(data, Numbers) and data.n == 4
+    data.offset = 5.0
 
 
 class Stream(IterableDataset):
