@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -43,8 +45,10 @@ FORMAT = 1
 TENSORS = ("model", "optimizer", "slots")
 FILES = (*(f"{name}.safetensors" for name in TENSORS), "state.json")
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
+_STEP = r"step-\d+(\+\d+)?"  # what the hook names them
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 _log = logging.getLogger("fnloop")
+_numbers = itertools.count()
 _being_written: set[Path] = set()  # by this process, in whatever thread
 
 
@@ -82,7 +86,10 @@ class Contents:
 def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
         return buffer.copy_(tensor)
-    return tensor.to("cpu", copy=True)
+    if tensor.nbytes < 4 << 20:
+        return tensor.to("cpu", copy=True)
+    # numpy asks the system for large pages, and torch doesn't: half the time of a first copy.
+    return torch.from_numpy(np.empty(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def contents(state: TrainState) -> Contents:
@@ -101,17 +108,24 @@ def contents(state: TrainState) -> Contents:
             "position": position_of(state),
             **{name: getattr(state, name) for name in COUNTERS},
             "measured": _measured(state),
-            "model": _model_facts(state, model),
+            "model": _model_facts(state, model, slots),
             "optimizer": _optimizer_facts(state, optimizer),
             "slots": encode(dict(state.slots), slots, "slots"),
             "metrics": encode(dict(state.metrics), slots, "metrics"),
             "generators": encode(state.generators and state.generators.to_parts(), slots, "generators"),
-            "extra": encode(dict(state.extra), slots, "extra"),
+            "extra": _plain(encode(dict(state.extra), slots, "extra"), "extra"),
             "history": [encode(row, slots, "history") for row in state.history.to_dicts()],
         }
-    except TypeError as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state can't be saved: {error}") from error
     return Contents(model, optimizer, slots, facts)
+
+
+def _plain(encoded: Any, path: str) -> Any:
+    """Return what was encoded, or raise if there is something in it that nobody would make again."""
+    if '"$saved"' in json.dumps(encoded):
+        raise TypeError(f"{path} holds an object, which nobody would make again: keep plain data, tensors and arrays there")
+    return encoded
 
 
 def position_of(state: TrainState) -> list[int]:
@@ -134,20 +148,30 @@ def _versions() -> dict[str, str]:
     return {"fnloop": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _model_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
-    for name, value in unwrap(state).state_dict().items():
+def _model_facts(state: TrainState, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Any]:
+    module, extra = unwrap(state), {}
+    for name, value in module.state_dict().items():
         if isinstance(value, Tensor):
-            tensors[name] = value.detach()
+            encode(value, {}, name)  # checks that it can be held
+            tensors[_bare(name)] = value.detach()
         else:
-            extra[name] = encode(value, {}, f"model.{name}")  # a module's get_extra_state
-    return {"class": type(unwrap(state)).__name__, "extra_state": extra}
+            extra[_bare(name)] = encode(value, others, f"model.{_bare(name)}")  # a module's get_extra_state
+    return {
+        "class": type(module).__name__,
+        "extra_state": extra,
+        "frozen": [_bare(name) for name, p in module.named_parameters() if not p.requires_grad],
+        "evaluating": [_bare(name) for name, m in module.named_modules() if not m.training],
+    }
+
+
+def _bare(name: str) -> str:
+    """Return a name in the model without what torch.compile has put into it."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
 
 
 def _named_parameters(state: TrainState) -> dict[int, str]:
-    """Return id to name of every parameter that the optimizer updates; one that the model hasn't is named by
-    position."""
-    names = {id(p): name for name, p in unwrap(state).named_parameters()}
+    """Return id to name of every parameter that the optimizer updates; one that the model hasn't is named by position."""
+    names = {id(p): _bare(name) for name, p in unwrap(state).named_parameters()}
     for i, group in enumerate(state.optimizer.param_groups):
         for j, p in enumerate(group["params"]):
             names.setdefault(id(p), f"param_groups.{i}.{j}")
@@ -207,21 +231,23 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None) ->
         path: the folder to be.
         facts: more for the manifest.
     """
-    if path.exists() and not (path.is_dir() and {p.name for p in path.iterdir()} <= {*FILES, "manifest.json"}):
+    path = path.resolve()
+    ours = path.is_dir() and (not any(path.iterdir()) or any((path / name).exists() for name in (*FILES, "manifest.json")))
+    if path.exists() and not ours:
         raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     _clean(path.parent)
-    beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    beside = path.with_name(f".{path.name}.writing-{os.getpid()}-{next(_numbers)}")
     _being_written.add(beside)
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
-        texts = {"state.json": json.dumps(what.facts, indent=1, allow_nan=False)}
+        texts = {"state.json": json.dumps(what.facts, indent=1, allow_nan=False, ensure_ascii=False)}
         with ThreadPoolExecutor(2) as pool:
             sums = pool.map(lambda name: _write_file(what, texts, beside / name), FILES)
             files = dict(zip(FILES, sums, strict=True))
         about = {name: what.facts[name] for name in ("position", "stop", "measured")}
-        manifest = {"format_version": FORMAT, **about, **(facts or {}), "files": files}
+        manifest = {"format_version": FORMAT, "serial": _next_serial(path), **about, **(facts or {}), "files": files}
         _write_text(beside / "manifest.json", json.dumps({**manifest, "check": _check_of(manifest)}, indent=1))
         _flush(beside)
         _put_in_place(beside, path)
@@ -244,13 +270,20 @@ def _write_file(what: Contents, texts: Mapping[str, str], path: Path) -> dict[st
             shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
             seen.add(tensor.untyped_storage().data_ptr())
             whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+            whole = whole and not tensor.is_conj() and not tensor.is_neg()
             tensors[name] = tensor if whole and not shared else tensor.clone(memory_format=torch.contiguous_format)
+            tensors[name] = tensors[name].resolve_conj().resolve_neg()
         try:
-            save_file(tensors, path)
+            save_file(tensors, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path} can't be written: {error}") from error
         _flush(path)
     return {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
+
+
+def _next_serial(path: Path) -> int:
+    """Return a number above those of all checkpoints beside a path: the one that was written last is the newest."""
+    return max((serial for p in _candidates(path.parent) if (serial := _age(p)[0]) >= 0), default=0) + 1
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -301,19 +334,14 @@ def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no checkpoint: there is no such folder")
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        check = manifest.pop("check")
-        intact = check == _check_of(manifest)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint: it has no manifest.json") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path}/manifest.json is damaged: {error}") from error
-    if not intact:
-        raise CheckpointError(f"{path}/manifest.json is damaged: its own checksum is wrong")
-    if manifest["format_version"] > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
-        )
-    try:
+        if not isinstance(manifest, dict) or manifest.pop("check", None) != _check_of(manifest):
+            raise CheckpointError(f"{path}/manifest.json is damaged: its own checksum is wrong")
+        if manifest["format_version"] > FORMAT:
+            raise CheckpointError(
+                f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
+            )
+        if not isinstance(manifest["measured"], dict) or not all(isinstance(n, int) for n in manifest["position"]):
+            raise CheckpointError(f"{path}/manifest.json is damaged: it says strange things")
         for name in FILES:
             facts, file = manifest["files"][name], path / name
             if not file.is_file():
@@ -322,8 +350,12 @@ def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
                 raise CheckpointError(f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}")
             if deep and _sum_of(file) != facts["sha256"]:
                 raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is no checkpoint: it has no manifest.json (for a folder of them, see latest)") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever it is that somebody has written there
+        raise CheckpointError(f"{path}/manifest.json is damaged, or can't be read: {type(error).__name__}: {error}") from error
     return manifest
 
 
@@ -340,8 +372,8 @@ def _read(path: Path) -> Contents:
         # Copies: what load_file returns is mapped to the file, and would change with it.
         tensors = {name: {k: v.clone() for k, v in load_file(path / f"{name}.safetensors").items()} for name in TENSORS}
         return Contents(**tensors, facts=json.loads((path / "state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
 
 
 def restore(
@@ -377,37 +409,57 @@ def restore(
     parts = PARTS if only is None else tuple(only)
     if isinstance(only, str) or not set(parts) <= set(PARTS):
         raise ValueError(f"restore expects only= as a tuple of {', '.join(PARTS)}; got {only!r}")
-    path = Path(path)
-    read = _read(path)
-    try:
-        return _restored(read, state, parts, strict, path)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} can't be restored: {type(error).__name__}: {error}") from error
+    if path is None:
+        raise TypeError("restore expects a path; got None, which is what latest(folder) returns where there is no checkpoint")
+    return _restored(_read(Path(path)), state, parts, strict, Path(path))
 
 
 def _restored(read: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path) -> TrainState:
+    try:
+        # Everything is checked and decoded before anything is changed.
+        fields = _decoded(read, state, parts)
+        loads = []
+        if "model" in parts:
+            loads.append(_match_model(read, state, strict, path, flags="counters" in parts))
+        if "optimizer" in parts:
+            loads.append(_match_optimizer(read, state, strict, path))
+        kept = {k: v.clone() for k, v in unwrap(state).state_dict().items() if isinstance(v, Tensor)} if loads else {}
+        try:
+            for load in loads:
+                load()
+        except BaseException:
+            unwrap(state).load_state_dict(kept, strict=False)
+            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever it is that somebody has written there
+        raise CheckpointError(f"{path} can't be restored: {type(error).__name__}: {error}") from error
+    return advance_to(attrs.evolve(state, **fields))
+
+
+def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the state that were saved."""
     facts, fields = read.facts, {}
-    # Everything is checked and decoded before anything is changed.
-    load_model = _match_model(read, state, strict, path) if "model" in parts else None
-    load_optimizer = _match_optimizer(read, state, strict, path) if "optimizer" in parts else None
     device = state.backend.device
     slots = {k: v if k.startswith("generators") else v.to(device) for k, v in read.slots.items()}
-    if "slots" in parts:
-        fields["slots"] = decode(facts["slots"], slots)
-    if "metrics" in parts:
-        fields["metrics"] = {k: _metric(v) for k, v in decode(facts["metrics"], slots).items()}
-    if "extra" in parts:
-        fields["extra"] = decode(facts["extra"], slots)
+    for part in ("slots", "metrics", "extra"):
+        value = decode(facts[part], slots)
+        if not isinstance(value, dict):
+            raise TypeError(f"{part} is a {type(value).__name__}")
+        if part in parts:
+            fields[part] = {k: _metric(v) for k, v in value.items()} if part == "metrics" else value
+    history = History(_record(decode(row, slots)) for row in facts["history"])
     if "history" in parts:
-        fields["history"] = History(_record(decode(row, slots)) for row in facts["history"])
+        fields["history"] = history
+    counters = {name: facts[name] for name in COUNTERS}
+    for name, value in counters.items():
+        right = value is None or isinstance(value, str) if name == "stop" else isinstance(value, int) and value >= 0
+        if not right:
+            raise TypeError(f"{name} is {value!r}")
+    generators = decode(facts["generators"], slots)
     if "counters" in parts:
-        fields.update({name: facts[name] for name in COUNTERS})
-        generators = decode(facts["generators"], slots)
-        fields["generators"] = generators and HostGenerators.from_parts(generators)
-    for load in (load_model, load_optimizer):
-        if load is not None:
-            load()
-    return advance_to(attrs.evolve(state, **fields))
+        fields.update(counters, generators=HostGenerators.from_parts(generators).checked() if generators else None)
+    return fields
 
 
 def _record(row: dict[str, Any]) -> Record:
@@ -420,33 +472,47 @@ def _metric(value: Any) -> Any:
     return MONOIDS[value.kind](**value.parts) if isinstance(value, Saved) and value.kind in MONOIDS else value
 
 
-def _match_model(read: Contents, state: TrainState, strict: bool, path: Path) -> Any:
-    module = unwrap(state)
-    mine = module.state_dict()
-    saved = {**read.model, **{k: decode(v, {}) for k, v in read.facts["model"]["extra_state"].items()}}
+def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, flags: bool) -> Callable[[], None]:
+    module, facts = unwrap(state), read.facts["model"]
+    spelled = {_bare(k): k for k in module.state_dict()}
+    mine = {_bare(k): v for k, v in module.state_dict().items()}
+    saved = {**read.model, **{k: decode(v, read.slots) for k, v in facts["extra_state"].items()}}
     missing, unexpected = [k for k in mine if k not in saved], [k for k in saved if k not in mine]
     both = [k for k in mine if k in saved and isinstance(saved[k], Tensor) and isinstance(mine[k], Tensor)]
     differ = [k for k in both if saved[k].shape != mine[k].shape]
     shapes = [f"{k}: {tuple(saved[k].shape)} saved, {tuple(mine[k].shape)} here" for k in differ]
+    dtypes = [f"{k}: {saved[k].dtype} saved, {mine[k].dtype} here" for k in both if saved[k].dtype != mine[k].dtype]
     faults = [("missing in the checkpoint", missing), ("not in the model", unexpected), ("of another shape", shapes)]
+    faults += [("of another dtype", dtypes)] if flags else []  # the weights alone may be cast
     found = "; ".join(f"{what}: {_first(which)}" for what, which in faults if which)
     if found and strict:
         raise CheckpointError(
-            f"{path} is of another model ({read.facts['model']['class']}). {found}. Make the same model, or "
+            f"{path} is of another model ({facts['class']}). {found}. Make the same model, or "
             "take what matches: "
             f"restore(path, state, only=('model',), strict=False)"
         )
     if found:
         _log.warning("restore: left as it was: %s", found)
-    fitting = {k: v for k, v in saved.items() if k in mine and k not in differ}
-    return lambda: module.load_state_dict(fitting, strict=False)
+    fitting = {spelled[k]: v for k, v in saved.items() if k in mine and k not in differ}
+
+    def load() -> None:
+        reply = module.load_state_dict(fitting, strict=False)
+        if strict and reply.missing_keys:
+            raise CheckpointError(f"{path}: the model took no value for {_first(reply.missing_keys)}: its hooks rename keys")
+        if flags:
+            for name, p in module.named_parameters():
+                p.requires_grad_(_bare(name) not in facts["frozen"])
+            for name, submodule in module.named_modules():
+                submodule.training = _bare(name) not in facts["evaluating"]
+
+    return load
 
 
 def _first(names: Sequence[str], n: int = 3) -> str:
     return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
-def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path) -> Any:
+def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path) -> Callable[[], None]:
     facts, optimizer = read.facts["optimizer"], state.optimizer
     if facts["class"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -464,25 +530,43 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
             difference = "the same parameters in other groups, or in another order"
         raise CheckpointError(f"{path} has an optimizer of other parameters: {difference}. Make its groups as they were")
     parameters = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-    wrong = [
-        f"{name}: {tuple(read.optimizer[key].shape)} saved, {tuple(p.shape)} here"
-        for name, (p, _) in parameters.items()
-        if (key := f"parameter.{name}") in read.optimizer and read.optimizer[key].shape != p.shape
-    ]
-    if wrong:
-        raise CheckpointError(f"{path} has parameters of another shape: {_first(wrong)}")
+    shape_of = {**{k: v.shape for k, v in read.model.items()}}
+    shape_of.update({k.removeprefix("parameter."): v.shape for k, v in read.optimizer.items() if k.startswith("parameter.")})
+    wrong = [k for k, (p, _) in parameters.items() if k in shape_of and shape_of[k] != p.shape]
+    if wrong and strict:
+        shapes = [f"{k}: {tuple(shape_of[k])} saved, {tuple(parameters[k][0].shape)} here" for k in wrong]
+        raise CheckpointError(f"{path} has the optimizer's state of parameters of another shape: {_first(shapes)}")
     settings = [decode({k: v for k, v in g.items() if k != "params"}, read.optimizer) for g in facts["param_groups"]]
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
+        for key, value in values.items():
+            held = group.get(key)
+            if isinstance(held, Tensor) and (
+                not isinstance(value, Tensor | int | float) or getattr(value, "ndim", 0) != held.ndim
+            ):
+                raise CheckpointError(
+                    f"{path}: {key} of a parameter group is {value!r}, and a tensor of shape {tuple(held.shape)} here"
+                )
+            if (
+                not isinstance(held, Tensor)
+                and held is not None
+                and type(value) is not type(held)
+                and not (isinstance(held, int | float) and isinstance(value, int | float | Tensor))
+                and value is not None
+            ):
+                raise CheckpointError(f"{path}: {key} of a parameter group is {value!r}, and {held!r} here")
     state_of = {
         name: _on_device(decode(value, read.optimizer), *parameters[name])
         for name, value in facts["state"].items()
-        if name in parameters and _fits(decode(value, read.optimizer), parameters[name][0], strict)
+        if name in parameters and name not in wrong
     }
+    if not all(isinstance(value, dict) for value in state_of.values()):
+        raise CheckpointError(f"{path}: the optimizer's state isn't a mapping")
 
     def load() -> None:
         for group, values in zip(optimizer.param_groups, settings, strict=False):
             for key, value in values.items():
                 held = group.get(key)
-                if isinstance(held, Tensor) and isinstance(value, Tensor):
+                if isinstance(held, Tensor):
                     held.copy_(value)
                 else:
                     group[key] = value
@@ -494,11 +578,6 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
             optimizer.state[parameters[name][0]] = value
 
     return load
-
-
-def _fits(value: Mapping[str, Any], parameter: Tensor, strict: bool) -> bool:
-    """Say whether an optimizer's state of a parameter is of its shape (only asked where shapes may differ)."""
-    return strict or all(v.ndim == 0 or v.shape == parameter.shape for v in value.values() if isinstance(v, Tensor))
 
 
 def _on_device(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
@@ -517,21 +596,29 @@ def _on_device(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return what is, or was, a checkpoint, newest first."""
+    """Return what is, or was, a checkpoint, the one that was written last first."""
     if not folder.is_dir():
         return []
-    found = [p for p in folder.iterdir() if p.is_dir() and any((p / name).exists() for name in ("manifest.json", *FILES))]
+    found = [
+        p
+        for p in folder.iterdir()
+        if p.is_dir() and not p.is_symlink() and any((p / name).exists() for name in ("manifest.json", *FILES))
+    ]
     replaced = [p for p in found if p.name.endswith(".old") and p.name.startswith(".")]
     aside = [p for p in replaced if not (folder / p.name[1:].removesuffix(".old")).exists()]
     return sorted([*(p for p in found if not p.name.startswith(".")), *aside], key=_age, reverse=True)
 
 
 def _age(path: Path) -> tuple[Any, ...]:
-    """Return what orders checkpoints, as the manifest has it, or, if that can't be read, as the name has it."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        tried, epoch, batch = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["position"]
-        return (int(tried), int(epoch), int(batch), path.name)
-    return (sum(map(int, re.findall(r"\d+", path.name))), 0, 0, path.name)
+    """Return what orders checkpoints: when they were written, or, if the manifest can't be read, what the name says."""
+    named = sum(map(int, re.findall(r"\d+", path.name[:60])))
+    with contextlib.suppress(Exception):
+        return (int(json.loads((path / "manifest.json").read_text(encoding="utf-8"))["serial"]), named, path.name)
+    with contextlib.suppress(OSError):  # a damaged one: newest is what was changed last
+        siblings = [p for p in path.parent.iterdir() if p != path and (p / "manifest.json").exists()]
+        older = [p for p in siblings if p.stat().st_mtime_ns <= path.stat().st_mtime_ns]
+        return (max((_age(p)[0] for p in older), default=0), named + 0.5, path.name)
+    return (0, named, path.name)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -632,18 +719,19 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         0
     """
     check_fresh(state)
-    path = latest(folder)
-    return state if path is None else restore(path, state)
-
-
-def saved_as(folder: Path, state: TrainState) -> Path | None:
-    """Return the checkpoint of this very state in a folder, if it is the newest and whole."""
-    for path in _candidates(folder)[:1]:
-        with contextlib.suppress(CheckpointError):
-            about = verify(path, deep=False)
-            if about["position"] == position_of(state) and about["stop"] == state.stop and verify(path):
-                return path
-    return None
+    folder = Path(folder)
+    if (folder / "manifest.json").exists():
+        return restore(folder, state)  # it is a checkpoint itself
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+    for path in _candidates(folder):
+        try:
+            read = _read(path)
+        except CheckpointError as error:
+            warnings.warn(f"passed over: {error}", stacklevel=2)
+        else:
+            return _restored(read, state, PARTS, True, path)
+    return state
 
 
 def prune(written: Path, keep: int, key: str | None, mode: str, keep_best: int) -> None:
@@ -652,14 +740,17 @@ def prune(written: Path, keep: int, key: str | None, mode: str, keep_best: int) 
     A function of what is on the disk: nothing is remembered. What was written just now is kept in any case, so there is
     always one that is whole. Those that are seen to be damaged don't count, and aren't touched.
     """
+    written = written.resolve()
     valid = [(path, m) for path in reversed(_candidates(written.parent)) if (m := _manifest(path)) is not None]
+    valid = [(path, m) for path, m in valid if re.fullmatch(_STEP, path.name)]  # what has another name was saved by hand
     kept = {written, *(path for path, _ in valid[-keep:])}
     if key is not None:
         kept |= {path for path, _ in _ranking(valid, key, mode)[:keep_best]}
     for path, _ in valid:
         if path not in kept:
             removing = path.with_name(f".{path.name}.removing")
-            path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
             shutil.rmtree(removing, ignore_errors=True)
     _clean(written.parent)
 
@@ -667,11 +758,11 @@ def prune(written: Path, keep: int, key: str | None, mode: str, keep_best: int) 
 def _clean(folder: Path) -> None:
     """Remove what killed processes have left over."""
     for path in folder.glob(".*"):
-        writer = re.fullmatch(r"\..+\.writing-(\d+)", path.name)
+        writer = re.fullmatch(r"\..+\.writing-(\d+)(-\d+)?", path.name)
         replaced = re.fullmatch(r"\.(.+)\.old", path.name)
         if (
             (writer and path not in _being_written and not _alive(int(writer[1])))
-            or path.name.endswith(".removing")
+            or re.fullmatch(rf"\.{_STEP}\.removing", path.name)
             or (replaced and _manifest(path.with_name(replaced[1])) is not None)
         ):
             shutil.rmtree(path, ignore_errors=True)

@@ -182,7 +182,9 @@ def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator
         for owner in {id(owner): owner for owner in (loader, *samplers) if owner is not None}.values():
             stack.enter_context(own_generator(owner, order))
         position_all(order)
-        iterable = loader if hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") else loader()
+        iterable: Any = loader
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            iterable = iterable()
         batches = iter(iterable)
     if start and batches is loader:
         raise ValueError(

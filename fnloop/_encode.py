@@ -8,6 +8,7 @@ middleware's ``init`` for a slot, the next batch for a metric.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,13 +61,19 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, np.ndarray):
-        tensors[path] = torch.from_numpy(value.astype(np.int64) if value.dtype.kind == "u" else value)
-        return {"$array": path, "dtype": str(value.dtype)}
+        if value.dtype.kind not in "biufc":
+            raise TypeError(f"{path} is an array of {value.dtype}, which a checkpoint can't hold: keep a list")
+        kept = value.astype(np.int64) if value.dtype.kind == "u" else value.astype(value.dtype.newbyteorder("="))
+        return {"$array": _put(tensors, path, torch.from_numpy(np.ascontiguousarray(kept))), "dtype": str(value.dtype)}
     if isinstance(value, Tensor):
-        if path in tensors:
-            raise TypeError(f"two tensors would be saved as {path}")
-        tensors[path] = value.detach()
-        return {"$tensor": path}
+        if value.layout is not torch.strided or value.is_meta or value.dtype is torch.complex128:
+            kind = "meta" if value.is_meta else f"{value.layout} {value.dtype}"
+            raise TypeError(f"{path} is a tensor ({kind}), which safetensors can't hold")
+        return {"$tensor": _put(tensors, path, value.detach())}
+    if isinstance(value, Counter):
+        return {"$counter": encode(dict(value), tensors, path)}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        raise TypeError(f"{path} is a {type(value).__name__}, a named tuple, which would come back as a plain one: keep a dict")
     if isinstance(value, Saved):
         return {"$saved": value.kind, "parts": encode(dict(value.parts), tensors, path)}
     if isinstance(value, list):
@@ -85,7 +92,22 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
             f"{path} is a {type(value).__name__}, which a checkpoint can't hold. Keep plain data, tensors, attrs records or "
             f"objects with a state_dict there"
         )
-    return {"$saved": type(value).__name__, "parts": encode(parts, tensors, path)}
+    return {"$saved": _kind(value), "parts": encode(parts, tensors, path)}
+
+
+def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
+    """Put a tensor under its path, or, if two paths are spelled alike, under the next free name; return the name."""
+    name, n = path, 0
+    while name in tensors:
+        name, n = f"{path}~{n}", n + 1
+    tensors[name] = tensor
+    return name
+
+
+def _kind(value: Any) -> str:
+    """Name the class of a value; only fnloop's own are named with their package."""
+    cls = type(value)
+    return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
 
 
 def _parts(value: Any) -> Mapping[str, Any] | None:
@@ -122,6 +144,8 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {decode(v, tensors) for v in value["$set"]}
     if "$dict" in value:
         return {decode(k, tensors): decode(v, tensors) for k, v in value["$dict"]}
+    if "$counter" in value:
+        return Counter(decode(value["$counter"], tensors))
     if "$saved" in value:
         return Saved(value["$saved"], decode(value["parts"], tensors))
     return {k: decode(v, tensors) for k, v in value.items()}
@@ -150,12 +174,15 @@ def like(template: Any, value: Any) -> Any:
         return {k: like(template[k], v) if k in template else v for k, v in value.items()}
     if isinstance(value, Tensor) and isinstance(template, Tensor):
         return value.to(template.device)
+    if isinstance(value, list | tuple) and type(value) is type(template) and len(value) == len(template):
+        return type(value)(map(like, template, value))
     if not isinstance(value, Saved):
         return value
-    if value.kind != type(template).__name__:
+    if value.kind != _kind(template):
+        saved, now = value.kind.removeprefix("fnloop."), type(template).__name__
         raise ValueError(
-            f"the checkpoint has a {value.kind} where there is a {type(template).__name__} now: it was written with other "
-            f"settings. Use those, or restore without it: restore(path, state, only=('model', 'optimizer', 'counters'))"
+            f"the checkpoint has a {saved} where there is a {now} now: it was written with other settings. Use those, or "
+            f"restore without it: restore(path, state, only=('model', 'optimizer', 'counters'))"
         )
     if hasattr(template, "from_parts"):
         return template.from_parts(value.parts)

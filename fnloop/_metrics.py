@@ -172,7 +172,7 @@ class Last(_Value):
         return other
 
 
-MONOIDS = {"Mean": Mean, "Sum": Sum, "Min": Min, "Max": Max, "Last": Last}
+MONOIDS = {f"fnloop.{monoid.__name__}": monoid for monoid in (Mean, Sum, Min, Max, Last)}
 
 
 def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +224,8 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         numbers = torch.stack([v.detach().to(home, dtype) for _, _, v in cells]).tolist()  # the one host read of a report
         for (name, field, _), number in zip(cells, numbers, strict=True):
             plain[name] = attrs.evolve(plain[name], **{field: number})
-    return {name: plain.get(name, metric).compute() for name, metric in metrics.items()}
+    # What is still Saved was never met again in the epoch that it is of: what it was made from isn't known.
+    return {name: plain.get(name, metric).compute() for name, metric in metrics.items() if not isinstance(metric, Saved)}
 
 
 @attrs.frozen(eq=False)

@@ -74,6 +74,12 @@ class HostGenerators(NamedTuple):
         version, words, gauss = parts["python"]
         return cls((version, tuple(map(int, words)), gauss), tuple(parts["numpy"]))
 
+    def checked(self) -> HostGenerators:
+        """Return them, having tried that generators take them."""
+        random.Random().setstate(self.python)
+        np.random.RandomState().set_state(self.numpy)
+        return self
+
     def install(self) -> None:
         random.setstate(self.python)
         np.random.set_state(self.numpy)

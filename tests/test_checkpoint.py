@@ -672,7 +672,7 @@ def test_what_goes_wrong_in_the_background_comes_out(tmp_path, monkeypatch):
     monkeypatch.setattr(_checkpoint, "write", full)
     with pytest.raises(OSError, match="No space left") as error:
         fl.fit(step, toy(), [ONE] * 9, hooks=(fl.every(steps=2)(fl.checkpoint(tmp_path, background=True)),))
-    assert error.value.state.step == 4
+    assert error.value.state.step in (3, 4)  # at the next boundary at which the writer has failed
 
 
 @pytest.mark.parametrize(

@@ -511,10 +511,10 @@ def test_whichever_write_fails_the_error_comes_out_and_the_checkpoint_before_sta
         newest = fl.latest(folder)
         assert (newest and newest.name) == (f"step-{there[-1]:08d}" if there else None)
 
-        surfaces = saves[min(place + background, len(saves) - 1)]
-        assert error.state.step == surfaces
-        where = "the end" if surfaces == last else "every(steps=3)(checkpoint("
-        assert any(f"while in {where}" in text and f"step {surfaces}" in text for text in error.__notes__)
+        surfaces = error.state.step  # in the background, at the first boundary at which the writer has failed
+        assert saves[place] <= surfaces <= saves[min(place + background, len(saves) - 1)]
+        where = ("while in the end", "while in every(steps=3)(checkpoint(")
+        assert any(text.startswith(where) and f"step {surfaces}" in text for text in error.__notes__)
         assert_same(toy_fit(problem, error.state), whole)
         assert_same(toy_fit(problem, fl.resume(folder, problem.state())), whole)
 
@@ -710,8 +710,7 @@ def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(damage, shelf, tmp_
     with pytest.warns(UserWarning, match="passed over"):
         state = fl.resume(folder, problem.state())
     toy_fit(problem, state, steps=3, hooks=(fl.every(steps=3)(fl.checkpoint(folder, keep=1)),))
-    with pytest.warns(UserWarning, match="passed over"):
-        assert fl.latest(folder) == folder / "step-00000003"
+    assert fl.latest(folder) == folder / "step-00000003"  # the one that was written last
 
 
 def test_a_file_that_cannot_be_read_is_a_damage_as_well(shelf, given, monkeypatch):

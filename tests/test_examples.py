@@ -14,7 +14,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run(name: str, *arguments: str) -> str:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "agg"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,8 +37,8 @@ def accuracies(out: str):
 
 def test_text_learns():
     out = run("text.py")
-    losses = [float(x) for x in re.findall(r"valid[ /]loss\D*(\d+\.\d+)", out)]
-    assert losses and losses[-1] < 2.3
+    (trained,) = re.findall(r"([\d.]+) trained", out.replace("untrained", ""))
+    assert float(trained) < 2.0  # nats per character; 4.6 blindly
 
 
 def test_by_hand_and_fnloop_agree():

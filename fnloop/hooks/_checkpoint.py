@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import weakref
 from pathlib import Path
 
-from fnloop._checkpoint import Contents, contents, prune, saved_as, write
+from fnloop._checkpoint import Contents, contents, prune, write
 from fnloop._history import better
-from fnloop._state import TrainState
+from fnloop._state import RECORD, TrainState
 
 __all__ = ["checkpoint"]
 
@@ -69,6 +71,7 @@ class checkpoint:
         self.keep_best, self.background = keep_best, background
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
         self._buffers: Contents | None = None  # host memory of the copy before, to copy into again
 
     def __repr__(self) -> str:
@@ -77,7 +80,9 @@ class checkpoint:
 
     def __call__(self, state: TrainState) -> TrainState:
         self._wait()
-        if saved_as(self.folder, state) is None:
+        self._check_best(state)
+        if self._saved is None or self._saved() is not state:
+            self._saved = weakref.ref(state)
             what = contents(state)
             if self.background:
                 what = self._buffers = what.copied(self._buffers)
@@ -93,16 +98,33 @@ class checkpoint:
         self._wait()
         return state
 
+    def poll(self) -> None:
+        """Raise what has gone wrong in the background, at every boundary."""
+        if self._error is not None:
+            self._wait()
+
     def close(self) -> None:
-        """Wait for the writer, when the run ends."""
-        if self._writer is not None:
-            self._writer.join()
+        """Wait for the writer, when the run is left; what goes wrong with that is logged, since nobody is there to catch it."""
+        try:
+            self._wait()
+        except Exception as error:
+            logging.getLogger("fnloop").error("checkpoint: the last one could not be written: %s", error)
 
     def _wait(self) -> None:
-        self.close()
+        if self._writer is not None:
+            self._writer.join()
         self._writer, error, self._error = None, self._error, None
         if error is not None:
+            self._saved = None
             raise error
+
+    def _check_best(self, state: TrainState) -> None:
+        """Raise if an evaluation has other metrics than the one that the best are kept by."""
+        if self.best is None or RECORD not in state.news or self.best in state.history:
+            return
+        metrics, loader = state.history[-1].metrics, self.best.split("/", 1)[0]
+        if any(name.startswith(f"{loader}/") for name in metrics):
+            raise KeyError(f"checkpoint: there is no metric {self.best!r}; there are: {', '.join(metrics)}")
 
     def _write_and_note(self, what: Contents, state: TrainState) -> None:
         try:

@@ -38,7 +38,15 @@ class Gated:
         return f"{self.moment!r}({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
-        return self.hook(state) if self.moment.due(state) else state
+        if self.moment.due(state):
+            return self.hook(state)
+        if hasattr(self.hook, "poll"):
+            self.hook.poll()  # type: ignore[attr-defined]
+        return state
+
+    def poll(self) -> None:
+        if hasattr(self.hook, "poll"):
+            self.hook.poll()  # type: ignore[attr-defined]
 
     def check(self, run: RunInfo) -> None:
         for part in (self.moment, self.hook):
