@@ -1,11 +1,13 @@
 """Randomness as a function of where a run is.
 
-Inside a run torch's global generators (the CPU's and the device's) are *positioned* before every update by (seed,
-epoch, batch), and all of them, python's and numpy's too, before every batch that is loaded, by the same under another
-purpose. So an evaluation, a hook or a prefetching worker can't change what training draws, and a resumed run draws
-what it would have drawn. Python's and numpy's generators, whose seeding would cost an update 3 %, start from (seed,
-epoch) and are carried within the epoch (:class:`HostGenerators`). Outside a run the caller's generators are as they
-were.
+Inside a run torch's global generators (the CPU's and the device's) are *positioned* before every update by (seed, epoch, batch),
+and all of them, python's and numpy's too, before every batch that is loaded, by the same under another purpose. So what torch
+draws can't be changed by an evaluation, a hook or a prefetching worker, and a resumed run draws what it would have drawn.
+
+Python's and numpy's generators, whose seeding would cost an update 3 %, start from (seed, epoch) and are carried within the
+epoch (:class:`HostGenerators`): what a loss function draws from them resumes exactly, but a hook that draws moves them on, and
+a loader without workers, which loads in this process, positions them with each batch. Outside a run the caller's generators are
+as they were.
 
 Seeds are mixed with SplitMix64 (Steele, Lea and Flood, 2014, https://doi.org/10.1145/2660193.2660195).
 """

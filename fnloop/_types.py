@@ -204,7 +204,8 @@ def middleware(ring: str) -> Callable[[Callable[..., Any]], Callable[..., Middle
         ...         def noisy(state, batch):
         ...             state, out = step(state, batch)
         ...             for p in state.model.parameters():
-        ...                 p.grad.add_(torch.randn_like(p), alpha=std)
+        ...                 if p.grad is not None:
+        ...                     p.grad.add_(torch.randn_like(p), alpha=std)
         ...             return state, out
         ...         return noisy
         ...     return wrap
