@@ -1,8 +1,9 @@
 """Randomness as a function of where a run is.
 
-Inside a run torch's global generators (the CPU's and the device's) are *positioned* before every update by (seed, epoch, batch),
-and all of them, python's and numpy's too, before every batch that is loaded, by the same under another purpose. So what torch
-draws can't be changed by an evaluation, a hook or a prefetching worker, and a resumed run draws what it would have drawn.
+Inside a run torch's global generators (the CPU's and the device's) are *positioned* before every update by (seed, epoch,
+batch), and all of them, python's and numpy's too, before every batch that is loaded, by the same under another purpose. So
+what torch draws can't be changed by an evaluation, a hook or a prefetching worker, and a resumed run draws what it would have
+drawn.
 
 Python's and numpy's generators, whose seeding would cost an update 3 %, start from (seed, epoch) and are carried within the
 epoch (:class:`HostGenerators`): what a loss function draws from them resumes exactly, but a hook that draws moves them on, and
