@@ -71,6 +71,23 @@ def test_persistent_workers_that_were_left_in_the_middle_start_afresh():
     assert batches(many, epoch=1) == batches(loader(), epoch=1)
 
 
+def test_persistent_workers_can_be_evaluated_in_the_middle_of_their_epoch():
+    step = fl.pipeline()(toy_loss)
+    states = []
+    for many in (loader(), loader(num_workers=1, persistent_workers=True)):
+        state = fl.fit(step, toy(), (many, many), epochs=2, evaluate_every=fl.every(steps=2), hooks=())
+        assert [r.step for r in state.history if "valid/loss" in r.metrics] == [2, 4, 6, 8]
+        states.append(state)
+    assert_same(*states)
+
+
+def test_persistent_workers_can_be_read_twice_at_once():
+    many = loader(num_workers=1, persistent_workers=True)
+    read = lambda: fl.predict(lambda model, batch: batch.flatten().tolist(), toy(), many)
+    pairs = list(zip(read(), read(), strict=True))
+    assert len(pairs) == 4 and all(one == two for one, two in pairs)
+
+
 def test_what_was_consumed_is_skipped_by_index_not_by_loading_it():
     data = loader(noisy=True)
     whole = batches(data)

@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, small, stochastic, toy, toy_loss
@@ -95,6 +96,12 @@ def test_loaders_come_in_many_forms(loaders, keys):
         assert fit(loaders=loaders).history.keys() == keys
 
 
+@pytest.mark.parametrize("call", [fl.evaluate, lambda step, *args: fl.predict(lambda model, batch: batch, *args)])
+def test_one_loader_is_evaluated_at_a_time(call):
+    with pytest.raises(TypeError, match=r"must be one iterable of batches; got a mapping with \['a', 'b'\]"):
+        call(step, toy(), {"a": [ONE], "b": [ONE]})
+
+
 def test_an_iterator_can_be_read_once():
     iterator = iter([ONE] * 3)
     state = fit(loaders=iterator)
@@ -122,6 +129,7 @@ def test_a_generator_function_goes_on_in_the_middle_of_its_epoch():
         (3, TypeError, "must be an iterable of batches"),
         ([torch.utils.data.DataLoader([ONE])] * 2, TypeError, r"write a pair \(train, valid\)"),
         ({"train": [ONE], "valid": 3}, TypeError, "the valid loader must be an iterable"),
+        (torch.utils.data.TensorDataset(ONE), TypeError, "the train loader is a TensorDataset.*wrap it in a DataLoader"),
     ],
 )
 def test_bad_loaders_are_named(loaders, error, message):
@@ -221,6 +229,19 @@ def test_evaluating_a_new_state_does_not_make_a_scheduler_that_sets_its_learning
     assert (state.optimizer.param_groups[0]["lr"], dict(state.slots)) == (1.0, {})
 
 
+def test_an_evaluation_tells_a_dataset_of_no_epoch():
+    class Told(torch.utils.data.TensorDataset):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    told: list[int] = []
+    data = torch.utils.data.DataLoader(Told(torch.ones(2)))
+    first = fl.pipeline()(lambda model, batch: toy_loss(model, batch[0] if isinstance(batch, list) else batch))
+    fl.evaluate(first, toy(), data)
+    fl.fit(first, toy(), ([ONE], data), epochs=2, hooks=())
+    assert told == []
+
+
 def test_predict_is_lazy_and_in_order():
     asked = []
 
@@ -252,6 +273,20 @@ def test_predict_wants_a_function_first():
 def test_run_yields_after_every_epoch_and_at_the_end():
     states = fl.run(step, toy(), [ONE] * 3, steps=7, hooks=())
     assert [(s.step, s.epoch, s.run) for s in states] == [(3, 1, None), (6, 2, None), (7, 2, None)]
+
+
+def test_a_run_at_its_target_yields_the_state_once():
+    state = fit(epochs=1)
+    assert list(fl.run(step, state, [ONE] * 3, epochs=1, hooks=())) == [state]
+
+
+def test_a_run_closes_an_epoch_that_bare_steps_have_used_up():
+    state = toy()
+    for _ in range(5):
+        state, _ = step(state, ONE)
+    assert (state.step, state.epoch, state.batch) == (5, 0, 5)
+    state = fit(state, [ONE] * 5, epochs=2)
+    assert (state.step, state.epoch, state.batch, state.model.w.item()) == (10, 2, 0, -10.0)
 
 
 def test_leaving_a_run_closes_its_hooks():
@@ -314,6 +349,55 @@ def test_a_hook_may_go_back_to_a_snapshot():
     back = fl.when(lambda state: state.step == 2 and state.model is not kept.model)(lambda state: kept)
     state = fit(hooks=(back,), epochs=1)
     assert (state.model.w.item(), state.step, state.epoch) == (4.0, 3, 1)
+
+
+def test_a_gradient_that_a_hook_leaves_is_not_of_the_next_update():
+    def probe(state):
+        toy_loss(state.model, 100 * ONE)[0].backward()
+        return state
+
+    assert fit(hooks=(probe,)).model.w.item() == -3.0
+
+
+def test_parameters_that_a_hook_adds_are_trained_from_then_on():
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.bias)
+    state = fl.TrainState.create(model, torch.optim.SGD([model.weight], lr=1.0))
+
+    def add(state):
+        state.optimizer.add_param_group({"params": [model.bias]})
+        return state
+
+    hooks = (fl.when(lambda state: state.step == 2)(add),)
+    fl.fit(fl.pipeline()(lambda m, b: m(b).mean()), state, [torch.ones(1, 1)] * 3, hooks=hooks)
+    assert (model.bias.item(), model.bias.grad) == (-1.0, None)
+
+
+def test_a_parameter_outside_the_optimizer_keeps_no_gradient():
+    model = torch.nn.Linear(1, 1)
+    state = fl.TrainState.create(model, torch.optim.SGD([model.weight], lr=1.0))
+    fl.fit(fl.pipeline()(lambda m, b: m(b).mean()), state, [torch.ones(1, 1)] * 3, hooks=())
+    assert model.bias.grad is None
+
+
+def test_a_hook_that_returns_an_old_state_is_named():
+    kept = []
+
+    def old(state):
+        kept.append(state)
+        return kept[0]
+
+    with pytest.raises(fl.StaleStateError) as error:
+        fit(hooks=(old,))
+    assert "old, train" in error.value.__notes__[0]
+    assert error.value.state.step == 2
+    assert fit(error.value.state).model.w.item() == -3.0
+
+
+def test_two_checkpoint_hooks_on_one_folder_are_refused(tmp_path):
+    saves = (fl.checkpoint(tmp_path / "a"), fl.every(steps=1)(fl.checkpoint(tmp_path / "a")))
+    with pytest.raises(ValueError, match="two checkpoint hooks share .*give each its own folder"):
+        fit(hooks=saves)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
@@ -398,6 +482,29 @@ def test_a_second_ctrl_c_raises_and_loses_nothing():
     assert fit(error.value.state, NUMBERS).model.w.item() == -6.0
 
 
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
+    hook = fl.when(lambda state: state.step == 3)(lambda state: (how(), state)[1])
+    states = list(fl.run(step, toy(), [ONE] * 3, epochs=3, hooks=(hook,)))
+    assert [(s.step, s.epoch, s.stop) for s in states] == [(3, 1, reason)]
+    assert fit(hooks=(hook,)).stop == reason  # at the last boundary of the run too
+
+
+def test_a_loader_that_dies_of_the_signal_that_stops_the_run_is_no_error():
+    def dies():
+        yield from NUMBERS[:2]
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    state = fl.fit(interrupting(2, terminate), toy(), dies, hooks=())
+    assert (state.step, state.model.w.item(), state.stop) == (2, -3.0, "SIGTERM")
+    state = fit(state, NUMBERS)
+    assert (state.step, state.epoch, state.stop, state.model.w.item()) == (3, 1, None, -6.0)
+
+
 def test_hooks_see_an_interruption():
     seen = []
     fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=(lambda state: (seen.append(state.stop), state)[1],))
@@ -452,6 +559,36 @@ def test_the_note_names_the_middleware():
     with pytest.raises(Boom) as error:
         fl.fit(fl.pipeline(failing_middleware("gradient"), fl.clip(1.0))(toy_loss), toy(), NUMBERS, hooks=())
     assert error.value.__notes__ == ["while in fails(2.0), train, epoch 0, batch 1, step 1"]
+
+
+class Uncombinable:
+    def combine(self, other):
+        raise Boom
+
+    def compute(self):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("member", "error", "steps"),
+    [
+        (failing_middleware("step"), Boom, 2),
+        (fl.metric(odd=lambda aux, batch: Uncombinable()), Boom, 2),
+        (fl.torch_scheduler(lambda opt, run: OneCycleLR(opt, 1.0, total_steps=3)), ValueError, 4),
+    ],
+    ids=["step ring", "metric", "scheduler"],
+)
+def test_what_is_raised_behind_an_update_carries_the_state_with_it(member, error, steps):
+    data = [*NUMBERS, *NUMBERS]
+    with pytest.raises(error) as caught:
+        fl.fit(fl.pipeline(member)(toy_loss), toy(), data, hooks=())
+    state = caught.value.state
+    assert (state.step, state.batch, state.run) == (steps, steps, None)
+    before = state.model.w.item()
+    state = fit(attrs.evolve(state, slots={}, metrics={}), data)
+    assert state.step == 6
+    if error is Boom:
+        assert (before, state.model.w.item()) == (-3.0, -12.0)
 
 
 def test_the_note_names_loaders_and_hooks():

@@ -99,6 +99,26 @@ def test_evaluating_a_step_restores_every_flag():
     assert [m.training for m in problem_model.modules()] == [True, True, False, True]
 
 
+def test_a_module_that_does_something_in_train_does_it_again_behind_an_evaluation():
+    class Merges(Toy):
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model, merged = Merges(), []
+
+    def loss_fn(model, batch):
+        merged.append(model.merged)
+        return toy_loss(model, batch)
+
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    fl.fit(fl.pipeline()(loss_fn), state, ([ONE], [ONE]), epochs=2, hooks=())
+    assert merged == [False, True, False, True]
+    assert model.training and not model.merged
+
+
 def test_gradients_from_before_do_not_leak_into_a_step():
     state = toy()
     state.model.w.grad = torch.tensor(100.0)
@@ -137,6 +157,19 @@ def test_hooks_of_the_optimizer_and_patched_steps_are_called():
     assert calls == ["pre", "post", "patched", "pre", "post"]
 
 
+def test_a_patch_of_the_optimizers_class_is_called(monkeypatch):
+    original, calls = torch.optim.SGD.step, []
+
+    @functools.wraps(original)
+    def patched(self, *args):
+        calls.append("patched")
+        return original(self, *args)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", patched)
+    state, _ = fl.pipeline()(toy_loss)(toy(), ONE)
+    assert (calls, state.model.w.item()) == (["patched"], -1.0)
+
+
 def test_a_profiler_sees_the_optimizers_step():
     state = toy()
     with torch.autograd.profiler.profile() as profile:
@@ -155,6 +188,10 @@ def test_a_profiler_sees_the_optimizers_step():
         ((torch.ones(3, 2), torch.ones(3)), 3),
         ({"x": torch.ones(5, 2), "temperature": torch.tensor(2.0)}, 5),
         (((torch.ones(4), torch.ones(4)), torch.ones(4)), 4),
+        ({"name": ["a", "b"], "x": torch.ones(2, 2)}, 2),  # what is no tensor says nothing about the size
+        ((None, torch.ones(2)), 2),
+        (["text", torch.ones(2)], 2),
+        ({"t": torch.tensor(1.0), "x": torch.ones(4, 2)}, 4),
     ],
 )
 def test_the_weight_is_the_leading_dimension(batch, weight):
@@ -229,6 +266,8 @@ def test_a_frozen_model_is_named():
         (lambda: fl.pipeline()(fl.clip(1.0)), TypeError, r"List it in the first call: pipeline\(clip\(1.0\), ...\)"),
         (lambda: fl.pipeline()(nn.MSELoss()), TypeError, r"supervised\(MSELoss\(...\)\)"),
         (lambda: fl.pipeline()(Toy()), TypeError, r"def loss_fn\(model, batch\)"),
+        (lambda: fl.pipeline()(nn.CrossEntropyLoss), TypeError, r"supervised\(CrossEntropyLoss\(...\)\)"),
+        (lambda: fl.pipeline()(toy(), ONE), TypeError, r"write pipeline\(\)\(loss_fn\)\(state, batch\)"),
         (lambda: fl.pipeline()("mse"), TypeError, r"expects a function \(model, batch\) -> loss; got 'mse'"),
         (lambda: fl.pipeline()(lambda model, x, y: 0), TypeError, r"takes \(model, batch\), but <lambda> takes"),
         (lambda: fl.supervised(nn.MSELoss), TypeError, r"Write supervised\(MSELoss\(\)\)"),
@@ -254,6 +293,7 @@ def test_mistakes_are_found_when_composing(compose, error, message):
         (lambda: fl.fit(fl.clip(1.0), toy(), [ONE]), r"Write pipeline\(clip\(1.0\)\)\(loss_fn\)"),
         (lambda: fl.fit(toy(), fl.pipeline()(toy_loss), [ONE]), "The step comes first"),
         (lambda: fl.fit(fl.pipeline(), toy(), [ONE]), "got pipeline"),
+        (lambda: fl.fit(fl.pipeline(fl.clip(1.0)), toy(), [ONE]), r"write pipeline\(clip\(1.0\)\)\(loss_fn\)"),
         (lambda: fl.fit(fl.pipeline()(toy_loss), Toy(), [ONE]), r"expected a TrainState, as TrainState.create\("),
     ],
 )
@@ -278,6 +318,20 @@ def test_a_partial_loss_function_shows_its_settings():
         return toy_loss(model, batch)[0] * factor
 
     assert repr(fl.pipeline()(functools.partial(scaled, factor=2))) == "pipeline()(scaled(factor=2))"
+
+
+def test_a_partial_of_an_object_is_a_loss_function_too():
+    class Scaled:
+        def __repr__(self):
+            return "Scaled()"
+
+        def __call__(self, model, batch, factor):
+            return toy_loss(model, batch)[0] * factor
+
+    step = fl.pipeline()(functools.partial(Scaled(), factor=2))
+    state, _ = step(toy(), ONE)
+    assert state.model.w.item() == -2.0
+    assert "Scaled" in repr(step) and "factor=2" in repr(step)
 
 
 def test_middleware_can_be_tested_without_a_model_of_its_own():

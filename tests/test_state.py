@@ -111,6 +111,14 @@ def test_a_snapshot_copies_model_and_optimizer_together():
     assert parameter is kept.model.w
 
 
+def test_a_snapshot_of_lbfgs_trains_on():
+    """LBFGS has a list of parameters of its own, which torch doesn't copy."""
+    model = Toy(w=5.0)
+    state = fl.TrainState.create(model, torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe"))
+    kept, _ = fl.pipeline()(lambda model, batch: (model(batch) - 3).square().mean())(fl.snapshot(state), ONE)
+    assert (kept.model.w.item(), state.model.w.item()) == (pytest.approx(3.0), 5.0)
+
+
 def test_two_forks_of_one_snapshot_go_their_own_ways():
     state = toy()
     fork = fl.snapshot(state)

@@ -90,6 +90,12 @@ def test_training_in_fp16_follows_float32():
     assert half[:5] == pytest.approx(full[:5], rel=2e-2)
 
 
+def test_a_loss_that_is_not_finite_at_any_scale_is_an_error():
+    step = fl.pipeline(fl.amp("fp16"))(toy_loss)
+    with pytest.raises(FloatingPointError, match="the loss itself is not finite"):
+        fl.fit(step, toy(), batches(*[float("nan")] * 50), hooks=())
+
+
 @pytest.mark.parametrize("behind", [fl.clip(1.0), fl.clip_value(1.0)], ids=repr)
 def test_fp16_behind_what_would_see_scaled_gradients_is_refused(behind):
     with pytest.raises(ValueError, match=r'List it first: pipeline\(amp\("fp16"\), ...\)'):

@@ -42,6 +42,28 @@ def test_two_metric_middleware_live_side_by_side():
     assert fl.evaluate(step, toy(), [torch.ones(1)]) == {"loss": 0.0, "a": 1.0, "b": 2.0}
 
 
+@pytest.mark.parametrize(
+    "members",
+    [
+        (fl.clip(1.0), fl.metric(grad_norm=lambda aux, batch: 1.0)),
+        (fl.metric(a=lambda aux, b: 1.0), fl.metric(a=lambda aux, b: 2.0, b=lambda aux, b: 3.0)),
+    ],
+    ids=repr,
+)
+def test_two_middleware_that_report_one_name_are_refused(members):
+    with pytest.raises(ValueError, match="which another middleware inside it reports already: rename one"):
+        fl.fit(fl.pipeline(*members)(toy_loss), toy(), [torch.ones(1)], hooks=())
+
+
+@pytest.mark.parametrize(("kind", "at_the_end"), [(fl.Last, -2.0), (fl.Max, 0.0)])
+def test_a_metric_of_a_parameter_has_its_value_of_then(kind, at_the_end):
+    """The losses are computed with w = 0, -1, -2; behind the last update it is -3."""
+    step = fl.pipeline(fl.metric(w=lambda aux, batch: kind(aux["w"])))(lambda m, b: (m(b).mean(), {"w": m.w}))
+    state, out = step(toy(), torch.ones(1))
+    assert (out.metrics["w"].compute(), state.model.w.item()) == (0.0, -1.0)
+    assert fl.fit(step, toy(), [torch.ones(1)] * 3, hooks=()).history["train/w"] == (at_the_end,)
+
+
 def test_a_metric_has_no_part_in_the_gradient():
     step = fl.pipeline(fl.metric(m=lambda aux, batch: aux["output"].mean()))(toy_loss)
     _, out = step(toy(), torch.ones(1))
