@@ -636,11 +636,16 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         >>> latest("no/such/folder") is None
         True
     """
-    for path in _candidates(Path(folder)):
+    return _first_whole(_candidates(Path(folder)))
+
+
+def _first_whole(paths: Iterable[Path]) -> Path | None:
+    """Return the first checkpoint that is valid, warning of those before it."""
+    for path in paths:
         try:
             verify(path)
         except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=2)
+            warnings.warn(f"passed over: {error}", stacklevel=3)
         else:
             return path
     return None
@@ -671,14 +676,7 @@ def best(folder: str | os.PathLike[str], key: str | None = None, mode: str | Non
     mode = mode or next((str(m["mode"]) for _, m in reversed(ranked) if m.get("mode")), "min")
     if key is None:
         raise ValueError(f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")')
-    for path, _ in _ranking(ranked, key, mode):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=2)
-        else:
-            return path
-    return None
+    return _first_whole(path for path, _ in _ranking(ranked, key, mode))
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

@@ -171,7 +171,7 @@ class TrainState:
         size = sum(p.numel() for p in self.model.parameters())
         facts = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
-            "model": f"{type(self.model).__name__} ({size:,} parameters)",
+            "model": f"{type(self.model).__name__} ({size:,} parameter{'s' * (size != 1)})",
             "optimizer": type(self.optimizer).__name__, "seed": self.seed,
         }  # fmt: skip
         if self.slots:
