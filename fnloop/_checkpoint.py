@@ -283,7 +283,7 @@ def _write_file(what: Contents, texts: Mapping[str, str], path: Path) -> dict[st
 
 def _next_serial(path: Path) -> int:
     """Return a number above those of all checkpoints beside a path: the one that was written last is the newest."""
-    return max((serial for p in _candidates(path.parent) if (serial := _age(p)[0]) >= 0), default=0) + 1
+    return max((_serial(p) or 0 for p in path.parent.iterdir() if p.is_dir()), default=0) + 1
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -340,8 +340,8 @@ def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
             )
-        if not isinstance(manifest["measured"], dict) or not all(isinstance(n, int) for n in manifest["position"]):
-            raise CheckpointError(f"{path}/manifest.json is damaged: it says strange things")
+        for value in manifest["measured"].values():
+            float(value)
         for name in FILES:
             facts, file = manifest["files"][name], path / name
             if not file.is_file():
@@ -609,16 +609,22 @@ def _candidates(folder: Path) -> list[Path]:
     return sorted([*(p for p in found if not p.name.startswith(".")), *aside], key=_age, reverse=True)
 
 
-def _age(path: Path) -> tuple[Any, ...]:
-    """Return what orders checkpoints: when they were written, or, if the manifest can't be read, what the name says."""
-    named = sum(map(int, re.findall(r"\d+", path.name[:60])))
+def _serial(path: Path) -> int | None:
+    """Return when a checkpoint was written, in the order of those beside it; None if that can't be read."""
     with contextlib.suppress(Exception):
-        return (int(json.loads((path / "manifest.json").read_text(encoding="utf-8"))["serial"]), named, path.name)
-    with contextlib.suppress(OSError):  # a damaged one: newest is what was changed last
-        siblings = [p for p in path.parent.iterdir() if p != path and (p / "manifest.json").exists()]
-        older = [p for p in siblings if p.stat().st_mtime_ns <= path.stat().st_mtime_ns]
-        return (max((_age(p)[0] for p in older), default=0), named + 0.5, path.name)
-    return (0, named, path.name)
+        return int(json.loads((path / "manifest.json").read_text(encoding="utf-8"))["serial"])
+    return None
+
+
+def _age(path: Path) -> tuple[Any, ...]:
+    """Return what orders checkpoints: when they were written; of a damaged one, when it was changed last."""
+    named = sum(map(int, re.findall(r"\d+", path.name[:60])))
+    serial: float | None = _serial(path)
+    if serial is None:
+        changed = path.stat().st_mtime_ns
+        before = [_serial(p) for p in path.parent.iterdir() if p.is_dir() and p.stat().st_mtime_ns <= changed]
+        serial = max((number for number in before if number is not None), default=0) + 0.5
+    return (serial, named, path.name)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
