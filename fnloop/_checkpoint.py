@@ -340,8 +340,7 @@ def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
             )
-        for value in manifest["measured"].values():
-            float(value)
+        tuple(map(float, manifest["measured"].values())), tuple(map(int, manifest["position"]))
         for name in FILES:
             facts, file = manifest["files"][name], path / name
             if not file.is_file():
@@ -469,7 +468,9 @@ def _record(row: dict[str, Any]) -> Record:
 
 def _metric(value: Any) -> Any:
     """Return a metric of ours as itself; another waits for the next batch, which brings one of its kind."""
-    return MONOIDS[value.kind](**value.parts) if isinstance(value, Saved) and value.kind in MONOIDS else value
+    if not isinstance(value, Saved):
+        raise TypeError(f"a metric is {value!r}")
+    return MONOIDS[value.kind](**value.parts) if value.kind in MONOIDS else value
 
 
 def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, flags: bool) -> Callable[[], None]:

@@ -173,33 +173,32 @@ def windows(
 
 def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Any]:
     _tell_epoch(epoch, loader, getattr(loader, "dataset", None))
-    epoch = epoch or 0
-    order = fold_in(seed, ORDER, epoch)
+    order, fetch = fold_in(seed, ORDER, epoch or 0), fold_in(seed, FETCH, epoch or 0)
     if isinstance(loader, DataLoader):
         loader._iterator = None  # persistent workers would go on with the generators of the epoch before
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:  # until the first batch is there: only then has everybody taken its generator
+        samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
         for owner in {id(owner): owner for owner in (loader, *samplers) if owner is not None}.values():
             stack.enter_context(own_generator(owner, order))
-        position_all(order)
         iterable: Any = loader
+        position_all(order)
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             iterable = iterable()
         batches = iter(iterable)
-    if start and batches is loader:
-        raise ValueError(
-            f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start "
-            "again: pass a "
-            f"function that makes it (fit(step, state, lambda: batches(...)))"
-        )
-    seed = fold_in(seed, FETCH, epoch)
-    for place_in_epoch in itertools.count():
-        position_all(fold_in(seed, place_in_epoch))
+        if start and batches is loader:
+            raise ValueError(
+                f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "
+                f"function that makes it (fit(step, state, lambda: batches(...)))"
+            )
+        position_all(fold_in(fetch, 0))
         batch = next(batches, _END)
+    for n in itertools.count(1):
         if batch is _END:
             return
-        if place_in_epoch >= start:
+        if n > start:
             yield batch
+        position_all(fold_in(fetch, n))
+        batch = next(batches, _END)
 
 
 def _tell_epoch(epoch: int | None, *owners: Any) -> None:
