@@ -1,95 +1,39 @@
-"""Checkpoints: a folder of tensors and readable facts, whole or not there at all.
+"""Checkpoints: what is in one, and how a state comes back from it.
 
-    model.safetensors       the module's state_dict; loads into the plain module anywhere, without fnloop
-    optimizer.safetensors   the optimizer's state, by parameter name
-    slots.safetensors       what middleware keep, running metrics, generators
-    state.json              counters, history, hyper-parameters, and where the tensors belong
-    manifest.json           sizes and SHA-256 of the others; written last
-
-It is written beside its place, flushed to the disk and renamed, so a folder that has a good manifest is a whole
-checkpoint, whenever the process was killed. Nothing is pickled: restoring one can run no code.
+Everything that a run depends on goes into four files (see ``_files``): tensors by name, and facts that a person can read.
+Restoring checks and decodes all of it before anything is changed. What isn't plain data comes back through a new thing of its
+kind (see ``_encode``): a middleware's slot when its ``init`` has made one, a metric when the next batch has.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import itertools
 import json
 import logging
 import os
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fnloop._encode import Saved, decode, encode
-from fnloop._history import History, Record, better
+from fnloop._files import FORMAT, CheckpointError, Contents, candidates, manifest_of, ranking, read_files, verify, write
+from fnloop._history import History, Record
 from fnloop._metrics import MONOIDS
 from fnloop._rng import HostGenerators
 from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended, unwrap
 
-__all__ = ["CheckpointError", "Contents", "best", "contents", "latest", "prune", "restore", "resume", "save", "write"]
+__all__ = ["CheckpointError", "best", "contents", "latest", "position_of", "restore", "resume", "save"]
 
-FORMAT = 1
-TENSORS = ("model", "optimizer", "slots")
-FILES = (*(f"{name}.safetensors" for name in TENSORS), "state.json")
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
-_STEP = r"step-\d+(\+\d+)?"  # what the hook names them
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 _log = logging.getLogger("fnloop")
-_numbers = itertools.count()
-_being_written: set[Path] = set()  # by this process, in whatever thread
-
-
-class CheckpointError(Exception):
-    """A checkpoint is missing, damaged, newer than this fnloop, or of another model or optimizer."""
 
 
 # --- what is in one
-
-
-@attrs.frozen(eq=False)
-class Contents:
-    """What a checkpoint of a state holds: three groups of tensors, and facts in JSON.
-
-    Args:
-        model, optimizer, slots: name to tensor.
-        facts: what goes into ``state.json``.
-    """
-
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    slots: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
-
-    def copied(self, buffers: Contents | None = None) -> Contents:
-        """Return a copy in host memory, into the buffers of an earlier one where they fit."""
-
-        def copy_of(name: str) -> dict[str, Tensor]:
-            old: Mapping[str, Tensor] = getattr(buffers, name) if buffers else {}
-            return {k: _copied(v, old.get(k)) for k, v in getattr(self, name).items()}
-
-        return attrs.evolve(self, **{name: copy_of(name) for name in TENSORS})
-
-
-def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-        return buffer.copy_(tensor)
-    if tensor.nbytes < 4 << 20:
-        return tensor.to("cpu", copy=True)
-    # numpy asks the system for large pages, and torch doesn't: half the time of a first copy.
-    return torch.from_numpy(np.empty(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def contents(state: TrainState) -> Contents:
@@ -194,9 +138,6 @@ def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
     return {"class": type(state.optimizer).__name__, "param_groups": groups, "state": state_of}
 
 
-# --- writing
-
-
 def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
     """Write a checkpoint: a folder, whole or not there.
 
@@ -223,156 +164,7 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
     return write(contents(state), Path(path))
 
 
-def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
-    """Write contents beside a path, flush them to the disk, and rename them to it.
-
-    Args:
-        what: what to write.
-        path: the folder to be.
-        facts: more for the manifest.
-    """
-    path = path.resolve()
-    ours = path.is_dir() and (not any(path.iterdir()) or any((path / name).exists() for name in (*FILES, "manifest.json")))
-    if path.exists() and not ours:
-        raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _clean(path.parent)
-    beside = path.with_name(f".{path.name}.writing-{os.getpid()}-{next(_numbers)}")
-    _being_written.add(beside)
-    try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        texts = {"state.json": json.dumps(what.facts, indent=1, allow_nan=False, ensure_ascii=False)}
-        with ThreadPoolExecutor(2) as pool:
-            sums = pool.map(lambda name: _write_file(what, texts, beside / name), FILES)
-            files = dict(zip(FILES, sums, strict=True))
-        about = {name: what.facts[name] for name in ("position", "stop", "measured")}
-        manifest = {"format_version": FORMAT, "serial": _next_serial(path), **about, **(facts or {}), "files": files}
-        _write_text(beside / "manifest.json", json.dumps({**manifest, "check": _check_of(manifest)}, indent=1))
-        _flush(beside)
-        _put_in_place(beside, path)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    finally:
-        _being_written.discard(beside)
-    return path
-
-
-def _write_file(what: Contents, texts: Mapping[str, str], path: Path) -> dict[str, Any]:
-    if path.name in texts:
-        _write_text(path, texts[path.name])
-    else:
-        # Tied tensors share memory, which safetensors doesn't write twice; each name gets its own copy.
-        seen: set[int] = set()
-        tensors = {}
-        for name, tensor in getattr(what, path.stem).items():
-            shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
-            seen.add(tensor.untyped_storage().data_ptr())
-            whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-            whole = whole and not tensor.is_conj() and not tensor.is_neg()
-            tensors[name] = tensor if whole and not shared else tensor.clone(memory_format=torch.contiguous_format)
-            tensors[name] = tensors[name].resolve_conj().resolve_neg()
-        try:
-            save_file(tensors, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{path} can't be written: {error}") from error
-        _flush(path)
-    return {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
-
-
-def _next_serial(path: Path) -> int:
-    """Return a number above those of all checkpoints beside a path: the one that was written last is the newest."""
-    return max((_serial(p) or 0 for p in path.parent.iterdir() if p.is_dir()), default=0) + 1
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_in_place(beside: Path, path: Path) -> None:
-    old = _aside(path)
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)  # a kill from here to the next rename leaves `old`, which reading falls back to
-    beside.rename(path)
-    _flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
-
-
-def _check_of(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-# --- reading
-
-
-def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Args:
-        path: the folder.
-        deep: compare the checksums of the files, not only their sizes.
-
-    Raises:
-        CheckpointError: it is none, or is damaged; the message names the file and the fault.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint: there is no such folder")
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or manifest.pop("check", None) != _check_of(manifest):
-            raise CheckpointError(f"{path}/manifest.json is damaged: its own checksum is wrong")
-        if manifest["format_version"] > FORMAT:
-            raise CheckpointError(
-                f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
-            )
-        tuple(map(float, manifest["measured"].values())), tuple(map(int, manifest["position"]))
-        for name in FILES:
-            facts, file = manifest["files"][name], path / name
-            if not file.is_file():
-                raise CheckpointError(f"{path} is damaged: {name} is missing")
-            if (size := file.stat().st_size) != facts["bytes"]:
-                raise CheckpointError(f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}")
-            if deep and _sum_of(file) != facts["sha256"]:
-                raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint: it has no manifest.json (for a folder of them, see latest)") from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever it is that somebody has written there
-        raise CheckpointError(f"{path}/manifest.json is damaged, or can't be read: {type(error).__name__}: {error}") from error
-    return manifest
-
-
-def _sum_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read(path: Path) -> Contents:
-    if not path.exists() and _aside(path).exists():
-        path = _aside(path)  # killed between two renames
-    verify(path)
-    try:
-        # Copies: what load_file returns is mapped to the file, and would change with it.
-        tensors = {name: {k: v.clone() for k, v in load_file(path / f"{name}.safetensors").items()} for name in TENSORS}
-        return Contents(**tensors, facts=json.loads((path / "state.json").read_text(encoding="utf-8")))
-    except Exception as error:
-        raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
+# --- restoring
 
 
 def restore(
@@ -410,7 +202,7 @@ def restore(
         raise ValueError(f"restore expects only= as a tuple of {', '.join(PARTS)}; got {only!r}")
     if path is None:
         raise TypeError("restore expects a path; got None, which is what latest(folder) returns where there is no checkpoint")
-    return _restored(_read(Path(path)), state, parts, strict, Path(path))
+    return _restored(read_files(Path(path)), state, parts, strict, Path(path))
 
 
 def _restored(read: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path) -> TrainState:
@@ -593,39 +385,7 @@ def _on_device(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
     return value
 
 
-# --- folders of checkpoints
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """Return what is, or was, a checkpoint, the one that was written last first."""
-    if not folder.is_dir():
-        return []
-    found = [
-        p
-        for p in folder.iterdir()
-        if p.is_dir() and not p.is_symlink() and any((p / name).exists() for name in ("manifest.json", *FILES))
-    ]
-    replaced = [p for p in found if p.name.endswith(".old") and p.name.startswith(".")]
-    aside = [p for p in replaced if not (folder / p.name[1:].removesuffix(".old")).exists()]
-    return sorted([*(p for p in found if not p.name.startswith(".")), *aside], key=_age, reverse=True)
-
-
-def _serial(path: Path) -> int | None:
-    """Return when a checkpoint was written, in the order of those beside it; None if that can't be read."""
-    with contextlib.suppress(Exception):
-        return int(json.loads((path / "manifest.json").read_text(encoding="utf-8"))["serial"])
-    return None
-
-
-def _age(path: Path) -> tuple[Any, ...]:
-    """Return what orders checkpoints: when they were written; of a damaged one, when it was changed last."""
-    named = sum(map(int, re.findall(r"\d+", path.name[:60])))
-    serial: float | None = _serial(path)
-    if serial is None:
-        changed = path.stat().st_mtime_ns
-        before = [_serial(p) for p in path.parent.iterdir() if p.is_dir() and p.stat().st_mtime_ns <= changed]
-        serial = max((number for number in before if number is not None), default=0) + 0.5
-    return (serial, named, path.name)
+# --- folders of them
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -643,7 +403,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         >>> latest("no/such/folder") is None
         True
     """
-    return _first_whole(_candidates(Path(folder)))
+    return _first_whole(candidates(Path(folder)))
 
 
 def _first_whole(paths: Iterable[Path]) -> Path | None:
@@ -676,31 +436,14 @@ def best(folder: str | os.PathLike[str], key: str | None = None, mode: str | Non
         >>> best("no/such/folder", "valid/loss") is None
         True
     """
-    ranked = [(path, m) for path in reversed(_candidates(Path(folder))) if (m := _manifest(path)) is not None]
+    ranked = [(path, m) for path in reversed(candidates(Path(folder))) if (m := manifest_of(path)) is not None]
     if not ranked:
         return None
     key = key or next((m["best"] for _, m in reversed(ranked) if m.get("best")), None)
     mode = mode or next((str(m["mode"]) for _, m in reversed(ranked) if m.get("mode")), "min")
     if key is None:
         raise ValueError(f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")')
-    return _first_whole(path for path, _ in _ranking(ranked, key, mode))
-
-
-def _manifest(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(CheckpointError):
-        return verify(path, deep=False)
-    return None
-
-
-def _ranking(oldest_first: Iterable[tuple[Path, Mapping[str, Any]]], key: str, mode: str) -> list[tuple[Path, float]]:
-    """Order checkpoints by a metric, best first, of equals the oldest first, without those that have none, or NaN."""
-    ranked: list[tuple[Path, float]] = []
-    for path, manifest in oldest_first:
-        value = float(manifest["measured"].get(key, "nan"))
-        if value == value:
-            place = next((i for i, (_, other) in enumerate(ranked) if better(value, other, mode)), len(ranked))
-            ranked.insert(place, (path, value))
-    return ranked
+    return _first_whole(path for path, _ in ranking(ranked, key, mode))
 
 
 def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
@@ -729,57 +472,11 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         return restore(folder, state)  # it is a checkpoint itself
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
-    for path in _candidates(folder):
+    for path in candidates(folder):
         try:
-            read = _read(path)
+            read = read_files(path)
         except CheckpointError as error:
             warnings.warn(f"passed over: {error}", stacklevel=2)
         else:
             return _restored(read, state, PARTS, True, path)
     return state
-
-
-def prune(written: Path, keep: int, key: str | None, mode: str, keep_best: int) -> None:
-    """Remove all checkpoints beside one that has just been written, but the newest and the best.
-
-    A function of what is on the disk: nothing is remembered. What was written just now is kept in any case, so there is
-    always one that is whole. Those that are seen to be damaged don't count, and aren't touched.
-    """
-    written = written.resolve()
-    valid = [(path, m) for path in reversed(_candidates(written.parent)) if (m := _manifest(path)) is not None]
-    valid = [(path, m) for path, m in valid if re.fullmatch(_STEP, path.name)]  # what has another name was saved by hand
-    kept = {written, *(path for path, _ in valid[-keep:])}
-    if key is not None:
-        kept |= {path for path, _ in _ranking(valid, key, mode)[:keep_best]}
-    for path, _ in valid:
-        if path not in kept:
-            removing = path.with_name(f".{path.name}.removing")
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
-            shutil.rmtree(removing, ignore_errors=True)
-    _clean(written.parent)
-
-
-def _clean(folder: Path) -> None:
-    """Remove what killed processes have left over."""
-    for path in folder.glob(".*"):
-        writer = re.fullmatch(r"\..+\.writing-(\d+)(-\d+)?", path.name)
-        replaced = re.fullmatch(r"\.(.+)\.old", path.name)
-        if (
-            (writer and path not in _being_written and not _alive(int(writer[1])))
-            or re.fullmatch(rf"\.{_STEP}\.removing", path.name)
-            or (replaced and _manifest(path.with_name(replaced[1])) is not None)
-        ):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # of an earlier process with this number: what this one is writing is known
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
 import fnloop as fl
-from fnloop import _checkpoint
+from fnloop import _files
 from fnloop.schedules import one_cycle
 from fnloop.testing import assert_same, stochastic
 
@@ -39,7 +39,7 @@ resource = pytest.importorskip("resource", reason="there are no fork, signals an
 MNIST = Path(__file__).parent.parent / "examples" / "mnist.py"
 KILLS = int(os.environ.get("FNLOOP_KILLS", "30"))
 UPDATES = 32  # of a run on the digits: 2 epochs of 16 batches, the last of 20 images
-FILES = (*_checkpoint.FILES, "manifest.json")
+FILES = (*_files.FILES, "manifest.json")
 
 
 # --- a run on the digits, in a process of its own
@@ -488,7 +488,7 @@ def test_whichever_write_fails_the_error_comes_out_and_the_checkpoint_before_sta
             return original(*args, **kwargs)
 
         hook = fl.every(steps=every)(fl.checkpoint(folder, keep=10, background=background))
-        place = _checkpoint if call == "save_file" else _checkpoint.os
+        place = _files if call == "save_file" else _files.os
         original = getattr(place, call)
         with monkeypatch.context() as patch:
             patch.setattr(place, call, failing)

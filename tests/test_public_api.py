@@ -14,7 +14,7 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_types", "_rng", "_encode", "_metrics", "_history", "_backend", "_state", "_data", "_pipeline", "_checkpoint",
+    "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_data", "_pipeline", "_checkpoint",
     "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}

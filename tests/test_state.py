@@ -155,6 +155,7 @@ def test_unwrap_gives_the_users_module():
     wrapper = nn.Module()
     wrapper._orig_mod = inner
     assert fl.unwrap(attrs.evolve(state, model=wrapper)) is inner
+    assert fl.unwrap(attrs.evolve(state, model=nn.DataParallel(wrapper))) is inner
 
 
 @pytest.mark.parametrize(

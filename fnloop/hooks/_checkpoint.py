@@ -8,7 +8,8 @@ import threading
 import weakref
 from pathlib import Path
 
-from fnloop._checkpoint import Contents, contents, prune, write
+from fnloop._checkpoint import contents
+from fnloop._files import Contents, prune, write
 from fnloop._history import better
 from fnloop._state import RECORD, TrainState
 
