@@ -250,6 +250,7 @@ def _run(
                     if not (interrupted or starved):
                         _explain(error, state, step, where)
                         raise
+                    caught.done = True
                     state = _flushed(hooks, attrs.evolve(state, stop=caught.stop or INTERRUPTED))
                 reached = suspended(state)
             if went_back and state.stop is None and not _reached(state, epochs, steps):

@@ -494,13 +494,14 @@ def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
     assert fit(hooks=(hook,)).stop == reason  # at the last boundary of the run too
 
 
-def test_a_loader_that_dies_of_the_signal_that_stops_the_run_is_no_error():
+@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+def test_a_loader_that_dies_of_the_signal_that_stops_the_run_is_no_error(how, reason):
     def dies():
         yield from NUMBERS[:2]
         raise RuntimeError("DataLoader worker exited unexpectedly")
 
-    state = fl.fit(interrupting(2, press), toy(), dies, hooks=())
-    assert (state.step, state.model.w.item(), state.stop) == (2, -3.0, "interrupted")
+    state = fl.fit(interrupting(2, how), toy(), dies, hooks=())
+    assert (state.step, state.model.w.item(), state.stop) == (2, -3.0, reason)
     state = fit(state, NUMBERS)
     assert (state.step, state.epoch, state.stop, state.model.w.item()) == (3, 1, None, -6.0)
 
