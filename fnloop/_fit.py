@@ -27,7 +27,7 @@ from fnloop._history import Record
 from fnloop._metrics import absorb, absorb_loss, read
 from fnloop._pipeline import OPTIMIZER, Pipeline, PipelineStep, consume, evaluating
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
-from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, newest, suspended
+from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, look_again, newest, suspended
 from fnloop._types import Batch, Metric, Middleware, name_of
 from fnloop.hooks._checkpoint import checkpoint
 from fnloop.hooks._early_stop import halt_on_nonfinite
@@ -181,8 +181,7 @@ def _run(
     if not state.model.training:
         _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
-    for p in state.model.parameters():
-        p.grad = None  # whatever was there is not of this run
+    look_again(state)
     state = step.meet(attrs.evolve(state, run=info))
 
     train, window, device = step.train, step.window, state.backend.device

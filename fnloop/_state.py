@@ -22,7 +22,7 @@ from fnloop._types import Metric
 
 __all__ = [
     "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "newest", "parameters", "put", "snapshot",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "look_again", "newest", "parameters", "put", "snapshot",
     "suspended", "unwrap",
 ]  # fmt: skip
 
@@ -259,6 +259,11 @@ def all_parameters(state: TrainState) -> list[Any]:
         every = [*state.model.parameters(), *(p for group in groups for p in group["params"])]
         lease.parameters, lease.groups = list({id(p): p for p in every}.values()), len(groups)
     return lease.parameters
+
+
+def look_again(state: TrainState) -> None:
+    """Forget which parameters there are, since somebody may have changed the model or a group in the meantime."""
+    state._lease.groups = -1
 
 
 def newest(state: TrainState, batches: int, samples: int) -> TrainState:
