@@ -22,8 +22,8 @@ from fnloop._types import Metric
 
 __all__ = [
     "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "look_again", "newest", "parameters", "put", "snapshot",
-    "suspended", "unwrap",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "look_again", "newest", "parameters", "put",
+    "snapshot", "suspended", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
