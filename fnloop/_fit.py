@@ -231,7 +231,7 @@ def _run(
                             state = _called(hook, state)
                         state = caught.heard(state)
                         if caught.save:
-                            caught.save, state = False, _flushed(hooks, state)
+                            state, caught.save = _flushed(hooks, state), False
                         went_back = state.model is not before.model  # to a snapshot: the data have to follow
                         if state.run is None:
                             state = attrs.evolve(state, run=info)
@@ -239,7 +239,7 @@ def _run(
                             break
                     if caught.save or state.stop is not None or _reached(state, epochs, steps):
                         where = "the end"
-                        state = _flushed(hooks, state)
+                        state, caught.save = _flushed(hooks, state), False
                 except BaseException as error:
                     torn = where is None and step.layer_of(error) == OPTIMIZER
                     state = newest(state, batches, batches * batch_size) if where is None else state

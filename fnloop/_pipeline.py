@@ -28,18 +28,11 @@ from fnloop._state import TrainState, advance, all_parameters, check_fresh, cons
 from fnloop._types import Batch, LossFn, Middleware, Output, Step, Wrap, name_of
 
 __all__ = [
-    "Backward",
-    "Pipeline",
-    "PipelineStep",
-    "consume",
-    "evaluating",
-    "linear",
-    "pipeline",
-    "supervised",
-]
+    "OPTIMIZER", "Backward", "Pipeline", "PipelineStep",
+    "at_least_float32", "consume", "evaluating", "linear", "pipeline", "report", "supervised",
+]  # fmt: skip
 
-
-OPTIMIZER = "the optimizer's step"
+OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
 
 # --- the three steps in the middle
 

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import random
+import shutil
 import threading
 import warnings
 from collections import namedtuple
@@ -93,6 +94,11 @@ RUNS = {
     "torch scheduler": (fl.pipeline(fl.torch_scheduler(one_cycle), fl.clip_value(0.1)), mixing, loader()),
     "bf16": (fl.pipeline(fl.amp("bf16"), fl.metric(largest=largest)), mixing, loader()),
     "fp16": (fl.pipeline(fl.amp("fp16", init_scale=2.0**18, growth_interval=3)), halves, loader()),
+    "fp16 that skips, under a schedule of the whole run": (
+        fl.pipeline(fl.amp("fp16", init_scale=2.0**18), fl.schedule(schedules.cosine(warmup=3))),
+        halves,
+        loader(),
+    ),
     "generator function": (fl.pipeline(fl.schedule(schedules.exponential(0.9))), mixing, streamed),
     "list": (fl.pipeline(fl.clip(0.1)), mixing, list(loader(shuffle=False))),
     "accumulated": (fl.pipeline(fl.accumulate(2), fl.clip(0.1), fl.schedule(schedules.linear())), mixing, loader()),
@@ -991,6 +997,8 @@ def test_left_overs_are_cleaned_the_next_time(tmp_path):
 def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     path = fl.save(toy(w=3.0), tmp_path / "a")
     path.rename(tmp_path / ".a.old")
+    fl.save(toy(), tmp_path / "b")  # and clearing up behind it does not take what may be all that there is
+    shutil.rmtree(tmp_path / "b")
     assert fl.restore(path, toy()).model.w.item() == 3.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
