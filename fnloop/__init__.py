@@ -15,12 +15,16 @@ _collects = _gc.isenabled()
 _gc.disable()  # else the classes made here set off a collection of all that torch has made: two thirds of the import's time
 
 from fnloop import schedules as schedules
+from fnloop._backend import broadcast as broadcast
+from fnloop._backend import gather as gather
+from fnloop._backend import reduce as reduce
 from fnloop._checkpoint import CheckpointError as CheckpointError
 from fnloop._checkpoint import best as best
 from fnloop._checkpoint import latest as latest
 from fnloop._checkpoint import restore as restore
 from fnloop._checkpoint import resume as resume
 from fnloop._checkpoint import save as save
+from fnloop._data import sharded as sharded
 from fnloop._fit import evaluate as evaluate
 from fnloop._fit import fit as fit
 from fnloop._fit import predict as predict
@@ -48,6 +52,7 @@ from fnloop.hooks._early_stop import halt_on_nonfinite as halt_on_nonfinite
 from fnloop.hooks._every import every as every
 from fnloop.hooks._every import once as once
 from fnloop.hooks._every import when as when
+from fnloop.hooks._on_main import on_main as on_main
 from fnloop.hooks._progress import progress as progress
 from fnloop.middleware._accumulate import accumulate as accumulate
 from fnloop.middleware._amp import amp as amp
@@ -79,6 +84,7 @@ __all__ = [
     "accumulate",
     "amp",
     "best",
+    "broadcast",
     "checkpoint",
     "clip",
     "clip_value",
@@ -87,20 +93,24 @@ __all__ = [
     "every",
     "fit",
     "from_torchmetrics",
+    "gather",
     "halt_on_nonfinite",
     "latest",
     "metric",
     "middleware",
+    "on_main",
     "once",
     "pipeline",
     "predict",
     "progress",
+    "reduce",
     "restore",
     "resume",
     "run",
     "save",
     "schedule",
     "schedules",
+    "sharded",
     "snapshot",
     "supervised",
     "torch_scheduler",

@@ -19,10 +19,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._backend import Backend, full, gather_objects, like_sharded, main_only
 from fnloop._encode import Saved, decode, encode
 from fnloop._files import FORMAT, CheckpointError, Contents, candidates, manifest_of, ranking, read_files, verify, write
 from fnloop._history import History, Record
-from fnloop._metrics import MONOIDS
+from fnloop._joint import everywhere
+from fnloop._metrics import MONOIDS, Mean, wide
 from fnloop._rng import HostGenerators
 from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended, unwrap
 
@@ -36,15 +38,30 @@ _log = logging.getLogger("fnloop")
 # --- what is in one
 
 
+class _Whole(dict):
+    """Tensors by name: whole on the main process; on the others, who only help to gather them, what they hold of them."""
+
+    def __init__(self, main: bool) -> None:
+        super().__init__()
+        self.main = main
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        whole = full(tensor)  # a collective, where it is sharded
+        super().__setitem__(name, whole if self.main else tensor)
+
+
 def contents(state: TrainState) -> Contents:
     """Return what a checkpoint of the state holds. Its tensors are those of the state: copy them to keep them.
+
+    With several processes every one has to call it, and the main one has all of it.
 
     Raises:
         CheckpointError: there is something in it that a checkpoint can't hold.
     """
     check_fresh(state)
     state = suspended(state)
-    model, optimizer, slots = {}, {}, {}
+    main = state.backend.main
+    model, optimizer, slots = _Whole(main), _Whole(main), _Whole(main)
     try:
         facts = {
             "format_version": FORMAT,
@@ -55,14 +72,20 @@ def contents(state: TrainState) -> Contents:
             "model": _model_facts(state, model, slots),
             "optimizer": _optimizer_facts(state, optimizer),
             "slots": encode(dict(state.slots), slots, "slots"),
-            "metrics": encode(dict(state.metrics), slots, "metrics"),
-            "generators": encode(state.generators and state.generators.to_parts(), slots, "generators"),
+            "metrics": encode({**state.metrics, **everywhere(state, state.metrics)}, slots, "metrics"),
+            "generators": encode(_generators(state), slots, "generators"),
             "extra": _plain(encode(dict(state.extra), slots, "extra"), "extra"),
             "history": [encode(row, slots, "history") for row in state.history.to_dicts()],
         }
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state can't be saved: {error}") from error
     return Contents(model, optimizer, slots, facts)
+
+
+def _generators(state: TrainState) -> list[Any] | None:
+    """Return the generators of every process, by rank; None at the beginning of an epoch."""
+    own = state.generators and state.generators.to_parts()
+    return (gather_objects(own) if state.backend.world_size > 1 else [own]) if own else None
 
 
 def _plain(encoded: Any, path: str) -> Any:
@@ -139,7 +162,7 @@ def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
 
 
 def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
-    """Write a checkpoint: a folder, whole or not there.
+    """Write a checkpoint: a folder, whole or not there. With several processes all have to call it, and the main one writes.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
@@ -161,7 +184,8 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
         ...     restore(path, toy()).model.w.item()
         3.0
     """
-    return write(contents(state), Path(path))
+    what = contents(state)
+    return main_only(lambda: write(what, Path(path)), "save")
 
 
 # --- restoring
@@ -238,7 +262,7 @@ def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[st
         if not isinstance(value, dict):
             raise TypeError(f"{part} is a {type(value).__name__}")
         if part in parts:
-            fields[part] = {k: _metric(v) for k, v in value.items()} if part == "metrics" else value
+            fields[part] = {k: _metric(v, device) for k, v in value.items()} if part == "metrics" else value
     history = History(_record(decode(row, slots)) for row in facts["history"])
     if "history" in parts:
         fields["history"] = history
@@ -247,10 +271,19 @@ def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[st
         right = value is None or isinstance(value, str) if name == "stop" else isinstance(value, int) and value >= 0
         if not right:
             raise TypeError(f"{name} is {value!r}")
-    generators = decode(facts["generators"], slots)
+    generators = [HostGenerators.from_parts(own).checked() for own in decode(facts["generators"], slots) or ()]
     if "counters" in parts:
-        fields.update(counters, generators=HostGenerators.from_parts(generators).checked() if generators else None)
+        fields.update(counters, generators=_own(generators, state.backend))
+    if "metrics" in parts and not state.backend.main:
+        fields["metrics"] = {}  # the main process has what all have seen
     return fields
+
+
+def _own(generators: list[HostGenerators], backend: Backend) -> HostGenerators | None:
+    """Return the generators of this process, if there are as many as there were; else the main one's go on, others begin."""
+    if backend.main or len(generators) == backend.world_size:
+        return generators[backend.rank] if generators else None
+    return None
 
 
 def _record(row: dict[str, Any]) -> Record:
@@ -258,11 +291,16 @@ def _record(row: dict[str, Any]) -> Record:
     return Record(epoch, step, row, seconds)
 
 
-def _metric(value: Any) -> Any:
+def _metric(value: Any, device: torch.device) -> Any:
     """Return a metric of ours as itself; another waits for the next batch, which brings one of its kind."""
     if not isinstance(value, Saved):
         raise TypeError(f"a metric is {value!r}")
-    return MONOIDS[value.kind](**value.parts) if value.kind in MONOIDS else value
+    if value.kind not in MONOIDS:
+        return value
+    metric = MONOIDS[value.kind](**value.parts)
+    if isinstance(metric, Mean) and not isinstance(metric.total, Tensor):  # several processes met on the host
+        metric = Mean(wide(torch.tensor(metric.total, dtype=torch.float64, device=device)), metric.weight)
+    return metric
 
 
 def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, flags: bool) -> Callable[[], None]:
@@ -286,7 +324,7 @@ def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, fl
         )
     if found:
         _log.warning("restore: left as it was: %s", found)
-    fitting = {spelled[k]: v for k, v in saved.items() if k in mine and k not in differ}
+    fitting = {spelled[k]: _spread(v, mine[k]) for k, v in saved.items() if k in mine and k not in differ}
 
     def load() -> None:
         reply = module.load_state_dict(fitting, strict=False)
@@ -299,6 +337,10 @@ def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, fl
                 submodule.training = _bare(name) not in facts["evaluating"]
 
     return load
+
+
+def _spread(value: Any, template: Any) -> Any:
+    return like_sharded(value, template) if isinstance(value, Tensor) and isinstance(template, Tensor) else value
 
 
 def _first(names: Sequence[str], n: int = 3) -> str:
@@ -365,7 +407,7 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
                     group[key] = value
         for name, (p, _) in parameters.items():
             if f"parameter.{name}" in read.optimizer:
-                p.data.copy_(read.optimizer[f"parameter.{name}"])
+                p.data.copy_(like_sharded(read.optimizer[f"parameter.{name}"], p))
         optimizer.state.clear()
         for name, value in state_of.items():
             optimizer.state[parameters[name][0]] = value
@@ -376,7 +418,8 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
 def _on_device(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
     """Move an optimizer's state to where its parameter is; a step count stays on the host, unless it is wanted there."""
     if isinstance(value, Tensor):
-        return value.to(parameter.device)
+        value = value.to(parameter.device)
+        return like_sharded(value, parameter) if value.shape == parameter.shape else value
     if isinstance(value, list | tuple):
         return type(value)(_on_device(v, parameter, group) for v in value)
     if isinstance(value, dict):
@@ -472,6 +515,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         return restore(folder, state)  # it is a checkpoint itself
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+    if state.backend.world_size > 1:
+        path = main_only(lambda: _first_whole(candidates(folder)), "resume")
+        return state if path is None else restore(path, state)
     for path in candidates(folder):
         try:
             read = read_files(path)

@@ -5,6 +5,10 @@ the worker (or to this process) together with the seed that its randomness start
 augmentation are a function of (seed, epoch, position), whatever the number of workers, and what was consumed already
 is skipped by its index, not by loading it. Any other iterable is iterated; to go on in the middle of it, it is
 consumed up to there.
+
+With several processes, the batches of the loader are dealt to them in turn, like cards: in each round one to every process. In
+the last round a process that gets none borrows the first one's, so that all take part in the same exchanges; it counts for
+nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -30,10 +35,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fnloop._backend import needs_placing, place
+from fnloop._backend import agreed, any_process, needs_placing, place
+from fnloop._joint import Borrowed
 from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
-__all__ = ["Loaders", "Source", "length_of", "open_source", "read_loaders", "updates_in", "windows"]
+__all__ = ["Loaders", "Source", "length_of", "open_source", "read_loaders", "sharded", "updates_in", "windows"]
 
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _END = object()
@@ -110,15 +116,17 @@ class Source(NamedTuple):
     """A loader opened for a run.
 
     Args:
-        batches: ``(epoch, batch, samples) -> the batches of that epoch from that position``.
-        length: batches in an epoch, or None if that isn't known before its end.
+        batches: ``(epoch, batch, samples) -> this process's batches of that epoch from that position``.
+        length: batches in an epoch, for all processes together; None if that isn't known before its end.
+        processes: how many processes the batches are dealt to.
         batch_size: samples in a batch, where that is the same for all but the last, and a position can be in samples.
         samples: samples in an epoch, where batch_size is known.
-        drop_last: whether a smaller last batch is left out.
+        drop_last: whether a smaller last round is left out.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Any]]
     length: int | None
+    processes: int = 1
     batch_size: int | None = None
     samples: int = 0
     drop_last: bool = False
@@ -126,31 +134,154 @@ class Source(NamedTuple):
     def left(self, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
         if self.batch_size and samples:
-            left = max(self.samples - samples, 0)
-            return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
+            return self.batches_of(max(self.samples - samples, 0))
         return None if self.length is None else max(self.length - batch, 0)
 
+    def batches_of(self, samples: int) -> int:
+        """Return how many batches so many samples make."""
+        assert self.batch_size is not None
+        if self.drop_last:
+            return samples // (self.batch_size * self.processes) * self.processes
+        return math.ceil(samples / self.batch_size)
 
-def open_source(loader: Any, seed: int) -> Source:
+    def even(self, samples: int, rounds: int) -> int:
+        """Return the size of every batch in the next rounds, if it is the same in every process; else 0."""
+        size = self.batch_size or 0
+        return size if self.samples - samples >= size * self.processes * rounds else 0
+
+
+def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> Source:
     """Open a loader, so that what it yields is a function of the seed, the epoch and the position.
 
     Args:
         loader: any iterable of batches, or a function that returns one.
         seed: the run's.
+        rank: the number of this process.
+        processes: how many share the batches.
+
+    Raises:
+        ValueError: it shares its data out by itself.
     """
+    if isinstance(loader, sharded):
+        return _open_sharded(loader.loader, seed, rank, processes)
+    if processes > 1:
+        _check_whole(loader)
+    deal = _Deal(rank, processes)
     if isinstance(loader, list | tuple):  # nothing to position: no code runs
-        return Source(lambda epoch, batch, samples: itertools.islice(loader, batch, None), len(loader))
+        return Source(lambda epoch, batch, samples: deal(itertools.islice(loader, batch, None)), len(loader), processes)
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if plain and not isinstance(loader.dataset, IterableDataset):
 
         def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
-            return _map_style(loader, seed, epoch, batch, samples)
+            return _map_style(loader, seed, epoch, batch, samples, deal)
 
-        if type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None:
-            size, total = loader.batch_sampler.batch_size, len(loader.sampler)  # type: ignore[arg-type]
-            return Source(batches, length_of(loader), size, total, loader.batch_sampler.drop_last)
-        return Source(batches, length_of(loader))
-    return Source(lambda epoch, batch, samples: _iterated(loader, seed, epoch, batch), length_of(loader))
+        if _is_sized(loader):
+            batched: Any = loader.batch_sampler
+            size, total = batched.batch_size, len(batched.sampler)
+            source = Source(batches, None, processes, size, total, batched.drop_last)
+            return source._replace(length=source.batches_of(total))
+        return Source(batches, length_of(loader), processes)
+    return Source(lambda epoch, batch, samples: deal(_iterated(loader, seed, epoch, batch)), length_of(loader), processes)
+
+
+def _is_sized(loader: DataLoader) -> bool:
+    """Say whether all batches of a map-style loader but the last have one known size."""
+    return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
+
+
+def _check_whole(loader: Any) -> None:
+    """Raise if a loader gives each process its share already, in a way of its own."""
+    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
+    if any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers):
+        raise ValueError(
+            "the loader has a DistributedSampler, which repeats samples so that all processes get as many. fnloop shares out "
+            "the order itself, each sample once: leave the sampler out, DataLoader(dataset, batch_size, shuffle=True)"
+        )
+    if type(loader).__module__.startswith("accelerate."):
+        raise ValueError(
+            "the loader was prepared by accelerate, which shares it out already: pass the DataLoader as it was before"
+        )
+
+
+class _Deal(NamedTuple):
+    """Deals to each process in turn; in the last round who gets nothing borrows the first one's."""
+
+    rank: int
+    processes: int
+
+    def __call__(self, things: Any) -> Iterator[Any]:
+        things = iter(things)
+        return things if self.processes == 1 else self._dealt(things)
+
+    def _dealt(self, things: Iterator[Any]) -> Iterator[Any]:
+        for first in things:
+            rest = tuple(itertools.islice(things, self.processes - 1))
+            if self.rank <= len(rest):
+                yield rest[self.rank - 1] if self.rank else first
+            else:
+                yield Borrowed(first)
+
+
+class sharded:
+    """Mark a loader that yields this process's own share, and not all of the data.
+
+    Any other loader is read by every process, and its batches are dealt to them in turn; for a map-style DataLoader only
+    their indices are. Mark a stream that each process reads a part of. Shares may be of different length.
+
+    Args:
+        loader: an iterable of batches, or a function that returns one.
+
+    Returns:
+        A loader for ``fit``, ``evaluate`` and ``predict``.
+
+    Raises:
+        TypeError: it is no loader.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> from torch.utils.data import IterableDataset
+        >>> class Shards(IterableDataset):
+        ...     def __iter__(self):                     # files rank, rank + world_size, ...
+        ...         return (torch.ones(2) for file in range(state.backend.rank, 6, state.backend.world_size))
+        >>> state = toy()
+        >>> state = fl.fit(fl.pipeline()(toy_loss), state, sharded(Shards()), hooks=())
+        >>> state.model.w.item()
+        -6.0
+    """
+
+    def __init__(self, loader: Any) -> None:
+        check_loader(loader, "sharded", alone=True)
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __repr__(self) -> str:
+        return f"sharded({self.loader!r})"
+
+
+def _open_sharded(loader: Any, seed: int, rank: int, processes: int) -> Source:
+    if processes == 1:
+        return open_source(loader, seed)
+    source = open_source(loader, fold_in(seed, rank))
+
+    def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
+        return _until_all_end(source.batches(epoch, batch // processes, 0))
+
+    shares = agreed([-1.0 if source.length is None else source.length, source.length is None])
+    return Source(batches, None if shares[1] else int(shares[0]) * processes, processes)
+
+
+def _until_all_end(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield until the longest share is at its end; whose own has ended before borrows from it."""
+    last = _END
+    while any_process((batch := next(batches, _END)) is not _END):
+        if batch is _END and last is _END:
+            raise ValueError("this process's share of the data has no batch, and those of others have: give each at least one")
+        yield Borrowed(last) if batch is _END else batch
+        last = last if batch is _END else batch
 
 
 def windows(
@@ -162,10 +293,14 @@ def windows(
     """
     batches = source.batches(epoch, batch, samples)
     if needs_placing(device):
-        batches = (place(batch, device) for batch in batches)
+        batches = (_placed(batch, device) for batch in batches)
     batches = iter(batches)
     # Not partition_all, which asks for the next window before it yields one: a loader that draws would see it.
     return batches if window == 1 else iter(lambda: tuple(itertools.islice(batches, window)), ())
+
+
+def _placed(batch: Any, device: torch.device) -> Any:
+    return Borrowed(place(batch.batch, device)) if type(batch) is Borrowed else place(batch, device)
 
 
 # --- iterables
@@ -217,6 +352,7 @@ class _Ticket(NamedTuple):
 
     seed: int
     index: Any  # of one sample, or a list of them
+    borrowed: bool = False
 
 
 class _Fetch(torch.utils.data.Dataset):
@@ -228,17 +364,25 @@ class _Fetch(torch.utils.data.Dataset):
 
     def __getitem__(self, ticket: _Ticket) -> Any:
         position_all(ticket.seed)
+        batch = self._batch(ticket.index)
+        return Borrowed(batch) if ticket.borrowed else batch
+
+    def _batch(self, index: Any) -> Any:
         if self.together:
-            return self.collate(self.dataset.__getitems__(ticket.index))
+            return self.collate(self.dataset.__getitems__(index))
         if self.batched:
-            return self.collate([self.dataset[i] for i in ticket.index])
-        return self.collate(self.dataset[ticket.index])
+            return self.collate([self.dataset[i] for i in index])
+        return self.collate(self.dataset[index])
 
 
-def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
+def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: _Deal) -> Iterator[Any]:
+    """Yield this process's batches. Each is drawn with a seed of its position, whatever process makes it."""
     seeds = fold_in(seed, FETCH, epoch or 0)
-    order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, batch, samples)
-    tickets = (_Ticket(fold_in(seeds, n), index) for n, index in enumerate(order, batch))
+    stride = loader.batch_sampler.batch_size if _is_sized(loader) else 1  # type: ignore[union-attr]
+    start = (samples or batch * stride) if _is_sized(loader) else batch
+    order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
+    tickets = deal(_Ticket(fold_in(seeds, start + n * stride), index) for n, index in enumerate(order))
+    tickets = (t.batch._replace(borrowed=True) if type(t) is Borrowed else t for t in tickets)
     if loader.num_workers:
         yield from _with_workers(loader, tickets)
     else:
@@ -247,17 +391,23 @@ def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, sam
             yield fetch[ticket]
 
 
-def _order(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
-    """Return the indices of each batch that is left of an epoch."""
+def _order(loader: DataLoader, seed: int, epoch: int | None, start: int, processes: int) -> Iterator[Any]:
+    """Return the indices of each batch that is left of an epoch, from a sample on; or from a batch, if their size isn't "
+    "known."""
     batched: Any = loader.batch_sampler
     _tell_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
-    if batched is None:
-        return itertools.islice(_drawn(loader.sampler, seed), batch, None)
     if type(batched) is not BatchSampler:
-        return itertools.islice(_drawn(batched, seed), batch, None)
-    size = batched.batch_size
-    indices = itertools.islice(_drawn(batched.sampler, seed), samples or batch * size, None)
-    return map(list, (partition if batched.drop_last else partition_all)(size, indices))
+        return itertools.islice(_drawn(loader.sampler if batched is None else batched, seed), start, None)
+    if not _is_sized(loader):
+        return itertools.islice(_batched(_drawn(batched.sampler, seed), batched, processes), start, None)
+    return _batched(itertools.islice(_drawn(batched.sampler, seed), start, None), batched, processes)
+
+
+def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> Iterator[list[Any]]:
+    if batched.drop_last:  # a round in which not every process gets a whole batch
+        rounds = partition(batched.batch_size * processes, indices)
+        indices = itertools.chain.from_iterable(rounds)
+    return map(list, partition_all(batched.batch_size, indices))
 
 
 def _drawn(sampler: Any, seed: int) -> Iterator[Any]:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,12 +21,16 @@ from typing import Any
 import attrs
 import torch
 
+from fnloop._backend import Backend, at_home, gather_objects, merged, sync_buffers
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
 from fnloop._history import Record
-from fnloop._metrics import absorb, absorb_loss, read
-from fnloop._pipeline import OPTIMIZER, Pipeline, PipelineStep, consume, evaluating
+from fnloop._joint import Borrowed, everywhere
+from fnloop._metrics import Max, absorb, absorb_loss, read
+from fnloop._pipeline import Pipeline, PipelineStep, evaluating
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
-from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, look_again, newest, suspended
+from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
+from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, even, look_again, newest, suspended
+from fnloop._steps import OPTIMIZER, consume
 from fnloop._types import Batch, Metric, Middleware, name_of
 from fnloop.hooks._checkpoint import checkpoint
 from fnloop.hooks._early_stop import halt_on_nonfinite
@@ -38,7 +41,6 @@ __all__ = ["evaluate", "fit", "predict", "run"]
 
 _log = logging.getLogger("fnloop")
 _END = object()
-INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
 
 
 def fit(
@@ -91,7 +93,7 @@ def fit(
     __tracebackhide__ = True
     checked = _checked(step, state, loaders, epochs, steps, hooks, evaluate_every)
     try:
-        with _listening() as signals:
+        with listening(state.backend.world_size == 1) as signals:
             for state in _run(*checked, signals=signals):  # noqa: B007
                 pass
     except RuntimeError as error:
@@ -159,7 +161,7 @@ def _run(
     steps: int | None,
     hooks: Sequence[Hook],
     evaluate_every: Any,
-    signals: _Signals | None = None,
+    signals: Signals | None = None,
 ) -> Iterator[TrainState]:
     __tracebackhide__ = True
     if state.stop in (INTERRUPTED, TERMINATED):
@@ -169,9 +171,11 @@ def _run(
         yield state
         return
 
-    source = open_source(loaders.train, state.seed)
-    evaluated = {name: open_source(loader, state.seed) for name, loader in loaders.evaluated.items()}
-    info = _run_info(state, source, step.window, epochs, steps, tuple(evaluated) if evaluate_every is not None else ())
+    backend, processes = state.backend, state.backend.world_size
+    source = _opened(loaders.train, state)
+    evaluated = {name: _opened(loader, state) for name, loader in loaders.evaluated.items()}
+    names = tuple(evaluated) if evaluate_every is not None else ()
+    info = _run_info(state, source, step.window * processes, epochs, steps, names)
     for part in (evaluate_every, *hooks):
         check: Any = getattr(part, "check", None)
         if check is not None:
@@ -184,15 +188,16 @@ def _run(
     look_again(state)
     state = step.meet(attrs.evolve(state, run=info))
 
-    train, window, device = step.train, step.window, state.backend.device
+    train, window, device = step.train, step.window, backend.device
     is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
     position, last_step = positioner(device), math.inf if steps is None else steps
     batch_size = source.batch_size or 0
+    council = Council() if processes > 1 else None
     started = time.monotonic() - (state.history[-1].seconds if state.history else 0.0)
     try:
         while True:
-            with isolated(device), contextlib.nullcontext(signals) if signals else _listening() as caught:
-                seed, went_back = fold_in(state.seed, COMPUTE, state.epoch), False
+            with isolated(device), contextlib.nullcontext(signals) if signals else listening(processes == 1) as caught:
+                seed, went_back = _own_seed(fold_in(state.seed, COMPUTE, state.epoch), backend), False
                 where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
                 try:
                     feed = windows(source, window, device, state.epoch, state.batch, state.samples)
@@ -200,12 +205,14 @@ def _run(
                     if batch is _END and not state.batch:
                         raise ValueError(_no_batches(state))
                     # Behind the first fetch: what is kept of the middle of an epoch was there behind this same fetch.
-                    state.generators.install() if state.generators else seed_host(seed)
+                    state.generators.install() if state.generators else seed_host(mix(seed, state.batch))
                     state, ended = attrs.evolve(state, news=frozenset()), False
                     while not ended:
                         if batch is not _END:  # it is at once where nothing was left of an epoch that goes on
                             position(mix(seed, state.batch))
-                            where, batches = None, 1 if window == 1 else len(batch)
+                            where, batches = None, processes if window == 1 else processes * len(batch)
+                            if processes > 1:
+                                state = even(state, source.even(state.samples, batches // processes))
                             new, out = train(state, batch)
                             state = consume(new, out, batches, batches * batch_size)
                             where = "the training loader"
@@ -224,7 +231,10 @@ def _run(
                                     found = _measure(step, state, evaluated[where])
                                 report.update({f"{where}/{name}": metric for name, metric in found.items()})
                             where = "the record"
-                            state = _recorded(state, read(report), time.monotonic() - started)
+                            state = _recorded(state, report, time.monotonic() - started)
+                        if council is not None:
+                            where = "the agreement of all processes"
+                            council.meet(state, caught)
                         state, before = caught.heard(state), state
                         for hook in hooks:
                             where = hook
@@ -237,15 +247,21 @@ def _run(
                             state = attrs.evolve(state, run=info)
                         if went_back or state.stop is not None or state.step >= last_step:
                             break
+                    if council is not None:
+                        council.close(caught)
+                        state = caught.heard(state)
                     if caught.save or state.stop is not None or _reached(state, epochs, steps):
                         where = "the end"
                         state, caught.save = _flushed(hooks, state), False
                 except BaseException as error:
                     torn = where is None and step.layer_of(error) == OPTIMIZER
                     state = newest(state, batches, batches * batch_size) if where is None else state
-                    interrupted = isinstance(error, KeyboardInterrupt) and caught.stop is None and not torn
+                    alone = processes == 1  # else the others don't know of it: the process ends, and they with it
+                    interrupted = alone and isinstance(error, KeyboardInterrupt) and caught.stop is None and not torn
                     # Workers die of the signal that stops the run: then there is no next batch, and none is needed.
-                    starved = isinstance(error, Exception) and caught.stop is not None and where == "the training loader"
+                    starved = (
+                        alone and isinstance(error, Exception) and caught.stop is not None and where == "the training loader"
+                    )
                     if not (interrupted or starved):
                         _explain(error, state, step, where)
                         raise
@@ -291,8 +307,19 @@ def _run_info(
     return RunInfo(epochs, total, per_epoch, source.length, window, evaluated)
 
 
-def _recorded(state: TrainState, metrics: Mapping[str, float], seconds: float) -> TrainState:
-    history = state.history.append(Record(state.epoch, state.step, metrics, seconds))
+def _opened(loader: Any, state: TrainState) -> Source:
+    return open_source(loader, state.seed, state.backend.rank, state.backend.world_size)
+
+
+def _own_seed(seed: int, backend: Backend) -> int:
+    """Return the seed of this process's own draws: of dropout, say."""
+    return fold_in(seed, backend.rank) if backend.rank else seed
+
+
+def _recorded(state: TrainState, report: Mapping[str, Metric], seconds: float) -> TrainState:
+    found = read(everywhere(state, {**report, "seconds": Max(seconds)}, "train/"))
+    seconds = found.pop("seconds")
+    history = state.history.append(Record(state.epoch, state.step, found, seconds))
     return attrs.evolve(state, history=history, news=state.news | {RECORD})
 
 
@@ -310,64 +337,22 @@ def _called(hook: Hook, state: TrainState) -> TrainState:
 def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str, Metric]:
     """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
     metrics: dict[str, Metric] = {}
-    device = state.backend.device
-    position_all(fold_in(state.seed, COMPUTE))
-    positioner(device)(fold_in(state.seed, COMPUTE))
+    backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
+    position = positioner(backend.device)
+    position_all(seed)
+    if backend.world_size > 1:
+        sync_buffers(state.model)
     with evaluating(state.model):
-        for batch in windows(source, 1, device, None):
-            _, out = step.forward(state, batch)
+        for n, batch in enumerate(windows(source, 1, backend.device, None), 1):
+            position(mix(seed, n * backend.world_size + backend.rank))  # of the batch, whichever process has it
+            _, out = step.forward(state, batch.batch if type(batch) is Borrowed else batch)
+            if type(batch) is Borrowed:
+                continue
             metrics = absorb(metrics, out.metrics) if out.metrics else metrics
             metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
-    if not metrics:
+    if not n:
         raise ValueError("the loader to evaluate gave no batch")
-    return {"loss": metrics.pop("loss"), **metrics}
-
-
-class _Signals:
-    """What was asked for by signals: Ctrl-C and SIGTERM to stop, SIGUSR1 to save."""
-
-    def __init__(self) -> None:
-        self.stop: str | None = None
-        self.save = False
-        self.done = False  # whether a run has ended because of it
-
-    def heard(self, state: TrainState) -> TrainState:
-        """Return the state with the reason to stop, if a signal gave one."""
-        if self.stop is None or state.stop is not None:
-            return state
-        self.done = True
-        return attrs.evolve(state, stop=self.stop)
-
-    def __call__(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT and self.stop == INTERRUPTED:
-            raise KeyboardInterrupt  # the second one doesn't wait
-        if number == signal.SIGINT:
-            self.stop = INTERRUPTED
-        elif number == signal.SIGTERM:
-            self.stop = TERMINATED
-        else:
-            self.save = True
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[_Signals]:
-    """Note signals instead of dying of them, where nobody else has taken care of them."""
-    signals = _Signals()
-    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    if hasattr(signal, "SIGUSR1"):
-        usual[signal.SIGUSR1] = signal.SIG_DFL
-    if threading.current_thread() is not threading.main_thread():
-        usual = {}
-    taken = {number: handler for number, handler in usual.items() if signal.getsignal(number) == handler}
-    for number in taken:
-        signal.signal(number, signals)
-    try:
-        yield signals
-    finally:
-        for number, handler in taken.items():
-            signal.signal(number, handler)
-        if signals.stop == TERMINATED and not signals.done and signal.SIGTERM in taken:
-            signal.raise_signal(signal.SIGTERM)  # it came too late for the run
+    return {"loss": metrics.pop("loss"), **metrics} if metrics else {}
 
 
 def _flushed(hooks: Sequence[Hook], state: TrainState) -> TrainState:
@@ -489,19 +474,22 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     check_fresh(state)
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
-        return read(_measure(step, step.meet(state, "forward"), open_source(loader, state.seed)))
+        return read(merged(_measure(step, step.meet(state, "forward"), _opened(loader, state))))
 
 
-def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:
+def predict(
+    fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any, *, gather: bool = True
+) -> Iterator[Any]:
     """Apply a function to every batch, lazily and in order, without gradients and in evaluation mode.
 
     Between two results the model's training flags and the generators are the caller's. The function is called as it is:
-    middleware such as ``amp`` have no part in it.
+    middleware such as ``amp`` have no part in it. With several processes each computes its share, and all have to iterate.
 
     Args:
         fn: ``(model, batch) -> anything``.
         state: the newest state; it must stay so while results are taken.
         loader: an iterable of batches, or a function that returns one.
+        gather: whether every process yields the results of all, as one process would; else only those of its share.
 
     Returns:
         An iterator of what ``fn`` returns.
@@ -522,22 +510,27 @@ def predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, load
         )
     check_fresh(state)
     check_loader(loader, "prediction", alone=True)
-    return _predict(fn, state, loader)
+    return _predict(fn, state, loader, gather)
 
 
-def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any) -> Iterator[Any]:
+def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any, gather: bool) -> Iterator[Any]:
     __tracebackhide__ = True
-    device = state.backend.device
-    batches = windows(open_source(loader, state.seed), 1, device, None)
-    position, seed = positioner(device), fold_in(state.seed, COMPUTE)
-    n = 0
-    while True:
+    backend = state.backend
+    processes = backend.world_size
+    batches = windows(_opened(loader, state), 1, backend.device, None)
+    position, seed = positioner(backend.device), fold_in(state.seed, COMPUTE)
+    if processes > 1:
+        sync_buffers(state.model)
+    for n in itertools.count():
         check_fresh(state)
-        with isolated(device), evaluating(state.model):
+        with isolated(backend.device), evaluating(state.model):
             batch = next(batches, _END)
             if batch is _END:
                 return
-            position(fold_in(seed, n))
-            result = fn(state.model, batch)
-        yield result
-        n += 1
+            position(fold_in(seed, n * processes + backend.rank))
+            borrowed = type(batch) is Borrowed
+            result = fn(state.model, batch.batch if borrowed else batch)
+        results = [] if borrowed else [result]
+        if processes > 1 and gather:
+            results = [at_home(result, theirs) for share in gather_objects(results) for theirs in share]
+        yield from results

@@ -29,6 +29,7 @@ __all__ = [
     "absorb",
     "absorb_loss",
     "combine",
+    "fetched",
     "from_torchmetrics",
     "read",
     "wide",
@@ -216,16 +217,23 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
         {'loss': 3.0, 'n': 2.0}
     """
-    plain = {k: m for k, m in metrics.items() if isinstance(m, Mean | _Value)}
-    cells = [(k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)]
+    metrics = fetched(metrics)
+    # What is still Saved was never met again in the epoch that it is of: what it was made from isn't known.
+    return {name: metric.compute() for name, metric in metrics.items() if not isinstance(metric, Saved)}
+
+
+def fetched(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with the numbers of ours on the host, fetched in one transfer."""
+    found = dict(metrics)
+    plain = {k: attrs.asdict(m, recurse=False) for k, m in found.items() if isinstance(m, Mean | _Value)}
+    cells = [(k, field, v) for k, parts in plain.items() for field, v in parts.items() if isinstance(v, Tensor)]
     if cells:
         home = cells[0][2].device
         dtype = torch.float32 if home.type == "mps" else torch.float64
         numbers = torch.stack([v.detach().to(home, dtype) for _, _, v in cells]).tolist()  # the one host read of a report
         for (name, field, _), number in zip(cells, numbers, strict=True):
-            plain[name] = attrs.evolve(plain[name], **{field: number})
-    # What is still Saved was never met again in the epoch that it is of: what it was made from isn't known.
-    return {name: plain.get(name, metric).compute() for name, metric in metrics.items() if not isinstance(metric, Saved)}
+            found[name] = attrs.evolve(found[name], **{field: number})
+    return found
 
 
 @attrs.frozen(eq=False)
@@ -245,9 +253,7 @@ class TorchMetric:
         """Return one whose inputs have all gone into an object of its own."""
         if self.seen is not None and not self.inputs:
             return self
-        seen = copy.deepcopy(self.seen if self.seen is not None else self.template)
-        if self.seen is None:
-            seen.reset()
+        seen = copy.deepcopy(self.seen) if self.seen is not None else _new(self.template)
         return TorchMetric(self.template, seen=_update(seen, self.inputs))
 
     def absorb(self, other: TorchMetric) -> TorchMetric:
@@ -268,6 +274,10 @@ class TorchMetric:
             )
         return float(value)
 
+    def on_host(self) -> TorchMetric:
+        """Return one like this that can be sent to another process."""
+        return TorchMetric(self.template, seen=copy.deepcopy(self.own().seen).to("cpu"))
+
     def to_parts(self) -> dict[str, Any]:
         """Return what has been seen, as plain data and tensors."""
         seen = self.own().seen
@@ -275,12 +285,19 @@ class TorchMetric:
 
     def from_parts(self, parts: Mapping[str, Any]) -> TorchMetric:
         """Return one like this that has seen what :meth:`to_parts` returned."""
-        seen = copy.deepcopy(self.template)
-        seen.reset()
+        seen = _new(self.template)
         for name, value in parts["states"].items():
             setattr(seen, name, value)
         seen._update_count = parts["updates"]
         return TorchMetric(self.template, seen=seen)
+
+
+def _new(template: Any) -> Any:
+    """Return a metric like the template that has seen nothing, and leaves it to us to combine what processes have seen."""
+    seen = copy.deepcopy(template)
+    seen.reset()
+    seen.sync_on_compute = seen._to_sync = False
+    return seen
 
 
 def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:

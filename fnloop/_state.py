@@ -8,22 +8,23 @@ mistake (:class:`StaleStateError`); :func:`snapshot` makes an independent copy t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 from torch import nn
 from torch.optim import Optimizer
 
-from fnloop._backend import Backend, local
+from fnloop._backend import Backend, broadcast, is_sharded, join
 from fnloop._history import History
 from fnloop._rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._types import Metric
 
 __all__ = [
     "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "look_again", "newest", "parameters", "put",
-    "snapshot", "suspended", "unwrap",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "even", "look_again", "newest", "now", "parameters",
+    "put", "snapshot", "suspended", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -44,7 +45,7 @@ class RunInfo:
         total_steps: the updates that ``state.step`` will have counted at the end, or None if it can't be known.
         steps_per_epoch: updates in an epoch, or None if the training loader has no length.
         batches_per_epoch: batches in an epoch, or None.
-        window: batches per update.
+        window: batches per update, of all processes together.
         evaluated: the names of the loaders that are evaluated.
     """
 
@@ -59,13 +60,15 @@ class RunInfo:
 class _Lease:
     """Who owns the handles: the states whose turn it is."""
 
-    __slots__ = ("groups", "newest", "parameters", "turn")
+    __slots__ = ("clock", "groups", "joint", "newest", "parameters", "turn")
 
     def __init__(self) -> None:
         self.turn = 0
         self.newest: TrainState | None = None  # what the last step has made, to find if something raises behind it
         self.groups = -1
         self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
+        self.joint: Any = None  # what makes the gradients of several processes one
+        self.clock: Callable[[], float] = time.monotonic  # in a run on several processes, one that they agree on
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots a frozen record is made in half the time
@@ -80,8 +83,9 @@ class TrainState:
         optimizer: its optimizer.
         step: updates applied, ever.
         epoch: epochs completed.
-        batch: batches consumed of the running epoch.
-        samples: samples consumed of the running epoch, where the loader's batches have one known size; else 0.
+        batch: batches consumed of the running epoch, by all processes together.
+        samples: samples consumed of the running epoch, where the loader's batches have one known size; else 0. Also by all
+            processes together.
         skipped: updates left out, ever (an fp16 overflow, a guard).
         seed: what the order of the data and every draw of the run are a function of, with the counters.
         slots: what middleware keep, by name.
@@ -90,7 +94,7 @@ class TrainState:
         run: facts about the current run; None outside one.
         stop: why the run ended early, or None.
         extra: plain data of yours that goes into checkpoints.
-        backend: device and processes.
+        backend: device, rank of this process, how many there are (a ``Backend``).
         news: what the last boundary brought: "update" (one was applied, not skipped), "epoch" (one was completed),
             "record" (one was appended to the history). Hooks decide by it.
         generators: python's and numpy's generators in the middle of an epoch; None at its beginning. All other
@@ -116,6 +120,7 @@ class TrainState:
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _lease: _Lease = attrs.field(factory=_Lease)
     _turn: int = 0
+    _even: int = 0  # if every process has batches of so many samples in the next window, else 0
 
     @classmethod
     def create(
@@ -124,16 +129,19 @@ class TrainState:
         optimizer: Optimizer,
         *,
         seed: int | None = None,
-        backend: Backend | None = None,
+        backend: Any = None,
     ) -> TrainState:
-        """Make the first state of a run.
+        """Make the first state of a run. With several processes each has to make it, and gets the main one's weights.
 
         Args:
-            model: any module; it is used as it is, on the device where its parameters are.
+            model: any module. In one process it is used as it is, on the device where its parameters are. In one of several
+                (``torchrun``, ``accelerate launch``) it is moved to the process's own device; one that is sharded with
+                ``fully_shard`` stays as it is.
             optimizer: a torch.optim optimizer of its parameters.
             seed: what order and randomness of the run depend on; drawn from torch's generator by default, so that
-                ``torch.manual_seed`` decides it.
-            backend: device and processes; found from the model by default.
+                ``torch.manual_seed`` decides it. The main process's holds for all.
+            backend: an ``accelerate.Accelerator`` with settings of yours (``kwargs_handlers``, a plugin); by default what this
+                process was launched with.
 
         Returns:
             A state at step 0.
@@ -141,6 +149,7 @@ class TrainState:
         Raises:
             TypeError: the model or the optimizer is something else.
             ValueError: the optimizer was made for another model, or the seed is out of range.
+            NotImplementedError: accelerate is configured for an engine that hides the gradients (DeepSpeed, FSDP 1).
 
         Example:
             >>> import torch
@@ -165,7 +174,11 @@ class TrainState:
                 "the optimizer after the model (and after any change of its parameters): "
                 f"{type(optimizer).__name__}(model.parameters(), ...)"
             )
-        return cls(model, optimizer, seed=new_seed() if seed is None else seed, backend=backend or local(model))
+        if not (backend is None or isinstance(backend, Backend) or hasattr(backend, "distributed_type")):
+            raise TypeError(f"backend expects an accelerate.Accelerator, or None; got {_describe(backend)}")
+        model, optimizer, facts = join(model, optimizer, backend)
+        seed = new_seed() if seed is None else seed
+        return cls(model, optimizer, seed=broadcast(seed) if facts.world_size > 1 else seed, backend=facts)
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.model.parameters())
@@ -264,6 +277,17 @@ def all_parameters(state: TrainState) -> list[Any]:
 def look_again(state: TrainState) -> None:
     """Forget which parameters there are, since somebody may have changed the model or a group in the meantime."""
     state._lease.groups = -1
+    state._lease.joint = None
+
+
+def even(state: TrainState, size: int) -> TrainState:
+    """Return the state that knows that every process has batches of so many samples in the next window; 0: it may not be so."""
+    return state if state._even == size else attrs.evolve(state, even=size)
+
+
+def now(state: TrainState) -> float:
+    """Return a time in seconds, the same in every process."""
+    return state._lease.clock()
 
 
 def newest(state: TrainState, batches: int, samples: int) -> TrainState:
@@ -286,6 +310,7 @@ def snapshot(state: TrainState) -> TrainState:
 
     Raises:
         StaleStateError: the state has been advanced, so its handles hold newer values already.
+        NotImplementedError: the model is sharded over processes.
 
     Example:
         >>> import fnloop as fl, torch
@@ -297,6 +322,10 @@ def snapshot(state: TrainState) -> TrainState:
         (-1.0, 0.0)
     """
     check_fresh(state)
+    if is_sharded(state.model):
+        raise NotImplementedError(
+            "a model that is sharded over processes can't be copied: keep a checkpoint instead, save(state, path)"
+        )
     state = suspended(state)
     handles = (state.model, state.optimizer, state.slots, state.metrics)
     memo: dict[int, Any] = {}

@@ -802,8 +802,8 @@ FACTS = {
     "slots": lambda state: state.update(slots={"a": {"$tensor": "not there"}}),
     "lr": lambda state: state["optimizer"]["param_groups"][0].update(lr="evil"),
     "optimizer": lambda state: state["optimizer"].update(state={"w": 3}),
-    "generators": lambda state: state.update(generators=encode({"python": (1,), "numpy": 2}, {}, "")),
-    "python": lambda state: state["generators"].update(python={"$tuple": [3, {"$tuple": [1, 2]}, None]}),
+    "generators": lambda state: state.update(generators=encode([{"python": (1,), "numpy": 2}], {}, "")),
+    "python": lambda state: state["generators"][0].update(python={"$tuple": [3, {"$tuple": [1, 2]}, None]}),
     "history": lambda state: state.update(history=[{"epoch": 1}]),
     "model": lambda state: state.update(model=3),
 }

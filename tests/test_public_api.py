@@ -14,8 +14,8 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_data", "_pipeline", "_checkpoint",
-    "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
+    "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_signals", "_joint", "_data",
+    "_steps", "_pipeline", "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}
 CONTRACT = {
@@ -25,6 +25,7 @@ CONTRACT = {
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
+    *("gather", "reduce", "broadcast", "sharded", "on_main"),
     *("every", "when", "once", "progress", "early_stop", "halt_on_nonfinite"),
 }
 

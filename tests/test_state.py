@@ -173,9 +173,3 @@ def test_bad_input_says_what_to_type(make, error, message):
     model = Toy()
     with pytest.raises(error, match=message):
         make(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-
-def test_several_processes_are_refused_not_trained_apart(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="WORLD_SIZE=2"):
-        toy()

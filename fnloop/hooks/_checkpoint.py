@@ -8,6 +8,7 @@ import threading
 import weakref
 from pathlib import Path
 
+from fnloop._backend import main_only
 from fnloop._checkpoint import contents
 from fnloop._files import Contents, prune, write
 from fnloop._history import better
@@ -21,7 +22,7 @@ class checkpoint:
 
     Besides, the state is saved when a run ends, by whatever reason but an exception, and on SIGUSR1. Each is a folder
     ``step-00000812`` in ``folder``, whole or not there. What is kept is decided by what is on the disk, so it holds after a
-    resume too. :func:`fnloop.resume` goes on from the newest.
+    resume too. :func:`fnloop.resume` goes on from the newest. With several processes the main one writes.
 
     Args:
         folder: where to; made if it isn't there.
@@ -85,18 +86,18 @@ class checkpoint:
         if self._saved is None or self._saved() is not state:
             self._saved = weakref.ref(state)
             what = contents(state)
-            if self.background:
+            if not self.background:
+                main_only(lambda: self._write(what, state), "checkpoint")
+            elif state.backend.main:
                 what = self._buffers = what.copied(self._buffers)
                 self._writer = threading.Thread(target=self._write_and_note, args=(what, state), name="checkpoint")
                 self._writer.start()
-            else:
-                self._write(what, state)
         return state
 
     def flush(self, state: TrainState) -> TrainState:
         """Save the state if it isn't saved yet, and wait until it is."""
         self(state)
-        self._wait()
+        main_only(self._wait, "checkpoint")
         return state
 
     def poll(self) -> None:

@@ -6,6 +6,7 @@ import math
 
 import attrs
 
+from fnloop._backend import merged
 from fnloop._history import better
 from fnloop._state import RECORD, UPDATE, TrainState
 from fnloop._types import Call
@@ -153,7 +154,7 @@ class halt_on_nonfinite:
         if RECORD in state.news:
             loss = state.history[-1].metrics.get("train/loss", 0.0)
         elif UPDATE in state.news and state.step % self.steps == 0 and "loss" in state.metrics:
-            loss = state.metrics["loss"].compute()  # a host read, once in so many updates
+            loss = merged({"loss": state.metrics["loss"]})["loss"].compute()  # a host read, once in so many updates
         else:
             return state
         if math.isfinite(loss):

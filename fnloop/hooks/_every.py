@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Protocol
 
 import attrs
 
-from fnloop._state import EPOCH, UPDATE, RunInfo, TrainState, put
+from fnloop._state import EPOCH, UPDATE, RunInfo, TrainState, now, put
 from fnloop._types import name_of
 
-__all__ = ["Hook", "every", "once", "when"]
+__all__ = ["Gated", "Hook", "check_hook", "every", "innermost", "once", "when"]
 
 # A function. An object that is one may also have check(run), called when a run begins; flush(state) -> state, called behind
 # the last boundary of a run and on SIGUSR1; and close(), called when the run is left, by an exception too.
@@ -113,7 +112,7 @@ class every:
         return f"every({name}={value})"
 
     def __call__(self, hook: Hook) -> Gated:
-        return Gated(attrs.evolve(self), _check_hook(hook, repr(self)))  # a copy: each hook has a clock of its own
+        return Gated(attrs.evolve(self), check_hook(hook, repr(self)))  # a copy: each hook has a clock of its own
 
     def check(self, run: RunInfo) -> None:
         """Begin a run: start the clock anew, and raise if it can't be told when this is due."""
@@ -128,12 +127,12 @@ class every:
         if self.steps is not None:
             return UPDATE in state.news and state.step % self.steps == 0
         if self.seconds is not None:
-            now = time.monotonic()
+            time = now(state)
             if not self._clock:
-                self._clock.append(now)
-            if now - self._clock[0] < self.seconds:
+                self._clock.append(time)
+            if time - self._clock[0] < self.seconds:
                 return False
-            self._clock[0] = now
+            self._clock[0] = time
             return True
         if EPOCH in state.news:
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
@@ -183,7 +182,7 @@ class when:
         return f"when({name_of(self.predicate)})"
 
     def __call__(self, hook: Hook) -> Gated:
-        return Gated(self, _check_hook(hook, repr(self)))
+        return Gated(self, check_hook(hook, repr(self)))
 
     def due(self, state: TrainState) -> bool:
         """Say whether the predicate holds."""
@@ -220,7 +219,7 @@ class once:
     name: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        _check_hook(self.hook, "once")
+        check_hook(self.hook, "once")
         if isinstance(self.hook, Gated):
             raise TypeError(f"once counts each call, due or not: write {self.hook.moment!r}(once({name_of(self.hook.hook)}))")
         if self.name is None and _where(self.hook) is None:
@@ -266,7 +265,8 @@ def innermost(hook: Any) -> Any:
     return hook
 
 
-def _check_hook(hook: Any, owner: str) -> Any:
+def check_hook(hook: Any, owner: str) -> Any:
+    """Return a hook, having checked that it is one."""
     if not callable(hook) or isinstance(hook, type):
         call = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
         raise TypeError(f"{owner} expects a hook, a function state -> state; got {name_of(hook)}{call}")

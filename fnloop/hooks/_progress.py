@@ -19,7 +19,8 @@ class progress:
     """Show a bar per epoch: loss, learning rate, updates per second. A line per record where nobody looks at a
     terminal.
 
-    It reads from the device when it refreshes, and not in between.
+    It reads from the device when it refreshes, and not in between. With several processes the main one shows it; the loss
+    between two records is then that of its share.
 
     Args:
         refresh: seconds between two looks, at least 0.5.
@@ -50,6 +51,8 @@ class progress:
         return "progress()" if self.refresh == 0.5 else f"progress(refresh={self.refresh})"
 
     def __call__(self, state: TrainState) -> TrainState:
+        if not state.backend.main:
+            return state
         self._done = self._position(state) if self._done is None else self._done + 1
         if time.monotonic() >= self._next or EPOCH in state.news or RECORD in state.news:
             self._show(state)

@@ -12,8 +12,9 @@ from typing import Any
 import attrs
 import torch
 
-from fnloop._pipeline import Backward, linear
+from fnloop._backend import largest, local_part
 from fnloop._state import TrainState, parameters, put
+from fnloop._steps import Backward, linear
 from fnloop._types import Batch, Middleware, Output, Step, middleware
 
 __all__ = ["amp"]
@@ -116,8 +117,10 @@ def _unscale(grads: list[Any], scale: float) -> bool:
         )
     if not grads:
         return False
-    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+    sharded = any(local_part(grad) is not grad for grad in grads)
+    grads = [grad._values() if grad.is_sparse else local_part(grad) for grad in grads]
     found = torch.zeros((), device=grads[0].device)
     inverse = torch.full((), 1 / scale, device=grads[0].device)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+    found = largest(found) if sharded else found  # each process has seen its own parts
     return bool(found)  # a host read: whether this update counts decides the step counter, and schedules with it

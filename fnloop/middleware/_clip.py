@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.nn import utils
 
+from fnloop._backend import full, local_part
 from fnloop._metrics import Mean
-from fnloop._pipeline import linear, report
 from fnloop._state import TrainState, parameters
+from fnloop._steps import linear, report
 from fnloop._types import Batch, Middleware, Output, Step, middleware
 
 __all__ = ["clip", "clip_value"]
@@ -52,10 +53,9 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
             if out.skip is not None:
                 return state, out
             params = [p for p in parameters(state) if p.grad is not None]
-            if math.isinf(max_norm):
-                norm = utils.get_total_norm([p.grad for p in params], norm_type)
-            else:
-                norm = utils.clip_grad_norm_(params, max_norm, norm_type)
+            norm = full(utils.get_total_norm([p.grad for p in params], norm_type))  # over all processes, where it is sharded
+            if not math.isinf(max_norm):
+                utils.clip_grads_with_norm_(params, max_norm, norm)
             return state, report(out, {"grad_norm": Mean(norm, 1)}, "clip")
 
         return clipped
@@ -91,7 +91,7 @@ def clip_value(limit: float) -> Any:
         def clamped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             state, out = step(state, batch)
-            grads = [p.grad for p in parameters(state) if p.grad is not None]
+            grads = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
             if out.skip is None and grads:
                 torch._foreach_clamp_min_(grads, -limit)
                 torch._foreach_clamp_max_(grads, limit)

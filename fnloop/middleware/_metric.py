@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fnloop._metrics import MONOIDS, Mean, wide
-from fnloop._pipeline import report
 from fnloop._state import TrainState
+from fnloop._steps import report
 from fnloop._types import Batch, Metric, Middleware, Output, Step, middleware
 
 __all__ = ["metric"]

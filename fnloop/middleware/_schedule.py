@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._metrics import Last
-from fnloop._pipeline import report
 from fnloop._state import UPDATE, RunInfo, TrainState
+from fnloop._steps import report
 from fnloop._types import Batch, Middleware, Output, Step, middleware, name_of
 from fnloop.schedules import check_schedule
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop import every, once, when
-from fnloop.hooks import _every
+from fnloop import _state, every, once, when
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])
@@ -173,7 +172,7 @@ def test_gates_inside_each_other_must_all_be_open():
 def clock(monkeypatch):
     """A clock that stands still until it is told."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(_every, "time", clock)
+    monkeypatch.setattr(_state, "time", clock)
     return clock
 
 

@@ -1,0 +1,190 @@
+"""What makes the gradients of several processes one.
+
+Each process runs the loss function on its share of a window, on the plain module. Only the last backward of a window is joined:
+its loss goes through torch's DistributedDataParallel, which averages all gradients while backward goes on; a module under
+``fully_shard`` does so by itself. What DDP gives is the mean over processes; that of the items is it times
+``processes × reference / items``, where the sum of the items is exchanged only if it can't be known.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fnloop._backend import agreed, any_process, is_sharded, largest, merged, roots, summed, sync_buffers
+from fnloop._state import TrainState, all_parameters
+from fnloop._types import Output
+
+__all__ = ["Borrowed", "Joint", "everywhere", "joint_of"]
+
+Weight = int | float | Tensor
+
+
+class Borrowed:
+    """The batch of another process, for one that has none left: it takes part in everything, and counts for nothing."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+def joint_of(state: TrainState) -> Joint | None:
+    """Return what joins the processes that train a state; None if there is one."""
+    if state.backend.world_size == 1:
+        return None
+    lease = state._lease
+    if lease.joint is None or lease.joint.model is not state.model:
+        lease.joint = Joint(state)
+    return lease.joint
+
+
+def everywhere(state: TrainState, report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Combine the metrics of a report over all processes.
+
+    Args:
+        state: the state.
+        report: name to metric.
+        prefix: what the names of training metrics begin with. Those that are neither the loss nor of the forward ring were made
+            when gradients had been joined: they are the same everywhere, and count once.
+    """
+    joint = joint_of(state)
+    if joint is None:
+        return dict(report)
+    return merged(report, lambda name: not name.startswith(prefix) or name.removeprefix(prefix) in joint.partial)
+
+
+class Joint:
+    """The exchange of gradients and weights between processes, for one model.
+
+    Args:
+        state: the state that is trained.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.model, self.size = state.model, state.backend.world_size
+        self.sharded = roots(state.model) if is_sharded(state.model) else None
+        self.partial: set[str] = {"loss"}  # the metrics that are of a process's own share
+        self.items: Weight = 0  # of the last window, over all processes
+        self._ddp: DistributedDataParallel | None = None
+        self._trainable: list[Tensor] = []
+        self._known: bool | None = None  # whether weights are the sizes of the batches, in every process
+        self._reference: Weight | None = None
+        self._has_buffers = any(True for _ in state.model.buffers())
+
+    def open(self) -> None:
+        """Begin a window."""
+        if self._has_buffers and self.sharded is None:
+            sync_buffers(self.model)
+
+    # --- gradients
+
+    def begin(self, last: bool) -> None:
+        """Begin a micro-batch; only the last one's gradients are averaged."""
+        for root in self.sharded or ():
+            root.set_requires_gradient_sync(last)
+
+    def join(self, state: TrainState, start: Tensor) -> Tensor:
+        """Return the number to start the last backward of a window from."""
+        if self.sharded is not None:
+            return start
+        trainable = [p for p in all_parameters(state) if p.requires_grad]
+        if len(trainable) != len(self._trainable) or any(a is not b for a, b in zip(trainable, self._trainable, strict=True)):
+            self._ddp, self._trainable = _ddp(state, trainable, start), trainable  # somebody has (un)frozen something
+        return self._ddp(start)  # type: ignore[misc]
+
+    def nothing(self, state: TrainState, loss: Tensor) -> Tensor:
+        """Return a number to start from that adds nothing to any gradient."""
+        if self.sharded is not None:
+            return loss * 0
+        return torch.stack([p.flatten()[:1].sum() * 0 for p in all_parameters(state) if p.requires_grad]).sum()
+
+    # --- weights
+
+    def known(self, out: Output, size: int) -> bool:
+        """Say whether all batches of a window weigh the same, in every process, without asking.
+
+        Args:
+            out: the output of its first batch.
+            size: the number of samples in every batch of it, or 0 if it may differ.
+        """
+        if size and self._known is None:
+            self._known = not any_process("weight" in out.aux or bool(out.weight != size))
+        return bool(size and self._known)
+
+    def check(self, out: Output, size: int) -> None:
+        """Raise if a batch doesn't weigh what all have agreed upon."""
+        if "weight" in out.aux or out.weight != size:
+            raise ValueError(
+                f"so far each batch of {size} samples weighed {size}, and now one weighs "
+                f"{'what aux says' if 'weight' in out.aux else out.weight}: return aux['weight'], the number of items, for "
+                f"every batch"
+            )
+
+    def reference(self, weight: Weight, like: Tensor) -> Weight:
+        """Return what shares are relative to, the same everywhere: a power of two, so that it changes no bit of the mean."""
+        if self._reference is None:
+            if isinstance(weight, Tensor):
+                wide = weight.detach().to(torch.promote_types(like.dtype, torch.float32))
+                self._reference = torch.exp2(torch.floor(torch.log2(largest(wide).clamp(min=1))))
+            else:
+                self._reference = 2.0 ** math.floor(math.log2(max(agreed([weight])[0], 1)))
+        return self._reference
+
+    def sum(self, weight: Weight) -> Callable[[], Weight]:
+        """Begin to sum the items of a window over all processes."""
+        return summed(weight)
+
+
+class _Trainable(nn.Module):
+    """What DDP is to look after: the model, and what the optimizer trains beside it. Its forward passes a loss on."""
+
+    def __init__(self, model: nn.Module, others: list[Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        known: dict[str, Any] = self._parameters
+        known.update({f"other{i}": p for i, p in enumerate(others)})  # past a check: a leaf needn't be an nn.Parameter
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def _ddp(state: TrainState, trainable: list[Tensor], loss: Tensor) -> DistributedDataParallel:
+    own = {id(p) for p in state.model.parameters()}
+    settings = dict(state.backend.settings)
+    settings.pop("broadcast_buffers", None)  # done before forward, and once per update: see Joint.open
+    settings.setdefault("find_unused_parameters", any_process(bool({id(p) for p in trainable} - set(map(id, _reached(loss))))))
+    ddp = DistributedDataParallel(
+        _Trainable(state.model, [p for p in trainable if id(p) not in own]),
+        init_sync=False,  # the graph is there already: nothing in it may change
+        **{**_no_buffers(), **settings},
+    )
+    if state.backend.prepare is not None:
+        state.backend.prepare(ddp)
+    return ddp
+
+
+@functools.cache
+def _no_buffers() -> dict[str, bool]:
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def _reached(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters that a loss depends on."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable  # type: ignore[attr-defined]
+        todo.extend(n for n, _ in node.next_functions)

@@ -1,0 +1,441 @@
+"""The three steps in the middle of a pipeline: forward, backward and update; and what becomes of what they report.
+
+Backward takes a window of batches where ``accumulate`` asks for it, or where there are several processes. Each batch counts by
+its weight, the number of items that its loss is the mean of, so the gradient is that of the mean over all items of the window,
+over a ragged last window, unequal token counts and all processes. Gradients add up in ``.grad`` as autograd does: backward
+starts from loss × weight / (a reference weight), and one division at the end makes the mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fnloop._backend import any_process, local_part, summed
+from fnloop._joint import Borrowed, Joint, Weight, joint_of
+from fnloop._metrics import absorb, absorb_loss, combine
+from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters
+from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap, name_of
+
+__all__ = [
+    "OPTIMIZER", "Backward", "Total",
+    "at_least_float32", "consume", "divide", "forward", "linear", "report", "update",
+]  # fmt: skip
+
+OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
+
+# --- the three steps in the middle
+
+
+def forward(loss_fn: LossFn, listed: bool = True) -> Step:
+    """Return the innermost step: call the loss function and read its reply.
+
+    Args:
+        loss_fn: the loss function.
+        listed: whether the pipeline lists ``amp``; if not, the mixed precision that accelerate is configured for is used.
+    """
+    checked = False
+
+    def forward(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        nonlocal checked
+        __tracebackhide__ = True
+        if listed or state.backend.precision is None:
+            reply: Any = loss_fn(state.model, batch)
+        else:
+            with _configured(state):
+                reply = loss_fn(state.model, batch)
+        loss: Any
+        loss, aux = reply if type(reply) is tuple and len(reply) == 2 else (reply, {})
+        if not checked:
+            _check_reply(reply, loss, aux, batch, name_of(loss_fn))
+            checked = True
+        weight = aux["weight"] if "weight" in aux else _leading(batch)
+        return state, Output(loss, weight, aux)
+
+    return forward
+
+
+def _configured(state: TrainState) -> Any:
+    if state.backend.precision == "fp16":
+        raise ValueError('accelerate is configured for fp16, which needs a loss scale: list it, pipeline(amp("fp16"), ...)')
+    return torch.autocast(state.backend.device.type, torch.bfloat16)
+
+
+class Backward:
+    """The step that fills ``.grad``, starting from the loss; the loss that it reports is never scaled.
+
+    Args:
+        forward: the step inside.
+        scale: ``state -> float``, what the gradients are to be multiplied by, or None.
+        may_skip: whether a step inside may leave a batch out, in one process and not in another.
+    """
+
+    def __init__(self, forward: Step, scale: Callable[[TrainState], float] | None = None, may_skip: bool = False) -> None:
+        self.forward, self.scale, self.may_skip = forward, scale, may_skip
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        """Run forward and backward of one batch."""
+        __tracebackhide__ = True
+        if state.backend.world_size > 1:
+            return self.over(state, (batch,))
+        state, out = self.forward(state, batch)
+        if out.skip is not None:
+            return state, attrs.evolve(out, loss=out.loss.detach())
+        self._start(state, out, None).backward()
+        return state, Output(out.loss.detach(), out.weight, out.aux, out.metrics)
+
+    def over(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
+        """Run forward and backward of a window, so that ``.grad`` is the gradient of the mean over its items."""
+        __tracebackhide__ = True
+        if (joint := joint_of(state)) is not None:
+            return self._over_processes(joint, state, window)
+        total = Total()
+        for batch in window:
+            state, out = self.forward(state, batch)
+            if out.skip is None:
+                self._start(state, out, total.share(out)).backward()
+            total.add(out)
+        if total.weight is None:
+            return state, attrs.evolve(out, loss=out.loss.detach())
+        divide([p.grad for p in parameters(state)], total.weight, total.reference)
+        return state, total.output()
+
+    def _over_processes(self, joint: Joint, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        total, size, known, items = Total(), state._even, False, None
+        joint.open()
+        for n, batch in enumerate(window, 1):
+            mine, last = type(batch) is not Borrowed, n == len(window)
+            joint.begin(last)
+            state, out = self.forward(state, batch if mine else batch.batch)
+            if n == 1:
+                known = not self.may_skip and joint.known(out, size)
+                total.reference = None if known else joint.reference(out.weight, out.loss)
+            if known:
+                joint.check(out, size)
+            if not mine:
+                start = out.loss * 0
+            elif out.skip is not None:
+                start = joint.nothing(state, out.loss)
+            else:
+                start = self._start(state, out, total.share(out))
+                joint.partial.update(out.metrics)
+                total.add(out)
+            if last:
+                items = None if known else joint.sum(_nothing(out) if total.weight is None else total.weight)
+                start = joint.join(state, start)
+            start.backward()
+        if self.may_skip and not any_process(total.weight is not None):
+            return state, Output(out.loss.detach(), 0, out.aux, {}, out.skip or "left out by every process")
+        grads = [p.grad for p in parameters(state)]
+        if items is None:
+            joint.items = size * len(window) * joint.size
+            divide(grads, len(window))
+        else:
+            joint.items = items()
+            divide(grads, joint.items, total.reference * joint.size)  # type: ignore[operator]
+        if total.weight is None:
+            return state, Output(torch.zeros_like(out.loss), 0, out.aux)
+        return state, total.output()
+
+    def _start(self, state: TrainState, out: Output, share: Weight | None) -> Tensor:
+        """Return the number that backward starts from: the loss × what its batch counts for × the scale."""
+        start = out.loss
+        if not start.requires_grad:
+            _fail_without_gradient(state)
+        if share is not None:
+            start = start * share
+        return start if self.scale is None else at_least_float32(start) * self.scale(state)
+
+    def within(self, wrap: Wrap) -> Step:
+        """Put a gradient step directly around this one."""
+        return wrap(self)
+
+
+class Total:
+    """The running sum of a window: what its batches weigh, their losses and metrics."""
+
+    def __init__(self) -> None:
+        self.weight: Weight | None = None
+        self.reference: Weight | None = None  # the first weight: shares are relative to it, to keep fp16 in its range
+        self.loss: Tensor | None = None
+        self.last: Output | None = None
+        self.metrics: Mapping[str, Metric] = {}
+
+    def share(self, out: Output) -> Weight | None:
+        """Return weight / reference, or None where that is 1."""
+        weight = out.weight
+        if self.reference is None:
+            self.reference = max(weight, 1) if not isinstance(weight, Tensor) else _floating(weight, out.loss).clamp(min=1)
+        if not isinstance(weight, Tensor):
+            return None if weight is self.reference or weight == self.reference else weight / self.reference
+        return _floating(weight, out.loss) / self.reference
+
+    def add(self, out: Output) -> None:
+        """Count a micro-batch; one that is skipped is left out of the window."""
+        if out.skip is not None:
+            return
+        loss, weight = out.loss.detach(), out.weight
+        if isinstance(weight, Tensor):
+            weight = _floating(weight, loss)
+        if self.loss is None or self.weight is None:
+            self.loss, self.weight = at_least_float32(loss) * weight, weight
+        elif isinstance(weight, Tensor):
+            self.loss, self.weight = self.loss + at_least_float32(loss) * weight, self.weight + weight
+        else:
+            self.loss, self.weight = self.loss.add_(loss, alpha=weight), self.weight + weight
+        if out.metrics:
+            self.metrics = combine(self.metrics, out.metrics)
+        self.last = out
+
+    def output(self) -> Output:
+        assert self.loss is not None and self.last is not None and self.weight is not None
+        weight: Any = self.weight
+        items = torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1
+        return Output(self.loss / items, weight, self.last.aux, self.metrics)
+
+
+def _nothing(out: Output) -> Weight:
+    return _floating(out.weight, out.loss) * 0 if isinstance(out.weight, Tensor) else 0
+
+
+def _floating(weight: Tensor, loss: Tensor) -> Tensor:
+    """Return a count in a dtype that holds it exactly beside the loss."""
+    return weight.to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def divide(grads: Sequence[Tensor | None], weight: Weight, reference: Weight | None = None) -> None:
+    """Turn the sum of weight/reference × gradient into the mean, in place."""
+    local = [local_part(grad) for grad in grads if grad is not None]
+    if not local:
+        return
+    divisor: Any = weight if reference is None else weight / reference
+    if isinstance(divisor, Tensor):
+        torch._foreach_div_(local, torch.where(divisor == 0, 1.0, divisor))  # no item at all: the gradient is zero
+    elif divisor in (0, 1):
+        return
+    elif math.frexp(divisor)[0] == 0.5:  # a power of two: multiplying is exact too, and faster
+        torch._foreach_mul_(local, 1 / divisor)
+    else:
+        torch._foreach_div_(local, divisor)
+
+
+def at_least_float32(loss: Tensor) -> Tensor:
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+
+
+def linear(wrap: Wrap) -> Wrap:
+    """Mark a gradient ring's wrap as one that at most multiplies gradients by a number that is the same for a whole
+    window.
+
+    Such steps commute, so a later one may still be put directly around backward: ``step.within(wrap)``. That is how
+    ``accumulate`` adds gradients up in place, and fp16 gradients are unscaled once per window, in whichever order the
+    two are listed.
+    """
+
+    def wrapped(step: Any) -> Step:
+        made: Any = wrap(step)
+        if hasattr(step, "within"):
+            made.within = lambda inner: wrapped(step.within(inner))
+        return made
+
+    return wrapped
+
+
+def update(step: Step, may_skip: bool = False) -> Step:
+    """Return the step that applies the gradients, and leaves none behind.
+
+    Args:
+        step: the gradient step.
+        may_skip: whether a step inside may leave an update out, in one process and not in another: then all do.
+    """
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        check_fresh(state)
+        params = all_parameters(state)
+        for p in params:
+            p.grad = None  # whatever was there is not of this batch
+        try:
+            if _wants_closure(type(state.optimizer)):
+                return _by_closure(step, state, batch)
+            new, out = step(state, batch)
+            if may_skip and state.backend.world_size > 1 and any_process(out.skip is not None) and out.skip is None:
+                out = attrs.evolve(out, skip="left out by another process")
+            applied = out.skip is None
+            if applied:
+                _apply(new.optimizer)
+        finally:
+            for p in params:
+                p.grad = None
+        return advance(new, applied), out
+
+    return update
+
+
+@functools.cache
+def _wants_closure(optimizer: type[Optimizer]) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+    """Update with an optimizer that evaluates the loss as often as it wants to (LBFGS); what is reported is the first."""
+    replies: list[tuple[TrainState, Output]] = []
+
+    def closure() -> Tensor:
+        for p in parameters(state):
+            p.grad = None
+        replies.append(step(state, batch))
+        if replies[-1][1].skip is not None:
+            raise ValueError(f"{type(state.optimizer).__name__} can't leave an update out ({replies[-1][1].skip})")
+        return _of_all(state, replies[-1][1])
+
+    state.optimizer.step(closure)  # type: ignore[arg-type]
+    new, out = replies[0]
+    return advance(new, applied=True), out
+
+
+def _of_all(state: TrainState, out: Output) -> Tensor:
+    """Return the mean loss over all processes."""
+    if state.backend.world_size == 1:
+        return out.loss
+    weight = torch.as_tensor(out.weight, dtype=torch.float64, device=out.loss.device)
+    total, items = summed(out.loss.double() * weight), summed(weight)
+    return (total() / items()).to(out.loss.dtype)
+
+
+_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
+
+
+def _apply(optimizer: Optimizer) -> None:
+    """Call ``optimizer.step()``, past torch's wrapper around it where that would do nothing.
+
+    The wrapper marks the step for a profiler and calls hooks: 5 µs, with neither a profiler nor a hook.
+    """
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None)
+    if (
+        bare is None
+        or getattr(step, "__code__", None) is not _TORCHS_WRAPPER
+        or "step" in vars(optimizer)  # patched, as torch's schedulers do
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()
+    ):
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def report(out: Output, metrics: Mapping[str, Any], by: str) -> Output:
+    """Return an output with more metrics.
+
+    Raises:
+        ValueError: there is one of that name already.
+    """
+    if clash := out.metrics.keys() & metrics.keys():
+        name = min(clash)
+        raise ValueError(f"{by} reports the metric {name!r}, which another middleware inside it reports already: rename one")
+    return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
+
+
+def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
+    """Return the state with a step's batches counted and its metrics reduced into those of the epoch.
+
+    An update that was left out has no part in them.
+    """
+    running = state.metrics
+    if out.skip is not None:
+        return consumed(state, batches, samples, running)
+    metrics = absorb(running, out.metrics) if out.metrics else {**running}
+    metrics["loss"] = absorb_loss(running.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+    return consumed(state, batches, samples, metrics)
+
+
+# --- the reply of a loss function
+
+
+def _leading(batch: Batch) -> int:
+    """Return the leading dimension of a batch: that of its first tensor that has one."""
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        return batch[0].size(0)  # (x, y): the usual case
+    return next((t.size(0) for t in _tensors(batch) if t.ndim), 1)
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> None:
+    """Check once what a loss function returns."""
+    if isinstance(reply, tuple) and len(reply) != 2:
+        raise TypeError(
+            f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in aux, a dict"
+        )
+    if isinstance(reply, Mapping):
+        raise TypeError(
+            f"{name} must return a loss or (loss, aux); it returned a {type(reply).__name__}. Write: return "
+            "reply['loss'], reply"
+        )
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss that {name} returns must be a scalar tensor; got {loss!r:.60} ({type(loss).__name__})")
+    if loss.ndim:
+        raise ValueError(
+            f"the loss that {name} returns must be a scalar; got shape {tuple(loss.shape)}. Return its mean over the "
+            f"batch: loss.mean()"
+        )
+    if not loss.is_floating_point():
+        raise ValueError(f"the loss that {name} returns must have a floating dtype; got {loss.dtype}")
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f'the aux that {name} returns beside the loss must be a mapping, such as {{"output": output}}; got '
+            f"{type(aux).__name__}"
+        )
+    if "weight" in aux:
+        weight = aux["weight"]
+        if isinstance(weight, bool) or not isinstance(weight, int | Tensor) or (isinstance(weight, Tensor) and weight.ndim):
+            shape = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+            raise TypeError(
+                'aux["weight"] must be the number of items that the loss is the mean of, an int or a scalar '
+                f"tensor; got {shape}"
+            )
+        return
+    sizes = {t.size(0) for t in _tensors(batch) if t.ndim} or {1 for t in _tensors(batch)}
+    if len(sizes) != 1:
+        found = (
+            f"its tensors have leading dimensions {sorted(sizes)}"
+            if sizes
+            else f"there is no tensor in a {type(batch).__name__}"
+        )
+        raise ValueError(
+            f'how many items is the loss of {name} the mean of? {found}. Say it: return loss, {{"weight": number_of_items}}'
+        )
+
+
+def _fail_without_gradient(state: TrainState) -> None:
+    trainable = any(p.requires_grad for p in state.model.parameters())
+    hint = (
+        "it was computed without the model's parameters, or detached (.item(), .detach(), torch.no_grad)"
+        if trainable
+        else "every parameter of the model has requires_grad=False"
+    )
+    raise ValueError(f"the loss has no gradient: {hint}")

@@ -1,0 +1,76 @@
+"""Hooks that only one of several processes runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from fnloop._state import RunInfo, TrainState
+from fnloop._types import name_of
+from fnloop.hooks._checkpoint import checkpoint
+from fnloop.hooks._every import Hook, check_hook, innermost
+
+__all__ = ["on_main"]
+
+
+@attrs.frozen(repr=False)
+class on_main:
+    """Run a hook on the main process only: one that prints, writes a file or talks to a server.
+
+    It looks on: what it would change, the other processes would not know of. In one process it is the hook itself.
+
+    Args:
+        hook: ``state -> state``, which returns the state that it is given.
+
+    Returns:
+        A hook.
+
+    Raises:
+        TypeError: the hook is no function, or is ``checkpoint``, which every process has to take part in.
+        ValueError: when it runs: it returned another state.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def show(state):
+        ...     print(state.step)
+        ...     return state
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(fl.every(epochs=1)(on_main(show)),))
+        3
+    """
+
+    hook: Hook
+
+    def __attrs_post_init__(self) -> None:
+        check_hook(self.hook, "on_main")
+        if isinstance(innermost(self.hook), checkpoint):
+            raise TypeError(f"{self.hook!r} needs all processes, and writes on the main one by itself: list it as it is")
+
+    def __repr__(self) -> str:
+        return f"on_main({name_of(self.hook)})"
+
+    def __call__(self, state: TrainState) -> TrainState:
+        return self._looked_on(self.hook, state)
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Let the hook finish, at the end of a run."""
+        return self._looked_on(self.hook.flush, state) if hasattr(self.hook, "flush") else state  # type: ignore[attr-defined]
+
+    def check(self, run: RunInfo) -> None:
+        """Pass the beginning of a run on to the hook."""
+        if hasattr(self.hook, "check"):
+            self.hook.check(run)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Close the hook, when the run ends."""
+        if hasattr(self.hook, "close"):
+            self.hook.close()  # type: ignore[attr-defined]
+
+    def _looked_on(self, hook: Any, state: TrainState) -> TrainState:
+        if state.backend.main and (new := hook(state)) is not state:
+            raise ValueError(
+                f"{self!r} must return the state that it is given, since the other processes wouldn't know of a change; it "
+                f"returned {f'one that stops: {new.stop}' if isinstance(new, TrainState) and new.stop else repr(new)}"
+            )
+        return state
