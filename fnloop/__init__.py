@@ -1,4 +1,4 @@
-"""fnloop: a training loop for PyTorch that is a functional pipeline of composable step transforms.
+"""A training loop for PyTorch that is a functional pipeline of composable step transforms.
 
     step = pipeline(accumulate(4), clip(1.0))(loss_fn)
     state = fit(step, TrainState.create(model, optimizer), {"train": train, "valid": valid}, epochs=8)
@@ -109,3 +109,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
