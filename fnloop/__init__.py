@@ -48,6 +48,7 @@ from fnloop.hooks._early_stop import halt_on_nonfinite as halt_on_nonfinite
 from fnloop.hooks._every import every as every
 from fnloop.hooks._every import once as once
 from fnloop.hooks._every import when as when
+from fnloop.hooks._live_plot import live_plot as live_plot
 from fnloop.hooks._progress import progress as progress
 from fnloop.middleware._accumulate import accumulate as accumulate
 from fnloop.middleware._amp import amp as amp
@@ -89,6 +90,7 @@ __all__ = [
     "from_torchmetrics",
     "halt_on_nonfinite",
     "latest",
+    "live_plot",
     "metric",
     "middleware",
     "once",

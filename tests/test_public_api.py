@@ -38,7 +38,7 @@ CONTRACT = {
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
-    *("every", "when", "once", "progress", "early_stop", "halt_on_nonfinite"),
+    *("every", "when", "once", "progress", "live_plot", "early_stop", "halt_on_nonfinite"),
 }
 
 
