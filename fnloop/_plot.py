@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Points", "draw", "grid", "need"]
+__all__ = ["Points", "check_file", "draw", "grid", "need"]
 
 Points = Sequence[tuple[float, float]]
 
@@ -27,6 +28,17 @@ def need(owner: str) -> Any:
     except ImportError as error:
         raise ImportError(f"{owner} needs matplotlib: pip install 'fnloop[plot]'") from error
     return Figure
+
+
+def check_file(owner: str, file: Path) -> None:
+    """Raise ValueError unless matplotlib can save a figure under this name."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise ValueError(
+            f"{owner} expects a file whose suffix is one of {', '.join(known)}, such as 'run.png'; got {str(file)!r}"
+        )
 
 
 def grid(owner: str, n: int) -> tuple[Any, list[Any]]:

@@ -23,7 +23,7 @@ class live_plot:
     It looks at the history alone, so it reads nothing from the device. With several processes the main one draws.
 
     Args:
-        file: where to save the picture, in the format of its suffix (``"run.png"``); None is the output of a notebook's cell.
+        file: where to save the picture, in the format of its suffix (``"runs/a.png"``); None is the output of a cell.
         mode: "min" or "max", or a mapping from metrics to one of them, as in :meth:`History.plot`.
         x: what is on the x axis, "step" or "epoch".
         refresh: seconds between two pictures, at least 0; drawing one takes a fraction of a second. The last report of a run
@@ -34,6 +34,7 @@ class live_plot:
 
     Raises:
         ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
+        TypeError: file is no file's name.
         ValueError: there is no notebook to draw in, and no file was given; or another argument is none of its choices.
 
     Example:
@@ -57,7 +58,11 @@ class live_plot:
     ) -> None:
         _plot.need("live_plot")
         check_plot(mode, x)
-        if file is None and not _show.in_notebook():
+        if file is not None:
+            if not isinstance(file, str | os.PathLike):
+                raise TypeError(f"live_plot expects the name of a file, such as 'run.png', or None; got {file!r}")
+            _plot.check_file("live_plot", Path(file))
+        elif not _show.in_notebook():
             raise ValueError("live_plot draws in a notebook, and this is none. To save the picture: live_plot('run.png')")
         if not refresh >= 0:
             raise ValueError(f"live_plot expects refresh >= 0, seconds between two pictures; got {refresh!r}")
@@ -105,6 +110,7 @@ class live_plot:
 
 def _save(figure: Any, file: Path) -> None:
     """Save a figure so that whoever looks at the file sees a whole one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.stem}.unfinished{file.suffix}")
     figure.savefig(unfinished)
     os.replace(unfinished, file)

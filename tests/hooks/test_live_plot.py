@@ -86,9 +86,25 @@ def test_an_exception_leaves_the_last_report_drawn(tmp_path, drawn, clock):
     assert records(drawn) == [1, 3]
 
 
-def test_a_folder_that_goes_away_is_an_error_in_the_run_and_hides_none_at_its_end(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        run(live_plot(tmp_path / "gone" / "run.svg"))
+def test_a_folder_that_cannot_be_made_is_an_error_in_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        run(live_plot(tmp_path / "file" / "run.svg"))
+
+
+def test_a_folder_that_is_not_there_is_made(tmp_path):
+    run(live_plot(tmp_path / "runs" / "a" / "run.svg"))
+    assert (tmp_path / "runs" / "a" / "run.svg").exists()
+
+
+@pytest.mark.parametrize("name", ["run", "run.foo", ""])
+def test_a_file_that_no_picture_can_be_saved_in_is_an_error_at_once(name):
+    with pytest.raises(
+        ValueError, match=rf"live_plot expects a file whose suffix is one of .*png.* such as 'run.png'; got '{name or '.'}'"
+    ):
+        live_plot(name)
+    with pytest.raises(TypeError, match=r"live_plot expects the name of a file, such as 'run.png', or None; got 3"):
+        live_plot(3)
 
 
 def test_its_settings_are_those_of_plot(tmp_path, drawn):
