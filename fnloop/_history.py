@@ -216,6 +216,7 @@ class History:
             groups.setdefault(key.split("/", 1)[-1], []).append(key)
         if not groups:
             raise ValueError(f"there is nothing to plot: the history {'has no metric' if self.records else 'is empty'}")
+        labels = list(dict.fromkeys(key.split("/", 1)[0] for key in self.keys()))
         figure, axes = _plot.grid("History.plot", len(groups))
         places = {record.step: epoch for record, epoch in zip(self.records, _epochs(self.records), strict=True)}
         for axis, (metric, keys) in zip(axes, groups.items(), strict=True):
@@ -227,7 +228,7 @@ class History:
                 curves[label] = [at(record) for record in self.having(key)]
                 if label != "train":
                     marked[label] = at(self.best_record(key, wanted))
-            _plot.draw(axis, metric, x, curves, marked)
+            _plot.draw(axis, metric, x, curves, marked, labels)
         return figure
 
 

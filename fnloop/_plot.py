@@ -68,6 +68,7 @@ def draw(
     x: str,
     curves: Mapping[str, Points],
     marked: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    labels: Sequence[str] = (),
 ) -> None:
     """Draw curves into an axis.
 
@@ -77,14 +78,17 @@ def draw(
         x: what is on its x axis.
         curves: label to points.
         marked: label of a curve to the point that is marked on it.
+        labels: of all curves in the figure, so that a label has one colour in all its axes.
     """
+    labels = list(labels or curves)
     for label, points in curves.items():
+        color = f"C{labels.index(label)}"
         marker = "." if len(points) <= 40 else ""
         xs, ys = zip(*points, strict=True)
-        (line,) = axis.plot(xs, ys, marker=marker, markersize=5, linewidth=1.5, label=label)
+        axis.plot(xs, ys, marker=marker, markersize=5, linewidth=1.5, label=label, color=color)
         if label in marked:
             at, value = marked[label]
-            best = {"markersize": 9, "fillstyle": "none", "color": line.get_color(), "label": f"best {value:.4g}"}
+            best = {"markersize": 9, "fillstyle": "none", "color": color, "label": f"best {value:.4g}"}
             axis.plot([at], [value], "o", **best)
     if len(places := {x for points in curves.values() for x, _ in points}) == 1:
         axis.set_xlim(min(places) - 1, min(places) + 1)  # else the ticks are hundredths of a step

@@ -399,6 +399,13 @@ def test_another_x_axis_is_an_error():
         history(1).plot(x="seconds")
 
 
+def test_a_loader_has_one_colour_in_all_axes():
+    made = plot(History([Record(1, 10, {"train/loss": 3, "valid/loss": 2, "valid/accuracy": 0.5})]))
+    loss, accuracy = made.axes
+    assert [line.get_color() for line in loss.lines] == ["C0", "C1", "C1"]
+    assert [line.get_color() for line in accuracy.lines] == ["C1", "C1"]
+
+
 def test_a_plot_marks_the_points_of_short_curves_only():
     for n, shown in ((40, True), (41, False)):
         (axis,) = plot(history(*range(n))).axes

@@ -1,5 +1,6 @@
 """In a notebook: cells are run by a real kernel, and what they show is read back."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,9 @@ class Notebook:
 
 
 @pytest.fixture(scope="module")
-def notebook():
+def notebook(tmp_path_factory):
     notebook = Notebook()
-    with notebook.client.setup_kernel():
+    with notebook.client.setup_kernel(env=os.environ | {"IPYTHONDIR": str(tmp_path_factory.mktemp("ipython"))}):
         assert notebook.run(SETUP).outputs == []
         yield notebook
 
