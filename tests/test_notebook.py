@@ -122,6 +122,13 @@ def test_live_plot_is_one_picture_that_is_drawn_again(notebook):
     assert len(cell.outputs) == 1
 
 
+def test_live_plot_that_is_used_again_leaves_the_older_cell_alone(notebook):
+    first = notebook.run("draws = fl.live_plot()\nstate = fl.fit(step, toy(), loaders, epochs=1, hooks=(draws,))")
+    before = only(first, "image/png")
+    second = notebook.run("state = fl.fit(step, state, loaders, epochs=2, hooks=(draws,))")
+    assert only(first, "image/png") == before != only(second, "image/png")
+
+
 def test_a_figure_is_shown_once(notebook):
     for ask in ("state.history.plot()", "fl.schedules.plot(fl.schedules.linear(), 10)"):
         assert [(kind, "image/png" in data) for kind, data in shown(notebook.run(ask))] == [("execute_result", True)]
