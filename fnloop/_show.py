@@ -69,7 +69,7 @@ def elided(rows: Sequence[Sequence[str]], most: int) -> list[Sequence[str]]:
 
 
 def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
-    """Show a table; one that is too wide in parts, each of which begins with the ``fixed`` first columns.
+    """Show a table; one that is too wide in parts below each other, each of which begins with the ``fixed`` first columns.
 
     Example:
         >>> print(table_text([["step", "loss"], ["10", "0.5"]], fixed=1))
@@ -77,13 +77,19 @@ def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
           10   0.5
     """
     columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    fewest = len(_parts(columns, fixed, WIDTH))
+    parts = next(found for width in range(WIDTH + 1) if len(found := _parts(columns, fixed, width)) == fewest)  # of like widths
+    return "\n\n".join("\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts)
+
+
+def _parts(columns: list[list[str]], fixed: int, width: int) -> list[list[list[str]]]:
+    """Distribute columns to parts of a width, which hold at least one of them beside the fixed ones."""
     parts = [columns[:fixed]]
     for column in columns[fixed:]:
-        width = sum(len(other[0]) + 2 for other in parts[-1]) + len(column[0])
-        if width > WIDTH and len(parts[-1]) > fixed:
+        if len(parts[-1]) > fixed and sum(len(other[0]) + 2 for other in parts[-1]) + len(column[0]) > width:
             parts.append(columns[:fixed])
-        parts[-1].append(column)
-    return "\n\n".join("\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts)
+        parts[-1] = [*parts[-1], column]
+    return parts
 
 
 def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:

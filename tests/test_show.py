@@ -189,6 +189,14 @@ def test_a_wide_history_is_broken_into_parts_that_fit_a_terminal():
     assert [name for part in parts for name in part[0].split()[2:]] == [*made.keys(), "seconds"]
 
 
+def test_the_parts_of_a_wide_history_are_of_like_widths():
+    made = History([Record(1, 10, {f"{loader}/{'m' * 20}{i}": i for loader in ("train", "valid") for i in range(2)})])
+    assert [line.split()[2:] for line in repr(made).splitlines() if "epoch" in line] == [
+        ["train/mmmmmmmmmmmmmmmmmmmm0", "train/mmmmmmmmmmmmmmmmmmmm1"],
+        ["valid/mmmmmmmmmmmmmmmmmmmm0", "valid/mmmmmmmmmmmmmmmmmmmm1", "seconds"],
+    ]
+
+
 def test_one_column_that_is_too_wide_is_shown_all_the_same():
     assert repr(History([Record(1, 10, {"m" * 120: 1})])).count("m") == 120
 
