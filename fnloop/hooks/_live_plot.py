@@ -64,7 +64,7 @@ class live_plot:
             _plot.check_file("live_plot", Path(file))
         elif not _show.in_notebook():
             raise ValueError("live_plot draws in a notebook, and this is none. To save the picture: live_plot('run.png')")
-        if not refresh >= 0:
+        if isinstance(refresh, bool) or not isinstance(refresh, int | float) or not refresh >= 0:
             raise ValueError(f"live_plot expects refresh >= 0, seconds between two pictures; got {refresh!r}")
         self.file, self.mode, self.x, self.refresh = None if file is None else Path(file), mode, x, refresh
         self._output = _show.Display()

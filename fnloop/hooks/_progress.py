@@ -44,7 +44,7 @@ class progress:
     """
 
     def __init__(self, refresh: float = 0.5, file: TextIO | None = None) -> None:
-        if not refresh >= 0.5:
+        if not isinstance(refresh, int | float) or not refresh >= 0.5:
             raise ValueError(f"progress expects refresh >= 0.5 seconds, to leave the device alone; got {refresh!r}")
         self.refresh, self.file = refresh, file
         self._view: _View | None = None  # made at the first boundary of a run

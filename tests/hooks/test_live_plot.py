@@ -144,7 +144,9 @@ def test_outside_a_notebook_it_needs_a_file():
         live_plot()
 
 
-@pytest.mark.parametrize("settings", [{"refresh": -1.0}, {"x": "seconds"}, {"mode": "low"}, {"mode": {"loss": "low"}}])
+@pytest.mark.parametrize(
+    "settings", [{"refresh": -1.0}, {"refresh": "1"}, {"x": "seconds"}, {"mode": "low"}, {"mode": {"loss": "low"}}]
+)
 def test_a_bad_setting_is_an_error_at_once(settings):
     with pytest.raises(ValueError, match="expects"):
         live_plot("run.png", **settings)
