@@ -1,4 +1,4 @@
-"""fnloop: a training loop for PyTorch that is a functional pipeline of composable step transforms.
+"""A training loop for PyTorch that is a functional pipeline of composable step transforms.
 
     step = pipeline(accumulate(4), clip(1.0))(loss_fn)
     state = fit(step, TrainState.create(model, optimizer), {"train": train, "valid": valid}, epochs=8)
@@ -52,6 +52,7 @@ from fnloop.hooks._early_stop import halt_on_nonfinite as halt_on_nonfinite
 from fnloop.hooks._every import every as every
 from fnloop.hooks._every import once as once
 from fnloop.hooks._every import when as when
+from fnloop.hooks._live_plot import live_plot as live_plot
 from fnloop.hooks._on_main import on_main as on_main
 from fnloop.hooks._progress import progress as progress
 from fnloop.middleware._accumulate import accumulate as accumulate
@@ -96,6 +97,7 @@ __all__ = [
     "gather",
     "halt_on_nonfinite",
     "latest",
+    "live_plot",
     "metric",
     "middleware",
     "on_main",
@@ -119,3 +121,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -6,14 +6,16 @@ continuations of one are independent.
 
 from __future__ import annotations
 
-import html
+import bisect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import attrs
 
-__all__ = ["History", "Record", "better"]
+from fnloop import _plot, _show
+
+__all__ = ["History", "Record", "better", "check_plot", "table"]
 
 
 def better(value: float, than: float, mode: str) -> bool:
@@ -71,6 +73,11 @@ class Record:
     seconds: float = attrs.field(default=0.0, eq=False)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def _repr_html_(self) -> str:
+        counters = {"epoch": self.epoch, "step": self.step}
+        metrics = {name: _show.number(value) for name, value in self.metrics.items()}
+        return _show.facts("Record", {**counters, **metrics, "seconds": f"{self.seconds:.1f}"})
 
 
 @attrs.frozen(repr=False)
@@ -175,63 +182,92 @@ class History:
             raise ImportError("History.to_pandas needs pandas: pip install pandas") from error
         return pandas.DataFrame(self.to_dicts())
 
-    def _table(self) -> list[list[str]]:
-        names = self.keys()
-        rows = [["epoch", "step", *names, "seconds"]]
-        for r in self.records:
-            values = (f"{r.metrics[name]:.5g}" if name in r.metrics else "" for name in names)
-            rows.append([str(r.epoch), str(r.step), *values, f"{r.seconds:.1f}"])
-        if len(rows) > 41:
-            rows[21:-20] = [["…"] * len(rows[0])]
-        return rows
-
     def __repr__(self) -> str:
-        if not self.records:
-            return "History()"
-        rows = self._table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+        return _show.table_text(table(self), fixed=2) if self.records else "History()"
 
     def _repr_html_(self) -> str:
-        if not self.records:
-            return "<code>History()</code>"
-        head, *body = ([html.escape(cell) for cell in row] for row in self._table())
-        cells = ["<tr>" + "".join(f"<th>{c}</th>" for c in head) + "</tr>"]
-        cells += ["<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in body]
-        return f"<table>{''.join(cells)}</table>"
+        return _show.table(table(self)) if self.records else "<code>History()</code>"
 
-    def plot(self, *, mode: Mapping[str, str] | str | None = None) -> Any:
-        """Draw every metric over steps, one axis per metric, one line per loader, the best point marked.
+    def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Any:
+        """Draw every metric, one axis per metric, one line per loader, the best point of what was evaluated marked.
 
         Args:
             mode: "min" or "max", or a mapping from metrics ("accuracy") to one of them. By default a metric whose name
                 contains "acc", "f1", "auc", "precision" or "recall" is better when higher.
+            x: what is on the x axis, "step" or "epoch"; evaluations within an epoch are at fractions of it.
 
         Returns:
-            A matplotlib Figure; ``figure.savefig("history.png")`` writes it.
+            A matplotlib Figure; ``figure.savefig("history.png")`` writes it. A notebook shows it once.
 
         Raises:
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
-            ValueError: there is nothing to draw.
+            ValueError: there is nothing to draw, or an argument is none of its choices.
+
+        Example:
+            >>> history = History([Record(1, 10, {"train/loss": 3.0, "valid/loss": 2.0}), Record(2, 20, {"valid/loss": 1.0})])
+            >>> figure = history.plot(x="epoch")
+            >>> [line.get_label() for line in figure.axes[0].lines]
+            ['train', 'valid', 'best 1']
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("History.plot needs matplotlib: pip install 'fnloop[plot]'") from error
-        if not self.records:
-            raise ValueError("there is nothing to plot: the history is empty")
+        check_plot(mode, x)
+        _plot.need("History.plot")
         groups: dict[str, list[str]] = {}
         for key in self.keys():
             groups.setdefault(key.split("/", 1)[-1], []).append(key)
-        columns = min(math.ceil(math.sqrt(len(groups))), 3)
-        rows = -(-len(groups) // columns)
-        figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axis, (metric, keys) in zip(axes, groups.items(), strict=False):
-            _draw(axis, metric, {key: self.having(key) for key in keys}, _mode_of(metric, keys, mode))
-        for axis in axes[len(groups) :]:
-            axis.set_visible(False)
+        if not groups:
+            raise ValueError(f"there is nothing to plot: the history {'has no metric' if self.records else 'is empty'}")
+        labels = list(dict.fromkeys(key.split("/", 1)[0] for key in self.keys()))
+        figure, axes = _plot.grid("History.plot", len(groups))
+        places = {record.step: epoch for record, epoch in zip(self.records, _epochs(self.records), strict=True)}
+        for axis, (metric, keys) in zip(axes, groups.items(), strict=True):
+            wanted = _mode_of(metric, keys, mode)
+            curves, marked = {}, {}
+            for key in keys:
+                label = key.split("/", 1)[0]
+                at = lambda r, key=key: (places[r.step] if x == "epoch" else r.step, r.metrics[key])
+                curves[label] = [at(record) for record in self.having(key)]
+                if label != "train":
+                    marked[label] = at(self.best_record(key, wanted))
+            _plot.draw(axis, metric, x, curves, marked, labels)
         return figure
+
+
+def table(history: History, most: int = 40) -> list[Sequence[str]]:
+    """Return the cells of a table, its head first; the middle is left out where there are more than so many records."""
+    names = history.keys()
+    rows = [["epoch", "step", *names, "seconds"]]
+    for r in history.records:
+        values = (_show.number(r.metrics[name]) if name in r.metrics else "" for name in names)
+        rows.append([str(r.epoch), str(r.step), *values, f"{r.seconds:.1f}"])
+    return _show.elided(rows, most)
+
+
+def check_plot(mode: Any, x: Any) -> None:
+    """Raise ValueError unless these are arguments of :meth:`History.plot`."""
+    if x not in ("step", "epoch"):
+        raise ValueError(f'x expects "step" or "epoch"; got {x!r}')
+    for wanted in mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,):
+        better(0.0, 0.0, wanted)  # checks it
+
+
+def _epochs(records: Sequence[Record]) -> list[float]:
+    """Return how many epochs had passed at each record: between the ends of two, by their steps.
+
+    The first record that counts an epoch was made at its end.
+    """
+    ends = [(0, 0)]  # (step, epoch)
+    for r in records:
+        if r.epoch > ends[-1][1] and r.step > ends[-1][0]:
+            ends.append((r.step, r.epoch))
+    if len(ends) == 1:
+        return [float(r.epoch) for r in records]  # how long an epoch is isn't known yet
+
+    def passed(r: Record) -> float:
+        i = min(max(bisect.bisect_left(ends, (r.step, 0)), 1), len(ends) - 1)
+        (before, epoch), (behind, next_epoch) = ends[i - 1], ends[i]
+        return epoch + (r.step - before) * (next_epoch - epoch) / (behind - before)
+
+    return [passed(r) for r in records]
 
 
 def _mode_of(metric: str, keys: Iterable[str], mode: Mapping[str, str] | str | None) -> str:
@@ -241,27 +277,4 @@ def _mode_of(metric: str, keys: Iterable[str], mode: Mapping[str, str] | str | N
     if mode is None:
         higher = any(word in metric.lower() for word in ("acc", "f1", "auc", "auroc", "precision", "recall"))
         mode = "max" if higher else "min"
-    better(0.0, 0.0, mode)  # checks it
     return mode
-
-
-def _draw(axis: Any, metric: str, curves: Mapping[str, tuple[Record, ...]], mode: str) -> None:
-    for key, records in curves.items():
-        steps, values = [r.step for r in records], [r.metrics[key] for r in records]
-        (line,) = axis.plot(steps, values, marker=".", markersize=5, linewidth=1.5, label=key.rsplit("/", 1)[0])
-        if not key.startswith("train/"):
-            best = History(records).best_record(key, mode)
-            label = f"best {best.metrics[key]:.4g}"
-            axis.plot(
-                best.step,
-                best.metrics[key],
-                "o",
-                markersize=9,
-                fillstyle="none",
-                color=line.get_color(),
-                label=label,
-            )
-    axis.set_title(metric)
-    axis.set_xlabel("step")
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)

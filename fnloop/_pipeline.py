@@ -17,12 +17,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from fnloop import _show
 from fnloop._backend import is_sharded, place, reshard
 from fnloop._encode import like, waits
 from fnloop._rng import isolated
 from fnloop._state import TrainState, check_fresh, put
 from fnloop._steps import OPTIMIZER, Backward, consume, forward, update
-from fnloop._types import Batch, LossFn, Middleware, Output, Step, name_of
+from fnloop._types import RINGS, Batch, LossFn, Middleware, Output, Step, name_of
 
 __all__ = ["Pipeline", "PipelineStep", "evaluating", "pipeline", "supervised"]
 
@@ -37,6 +38,9 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"pipeline({', '.join(map(repr, self.middleware))})"
+
+    def _repr_html_(self) -> str:
+        return _show.diagram("loss_fn(model, batch)", _rings(self))
 
     def __call__(self, loss_fn: LossFn, *batch: Any) -> PipelineStep:
         """Return the step of a loss function.
@@ -134,6 +138,13 @@ def _check_loss_fn(loss_fn: Any) -> None:
             raise TypeError(f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}") from error
 
 
+def _rings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
+    """Return what acts in each ring, in its order, the innermost ring first."""
+    own = {"gradient": ["backward"], "update": [OPTIMIZER]}
+    acting = {ring: [repr(m) for m in pipeline.middleware if getattr(m, ring) is not None] for ring in RINGS}
+    return [(ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own]
+
+
 class PipelineStep:
     """A step: ``step(state, batch) -> (state, Output)``. One call is one update.
 
@@ -189,6 +200,12 @@ class PipelineStep:
 
     def __repr__(self) -> str:
         return f"{self.pipeline!r}({name_of(self.loss_fn)})"
+
+    def __str__(self) -> str:
+        return _show.diagram_text(f"{name_of(self.loss_fn)}(model, batch)", _rings(self.pipeline))
+
+    def _repr_html_(self) -> str:
+        return _show.diagram(f"{name_of(self.loss_fn)}(model, batch)", _rings(self.pipeline))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.pipeline, (self.loss_fn,)

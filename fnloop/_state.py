@@ -16,6 +16,7 @@ import attrs
 from torch import nn
 from torch.optim import Optimizer
 
+from fnloop import _show
 from fnloop._backend import Backend, broadcast, is_sharded, join
 from fnloop._history import History
 from fnloop._rng import SEED_BITS, HostGenerators, new_seed
@@ -36,7 +37,7 @@ class StaleStateError(RuntimeError):
     """A state was used after it had been advanced: its model and optimizer belong to a newer one."""
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class RunInfo:
     """Facts about the current run, fixed when it starts.
 
@@ -55,6 +56,13 @@ class RunInfo:
     batches_per_epoch: int | None = None
     window: int = 1
     evaluated: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return _show.record_text("RunInfo", attrs.asdict(self))
+
+    def _repr_html_(self) -> str:
+        known = {name: value for name, value in attrs.asdict(self).items() if value is not None and value != ()}
+        return _show.facts("RunInfo", known | ({"evaluated": ", ".join(self.evaluated)} if self.evaluated else {}))
 
 
 class _Lease:
@@ -180,21 +188,31 @@ class TrainState:
         seed = new_seed() if seed is None else seed
         return cls(model, optimizer, seed=broadcast(seed) if facts.world_size > 1 else seed, backend=facts)
 
-    def __repr__(self) -> str:
+    def _facts(self) -> dict[str, Any]:
         size = sum(p.numel() for p in self.model.parameters())
         facts = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
-            "model": f"{type(self.model).__name__} ({size:,} parameter{'s' * (size != 1)})",
+            "model": f"{type(self.model).__name__} ({_show.counted(size, 'parameter')})",
             "optimizer": type(self.optimizer).__name__, "seed": self.seed,
         }  # fmt: skip
         if self.slots:
             facts["slots"] = f"[{', '.join(self.slots)}]"
         if self.history.records:
-            facts["history"] = f"{len(self.history)} record{'s' * (len(self.history) != 1)}"
+            facts["history"] = _show.counted(len(self.history), "record")
         if self.stop is not None:
             facts["stop"] = repr(self.stop)
-        stale = "stale " if self._lease.turn != self._turn else ""
-        return f"{stale}TrainState({', '.join(f'{k}={v}' for k, v in facts.items())})"
+        return facts
+
+    def _title(self) -> str:
+        return f"{'stale ' if self._lease.turn != self._turn else ''}TrainState"
+
+    def __repr__(self) -> str:
+        return _show.record_text(self._title(), self._facts())
+
+    def _repr_html_(self) -> str:
+        latest = self.history[-1].metrics if self.history.records else {}
+        shown = {"latest": ", ".join(f"{name} {_show.number(value)}" for name, value in latest.items())} if latest else {}
+        return _show.facts(self._title(), {**self._facts(), **shown, "device": self.backend.device})
 
 
 def _describe(value: Any) -> str:

@@ -24,6 +24,8 @@ from typing import Any, Protocol, TypeVar
 import attrs
 from torch import Tensor, nn
 
+from fnloop import _show
+
 __all__ = [
     "RINGS",
     "Batch",
@@ -100,6 +102,12 @@ class Output:
         weight = int(self.weight) if isinstance(self.weight, Tensor) else self.weight
         aux, metrics = ", ".join(self.aux), ", ".join(self.metrics)
         return f"Output(loss={float(self.loss):.6g}, weight={weight}, aux=[{aux}], metrics=[{metrics}]{skip})"
+
+    def _repr_html_(self) -> str:
+        shown = {"loss": _show.number(float(self.loss)), "weight": _show.number(int(self.weight))}
+        shown |= {name: _show.number(metric.compute()) for name, metric in self.metrics.items()}
+        shown |= {f"aux[{name!r}]": _show.described(value) for name, value in self.aux.items()}
+        return _show.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
 
 
 def name_of(value: Any) -> str:

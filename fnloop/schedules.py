@@ -17,19 +17,24 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from fnloop import _plot, _show
 from fnloop._types import Call, name_of
 
 __all__ = [
-    "constant", "cosine", "exponential", "inverse_sqrt", "join", "linear", "multistep", "one_cycle", "polynomial",
-    "step_decay", "warmup", "wsd",
+    "constant", "cosine", "exponential", "inverse_sqrt", "join", "linear", "multistep", "one_cycle", "plot",
+    "polynomial", "step_decay", "warmup", "wsd",
 ]  # fmt: skip
 
 Length = int | float
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
 @attrs.frozen(repr=False)
@@ -45,6 +50,14 @@ class Schedule:
 
     def __repr__(self) -> str:
         return self.text or repr(self.call)
+
+    def _repr_html_(self) -> str:
+        total = max(200, 4 * max(_ints(self.call), default=0))  # so long that the lengths in updates are seen
+        try:
+            values = [self(i * total // 200, total) for i in range(200)]
+        except Exception:  # a schedule of the user's in it, say, that can't do with this length
+            return _show.curve(repr(self), [], "")
+        return _show.curve(repr(self), values, f"factor over {total:,} updates, at most {max(values):.4g}")
 
     def __hash__(self) -> int:
         return hash(self.call.factory)
@@ -405,6 +418,58 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
         return schedules[i](step - starts[i], None if end is None else end - starts[i])
 
     return factor
+
+
+def plot(schedules: Any, total_steps: int) -> Any:
+    """Draw schedules: the factor of each update of a run.
+
+    Args:
+        schedules: a schedule, several in a list or a tuple, or a mapping from labels to schedules. Any function
+            ``(step, total_steps) -> factor`` will do.
+        total_steps: how many updates the run has, at least 1.
+
+    Returns:
+        A matplotlib Figure; ``figure.savefig("schedule.png")`` writes it.
+
+    Raises:
+        ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
+        TypeError: something is no schedule.
+        ValueError: there is none, or total_steps is below 1.
+
+    Example:
+        >>> figure = plot({"short": cosine(warmup=10), "long": cosine(warmup=0.5)}, total_steps=100)
+        >>> [line.get_label() for line in figure.axes[0].lines]
+        ['short', 'long']
+    """
+    if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+        raise ValueError(f"plot expects total_steps >= 1, the updates of a run; got {total_steps!r}")
+    if not isinstance(schedules, Mapping):
+        several = schedules if isinstance(schedules, list | tuple) else [schedules]
+        schedules = {name_of(schedule): schedule for schedule in several}
+    if not schedules:
+        raise ValueError("there is nothing to plot: no schedule was given")
+    for schedule in schedules.values():
+        check_schedule("plot", schedule)
+    figure, (axis,) = _plot.grid("schedules.plot", 1)
+    curves = {name: [(i, schedule(i, total_steps)) for i in range(total_steps)] for name, schedule in schedules.items()}
+    _plot.draw(axis, "factor on the initial value", "update", curves)
+    axis.get_legend().remove()  # there is no room in the axis: a schedule goes from corner to corner
+    figure.set_figheight(3.0 + 0.22 * len(curves))
+    figure.legend(loc="outside lower center", frameon=False)
+    return figure
+
+
+def _ints(call: Call) -> Iterator[int]:
+    """Yield the whole numbers in a call, and in the schedules within it."""
+    waiting: list[Any] = [*call.args, *call.kwargs.values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Schedule):
+            yield from _ints(value.call)
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+        elif isinstance(value, int):
+            yield value
 
 
 def _check_gamma(owner: str, gamma: Any) -> None:

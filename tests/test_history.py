@@ -273,8 +273,9 @@ def test_an_empty_history_shows_as_the_call_that_makes_one():
 def test_html_is_a_table_in_which_names_are_escaped():
     made = History([Record(1, 10, {"<b>&": 0.5}, 2.0)])
     assert made._repr_html_() == (
-        "<table><tr><th>epoch</th><th>step</th><th>&lt;b&gt;&amp;</th><th>seconds</th></tr>"
-        "<tr><td>1</td><td>10</td><td>0.5</td><td>2.0</td></tr></table>"
+        '<div style="overflow-x:auto"><table style="text-align:right">'
+        "<tr><th>epoch</th><th>step</th><th>&lt;b&gt;&amp;</th><th>seconds</th></tr>"
+        "<tr><td>1</td><td>10</td><td>0.5</td><td>2.0</td></tr></table></div>"
     )
 
 
@@ -375,6 +376,60 @@ def test_a_plot_in_an_unknown_mode_is_an_error(mode):
         plot(history(1, 2), mode=mode)
 
 
+@pytest.mark.parametrize("x", ["step", "epoch"])
+def test_a_plot_says_what_is_on_its_x_axis(x):
+    (axis,) = plot(history(1, 2), x=x).axes
+    assert axis.get_xlabel() == x
+    assert [at for at, _ in lines(axis)["valid"]] == {"step": [10, 20], "epoch": [1.0, 2.0]}[x]
+
+
+def test_evaluations_within_an_epoch_are_at_fractions_of_it():
+    seen = [(0, 5), (1, 10), (1, 12), (2, 20), (2, 25)]  # epochs completed, steps: an epoch has ten
+    (axis,) = plot(History([Record(epoch, step, {"valid/loss": step}) for epoch, step in seen]), x="epoch").axes
+    assert lines(axis)["valid"] == [(0.5, 5), (1.0, 10), (1.2, 12), (2.0, 20), (2.5, 25)]
+
+
+def test_within_the_first_epoch_it_is_not_known_how_long_one_is():
+    (axis,) = plot(History([Record(0, 5, {"valid/loss": 5}), Record(0, 7, {"valid/loss": 7})]), x="epoch").axes
+    assert lines(axis)["valid"] == [(0.0, 5), (0.0, 7)]
+
+
+def test_another_x_axis_is_an_error():
+    with pytest.raises(ValueError, match='x expects "step" or "epoch"; got \'seconds\''):
+        history(1).plot(x="seconds")
+
+
+def test_a_loader_has_one_colour_in_all_axes():
+    made = plot(History([Record(1, 10, {"train/loss": 3, "valid/loss": 2, "valid/accuracy": 0.5})]))
+    loss, accuracy = made.axes
+    assert [line.get_color() for line in loss.lines] == ["C0", "C1", "C1"]
+    assert [line.get_color() for line in accuracy.lines] == ["C1", "C1"]
+
+
+def test_a_plot_marks_the_points_of_short_curves_only():
+    for n, shown in ((40, True), (41, False)):
+        (axis,) = plot(history(*range(n))).axes
+        assert (axis.lines[0].get_marker() == ".") is shown
+
+
+def test_a_plot_of_one_record_has_whole_numbers_on_its_x_axis():
+    (axis,) = plot(history(1)).axes
+    assert axis.get_xlim() == (9, 11)
+
+
+def test_a_plot_is_a_picture_for_a_notebook_in_its_own_size():
+    figure = plot(history(1, 2))
+    data, size = figure._repr_png_()
+    assert data.startswith(b"\x89PNG")
+    assert size == {"width": 520, "height": 300}
+    assert int.from_bytes(data[16:20]) == 2 * 520  # its pixels: twice as many
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()  # none is left open
+
+
+def test_a_plot_can_be_pickled():
+    assert pickle.loads(pickle.dumps(plot(history(1, 2))))._repr_png_()[1]["width"] == 520
+
+
 def test_a_plot_with_nan_and_infinity_can_be_saved():
     file = io.BytesIO()
     plot(history(NAN, INF, 1.0)).savefig(file, format="png")
@@ -385,3 +440,5 @@ def test_there_is_nothing_to_plot_in_an_empty_history():
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="nothing to plot: the history is empty"):
         History().plot()
+    with pytest.raises(ValueError, match="nothing to plot: the history has no metric"):
+        History([Record(1, 10, {})]).plot()

@@ -3,6 +3,8 @@
 import ast
 import inspect
 import pkgutil
+import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +16,21 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_signals", "_joint", "_data",
-    "_steps", "_pipeline", "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
+    "_show", "_plot", "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_signals", "_joint",
+    "_data", "_steps", "_pipeline", "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
-OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}
+OPTIONAL = {
+    "matplotlib",
+    "pandas",
+    "torchmetrics",
+    "IPython",
+    "ipykernel",
+    "nbclient",
+    "nbformat",
+    "mlxtend",
+    "sklearn",
+    "accelerate",
+}
 CONTRACT = {
     *("TrainState", "RunInfo", "StaleStateError", "snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
@@ -26,7 +39,7 @@ CONTRACT = {
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
-    *("every", "when", "once", "progress", "early_stop", "halt_on_nonfinite"),
+    *("every", "when", "once", "progress", "live_plot", "early_stop", "halt_on_nonfinite"),
 }
 
 
@@ -51,6 +64,21 @@ def test_the_public_names_are_those_of_the_contract():
     assert set(fnloop.__all__) == CONTRACT
     public = {name for name in vars(fnloop) if not name.startswith("_")} - {"hooks", "testing"}
     assert public == CONTRACT, "a name is importable and not in __all__, or the other way round"
+
+
+@pytest.mark.parametrize("module", [fnloop, schedules, testing])
+def test_a_module_lists_its_public_names_and_no_others(module):
+    assert sorted(name for name in dir(module) if not name.startswith("__")) == sorted(module.__all__)
+    assert {"__all__", "__doc__", "__name__"} <= set(dir(module))
+
+
+def test_help_shows_what_is_public():
+    text = pydoc.render_doc(fnloop, renderer=pydoc.plaintext)
+    assert "fnloop - A training loop for PyTorch" in text
+    assert re.findall(r"^DATA\n(.*)", text, re.M) == [
+        "    __all__ = ['CheckpointError', 'History', 'Last', 'Max', 'Mean', 'Middl..."
+    ]
+    assert "_gc" not in text
 
 
 def test_imports_only_point_down():
@@ -136,15 +164,8 @@ def test_only_what_is_declared_is_imported():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     declared = {d.split(">")[0].split("[")[0] for d in project["dependencies"]}
     declared |= {d.split(">")[0].split("[")[0] for extra in project["optional-dependencies"].values() for d in extra}
-    declared |= {
-        "attrs",
-        "attr",
-        "pandas",
-        "IPython",
-        "ipywidgets",
-        "fnloop",
-        "__future__",
-    }  # the three with their own error
+    declared |= {"attrs", "attr", "fnloop", "__future__"}
+    declared |= {"pandas", "IPython"}  # which have an error of their own, or are there where they are asked for
     for path, tree in modules():
         for name, _ in imports(tree):
             top = name.split(".")[0]

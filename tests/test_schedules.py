@@ -17,6 +17,7 @@ from fnloop.schedules import (
     linear,
     multistep,
     one_cycle,
+    plot,
     polynomial,
     step_decay,
     warmup,
@@ -25,6 +26,10 @@ from fnloop.schedules import (
 from fnloop.testing import toy, toy_loss
 
 QUARTER = 1 - math.sqrt(0.25), 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)  # of a square-root decay: 0.5, 0.293, 0.134
+
+
+def half_way(step, total):
+    return 0.5
 
 
 def factors(schedule, total):
@@ -492,3 +497,51 @@ def test_boundaries_that_fall_are_an_error_once_the_length_is_known():
     assert schedule(0, 6) == 1.0
     with pytest.raises(ValueError, match=r"join expects rising boundaries; at=\[0\.5, 3\] begins at updates \[4, 3\]"):
         schedule(0, 8)
+
+
+# --- as a picture
+
+
+def drawn(figure):
+    """What is drawn: label to points."""
+    (axis,) = figure.axes
+    return {line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axis.lines}
+
+
+@pytest.mark.parametrize(
+    ("given", "labels"),
+    [
+        (linear(), ["linear()"]),
+        ([linear(), constant()], ["linear()", "constant()"]),
+        ({"down": linear(), "flat": constant()}, ["down", "flat"]),
+        (half_way, ["half_way"]),
+    ],
+)
+def test_a_plot_has_a_labelled_curve_per_schedule(given, labels):
+    pytest.importorskip("matplotlib")
+    figure = plot(given, 4)
+    assert list(drawn(figure)) == labels == [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_plot_has_the_factor_of_each_update():
+    pytest.importorskip("matplotlib")
+    assert drawn(plot(linear(), 4)) == {"linear()": [(0, 1.0), (1, 0.75), (2, 0.5), (3, 0.25)]}
+    assert plot(linear(), 4).axes[0].get_xlabel() == "update"
+
+
+@pytest.mark.parametrize("total", [0, -1, 1.5, True, None])
+def test_a_plot_needs_the_length_of_a_run(total):
+    with pytest.raises(ValueError, match="plot expects total_steps >= 1, the updates of a run; got"):
+        plot(linear(), total)
+
+
+@pytest.mark.parametrize("given", [linear, [linear()] * 2 + [0.1], {"a": lambda step: 1.0}])
+def test_what_is_no_schedule_cannot_be_plotted(given):
+    with pytest.raises(TypeError, match=r"plot expects a function \(step, total_steps\) -> factor"):
+        plot(given, 4)
+
+
+@pytest.mark.parametrize("none", [[], {}])
+def test_there_is_nothing_to_plot_without_a_schedule(none):
+    with pytest.raises(ValueError, match="nothing to plot: no schedule was given"):
+        plot(none, 4)

@@ -1,30 +1,35 @@
-"""What a person sees while a run goes on."""
+"""What a person sees while a run goes on: lines, bars in a terminal, or one output of a cell."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from torch import Tensor
+from tqdm import tqdm
 
+from fnloop import _show
+from fnloop._history import History, table
 from fnloop._metrics import Last, read
 from fnloop._state import EPOCH, RECORD, TrainState
 
 __all__ = ["progress"]
 
+ROWS = 20  # of the table in a notebook; the middle of a longer run is left out
+
 
 class progress:
-    """Show a bar per epoch: loss, learning rate, updates per second. A line per record where nobody looks at a
-    terminal.
+    """Show how a run goes: a bar per epoch in a terminal; in a notebook a bar and a table of epochs that grows, in one
+    output that is drawn again in its place; elsewhere a line per record.
 
-    It reads from the device when it refreshes, and not in between. With several processes the main one shows it; the loss
-    between two records is then that of its share.
+    A bar has the loss, the learning rate, updates per second and the time that is left. It reads from the device when it
+    refreshes, and not in between. With several processes the main one shows it, and the loss
+    of its share between two records.
 
     Args:
         refresh: seconds between two looks, at least 0.5.
-        file: where to; stderr by default.
+        file: where to; a notebook, or else stderr, by default.
 
     Returns:
         A hook.
@@ -40,12 +45,11 @@ class progress:
     """
 
     def __init__(self, refresh: float = 0.5, file: TextIO | None = None) -> None:
-        if not refresh >= 0.5:
+        if not isinstance(refresh, int | float) or not refresh >= 0.5:
             raise ValueError(f"progress expects refresh >= 0.5 seconds, to leave the device alone; got {refresh!r}")
         self.refresh, self.file = refresh, file
-        self._bar: Any = None
-        self._done: int | None = None  # updates of the running epoch, skipped ones too
-        self._next = 0.0
+        self._view: _View | None = None  # made at the first boundary of a run
+        self._done = 0  # updates of the running epoch, skipped ones too
 
     def __repr__(self) -> str:
         return "progress()" if self.refresh == 0.5 else f"progress(refresh={self.refresh})"
@@ -53,65 +57,172 @@ class progress:
     def __call__(self, state: TrainState) -> TrainState:
         if not state.backend.main:
             return state
-        self._done = self._position(state) if self._done is None else self._done + 1
-        if time.monotonic() >= self._next or EPOCH in state.news or RECORD in state.news:
-            self._show(state)
+        if self._view is None:
+            self._view = _view(self.file, self.refresh)
+        self._done = _position(state, self._done)
+        self._view.boundary(state, self._done)
         if EPOCH in state.news:
-            self._end()
+            self._done = 0
         return state
 
     def flush(self, state: TrainState) -> TrainState:
         """Show where the run ended."""
-        if self._bar is not None and EPOCH not in state.news:
-            self._show(state)
+        if self._view is not None:
+            self._view.flush(state, self._done)
         return state
 
-    def _position(self, state: TrainState) -> int:
-        window = state.run.window if state.run else 1
-        if EPOCH in state.news:
-            return (state.run and state.run.steps_per_epoch) or 1
-        return -(-state.batch // window)
+    def close(self) -> None:
+        """Finish the bar, when the run is left."""
+        if self._view is not None:
+            self._view.close()
+        self._view, self._done = None, 0
 
-    def _show(self, state: TrainState) -> None:
-        file = self.file or sys.stderr
-        if not (_in_notebook() or file.isatty()):
-            if RECORD in state.news:
-                print(_line(state), file=file, flush=True)
-            return
-        run, ended = state.run, EPOCH in state.news
-        if self._bar is None:
-            epoch = state.epoch if ended else state.epoch + 1
-            of = f"/{run.epochs}" if run and run.epochs else ""
-            total = run.steps_per_epoch if run else None
-            settings = {"unit": "step", "file": file, "mininterval": 0, "dynamic_ncols": True}
-            self._bar = _bar_class()(total=total, desc=f"epoch {epoch}{of}", **settings)
-        self._bar.set_postfix_str(self._facts(state), refresh=False)
-        self._bar.n = self._done
-        self._bar.refresh()
 
-    def _facts(self, state: TrainState) -> str:
-        facts: dict[str, float] = {}
-        lr = Last(state.optimizer.param_groups[0]["lr"])
+class _View(Protocol):
+    """A way to show a run. ``done`` is the number of updates of the running epoch; a skipped one counts."""
+
+    def boundary(self, state: TrainState, done: int) -> None: ...
+    def flush(self, state: TrainState, done: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def _view(file: TextIO | None, refresh: float) -> _View:
+    if file is None and _show.in_notebook():
+        return _Cell(refresh)
+    out: Any = file or sys.stderr
+    return _Bars(out, refresh) if out.isatty() else _Lines(out)
+
+
+class _Lines:
+    """A line per record."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+
+    def boundary(self, state: TrainState, done: int) -> None:
         if RECORD in state.news:
-            facts.update(state.history[-1].metrics)
-            if not isinstance(lr.value, Tensor):  # which would be a read more
-                facts.setdefault("lr", lr.compute())
-        else:
-            running = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
-            facts.update(read({**running, "lr": lr}))  # the host read, at most once in `refresh` seconds
-            self._next = time.monotonic() + self.refresh
-        return ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
+            print(_line(state), file=self.file, flush=True)
 
-    def _end(self) -> None:
-        self._done = 0
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+    def flush(self, state: TrainState, done: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Bars:
+    """A bar per epoch, in a terminal."""
+
+    def __init__(self, file: TextIO, refresh: float) -> None:
+        self.file, self.refresh = file, refresh
+        self.bar: Any = None
+        self.next = 0.0  # when to look again
+
+    def boundary(self, state: TrainState, done: int) -> None:
+        if time.monotonic() >= self.next or EPOCH in state.news or RECORD in state.news:
+            self.draw(state, done)
+        if EPOCH in state.news:
+            self.close()
+
+    def draw(self, state: TrainState, done: int) -> None:
+        if RECORD not in state.news:
+            self.next = time.monotonic() + self.refresh
+        if self.bar is None:
+            total = state.run.steps_per_epoch if state.run else None
+            settings = {"unit": "step", "file": self.file, "mininterval": 0, "dynamic_ncols": True}
+            self.bar = tqdm(total=total, desc=_epoch(state), **settings)
+        self.bar.set_postfix_str(_facts(state), refresh=False)
+        self.bar.n = done
+        self.bar.refresh()
+
+    def flush(self, state: TrainState, done: int) -> None:
+        if self.bar is not None and EPOCH not in state.news:
+            self.draw(state, done)
 
     def close(self) -> None:
-        """Finish the bar, when the run ends."""
-        self._end()
-        self._done = None
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
+
+
+class _Cell:
+    """One output of a notebook's cell: a table of this run's records, and below it the bar of the running epoch."""
+
+    def __init__(self, refresh: float) -> None:
+        self.refresh = refresh
+        self.output = _show.Display()
+        self.history = History()
+        self.first: int | None = None  # how many records there were before this run
+        self.epoch, self.done, self.total = "", 0, None  # of the bar
+        self.facts = ""
+        self.began, self.initial, self.seen = 0.0, 0, 0.0  # when the epoch began, how far it was then, the last boundary
+        self.next = 0.0  # when to draw again
+        self.over = False
+
+    def boundary(self, state: TrainState, done: int) -> None:
+        now, epoch = time.monotonic(), _epoch(state)
+        if self.first is None:
+            self.first, self.began, self.initial = len(state.history) - (RECORD in state.news), now, done
+        elif epoch != self.epoch:
+            self.began, self.initial = self.seen, 0
+        self.history, self.seen, self.over = state.history, now, False
+        self.epoch, self.done, self.total = epoch, done, state.run and state.run.steps_per_epoch
+        if now >= self.next:
+            self.facts, self.next = _facts(state), now + self.refresh
+            self.draw()
+
+    def flush(self, state: TrainState, done: int) -> None:
+        """Draw the end of the run, and why it came, if that is before the target."""
+        self.history, self.over = state.history, True
+        if EPOCH not in state.news:
+            self.facts = _facts(state)
+        self.draw(bar=EPOCH not in state.news, note=f"stopped: {state.stop}" if state.stop else "")
+
+    def close(self) -> None:
+        if not self.over:
+            self.draw(note="the run ended here")
+
+    def draw(self, bar: bool = True, note: str = "") -> None:
+        html, text = [], []
+        if records := self.history[self.first :]:
+            rows = table(records, ROWS)
+            html.append(_show.table(rows))
+            text.append(_show.table_text(rows, fixed=2))
+        if bar:
+            settings: Any = {"total": self.total, "initial": self.initial, "unit": "step", "ncols": 0}
+            meter = tqdm.format_meter(
+                self.done, elapsed=self.seen - self.began, prefix=self.epoch, postfix=self.facts, **settings
+            )
+            html.append(_show.bar(self.done, self.total, meter))
+            text.append(meter)
+        if note:
+            html.append(_show.line(note))
+            text.append(note)
+        self.output.show(_show.Shown(_show.stacked(*html), "\n".join(text)))
+
+
+def _position(state: TrainState, before: int) -> int:
+    """Return the updates of the running epoch, skipped ones too; ``before`` is what it was at the last boundary."""
+    if EPOCH in state.news:
+        return (state.run and state.run.steps_per_epoch) or before + 1
+    return -(-state.batch // (state.run.window if state.run else 1))
+
+
+def _epoch(state: TrainState) -> str:
+    of = f"/{state.run.epochs}" if state.run and state.run.epochs else ""
+    return f"epoch {state.epoch + (EPOCH not in state.news)}{of}"
+
+
+def _facts(state: TrainState) -> str:
+    """Return what is known now: the record if there is one, else the running loss, which is read from the device."""
+    facts: dict[str, float] = {}
+    lr = Last(state.optimizer.param_groups[0]["lr"])
+    if RECORD in state.news:
+        facts.update(state.history[-1].metrics)
+        if not isinstance(lr.value, Tensor):  # which would be a read more
+            facts.setdefault("lr", lr.compute())
+    else:
+        running = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
+        facts.update(read({**running, "lr": lr}))
+    return ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
 
 
 def _line(state: TrainState) -> str:
@@ -119,17 +230,3 @@ def _line(state: TrainState) -> str:
     metrics = "  ".join(f"{name} {value:.5g}" for name, value in record.metrics.items())
     epoch = record.epoch + (EPOCH not in state.news)  # the one that is running, or has just ended
     return f"epoch {epoch}  step {record.step}  {metrics}"
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and hasattr(shell, "kernel")
-
-
-def _bar_class() -> Any:
-    if _in_notebook() and importlib.util.find_spec("ipywidgets"):
-        from tqdm.notebook import tqdm
-    else:
-        from tqdm import tqdm
-    return tqdm

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
-from fnloop import Mean, RunInfo, progress
+from fnloop import History, Mean, Record, RunInfo, progress
+from fnloop._backend import Backend
 from fnloop.hooks import _progress
 from fnloop.testing import toy, toy_loss
 
@@ -205,6 +206,141 @@ def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
     assert "| 2/2 [" in file.bars()[1]
 
 
+def test_a_bar_that_is_drawn_rarely_is_where_the_epoch_is(clock):
+    def second(state):
+        clock.now += 1.0
+        return state
+
+    file = Terminal()
+    fl.fit(STEP, toy(), [ONE] * 10, hooks=(fl.every(steps=4)(progress(file=file)), second))
+    assert "| 4/10 [" in file.getvalue()
+    assert "| 8/10 [" in file.getvalue()
+
+
+# --- in a notebook
+
+
+class Cell:
+    """What a notebook would show: each drawing of each output, as text."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def __enter__(self):
+        cell = self
+
+        class Display:
+            def show(self, value):
+                assert value._repr_html_().count("<tr>") == value.html.count("<tr>")
+                if not hasattr(self, "drawings"):
+                    self.drawings = []
+                    cell.outputs.append(self.drawings)
+                self.drawings.append(repr(value).splitlines())
+
+        self.patches = [mock.patch.object(_progress._show, "Display", Display)]
+        self.patches.append(mock.patch.object(_progress._show, "in_notebook", lambda: True))
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *error):
+        for patch in self.patches:
+            patch.stop()
+
+
+@pytest.fixture
+def cell():
+    with Cell() as cell:
+        yield cell
+
+
+def test_a_cell_has_one_output_that_ends_as_a_table(cell, clock):
+    fl.fit(STEP, toy(), {"train": [ONE] * 3, "valid": [ONE]}, epochs=2, hooks=(progress(),))
+    ((first, last),) = cell.outputs  # the clock stands still
+    assert first == ["epoch 1/2:  33% 1/3 [00:00<?, ?step/s, loss 0, lr 1]"]
+    assert last == [
+        "epoch  step  train/loss  valid/loss  seconds",
+        "    1     3          -1          -3      0.0",
+        "    2     6          -4          -6      0.0",
+    ]
+
+
+def test_in_a_cell_the_table_grows_above_the_bar(cell, clock):
+    def second(state):
+        clock.now += 1.0
+        return state
+
+    fl.fit(STEP, toy(), [ONE] * 4, epochs=2, hooks=(progress(), second))
+    ((*_, last_but_two, last_but_one, _),) = cell.outputs
+    assert [line.split()[0] for line in last_but_two] == ["epoch", "1", "epoch"]
+    assert last_but_two[-1] == "epoch 2/2:  75% 3/4 [00:03<00:01,  1.00step/s, loss -5, lr 1]"  # the mean of -4, -5 and -6
+    assert last_but_one[-1] == "epoch 2/2: 100% 4/4 [00:04<00:00,  1.00step/s, train/loss -5.5, lr 1]"
+
+
+def test_a_cell_shows_the_records_of_its_own_run(cell, clock):
+    hook = progress()
+    state = fl.fit(STEP, toy(), [ONE], epochs=2, hooks=(hook,))
+    fl.fit(STEP, state, [ONE], epochs=5, hooks=(hook,))
+    first, second = cell.outputs
+    assert [line.split()[0] for line in first[-1]] == ["epoch", "1", "2"]
+    assert [line.split()[0] for line in second[-1]] == ["epoch", "3", "4", "5"]
+
+
+def test_a_cell_leaves_out_the_middle_of_a_long_run(cell, clock):
+    fl.fit(STEP, toy(), [ONE], epochs=50, hooks=(progress(),))
+    ((_, last),) = cell.outputs
+    assert [line.split()[0] for line in last[1:]] == [*map(str, range(1, 11)), "…", *map(str, range(41, 51))]
+
+
+def test_a_run_that_is_stopped_says_why_below_its_bar(cell, clock):
+    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(), stop))
+    assert cell.outputs[0][-1] == ["epoch 1/1:  50% 2/4 [00:00<?, ?step/s, loss -0.5, lr 1]", "stopped: enough"]
+
+
+def test_an_exception_leaves_the_bar_at_the_last_update(cell, clock):
+    def fail(state):
+        return 1 / (3 - state.step) and state
+
+    with pytest.raises(ZeroDivisionError):
+        fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(), fail))
+    bar, note = cell.outputs[0][-1]
+    assert bar.startswith("epoch 1/1:  75% 3/4 [")
+    assert note == "the run ended here"
+
+
+def test_a_run_that_is_left_keeps_its_records(cell, clock):
+    states = fl.run(STEP, toy(), [ONE] * 2, epochs=9, hooks=(progress(),))
+    for state in states:
+        if state.epoch == 2:
+            break
+    states.close()
+    *table, _, note = cell.outputs[0][-1]
+    assert [line.split()[0] for line in table] == ["epoch", "1", "2"]
+    assert note == "the run ended here"
+
+
+def test_a_file_is_written_to_in_a_notebook_too(cell):
+    file = io.StringIO()
+    fl.fit(STEP, toy(), [ONE], hooks=(progress(file=file),))
+    assert cell.outputs == []
+    assert file.getvalue() == "epoch 1  step 1  train/loss 0\n"
+
+
+# --- of several processes
+
+
+@pytest.mark.parametrize("file", [Terminal, io.StringIO])
+def test_only_the_main_process_shows_anything(file, clock):
+    files = file(), file()
+    for rank in range(2):
+        hook = progress(file=files[rank])
+        hook(boundary(1, backend=Backend("cpu", rank, 2), history=History([Record(1, 1, {})]), news=frozenset({"record"})))
+        hook.close()
+    assert files[0].getvalue()
+    assert not files[1].getvalue()
+
+
 # --- how often it looks
 
 
@@ -259,6 +395,10 @@ def test_over_many_short_epochs_it_reads_no_more_often(clock):
     assert reads_of_a_run(progress(file=io.StringIO())) == 50
 
 
+def test_in_a_cell_it_reads_no_more_often(cell, clock):
+    assert reads_of_a_run(progress()) == 51
+
+
 def test_at_every_record_it_shows_what_was_read_for_that():
     every_step = {"evaluate_every": fl.every(steps=1)}
     assert reads_of_a_run(progress(file=Terminal()), **every_step) == reads_of_a_run(**every_step) == 100
@@ -305,7 +445,7 @@ def test_close_may_be_called_at_any_time():
 # --- as a value
 
 
-@pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan")])
+@pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan"), "1"])
 def test_a_refresh_below_half_a_second_is_an_error(refresh):
     with pytest.raises(ValueError, match=r"refresh >= 0\.5 seconds, to leave the device alone"):
         progress(refresh)

@@ -1,0 +1,147 @@
+"""In a notebook: cells are run by a real kernel, and what they show is read back."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import fnloop
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+pytestmark = pytest.mark.slow
+
+SETUP = """
+import os, signal, torch, fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+torch.set_num_threads(1)
+step, batches = fl.pipeline()(toy_loss), [torch.tensor([1.0])] * 4
+loaders = {"train": batches, "valid": batches[:1]}
+
+def at_the_third(do):
+    calls = []
+    def loss_fn(model, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            do()
+        return model(batch).mean()
+    return fl.pipeline()(loss_fn)
+"""
+
+
+class Notebook:
+    """A kernel, and the cells that it is given."""
+
+    def __init__(self):
+        self.book = nbformat.v4.new_notebook()
+        settings = {"timeout": 120, "allow_errors": True, "resources": {"metadata": {"path": Path(fnloop.__file__).parents[1]}}}
+        self.client = nbclient.NotebookClient(self.book, kernel_name="python3", **settings)
+
+    def run(self, source):
+        """Run a new cell and return it."""
+        self.book.cells.append(nbformat.v4.new_code_cell(source))
+        return self.again(self.book.cells[-1])
+
+    def again(self, cell):
+        """Run a cell, which may have been run before."""
+        return self.client.execute_cell(cell, self.book.cells.index(cell))
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    notebook = Notebook()
+    with notebook.client.setup_kernel(env=os.environ | {"IPYTHONDIR": str(tmp_path_factory.mktemp("ipython"))}):
+        assert notebook.run(SETUP).outputs == []
+        yield notebook
+
+
+def shown(cell):
+    """What a cell shows: kind and data of each output."""
+    return [(out.output_type, out.get("data", {})) for out in cell.outputs]
+
+
+def only(cell, mime):
+    """The only output of a cell, in a format."""
+    ((_, data),) = shown(cell)
+    return data[mime]
+
+
+def test_a_run_is_one_output_with_a_row_per_epoch(notebook):
+    cell = notebook.run("state = fl.fit(step, toy(), loaders, epochs=5)")
+    html = only(cell, "text/html")
+    assert html.count("<tr>") == 1 + 5
+    assert "<th>valid/loss</th>" in html
+    assert "epoch 5/5" not in html  # its bar is done with
+    assert only(cell, "text/plain").splitlines()[-1].split()[:4] == ["5", "20", "-17.5", "-20"]  # w falls by 1 per update
+
+
+def test_running_a_cell_again_adds_no_output(notebook):
+    cell = notebook.run("state = fl.fit(step, toy(), loaders, epochs=5)")
+    for _ in range(2):
+        notebook.again(cell)
+        assert [kind for kind, _ in shown(cell)] == ["display_data"]
+
+
+def test_a_run_that_goes_on_shows_its_own_epochs_only(notebook):
+    first = notebook.run("show = fl.progress()\nstate = fl.fit(step, toy(), loaders, epochs=2, hooks=(show,))")
+    before = only(first, "text/html")
+    second = notebook.run("state = fl.fit(step, state, loaders, epochs=5, hooks=(show,))")
+    assert [line.split()[0] for line in only(second, "text/plain").splitlines()] == ["epoch", "3", "4", "5"]
+    assert only(first, "text/html") == before  # a hook that is used again leaves the older cell alone
+
+
+def test_an_interrupted_run_leaves_its_bar_where_it_stopped(notebook):
+    cell = notebook.run(
+        "stop = at_the_third(lambda: os.kill(os.getpid(), signal.SIGINT))\nstate = fl.fit(stop, toy(), loaders, epochs=5)"
+    )
+    bar, note = only(cell, "text/plain").splitlines()
+    assert bar.startswith("epoch 1/5:  75% 3/4 [")
+    assert bar.endswith("loss -1, lr 1]")  # the mean of 0, -1 and -2
+    assert note == "stopped: interrupted"
+    assert "width:75%" in only(cell, "text/html")
+
+
+def test_an_exception_closes_the_bar(notebook):
+    cell = notebook.run("fails = at_the_third(lambda: 1 / 0)\nstate = fl.fit(fails, toy(), loaders, epochs=5)")
+    (kind, data), (error, _) = shown(cell)
+    assert (kind, error) == ("display_data", "error")
+    assert data["text/plain"].splitlines()[-1] == "the run ended here"
+    after = notebook.run("state = fl.fit(step, toy(), loaders, epochs=1)")
+    assert len(after.outputs) == 1
+
+
+def test_live_plot_is_one_picture_that_is_drawn_again(notebook):
+    cell = notebook.run("state = fl.fit(step, toy(), loaders, epochs=5, hooks=(fl.live_plot(refresh=0),))")
+    ((kind, data),) = shown(cell)
+    assert kind == "display_data"
+    assert len(data["image/png"]) > 1000
+    notebook.again(cell)
+    assert len(cell.outputs) == 1
+
+
+def test_live_plot_that_is_used_again_leaves_the_older_cell_alone(notebook):
+    first = notebook.run("draws = fl.live_plot()\nstate = fl.fit(step, toy(), loaders, epochs=1, hooks=(draws,))")
+    before = only(first, "image/png")
+    second = notebook.run("state = fl.fit(step, state, loaders, epochs=2, hooks=(draws,))")
+    assert only(first, "image/png") == before != only(second, "image/png")
+
+
+def test_a_figure_is_shown_once(notebook):
+    for ask in ("state.history.plot()", "fl.schedules.plot(fl.schedules.linear(), 10)"):
+        assert [(kind, "image/png" in data) for kind, data in shown(notebook.run(ask))] == [("execute_result", True)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("state", "state.history", "state.history[0]", "step", "fl.pipeline(fl.clip(1.0))", "fl.RunInfo(epochs=2)"),
+        *("fl.schedules.linear()", "step(fl.snapshot(state), batches[0])[1]"),
+    ],
+)
+def test_what_a_cell_ends_with_is_shown_as_html_and_as_text(notebook, value):
+    ((kind, data),) = shown(notebook.run(value))
+    assert (kind, sorted(data)) == ("execute_result", ["text/html", "text/plain"])
+    assert data["text/plain"] == notebook.run(f"print(repr({value}))").outputs[0]["text"].rstrip("\n")
