@@ -49,6 +49,9 @@ from fnloop.hooks._every import every as every
 from fnloop.hooks._every import once as once
 from fnloop.hooks._every import when as when
 from fnloop.hooks._progress import progress as progress
+from fnloop.hooks._sink import to_csv as to_csv
+from fnloop.hooks._sink import to_jsonl as to_jsonl
+from fnloop.hooks._track import track as track
 from fnloop.middleware._accumulate import accumulate as accumulate
 from fnloop.middleware._amp import amp as amp
 from fnloop.middleware._clip import clip as clip
@@ -103,7 +106,10 @@ __all__ = [
     "schedules",
     "snapshot",
     "supervised",
+    "to_csv",
+    "to_jsonl",
     "torch_scheduler",
+    "track",
     "unwrap",
     "when",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-__all__ = ["Backend", "local", "needs_placing", "place"]
+__all__ = ["Backend", "local", "needs_placing", "place", "trackers"]
 
 
 @attrs.frozen
@@ -70,3 +73,23 @@ def place(batch: Any, device: torch.device) -> Any:
     if device.type == "cuda":
         batch = recursively_apply(lambda t: t if t.is_cuda or t.is_pinned() else t.pin_memory(), batch)
     return send_to_device(batch, device, non_blocking=device.type == "cuda")
+
+
+@contextlib.contextmanager
+def trackers() -> Iterator[Any]:
+    """Give accelerate's trackers to use, without its process-wide state: their logger refuses to log without that."""
+    from accelerate import PartialState, tracking
+    from accelerate.logging import MultiProcessAdapter
+
+    class Plain(MultiProcessAdapter):
+        def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+            del kwargs  # where to log it, in accelerate's words
+            self.logger.log(level, msg, *args)
+
+    usual = tracking.logger
+    if not PartialState._shared_state:
+        tracking.logger = Plain(logging.getLogger("accelerate.tracking"), {})
+    try:
+        yield tracking
+    finally:
+        tracking.logger = usual

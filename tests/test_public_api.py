@@ -14,10 +14,11 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_data", "_pipeline", "_checkpoint",
-    "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
+    "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_tracker", "_state", "_data", "_pipeline",
+    "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}
+OPTIONAL |= {"tensorboard", "wandb", "mlflow"}  # which accelerate imports
 CONTRACT = {
     *("TrainState", "RunInfo", "StaleStateError", "snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
@@ -26,6 +27,7 @@ CONTRACT = {
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("every", "when", "once", "progress", "early_stop", "halt_on_nonfinite"),
+    *("track", "to_csv", "to_jsonl"),
 }
 
 
