@@ -172,6 +172,7 @@ def windows(
 
 
 def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Any]:
+    __tracebackhide__ = True
     _tell_epoch(epoch, loader, getattr(loader, "dataset", None))
     order, fetch = fold_in(seed, ORDER, epoch or 0), fold_in(seed, FETCH, epoch or 0)
     if isinstance(loader, DataLoader):
@@ -227,15 +228,20 @@ class _Fetch(torch.utils.data.Dataset):
         self.together = batched and getattr(dataset, "__getitems__", None) is not None
 
     def __getitem__(self, ticket: _Ticket) -> Any:
+        __tracebackhide__ = True
         position_all(ticket.seed)
         if self.together:
             return self.collate(self.dataset.__getitems__(ticket.index))
         if self.batched:
-            return self.collate([self.dataset[i] for i in ticket.index])
+            samples = []
+            for i in ticket.index:  # a comprehension would be a frame in the traceback, and map ends at a StopIteration
+                samples.append(self.dataset[i])
+            return self.collate(samples)
         return self.collate(self.dataset[ticket.index])
 
 
 def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
+    __tracebackhide__ = True
     seeds = fold_in(seed, FETCH, epoch or 0)
     order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, batch, samples)
     tickets = (_Ticket(fold_in(seeds, n), index) for n, index in enumerate(order, batch))
@@ -295,6 +301,7 @@ _pools: weakref.WeakKeyDictionary[DataLoader, tuple[DataLoader, _Tickets]] = wea
 
 def _with_workers(loader: DataLoader, tickets: Iterator[_Ticket]) -> Iterator[Any]:
     """Let the loader's workers make the batches of the tickets. Persistent workers live as long as the loader."""
+    __tracebackhide__ = True
     pool, sampler = _pools.pop(loader, None) or _pool(loader)  # taken out: who reads the loader meanwhile gets another
     try:
         sampler.next = tickets

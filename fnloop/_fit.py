@@ -215,6 +215,7 @@ def _run(
                         if ended:
                             news = state.news | {EPOCH}
                             state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=news)
+                        where = evaluate_every or "the record"
                         due = is_due(state)
                         if due or ended:
                             names = sorted(metrics, key=lambda name: name != "loss")  # the loss first, then as they came
@@ -297,6 +298,7 @@ def _recorded(state: TrainState, metrics: Mapping[str, float], seconds: float) -
 
 
 def _called(hook: Hook, state: TrainState) -> TrainState:
+    __tracebackhide__ = True
     new = hook(state)
     if isinstance(new, TrainState):
         check_fresh(new)
@@ -309,6 +311,7 @@ def _called(hook: Hook, state: TrainState) -> TrainState:
 
 def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str, Metric]:
     """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
+    __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
     device = state.backend.device
     position_all(fold_in(state.seed, COMPUTE))

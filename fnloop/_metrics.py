@@ -177,6 +177,7 @@ MONOIDS = {f"fnloop.{monoid.__name__}": monoid for monoid in (Mean, Sum, Min, Ma
 
 def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Combine ``new`` into ``running``, in place where a metric can; ``running`` must not be used afterwards."""
+    __tracebackhide__ = True
     merged = dict(running)
     for name, metric in new.items():
         so_far = merged.get(name)
@@ -191,7 +192,11 @@ def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 
 def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Combine metrics of two parts, by name; neither is changed."""
-    return {**a, **{name: a[name].combine(metric) if name in a else metric for name, metric in b.items()}}
+    __tracebackhide__ = True
+    merged = dict(a)
+    for name, metric in b.items():
+        merged[name] = a[name].combine(metric) if name in a else metric
+    return merged
 
 
 def absorb_loss(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
@@ -216,6 +221,7 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
         {'loss': 3.0, 'n': 2.0}
     """
+    __tracebackhide__ = True
     plain = {k: m for k, m in metrics.items() if isinstance(m, Mean | _Value)}
     cells = [(k, f, v) for k, m in plain.items() for f, v in attrs.asdict(m, recurse=False).items() if isinstance(v, Tensor)]
     if cells:
@@ -224,8 +230,11 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         numbers = torch.stack([v.detach().to(home, dtype) for _, _, v in cells]).tolist()  # the one host read of a report
         for (name, field, _), number in zip(cells, numbers, strict=True):
             plain[name] = attrs.evolve(plain[name], **{field: number})
-    # What is still Saved was never met again in the epoch that it is of: what it was made from isn't known.
-    return {name: plain.get(name, metric).compute() for name, metric in metrics.items() if not isinstance(metric, Saved)}
+    values: dict[str, float] = {}
+    for name, metric in metrics.items():
+        if not isinstance(metric, Saved):  # which was never met again in its epoch: what it was made from isn't known
+            values[name] = plain.get(name, metric).compute()
+    return values
 
 
 @attrs.frozen(eq=False)
@@ -237,12 +246,14 @@ class TorchMetric:
     seen: Any = None  # a torchmetrics.Metric that has been updated with what came before, owned by this record
 
     def combine(self, other: TorchMetric) -> TorchMetric:
+        __tracebackhide__ = True
         if self.seen is None and other.seen is None:
             return attrs.evolve(self, inputs=self.inputs + other.inputs)
         return TorchMetric(self.template, seen=copy.deepcopy(self.own().seen)).absorb(other)
 
     def own(self) -> TorchMetric:
         """Return one whose inputs have all gone into an object of its own."""
+        __tracebackhide__ = True
         if self.seen is not None and not self.inputs:
             return self
         seen = copy.deepcopy(self.seen if self.seen is not None else self.template)
@@ -252,6 +263,7 @@ class TorchMetric:
 
     def absorb(self, other: TorchMetric) -> TorchMetric:
         """Combine into the object of this one, in place."""
+        __tracebackhide__ = True
         mine = self.own()
         if other.seen is not None:
             _merge(mine.seen, other.seen)
@@ -259,6 +271,7 @@ class TorchMetric:
         return mine
 
     def compute(self) -> float:
+        __tracebackhide__ = True
         value = self.own().seen.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -284,6 +297,7 @@ class TorchMetric:
 
 
 def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
+    __tracebackhide__ = True
     for arguments in inputs:
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.device != metric.device:
@@ -344,6 +358,7 @@ class from_torchmetrics:
         return f"from_torchmetrics({self.metric!r}, {name_of(self.inputs)})"
 
     def __call__(self, aux: Mapping[str, Any], batch: Batch) -> TorchMetric:
+        __tracebackhide__ = True
         arguments = self.inputs(aux, batch)
         if not isinstance(arguments, tuple):
             raise TypeError(f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}")

@@ -150,9 +150,11 @@ def _wants_closure(optimizer: type[Optimizer]) -> bool:
 
 def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
     """Update with an optimizer that evaluates the loss as often as it wants to (LBFGS); what is reported is the first."""
+    __tracebackhide__ = True
     replies: list[tuple[TrainState, Output]] = []
 
     def closure() -> Tensor:
+        __tracebackhide__ = True
         for p in parameters(state):
             p.grad = None
         replies.append(step(state, batch))
@@ -173,6 +175,7 @@ def _apply(optimizer: Optimizer) -> None:
 
     The wrapper marks the step for a profiler and calls hooks: 5 µs, with neither a profiler nor a hook.
     """
+    __tracebackhide__ = True
     step = type(optimizer).step
     bare = getattr(step, "__wrapped__", None)
     if (
@@ -207,6 +210,7 @@ def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> T
 
     An update that was left out has no part in them.
     """
+    __tracebackhide__ = True
     running = state.metrics
     if out.skip is not None:
         return consumed(state, batches, samples, running)
@@ -451,6 +455,7 @@ class PipelineStep:
 
     def meet(self, state: TrainState, ring: str | None = None) -> TrainState:
         """Make the slots that the middleware (of a ring) need and the state has not yet, or has from a checkpoint only."""
+        __tracebackhide__ = True
         for member in self.pipeline.middleware:
             if member.init is None or (ring is not None and getattr(member, ring) is None):
                 continue
@@ -548,6 +553,7 @@ class _Supervised:
         return f"supervised({name_of(self.criterion)})"
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        __tracebackhide__ = True
         x, y = batch
         output = model(x)
         return self.criterion(output, y), {"output": output}

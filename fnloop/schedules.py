@@ -41,6 +41,7 @@ class Schedule:
     text: str | None = attrs.field(default=None, eq=False)
 
     def __call__(self, step: int, total_steps: int | None) -> float:
+        __tracebackhide__ = True
         return self.factor(step, total_steps)
 
     def __repr__(self) -> str:
@@ -366,6 +367,7 @@ def _warmed(n: Length, schedule: Callable[[int, int | None], float]) -> Any:
     check_schedule("warmup", schedule)
 
     def factor(step: int, total: int | None) -> float:
+        __tracebackhide__ = True
         up = _updates(n, total)
         rest = None if total is None else max(total - up, 1)
         return schedule(0, rest) * (step + 1) / up if step < up else schedule(step - up, rest)
@@ -395,6 +397,7 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
         )
 
     def factor(step: int, total: int | None) -> float:
+        __tracebackhide__ = True
         starts = [0, *(_updates(boundary, total) for boundary in boundaries)]
         if starts != sorted(starts):
             raise ValueError(f"join expects rising boundaries; at={boundaries} begins at updates {starts[1:]}")

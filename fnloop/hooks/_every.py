@@ -38,6 +38,7 @@ class Gated:
         return f"{self.moment!r}({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
         if self.moment.due(state):
             return self.hook(state)
         if hasattr(self.hook, "poll"):
@@ -187,6 +188,7 @@ class when:
 
     def due(self, state: TrainState) -> bool:
         """Say whether the predicate holds."""
+        __tracebackhide__ = True
         return bool(self.predicate(state))
 
 
@@ -235,6 +237,7 @@ class once:
         return f"once:{self.name or _where(self.hook)}"
 
     def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
         if self.slot in state.slots:
             return state
         new = self.hook(state)

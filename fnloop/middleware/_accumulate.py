@@ -130,6 +130,7 @@ class _Total:
 
     def add(self, out: Output) -> None:
         """Count a micro-batch; one that is skipped is left out of the window."""
+        __tracebackhide__ = True
         if out.skip is not None:
             return
         loss, weight = out.loss, out.weight
