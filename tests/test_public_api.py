@@ -109,18 +109,6 @@ def test_every_public_name_is_documented(name, value):
     assert (value.__doc__ or "").strip(), f"{name} has no docstring"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n in fnloop.__all__ if inspect.isfunction(getattr(fnloop, n)) or n in ("every", "when", "early_stop")],
-)
-def test_every_public_function_says_what_it_takes_gives_raises_and_shows_it(name):
-    doc = inspect.getdoc(getattr(fnloop, name)) or ""
-    missing = [section for section in ("Args:", "Returns:", "Example:") if section not in doc]
-    if name in ("unwrap",):
-        missing.remove("Example:")
-    assert not missing, f"{name}: {missing}"
-
-
 def test_every_module_says_what_it_is_about():
     for path, tree in modules():
         assert ast.get_docstring(tree), f"{path} has no docstring"

@@ -117,7 +117,11 @@ class every:
         return Gated(attrs.evolve(self), _check_hook(hook, repr(self)))  # a copy: each hook has a clock of its own
 
     def check(self, run: RunInfo) -> None:
-        """Begin a run: start the clock anew, and raise if it can't be told when this is due."""
+        """Begin a run: start the clock anew.
+
+        Raises:
+            ValueError: it can't be told when this is due: a fraction of an epoch, and the training loader has no length.
+        """
         self._clock.clear()
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             raise ValueError(

@@ -16,10 +16,9 @@ __all__ = ["progress"]
 
 
 class progress:
-    """Show a bar per epoch: loss, learning rate, updates per second. A line per record where nobody looks at a
-    terminal.
+    """Show a bar per epoch, with loss, learning rate and updates per second.
 
-    It reads from the device when it refreshes, and not in between.
+    Where nobody looks at a terminal, it is a line per record. It reads from the device when it refreshes, and not in between.
 
     Args:
         refresh: seconds between two looks, at least 0.5.
