@@ -12,8 +12,10 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -25,6 +27,8 @@ __all__ = ["to_csv", "to_jsonl"]
 
 _FIRST = ("epoch", "step", "seconds")
 _Path = str | os.PathLike[str]
+_Head = Callable[[Sequence[str]], str]
+_Row = Callable[[Record, Sequence[str]], str]
 
 
 def to_csv(path: _Path) -> Sink:
@@ -43,6 +47,7 @@ def to_csv(path: _Path) -> Sink:
 
     Raises:
         ValueError: there is a file at the path that this hook hasn't written, or a folder.
+        TypeError: it is no path.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -56,7 +61,7 @@ def to_csv(path: _Path) -> Sink:
         1,1,...,0.0
         2,2,...,-1.0
     """
-    return Sink(Call(to_csv, (os.fspath(path),)), path, _csv_line, _csv_row)
+    return _sink(to_csv, path, _csv_line, _csv_row, rb"epoch,step,seconds(,|\r?\n)")
 
 
 def to_jsonl(path: _Path) -> Sink:
@@ -74,6 +79,7 @@ def to_jsonl(path: _Path) -> Sink:
 
     Raises:
         ValueError: there is a file at the path that this hook hasn't written, or a folder.
+        TypeError: it is no path.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -86,7 +92,25 @@ def to_jsonl(path: _Path) -> Sink:
         {"epoch": 1, "step": 1, "seconds": ..., "train/loss": 0.0}
         {"epoch": 2, "step": 2, "seconds": ..., "train/loss": -1.0}
     """
-    return Sink(Call(to_jsonl, (os.fspath(path),)), path, lambda names: "", _json_row)
+    return _sink(to_jsonl, path, lambda names: "", _json_row, rb'{"epoch": \d+, "step": \d+, "seconds": ')
+
+
+def _sink(make: Callable[..., Any], path: _Path, head: _Head, row: _Row, ours: bytes) -> Sink:
+    """Make a sink, if the path can be one's: ``ours`` is a pattern of how its file begins."""
+    name = make.__name__
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f'{name} expects the path of a file, such as {name}("runs/a.{name[3:]}"); got {path!r:.60}')
+    home = Path(path).absolute()
+    folder = next(parent for parent in home.parents if parent.exists())
+    begun = _beginning(home) if home.is_file() else b""
+    if home.is_dir() or not folder.is_dir() or (begun and not re.match(ours, begun)):
+        raise ValueError(f"{name}({os.fspath(path)!r}): there is something else at that path. Give another path, or remove it")
+    return Sink(Call(make, (os.fspath(path),)), home, head, row)
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(1000)
 
 
 @attrs.define(repr=False, eq=False)
@@ -101,17 +125,12 @@ class Sink:
     """
 
     call: Call
-    path: Path = attrs.field(converter=lambda path: Path(path).absolute())
-    head: Callable[[Sequence[str]], str]
-    row: Callable[[Record, Sequence[str]], str]
+    path: Path
+    head: _Head
+    row: _Row
     _names: tuple[str, ...] = attrs.field(default=(), init=False)  # what is in the file: columns, records, bytes
     _records: tuple[Record, ...] | None = attrs.field(default=None, init=False)  # None: nobody has looked yet
     _size: int = attrs.field(default=0, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        start = self.head(()).rstrip("\n") or '{"epoch": '
-        if self.path.is_dir() or (self.path.exists() and not _starts(self.path, start)):
-            raise ValueError(f"{self!r}: there is something else at that path. Give another path, or remove it")
 
     def __repr__(self) -> str:
         return repr(self.call)
@@ -167,12 +186,6 @@ class Sink:
 
 def _union(names: Sequence[str], more: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*names, *more)))
-
-
-def _starts(path: Path, start: str) -> bool:
-    with path.open("rb") as file:
-        found = file.read(len(start))
-    return found in (b"", start.encode())
 
 
 def _csv_line(names: Sequence[str]) -> str:

@@ -208,8 +208,30 @@ def test_what_somebody_else_wrote_is_left_alone(tmp_path):
         with pytest.raises(ValueError, match=rf"to_{kind}\('.*a.{kind}'\): there is something else at that path. Give another"):
             make(path)
         assert path.read_text() == "name,age\nAda,36\n"
-        with pytest.raises(ValueError, match="there is something else"):
-            make(tmp_path)
+        for other in (tmp_path, path / "a"):
+            with pytest.raises(ValueError, match="there is something else"):
+                make(other)
+
+
+def test_json_lines_of_somebody_else_are_left_alone(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"epoch": 1, "loss": 0.5}\n')
+    with pytest.raises(ValueError, match="there is something else"):
+        fl.to_jsonl(path)
+
+
+def test_an_empty_file_will_do(sink):
+    sink.path.parent.mkdir()
+    sink.path.touch()
+    state = train(SINKS[sink.path.suffix[1:]](sink.path))
+    assert rows(sink.path) == state.history.to_dicts()
+
+
+def test_a_path_is_asked_for():
+    with pytest.raises(TypeError, match=r'to_csv expects the path of a file, such as to_csv\("runs/a.csv"\); got None'):
+        fl.to_csv(None)
+    with pytest.raises(TypeError, match=r"to_jsonl expects the path of a file, .* got TrainState"):
+        train(fl.to_jsonl)
 
 
 def test_it_shows_itself_as_it_was_typed():
