@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,8 +79,10 @@ def place(batch: Any, device: torch.device) -> Any:
 @contextlib.contextmanager
 def trackers() -> Iterator[Any]:
     """Give accelerate's trackers to use, without its process-wide state: their logger refuses to log without that."""
-    from accelerate import PartialState, tracking
-    from accelerate.logging import MultiProcessAdapter
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook: nobody asked for a bar
+        from accelerate import PartialState, tracking
+        from accelerate.logging import MultiProcessAdapter
 
     class Plain(MultiProcessAdapter):
         def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
