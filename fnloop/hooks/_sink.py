@@ -129,7 +129,7 @@ class Sink:
     head: _Head
     row: _Row
     _names: tuple[str, ...] = attrs.field(default=(), init=False)  # what is in the file: columns, records, bytes
-    _records: tuple[Record, ...] | None = attrs.field(default=None, init=False)  # None: nobody has looked yet
+    _records: tuple[Record, ...] | None = attrs.field(default=None, init=False)  # None: it hasn't looked yet
     _size: int = attrs.field(default=0, init=False)
 
     def __repr__(self) -> str:
@@ -148,10 +148,6 @@ class Sink:
                 self._append(records[-1])
             self._records = records
         return state
-
-    def close(self) -> None:
-        """End a run: what happens to the file until the next isn't known."""
-        self._records = None
 
     def _goes_on_with(self, records: Sequence[Record]) -> bool:
         """Say whether these records are those in the file, or one more, and the file is as this hook has left it."""

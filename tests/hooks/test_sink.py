@@ -189,6 +189,21 @@ def test_one_that_runs_rarely_writes_all_that_there_is(sink):
     assert rows(sink.path) == state.history.to_dicts() and len(state.history) == 3
 
 
+def test_a_file_that_is_right_is_not_touched_when_a_run_begins(sink):
+    state = train(sink)
+    before = sink.path.stat()
+    SINKS[sink.path.suffix[1:]](sink.path)(state)
+    assert (sink.path.stat().st_ino, sink.path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_link_stays_one(sink, tmp_path):
+    link = tmp_path / f"link{sink.path.suffix}"
+    link.symlink_to(sink.path)
+    sink.path.parent.mkdir()
+    state = train(SINKS[sink.path.suffix[1:]](link))
+    assert link.is_symlink() and rows(sink.path) == state.history.to_dicts()
+
+
 def test_two_hooks_of_one_file_write_it_once(sink):
     other = SINKS[sink.path.suffix[1:]](sink.path)
     state = train(sink, hooks=(sink, other))

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -105,10 +106,10 @@ def test_it_is_started_behind_the_first_update_and_not_when_it_is_composed():
 
 
 def test_every_metric_of_a_record_is_sent():
-    seen = {"train": ONE, "valid": ONE, "test": ONE}
+    seen = {"train": ONE * 3, "valid": ONE, "test": ONE}
     step = fl.pipeline(fl.clip(9.0), fl.metric(twice=lambda aux, batch: 2 * batch.mean()))(toy_loss)
     state = fl.fit(step, toy(), seen, epochs=1, hooks=(fl.track(Fake),))
-    assert (1, {**state.history[0].metrics, "train/lr": 1.0}) in CALLS
+    assert (3, {**state.history[0].metrics, "train/lr": 1.0}) in CALLS
     names = {"train/loss", "train/twice", "train/grad_norm", "valid/loss", "valid/twice", "test/loss", "test/twice"}
     assert set(state.history[0].metrics) == names
 
@@ -123,6 +124,12 @@ def test_learning_rates_that_a_schedule_reports_are_not_sent_twice():
     state = fl.fit(step, two_groups(), [torch.ones(1, 1)], epochs=1, hooks=(fl.track(Fake),))
     assert CALLS[2] == (1, state.history[0].metrics)
     assert {k: v for k, v in CALLS[2][1].items() if "lr" in k} == {"train/lr": 0.25, "train/lr/1": 0.125}
+
+
+def test_the_rate_that_was_used_wins_over_the_one_that_comes_next():
+    halved = fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    train(fl.track(Fake), step=fl.pipeline(halved)(toy_loss))
+    assert [call[1]["train/lr"] for call in CALLS if isinstance(call[0], int)] == [1.0, 0.5]
 
 
 def test_a_learning_rate_may_be_a_tensor():
@@ -221,6 +228,22 @@ def test_a_tracker_that_is_made_already_is_used_as_it_is():
 def test_one_that_needs_a_folder_gets_it(tmp_path):
     train(fl.track(InFolder, tmp_path))
     assert CALLS[0] == ("made", "", {"logging_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("name", "their_class", "goes_on"),
+    [("wandb", "WandBTracker", {"id": "xyz", "resume": "allow"}), ("mlflow", "MLflowTracker", {"run_id": "xyz"})],
+)
+def test_the_run_of_a_service_is_gone_on_with(name, their_class, goes_on, monkeypatch):
+    class Service(Fake):
+        tracker = SimpleNamespace(id="xyz", info=SimpleNamespace(run_id="xyz"))
+
+    monkeypatch.setattr(tracking, their_class, Service)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, Service)
+    hook = fl.track(name, tags="a")
+    train(hook, train(hook, epochs=1), epochs=2)
+    made = [call for call in CALLS if call[0] == "made"]
+    assert made == [("made", "fnloop", {"tags": "a"}), ("made", "fnloop", {"tags": "a", **goes_on})]
 
 
 def test_a_name_that_was_registered_will_do(monkeypatch):
@@ -347,10 +370,14 @@ def test_a_state_of_accelerates_that_is_there_stays(tmp_path):
     pytest.importorskip("tensorboard")
     code = f"""
 import torch, fnloop as fl
-from accelerate import PartialState
+from accelerate import PartialState, tracking
+from fnloop._backend import trackers
 from fnloop.testing import toy, toy_loss
+usual = tracking.logger
 before = dict(PartialState(cpu=True)._shared_state)
 fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(fl.track("tensorboard", {str(tmp_path)!r}, {{"a": 1}}),))
 assert PartialState._shared_state == before and before
+with trackers() as known:
+    assert known.logger is usual
 """
     subprocess.run([sys.executable, "-c", code], check=True)
