@@ -36,7 +36,7 @@ class track:
 
     Raises:
         ValueError: there is no tracker of that name, or it needs a folder, or takes none.
-        TypeError: the tracker or the configuration is something else.
+        TypeError: an argument is something else.
         ImportError: its package isn't installed; the message says what to install.
 
     Example:
@@ -66,8 +66,13 @@ class track:
         project: str | None = None,
         **settings: Any,
     ) -> None:
-        self.config = _flat(config or {})
-        self._tracker = read_tracker(tracker, project, None if folder is None else os.fspath(folder), settings)
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise TypeError(f'track expects folder as a path, such as "runs/a"; got {folder!r:.60}')
+        if project is not None and not isinstance(project, str):
+            raise TypeError(f"track expects project as a name; got {project!r:.60}")
+        folder = None if folder is None else os.fspath(folder)
+        self.config = _flat({} if config is None else config)
+        self._tracker = read_tracker(tracker, project, folder, settings)
         given = {"folder": folder, "project": project}  # and nothing else: there may be keys among the settings
         self._call = Call(track, (self._tracker.name,), {k: v for k, v in given.items() if v is not None})
         self._open = self._configured = False

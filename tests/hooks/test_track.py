@@ -276,7 +276,10 @@ def test_accelerates_logger_is_what_it_was():
             TypeError,
             r"makes a InFolder\(project, logging_dir\), but got an unexpected .*'nmae'",
         ),
+        ((InFolder, {"lr": 1}), {}, TypeError, r"""folder as a path, such as "runs/a"; got {'lr': 1}"""),
+        ((Fake,), {"project": 3}, TypeError, "project as a name; got 3"),
         ((Fake,), {"config": [1]}, TypeError, r"config as a mapping, such as {'lr': 0.1}; got \[1\]"),
+        ((Fake,), {"config": ()}, TypeError, r"config as a mapping"),
         ((Fake,), {"config": {"a": {"b": object}}}, TypeError, r"plain data in config; got a.b=<class 'object'> \(type\)"),
         ((Fake,), {"config": {"a": [print]}}, TypeError, "plain data in config; got a="),
     ],
@@ -312,7 +315,7 @@ def test_a_folder_named_as_a_package_is_none(monkeypatch, tmp_path):
 
 
 def test_it_shows_where_it_sends_to_and_no_keys():
-    assert repr(fl.track(InFolder, "runs/a", {"a": 1})) == "track('fake', folder='runs/a')"
+    assert repr(fl.track(InFolder, Path("runs/a"), {"a": 1})) == "track('fake', folder='runs/a')"
     assert repr(fl.track(Fake, project="mine", api_key="secret")) == "track('fake', project='mine')"
 
 
