@@ -55,6 +55,9 @@ from fnloop.hooks._every import when as when
 from fnloop.hooks._live_plot import live_plot as live_plot
 from fnloop.hooks._on_main import on_main as on_main
 from fnloop.hooks._progress import progress as progress
+from fnloop.hooks._sink import to_csv as to_csv
+from fnloop.hooks._sink import to_jsonl as to_jsonl
+from fnloop.hooks._track import track as track
 from fnloop.middleware._accumulate import accumulate as accumulate
 from fnloop.middleware._amp import amp as amp
 from fnloop.middleware._clip import clip as clip
@@ -115,7 +118,10 @@ __all__ = [
     "sharded",
     "snapshot",
     "supervised",
+    "to_csv",
+    "to_jsonl",
     "torch_scheduler",
+    "track",
     "unwrap",
     "when",
 ]

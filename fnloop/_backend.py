@@ -7,11 +7,14 @@ each other beside gradients goes over a group of its own, on the host.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 import pickle
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -26,7 +29,7 @@ from fnloop._metrics import fetched
 __all__ = [
     "Backend", "agreed", "agreeing", "any_process", "at_home", "broadcast", "full", "gather", "gather_objects", "is_sharded",
     "join", "largest", "like_sharded", "local_part", "main_only", "merged", "needs_placing", "place", "reduce", "reshard",
-    "roots", "summed", "sync_buffers",
+    "roots", "summed", "sync_buffers", "trackers",
 ]  # fmt: skip
 
 _PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
@@ -573,3 +576,25 @@ def place(batch: Any, device: torch.device) -> Any:
     if device.type == "cuda":
         batch = recursively_apply(lambda t: t if t.is_cuda or t.is_pinned() else t.pin_memory(), batch)
     return send_to_device(batch, device, non_blocking=device.type == "cuda")
+
+
+@contextlib.contextmanager
+def trackers() -> Iterator[Any]:
+    """Give accelerate's trackers to use, without its process-wide state: their logger refuses to log without that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook: nobody asked for a bar
+        from accelerate import PartialState, tracking
+        from accelerate.logging import MultiProcessAdapter
+
+    class Plain(MultiProcessAdapter):
+        def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+            del kwargs  # where to log it, in accelerate's words
+            self.logger.log(level, msg, *args)
+
+    usual = tracking.logger
+    if not PartialState._shared_state:
+        tracking.logger = Plain(logging.getLogger("accelerate.tracking"), {})
+    try:
+        yield tracking
+    finally:
+        tracking.logger = usual

@@ -215,6 +215,7 @@ class _Deal(NamedTuple):
         return things if self.processes == 1 else self._dealt(things)
 
     def _dealt(self, things: Iterator[Any]) -> Iterator[Any]:
+        __tracebackhide__ = True
         for first in things:
             rest = tuple(itertools.islice(things, self.processes - 1))
             if self.rank <= len(rest):
@@ -276,6 +277,7 @@ def _open_sharded(loader: Any, seed: int, rank: int, processes: int) -> Source:
 
 def _until_all_end(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield until the longest share is at its end; whose own has ended before borrows from it."""
+    __tracebackhide__ = True
     last = _END
     while any_process((batch := next(batches, _END)) is not _END):
         if batch is _END and last is _END:
@@ -307,6 +309,7 @@ def _placed(batch: Any, device: torch.device) -> Any:
 
 
 def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Any]:
+    __tracebackhide__ = True
     _tell_epoch(epoch, loader, getattr(loader, "dataset", None))
     order, fetch = fold_in(seed, ORDER, epoch or 0), fold_in(seed, FETCH, epoch or 0)
     if isinstance(loader, DataLoader):
@@ -363,26 +366,27 @@ class _Fetch(torch.utils.data.Dataset):
         self.together = batched and getattr(dataset, "__getitems__", None) is not None
 
     def __getitem__(self, ticket: _Ticket) -> Any:
+        __tracebackhide__ = True
         position_all(ticket.seed)
         batch = self._batch(ticket.index)
         return Borrowed(batch) if ticket.borrowed else batch
 
     def _batch(self, index: Any) -> Any:
+        __tracebackhide__ = True
         if self.together:
             return self.collate(self.dataset.__getitems__(index))
         if self.batched:
-            return self.collate([self.dataset[i] for i in index])
+            samples = []
+            for i in index:  # a comprehension would be a frame in the traceback, and map ends at a StopIteration
+                samples.append(self.dataset[i])
+            return self.collate(samples)
         return self.collate(self.dataset[index])
 
 
 def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: _Deal) -> Iterator[Any]:
-    """Yield this process's batches. Each is drawn with a seed of its position, whatever process makes it."""
-    seeds = fold_in(seed, FETCH, epoch or 0)
-    stride = loader.batch_sampler.batch_size if _is_sized(loader) else 1  # type: ignore[union-attr]
-    start = (samples or batch * stride) if _is_sized(loader) else batch
-    order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
-    tickets = deal(_Ticket(fold_in(seeds, start + n * stride), index) for n, index in enumerate(order))
-    tickets = (t.batch._replace(borrowed=True) if type(t) is Borrowed else t for t in tickets)
+    """Yield this process's batches."""
+    __tracebackhide__ = True
+    tickets = _tickets(loader, seed, epoch, batch, samples, deal)
     if loader.num_workers:
         yield from _with_workers(loader, tickets)
     else:
@@ -391,9 +395,21 @@ def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, sam
             yield fetch[ticket]
 
 
+def _tickets(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: _Deal) -> Iterator[_Ticket]:
+    """Yield what this process's batches are made of. Each has a seed of its position, whatever process makes it."""
+    __tracebackhide__ = True
+    seeds = fold_in(seed, FETCH, epoch or 0)
+    stride = loader.batch_sampler.batch_size if _is_sized(loader) else 1  # type: ignore[union-attr]
+    start = (samples or batch * stride) if _is_sized(loader) else batch
+    order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
+    for numbered in deal(enumerate(order)):
+        borrowed = type(numbered) is Borrowed
+        n, index = numbered.batch if borrowed else numbered
+        yield _Ticket(fold_in(seeds, start + n * stride), index, borrowed)
+
+
 def _order(loader: DataLoader, seed: int, epoch: int | None, start: int, processes: int) -> Iterator[Any]:
-    """Return the indices of each batch that is left of an epoch, from a sample on; or from a batch, if their size isn't "
-    "known."""
+    """Return the indices of each batch that is left of an epoch, from a sample on; from a batch, if their size isn't known."""
     batched: Any = loader.batch_sampler
     _tell_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
     if type(batched) is not BatchSampler:
@@ -404,6 +420,7 @@ def _order(loader: DataLoader, seed: int, epoch: int | None, start: int, process
 
 
 def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> Iterator[list[Any]]:
+    """Cut indices into batches."""
     if batched.drop_last:  # a round in which not every process gets a whole batch
         rounds = partition(batched.batch_size * processes, indices)
         indices = itertools.chain.from_iterable(rounds)
@@ -445,6 +462,7 @@ _pools: weakref.WeakKeyDictionary[DataLoader, tuple[DataLoader, _Tickets]] = wea
 
 def _with_workers(loader: DataLoader, tickets: Iterator[_Ticket]) -> Iterator[Any]:
     """Let the loader's workers make the batches of the tickets. Persistent workers live as long as the loader."""
+    __tracebackhide__ = True
     pool, sampler = _pools.pop(loader, None) or _pool(loader)  # taken out: who reads the loader meanwhile gets another
     try:
         sampler.next = tickets

@@ -26,7 +26,7 @@ from fnloop._data import Loaders, Source, check_loader, open_source, read_loader
 from fnloop._history import Record
 from fnloop._joint import Borrowed, everywhere
 from fnloop._metrics import Max, absorb, absorb_loss, read
-from fnloop._pipeline import Pipeline, PipelineStep, evaluating
+from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
 from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
 from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, even, look_again, newest, suspended
@@ -186,7 +186,12 @@ def _run(
         _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
     look_again(state)
-    state = step.meet(attrs.evolve(state, run=info))
+    state = attrs.evolve(state, run=info)
+    try:
+        state = step.meet(state)
+    except Exception as error:
+        _explain(error, state, step, "what a middleware keeps")
+        raise
 
     train, window, device = step.train, step.window, backend.device
     is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
@@ -222,6 +227,7 @@ def _run(
                         if ended:
                             news = state.news | {EPOCH}
                             state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=news)
+                        where = evaluate_every or "the record"
                         due = is_due(state)
                         if due or ended:
                             names = sorted(metrics, key=lambda name: name != "loss")  # the loss first, then as they came
@@ -277,9 +283,7 @@ def _run(
                 return
             state = attrs.evolve(reached, run=info)
     finally:
-        for hook in hooks:
-            if hasattr(hook, "close"):
-                hook.close()  # type: ignore[attr-defined]
+        _close(hooks)
 
 
 # --- the parts of a run
@@ -317,6 +321,7 @@ def _own_seed(seed: int, backend: Backend) -> int:
 
 
 def _recorded(state: TrainState, report: Mapping[str, Metric], seconds: float) -> TrainState:
+    __tracebackhide__ = True
     found = read(everywhere(state, {**report, "seconds": Max(seconds)}, "train/"))
     seconds = found.pop("seconds")
     history = state.history.append(Record(state.epoch, state.step, found, seconds))
@@ -324,6 +329,7 @@ def _recorded(state: TrainState, report: Mapping[str, Metric], seconds: float) -
 
 
 def _called(hook: Hook, state: TrainState) -> TrainState:
+    __tracebackhide__ = True
     new = hook(state)
     if isinstance(new, TrainState):
         check_fresh(new)
@@ -336,6 +342,7 @@ def _called(hook: Hook, state: TrainState) -> TrainState:
 
 def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str, Metric]:
     """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
+    __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
     backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
     position = positioner(backend.device)
@@ -363,13 +370,22 @@ def _flushed(hooks: Sequence[Hook], state: TrainState) -> TrainState:
     return state
 
 
+def _close(hooks: Sequence[Hook]) -> None:
+    """Close all hooks, whatever goes wrong with one."""
+    __tracebackhide__ = True
+    with contextlib.ExitStack() as stack:
+        for hook in reversed(hooks):
+            if hasattr(hook, "close"):
+                stack.callback(hook.close)  # type: ignore[attr-defined]
+
+
 def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: Any) -> None:
     """Say where in the run an exception happened, and attach the last consistent state."""
     layer = step.layer_of(error)
     if where is None:
         where = f"{layer}, train"
     elif state.run is not None and where in state.run.evaluated:
-        where = f"{layer}, {where}"
+        where = f"{layer}, {where}" if layer != STEP else f"the {where} loader"
     else:
         where = f"{name_of(where) if callable(where) else where}, train"
     error.add_note(f"while in {where}, epoch {state.epoch}, batch {state.batch}, step {state.step}")

@@ -65,6 +65,10 @@ class Record:
         step: updates applied.
         metrics: name to value: "train/loss", "train/grad_norm", "valid/loss", ...
         seconds: time spent in runs up to here; not compared.
+
+    Example:
+        >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]
+        0.5
     """
 
     epoch: int

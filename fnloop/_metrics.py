@@ -178,6 +178,7 @@ MONOIDS = {f"fnloop.{monoid.__name__}": monoid for monoid in (Mean, Sum, Min, Ma
 
 def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Combine ``new`` into ``running``, in place where a metric can; ``running`` must not be used afterwards."""
+    __tracebackhide__ = True
     merged = dict(running)
     for name, metric in new.items():
         so_far = merged.get(name)
@@ -192,7 +193,11 @@ def absorb(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 
 def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Combine metrics of two parts, by name; neither is changed."""
-    return {**a, **{name: a[name].combine(metric) if name in a else metric for name, metric in b.items()}}
+    __tracebackhide__ = True
+    merged = dict(a)
+    for name, metric in b.items():
+        merged[name] = a[name].combine(metric) if name in a else metric
+    return merged
 
 
 def absorb_loss(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
@@ -217,9 +222,12 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
         {'loss': 3.0, 'n': 2.0}
     """
-    metrics = fetched(metrics)
-    # What is still Saved was never met again in the epoch that it is of: what it was made from isn't known.
-    return {name: metric.compute() for name, metric in metrics.items() if not isinstance(metric, Saved)}
+    __tracebackhide__ = True
+    values: dict[str, float] = {}
+    for name, metric in fetched(metrics).items():
+        if not isinstance(metric, Saved):  # which was never met again in its epoch: what it was made from isn't known
+            values[name] = metric.compute()
+    return values
 
 
 def fetched(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,12 +253,14 @@ class TorchMetric:
     seen: Any = None  # a torchmetrics.Metric that has been updated with what came before, owned by this record
 
     def combine(self, other: TorchMetric) -> TorchMetric:
+        __tracebackhide__ = True
         if self.seen is None and other.seen is None:
             return attrs.evolve(self, inputs=self.inputs + other.inputs)
         return TorchMetric(self.template, seen=copy.deepcopy(self.own().seen)).absorb(other)
 
     def own(self) -> TorchMetric:
         """Return one whose inputs have all gone into an object of its own."""
+        __tracebackhide__ = True
         if self.seen is not None and not self.inputs:
             return self
         seen = copy.deepcopy(self.seen) if self.seen is not None else _new(self.template)
@@ -258,6 +268,7 @@ class TorchMetric:
 
     def absorb(self, other: TorchMetric) -> TorchMetric:
         """Combine into the object of this one, in place."""
+        __tracebackhide__ = True
         mine = self.own()
         if other.seen is not None:
             _merge(mine.seen, other.seen)
@@ -265,6 +276,7 @@ class TorchMetric:
         return mine
 
     def compute(self) -> float:
+        __tracebackhide__ = True
         value = self.own().seen.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -301,6 +313,7 @@ def _new(template: Any) -> Any:
 
 
 def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
+    __tracebackhide__ = True
     for arguments in inputs:
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.device != metric.device:
@@ -361,6 +374,7 @@ class from_torchmetrics:
         return f"from_torchmetrics({self.metric!r}, {name_of(self.inputs)})"
 
     def __call__(self, aux: Mapping[str, Any], batch: Batch) -> TorchMetric:
+        __tracebackhide__ = True
         arguments = self.inputs(aux, batch)
         if not isinstance(arguments, tuple):
             raise TypeError(f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}")

@@ -25,7 +25,9 @@ from fnloop._state import TrainState, check_fresh, put
 from fnloop._steps import OPTIMIZER, Backward, consume, forward, update
 from fnloop._types import RINGS, Batch, LossFn, Middleware, Output, Step, name_of
 
-__all__ = ["Pipeline", "PipelineStep", "evaluating", "pipeline", "supervised"]
+__all__ = ["STEP", "Pipeline", "PipelineStep", "evaluating", "pipeline", "supervised"]
+
+STEP = "the step"  # where a run was, if it was in none of its layers
 
 # --- composition
 
@@ -185,7 +187,7 @@ class PipelineStep:
 
     def layer_of(self, error: BaseException) -> str:
         """Say in which layer of the step an exception was raised."""
-        layer, trace = "the step", error.__traceback__
+        layer, trace = STEP, error.__traceback__
         while trace is not None:
             layer = self.layers.get(trace.tb_frame.f_code, layer)  # the innermost one wins
             trace = trace.tb_next
@@ -212,6 +214,7 @@ class PipelineStep:
 
     def meet(self, state: TrainState, ring: str | None = None) -> TrainState:
         """Make the slots that the middleware (of a ring) need and the state has not yet, or has from a checkpoint only."""
+        __tracebackhide__ = True
         for member in self.pipeline.middleware:
             if member.init is None or (ring is not None and getattr(member, ring) is None):
                 continue
@@ -312,6 +315,8 @@ class _Supervised:
         return f"supervised({name_of(self.criterion)})"
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        __tracebackhide__ = True
+        __tracebackhide__ = True
         x, y = batch
         output = model(x)
         return self.criterion(output, y), {"output": output}

@@ -48,6 +48,15 @@ class RunInfo:
         batches_per_epoch: batches in an epoch, or None.
         window: batches per update, of all processes together.
         evaluated: the names of the loaders that are evaluated.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def show(state):
+        ...     print(state.run.epochs, state.run.steps_per_epoch, state.run.total_steps)
+        ...     return state
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, epochs=2, hooks=(fl.once(show),))
+        2 5 10
     """
 
     epochs: int | None = None
@@ -107,6 +116,13 @@ class TrainState:
             "record" (one was appended to the history). Hooks decide by it.
         generators: python's and numpy's generators in the middle of an epoch; None at its beginning. All other
             randomness is a function of the seed and the counters.
+
+    Example:
+        >>> import attrs, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> state = TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+        >>> attrs.evolve(state, stop="enough").stop, state.stop
+        ('enough', None)
     """
 
     model: nn.Module
@@ -362,6 +378,12 @@ def unwrap(state: TrainState) -> nn.Module:
 
     Returns:
         The module that was given to :meth:`TrainState.create`.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> unwrap(state) is state.model            # nothing is wrapped around it here
+        True
     """
     model = state.model
     while True:

@@ -182,6 +182,7 @@ class Total:
 
     def add(self, out: Output) -> None:
         """Count a micro-batch; one that is skipped is left out of the window."""
+        __tracebackhide__ = True
         if out.skip is not None:
             return
         loss, weight = out.loss.detach(), out.weight
@@ -290,9 +291,11 @@ def _wants_closure(optimizer: type[Optimizer]) -> bool:
 
 def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
     """Update with an optimizer that evaluates the loss as often as it wants to (LBFGS); what is reported is the first."""
+    __tracebackhide__ = True
     replies: list[tuple[TrainState, Output]] = []
 
     def closure() -> Tensor:
+        __tracebackhide__ = True
         for p in parameters(state):
             p.grad = None
         replies.append(step(state, batch))
@@ -322,6 +325,7 @@ def _apply(optimizer: Optimizer) -> None:
 
     The wrapper marks the step for a profiler and calls hooks: 5 µs, with neither a profiler nor a hook.
     """
+    __tracebackhide__ = True
     step = type(optimizer).step
     bare = getattr(step, "__wrapped__", None)
     if (
@@ -356,6 +360,7 @@ def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> T
 
     An update that was left out has no part in them.
     """
+    __tracebackhide__ = True
     running = state.metrics
     if out.skip is not None:
         return consumed(state, batches, samples, running)

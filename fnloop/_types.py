@@ -89,6 +89,11 @@ class Output:
         aux: what the loss function returned beside the loss (of the last batch, if there was a window of them).
         metrics: name to metric.
         skip: why this update is to be left out, or None. A middleware sets it; no update follows then.
+
+    Example:
+        >>> import torch
+        >>> Output(torch.tensor(0.5), weight=32, aux={"output": torch.zeros(32, 10)})
+        Output(loss=0.5, weight=32, aux=[output], metrics=[])
     """
 
     loss: Tensor  # shape=()
@@ -148,6 +153,19 @@ class Middleware:
         init: ``state -> value`` that makes its slot ``state.slots[name]``, or None if it has none.
         window: how many batches one call of the step takes.
         call: the call that made it, set by :func:`middleware`; equality, repr and pickling go by it.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def counted(step):
+        ...     def count(state, batch):
+        ...         state.slots["calls"].append(len(batch))
+        ...         return step(state, batch)
+        ...     return count
+        >>> step = fl.pipeline(Middleware("calls", step=counted, init=lambda state: []))(toy_loss)
+        >>> state, out = step(toy(), torch.ones(3))
+        >>> state.slots["calls"]
+        [3]
     """
 
     name: str

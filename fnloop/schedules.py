@@ -46,6 +46,7 @@ class Schedule:
     text: str | None = attrs.field(default=None, eq=False)
 
     def __call__(self, step: int, total_steps: int | None) -> float:
+        __tracebackhide__ = True
         return self.factor(step, total_steps)
 
     def __repr__(self) -> str:
@@ -143,6 +144,9 @@ def _phases(
 def constant() -> Any:
     """Return the schedule that is always 1.
 
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
     Example:
         >>> constant()(7, 10)
         1.0
@@ -158,6 +162,13 @@ def linear(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0) -> 
         warmup: length of a linear warmup before it.
         cooldown: length of a stay at ``min_ratio`` behind it.
         min_ratio: the minimum, as a factor on the initial value.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, they make more than the run, or min_ratio isn't from 0 to 1.
+        TypeError: a length is no number.
 
     Example:
         >>> [linear()(i, 4) for i in range(4)]
@@ -175,6 +186,13 @@ def cosine(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0, k: 
         cooldown: length of a stay at ``min_ratio`` behind it.
         min_ratio: the minimum, as a factor on the initial value.
         k: the exponent of k-decay, above 0; larger keeps the factor high for longer.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, they make more than the run, min_ratio isn't from 0 to 1, or k isn't above 0.
+        TypeError: a length is no number.
 
     Example:
         >>> [round(cosine()(i, 4), 3) for i in range(4)]
@@ -197,6 +215,13 @@ def polynomial(power: float = 2.0, warmup: Length = 0, cooldown: Length = 0, min
         cooldown: length of a stay at ``min_ratio`` behind it.
         min_ratio: the minimum, as a factor on the initial value.
 
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, they make more than the run, min_ratio isn't from 0 to 1, or power isn't above 0.
+        TypeError: a length is no number.
+
     Example:
         >>> [polynomial(2.0)(i, 4) for i in range(4)]
         [1.0, 0.5625, 0.25, 0.0625]
@@ -214,6 +239,13 @@ def one_cycle(peak: Length = 0.3, start_ratio: float = 0.04, min_ratio: float = 
         peak: length of the way up.
         start_ratio: the first factor, above 0.
         min_ratio: what the way down ends near.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: peak is below 0, or a ratio isn't from 0 to 1; start_ratio is 0.
+        TypeError: peak is no number.
 
     Example:
         >>> [round(one_cycle(peak=0.5, start_ratio=0.5, min_ratio=0.0)(i, 4), 3) for i in range(4)]
@@ -256,6 +288,13 @@ def wsd(warmup: Length = 0, decay: Length = 0.1, min_ratio: float = 0.0, kind: s
         min_ratio: what the decay ends near.
         kind: "sqrt", "linear" or "cosine".
 
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, they make more than the run, min_ratio isn't from 0 to 1, or there is no such kind.
+        TypeError: a length is no number.
+
     Example:
         >>> [wsd(decay=2, kind="linear")(i, 4) for i in range(4)]
         [1.0, 1.0, 1.0, 0.5]
@@ -288,6 +327,12 @@ def exponential(gamma: float) -> Any:
     Args:
         gamma: the factor per update, above 0.
 
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: gamma isn't above 0.
+
     Example:
         >>> exponential(0.5)(3, None)
         0.125
@@ -303,6 +348,13 @@ def step_decay(every: Length, gamma: float = 0.1) -> Any:
     Args:
         every: length of a stair.
         gamma: the factor per stair, above 0.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: every or gamma isn't above 0.
+        TypeError: every is no number.
 
     Example:
         >>> [step_decay(2, gamma=0.5)(i, None) for i in range(5)]
@@ -323,6 +375,13 @@ def multistep(milestones: Sequence[Length], gamma: float = 0.1) -> Any:
         milestones: when, as updates or fractions of the run.
         gamma: the factor at each, above 0.
 
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a milestone is below 0, or gamma isn't above 0.
+        TypeError: the milestones are no list of numbers.
+
     Example:
         >>> [multistep([1, 3], gamma=0.5)(i, None) for i in range(4)]
         [1.0, 0.5, 0.5, 0.25]
@@ -338,6 +397,13 @@ def inverse_sqrt(warmup: Length) -> Any:
 
     Args:
         warmup: length of the warmup, above 0.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: warmup isn't above 0.
+        TypeError: warmup is no number.
 
     Example:
         >>> [inverse_sqrt(4)(i, None) for i in (0, 3, 15)]
@@ -365,6 +431,10 @@ def warmup(n: Length) -> Callable[[Callable[[int, int | None], float]], Schedule
     Returns:
         A function from a schedule to a schedule.
 
+    Raises:
+        ValueError: n is below 0.
+        TypeError: n is no number; or, when called, what it is called with is no schedule.
+
     Example:
         >>> f = warmup(2)(linear())
         >>> f, [f(i, 6) for i in range(6)]
@@ -379,6 +449,7 @@ def _warmed(n: Length, schedule: Callable[[int, int | None], float]) -> Any:
     check_schedule("warmup", schedule)
 
     def factor(step: int, total: int | None) -> float:
+        __tracebackhide__ = True
         up = _updates(n, total)
         rest = None if total is None else max(total - up, 1)
         return schedule(0, rest) * (step + 1) / up if step < up else schedule(step - up, rest)
@@ -394,6 +465,13 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
         *schedules: two or more.
         at: where each but the first begins, as updates or fractions of the run, rising.
 
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        TypeError: something is no schedule, or at is no list of lengths.
+        ValueError: there are too few, or too few boundaries. When it runs: they don't rise.
+
     Example:
         >>> [join(constant(), linear(), at=[2])(i, 6) for i in range(6)]
         [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -408,6 +486,7 @@ def join(*schedules: Callable[[int, int | None], float], at: Sequence[Length]) -
         )
 
     def factor(step: int, total: int | None) -> float:
+        __tracebackhide__ = True
         starts = [0, *(_updates(boundary, total) for boundary in boundaries)]
         if starts != sorted(starts):
             raise ValueError(f"join expects rising boundaries; at={boundaries} begins at updates {starts[1:]}")

@@ -52,7 +52,15 @@ def __dir__() -> list[str]:
 
 
 class Toy(nn.Module):
-    """One parameter, ``w``; its output is ``w × x``."""
+    """One parameter, ``w``; its output is ``w × x``.
+
+    Args:
+        w: what the parameter begins as.
+
+    Example:
+        >>> Toy(w=2.0)(torch.tensor(3.0)).item()
+        6.0
+    """
 
     def __init__(self, w: float = 0.0) -> None:
         super().__init__()
@@ -69,6 +77,9 @@ def toy(w: float = 0.0, lr: float = 1.0) -> TrainState:
         w: the parameter.
         lr: the learning rate.
 
+    Returns:
+        A state at step 0.
+
     Example:
         >>> toy().model.w.item()
         0.0
@@ -79,6 +90,13 @@ def toy(w: float = 0.0, lr: float = 1.0) -> TrainState:
 
 def toy_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of ``w × x``: its gradient is the mean of x, whatever w is.
+
+    Args:
+        model: a :class:`Toy`.
+        batch: x; shape=(n,).
+
+    Returns:
+        The loss, and ``{"output": w × x}``.
 
     Example:
         >>> loss, aux = toy_loss(Toy(w=2.0), torch.tensor([1.0, 3.0]))
@@ -91,7 +109,17 @@ def toy_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]
 
 @attrs.define
 class Spy:
-    """A step that records its calls, and leaves what it is told to. Make one with :func:`spy`."""
+    """A step that records its calls, and leaves what it is told to. Make one with :func:`spy`.
+
+    Args:
+        loss, grad, weight, aux, skip: as in :func:`spy`.
+        calls: what it was called with: a list of ``(state, batch)``.
+
+    Example:
+        >>> inner = Spy(weight=3)
+        >>> inner(toy(), "batch")[1].weight, len(inner.calls)
+        (3, 1)
+    """
 
     loss: float = 0.0
     grad: float | None = None
@@ -124,6 +152,9 @@ def spy(
         aux: the aux that it reports.
         skip: why it wants the update left out, or None.
 
+    Returns:
+        A step; its ``calls`` are a list of ``(state, batch)``.
+
     Example:
         >>> inner = spy(loss=2.0)
         >>> state, out = inner(toy(), "batch")
@@ -146,6 +177,9 @@ class _NoHostReads(TorchDispatchMode):
 
 def no_host_reads() -> contextlib.AbstractContextManager[Any]:
     """Forbid reading tensors to the host: on CUDA each such read would wait for the device.
+
+    Returns:
+        A context manager.
 
     Raises:
         HostReadError: inside the context, where ``.item()``, ``float(tensor)``, ``if tensor`` or the like is called.
@@ -172,6 +206,10 @@ class Problem:
         batches: batches, of one structure, not all of one size.
         optimizer: makes the optimizer of parameters.
         cat: joins batches into one, for the law of accumulation; None if that makes no sense here.
+
+    Example:
+        >>> problem = Problem(Toy, toy_loss, [torch.ones(2), torch.ones(1)])
+        >>> check_laws(pipeline(), problem)
     """
 
     model: Callable[[], nn.Module]
@@ -208,7 +246,15 @@ def _dict_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, d
 
 
 def small() -> Problem:
-    """Return a problem without randomness: a small net in float64, tuple batches of unequal sizes, a ragged end."""
+    """Return a problem without randomness: a small net in float64, tuple batches of unequal sizes, a ragged end.
+
+    Returns:
+        A problem that every law can be run on.
+
+    Example:
+        >>> [len(x) for x, y in small().batches]
+        [4, 4, 3, 4, 1, 4, 2]
+    """
     return Problem(
         _net,
         _tuple_loss,
@@ -218,7 +264,15 @@ def small() -> Problem:
 
 
 def stochastic() -> Problem:
-    """Return a problem with dropout and batch norm, dict batches, and Adam."""
+    """Return a problem with dropout and batch norm, dict batches, and Adam.
+
+    Returns:
+        A problem for the laws of folding and purity.
+
+    Example:
+        >>> sorted(stochastic().batches[0])
+        ['x', 'y']
+    """
     return Problem(
         lambda: _net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
         _dict_loss,
@@ -293,7 +347,18 @@ def _updates(pipe: Pipeline, problem: Problem) -> int:
 
 
 def law_fold(pipe: Pipeline, problem: Problem) -> None:
-    """Assert that a run that is stopped and goes on equals one that was never stopped, to the bit, at every update."""
+    """Assert that a run that is stopped and goes on equals one that was never stopped, to the bit, at every update.
+
+    Args:
+        pipe: what ``pipeline(...)`` returns.
+        problem: what to train.
+
+    Raises:
+        AssertionError: it doesn't; the message says at which update.
+
+    Example:
+        >>> law_fold(pipeline(), small())
+    """
     whole = _fit(pipe, problem, problem.state())
     for split in range(1, 2 * _updates(pipe, problem)):
         pause = when(lambda state, split=split: state.step + state.skipped == split)(
@@ -307,7 +372,18 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
 
 
 def law_purity(pipe: Pipeline, problem: Problem) -> None:
-    """Assert that a run is a function of its snapshot, that records stay as they are, and nothing else is touched."""
+    """Assert that a run is a function of its snapshot, that records stay as they are, and nothing else is touched.
+
+    Args:
+        pipe: what ``pipeline(...)`` returns.
+        problem: what to train.
+
+    Raises:
+        AssertionError: something else was changed, or decided; the message says what.
+
+    Example:
+        >>> law_purity(pipeline(), stochastic())
+    """
     step, state = pipe(problem.loss_fn), _fit(pipe, problem, problem.state(), epochs=1)
     before, again = snapshot(state), snapshot(state)
     generators = _generators()
@@ -331,7 +407,20 @@ def law_purity(pipe: Pipeline, problem: Problem) -> None:
 
 
 def law_neutral(neutral: Middleware, pipe: Pipeline, problem: Problem) -> None:
-    """Assert that a middleware at its neutral setting changes nothing, first or last in a pipeline."""
+    """Assert that a middleware at its neutral setting changes nothing, first or last in a pipeline.
+
+    Args:
+        neutral: the middleware, such as ``accumulate(1)``.
+        pipe: what it is put into.
+        problem: what to train.
+
+    Raises:
+        AssertionError: it does; the message names the first difference.
+
+    Example:
+        >>> import fnloop as fl
+        >>> law_neutral(fl.clip(float("inf")), pipeline(), small())
+    """
     plain = _fit(pipe, problem, problem.state())
     for members in ((neutral, *pipe.middleware), (*pipe.middleware, neutral)):
         with _law(f"law_neutral: {pipeline(*members)!r}"):
@@ -351,6 +440,13 @@ def law_accumulation(
         n: batches per update.
         accumulate: the middleware's factory.
         rtol: relative tolerance.
+
+    Raises:
+        AssertionError: they don't, or the problem's batches can't be joined.
+
+    Example:
+        >>> import fnloop as fl
+        >>> law_accumulation(pipeline(), small(), 3, fl.accumulate)
     """
     assert problem.cat is not None, "law_accumulation needs a problem with cat"
     joined = attrs.evolve(problem, batches=[problem.cat(part) for part in partition_all(n, problem.batches)])
@@ -371,7 +467,19 @@ def law_accumulation(
 
 
 def law_no_host_reads(pipe: Pipeline, problem: Problem) -> None:
-    """Assert that no step reads a tensor to the host. The problem's optimizer must not read either."""
+    """Assert that no step reads a tensor to the host. The problem's optimizer must not read either.
+
+    Args:
+        pipe: what ``pipeline(...)`` returns.
+        problem: what to train.
+
+    Raises:
+        AssertionError: one does.
+
+    Example:
+        >>> import fnloop as fl
+        >>> law_no_host_reads(pipeline(fl.clip(1.0)), small())
+    """
     step = pipe(problem.loss_fn)
     inner = step.train
 
@@ -388,6 +496,17 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
 
     Every second window is skipped; that must equal a run in which those windows don't exist, and whose length is known
     to be the same. The problem must be without randomness.
+
+    Args:
+        pipe: what ``pipeline(...)`` returns.
+        problem: what to train.
+
+    Raises:
+        AssertionError: it advances something; the message says what.
+
+    Example:
+        >>> import fnloop as fl
+        >>> law_skipped_updates(pipeline(fl.schedule(fl.schedules.linear())), small())
     """
     step = pipe(problem.loss_fn)
     kept = [w for i, w in enumerate(_windows(step, problem)) if i % 2 == 0]
@@ -433,6 +552,7 @@ def check_laws(pipe: Pipeline, problem: Problem | None = None) -> None:
 
     Raises:
         AssertionError: a law is broken; the message says which, and where.
+        TypeError: ``pipe`` is no pipeline.
 
     Example:
         >>> import fnloop as fl

@@ -602,7 +602,7 @@ def test_the_note_names_loaders_and_hooks():
     assert error.value.__notes__ == ["while in the training loader, train, epoch 0, batch 1, step 1"]
     with pytest.raises(Boom) as error:
         fit(loaders=([ONE], broken))
-    assert error.value.__notes__ == ["while in the step, valid, epoch 1, batch 0, step 1"]
+    assert error.value.__notes__ == ["while in the valid loader, epoch 1, batch 0, step 1"]
     with pytest.raises(Boom) as error:
         fl.fit(fl.pipeline()(raising(Boom())), toy(), ([ONE], NUMBERS), hooks=())
     assert error.value.__notes__ == ["while in the loss function explode, valid, epoch 1, batch 0, step 1"]
@@ -701,3 +701,44 @@ def test_a_parameter_that_only_the_loss_has_is_trained():
 
 def test_law_problems_are_reproducible():
     assert_same(small().state(), small().state())
+
+
+def test_an_error_in_the_evaluation_loader_names_the_loader():
+    def broken():
+        yield torch.ones(1)
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone") as caught:
+        fl.fit(fl.pipeline()(toy_loss), toy(), {"train": [torch.ones(1)], "valid": broken}, hooks=())
+    assert caught.value.__notes__ == ["while in the valid loader, epoch 1, batch 0, step 1"]
+
+
+def test_an_error_in_making_a_slot_has_a_note_and_the_state():
+    def init(state):
+        raise OSError("no slot")
+
+    member = fl.Middleware("a", init=init)
+    with pytest.raises(OSError, match="no slot") as caught:
+        fl.fit(fl.pipeline(member)(toy_loss), toy(w=3.0), [torch.ones(1)], hooks=())
+    assert caught.value.__notes__ == ["while in what a middleware keeps, train, epoch 0, batch 0, step 0"]
+    assert caught.value.state.model.w.item() == 3.0
+
+
+def test_all_hooks_are_closed_whatever_goes_wrong_with_one():
+    closed = []
+
+    class Closes:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, state):
+            return state
+
+        def close(self):
+            closed.append(self.name)
+            if self.name == "a":
+                raise OSError("stuck")
+
+    with pytest.raises(OSError, match="stuck"):
+        fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(Closes("a"), Closes("b")))
+    assert closed == ["a", "b"]

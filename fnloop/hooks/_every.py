@@ -37,6 +37,7 @@ class Gated:
         return f"{self.moment!r}({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
         if self.moment.due(state):
             return self.hook(state)
         if hasattr(self.hook, "poll"):
@@ -115,7 +116,11 @@ class every:
         return Gated(attrs.evolve(self), check_hook(hook, repr(self)))  # a copy: each hook has a clock of its own
 
     def check(self, run: RunInfo) -> None:
-        """Begin a run: start the clock anew, and raise if it can't be told when this is due."""
+        """Begin a run: start the clock anew.
+
+        Raises:
+            ValueError: it can't be told when this is due: a fraction of an epoch, and the training loader has no length.
+        """
         self._clock.clear()
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             raise ValueError(
@@ -186,6 +191,7 @@ class when:
 
     def due(self, state: TrainState) -> bool:
         """Say whether the predicate holds."""
+        __tracebackhide__ = True
         return bool(self.predicate(state))
 
 
@@ -234,6 +240,7 @@ class once:
         return f"once:{self.name or _where(self.hook)}"
 
     def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
         if self.slot in state.slots:
             return state
         new = self.hook(state)

@@ -20,12 +20,12 @@ ROWS = 20  # of the table in a notebook; the middle of a longer run is left out
 
 
 class progress:
-    """Show how a run goes: a bar per epoch in a terminal; in a notebook a bar and a table of epochs that grows, in one
-    output that is drawn again in its place; elsewhere a line per record.
+    """Show how a run goes, in a terminal or a notebook.
 
-    A bar has the loss, the learning rate, updates per second and the time that is left. It reads from the device when it
-    refreshes, and not in between. With several processes the main one shows it, and the loss
-    of its share between two records.
+    In a terminal it is a bar per epoch; in a notebook a bar and a table of epochs that grows, in one output that is drawn
+    again in its place; elsewhere a line per record. A bar has the loss, the learning rate, updates per second and the time
+    that is left. It reads from the device when it refreshes, and not in between. With several processes the main one shows it;
+    between two records the loss is that of its share.
 
     Args:
         refresh: seconds between two looks, at least 0.5.

@@ -69,6 +69,7 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
 
 
 def _factor(fn: Callable[[int, int | None], float], state: TrainState) -> float:
+    __tracebackhide__ = True
     total = state.run.total_steps if state.run else None
     try:
         return fn(state.step, total)
@@ -141,6 +142,7 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
         )
 
     def init(state: TrainState) -> Any:
+        __tracebackhide__ = True
         try:
             scheduler = factory(state.optimizer, state.run or RunInfo())
         except TypeError as error:

@@ -1,0 +1,209 @@
+"""Tables of what is recorded: a file that equals the history, at every moment and after every resume.
+
+A record is appended as it is made and handed to the operating system at once. Where the file isn't what the history says (a
+new column, records behind the checkpoint that a run goes on from, a line that a crash tore), it is written anew beside its
+place and renamed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fnloop._history import History, Record
+from fnloop._state import RECORD, TrainState
+from fnloop._types import Call
+
+__all__ = ["to_csv", "to_jsonl"]
+
+_FIRST = ("epoch", "step", "seconds")
+_Path = str | os.PathLike[str]
+_Head = Callable[[Sequence[str]], str]
+_Row = Callable[[Record, Sequence[str]], str]
+
+
+def to_csv(path: _Path) -> Sink:
+    """Keep a table of the history in a CSV file: epoch, step, seconds, and a column for each metric.
+
+    A row is there as soon as its record is, and a kill loses none. The file equals ``state.history``: a run that goes on from
+    an earlier checkpoint cuts off the rows behind it, and one that begins anew begins the file anew. A metric that a record
+    doesn't have is an empty cell, and not a number is ``nan``, ``inf`` or ``-inf``: pandas reads each as what it is. Only the
+    first of several processes writes.
+
+    Args:
+        path: the file; made with its folders if it isn't there. One for each run.
+
+    Returns:
+        A hook.
+
+    Raises:
+        ValueError: there is a file at the path that this hook hasn't written, or a folder.
+        TypeError: it is no path.
+
+    Example:
+        >>> import fnloop as fl, tempfile, torch
+        >>> from pathlib import Path
+        >>> from fnloop.testing import toy, toy_loss
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "a.csv")
+        ...     state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=2, hooks=(to_csv(path),))
+        ...     print(path.read_text())
+        epoch,step,seconds,train/loss
+        1,1,...,0.0
+        2,2,...,-1.0
+    """
+    return _sink(to_csv, path, _csv_line, _csv_row, rb"epoch,step,seconds(,|\r?\n)")
+
+
+def to_jsonl(path: _Path) -> Sink:
+    """Keep a table of the history in a file of JSON lines: epoch, step, seconds and the metrics of a record in each.
+
+    As :func:`to_csv`, but a line has the metrics of its record only. NaN is ``null`` and the infinities are ``1e999`` and
+    ``-1e999``, since JSON has no word for them: every reader takes them, and those of Python, pandas and JavaScript read
+    infinity.
+
+    Args:
+        path: the file; made with its folders if it isn't there. One for each run.
+
+    Returns:
+        A hook.
+
+    Raises:
+        ValueError: there is a file at the path that this hook hasn't written, or a folder.
+        TypeError: it is no path.
+
+    Example:
+        >>> import fnloop as fl, tempfile, torch
+        >>> from pathlib import Path
+        >>> from fnloop.testing import toy, toy_loss
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "a.jsonl")
+        ...     state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=2, hooks=(to_jsonl(path),))
+        ...     print(path.read_text())
+        {"epoch": 1, "step": 1, "seconds": ..., "train/loss": 0.0}
+        {"epoch": 2, "step": 2, "seconds": ..., "train/loss": -1.0}
+    """
+    return _sink(to_jsonl, path, lambda names: "", _json_row, rb'{"epoch": \d+, "step": \d+, "seconds": ')
+
+
+def _sink(make: Callable[..., Any], path: _Path, head: _Head, row: _Row, ours: bytes) -> Sink:
+    """Make a sink, if the path can be one's: ``ours`` is a pattern of how its file begins."""
+    name = make.__name__
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f'{name} expects the path of a file, such as {name}("runs/a.{name[3:]}"); got {path!r:.60}')
+    home = Path(path).absolute()
+    folder = next(parent for parent in home.parents if parent.exists())
+    begun = _beginning(home) if home.is_file() else b""
+    if home.is_dir() or not folder.is_dir() or (begun and not re.match(ours, begun)):
+        raise ValueError(f"{name}({os.fspath(path)!r}): there is something else at that path. Give another path, or remove it")
+    return Sink(Call(make, (os.fspath(path),)), home, head, row)
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(1000)
+
+
+@attrs.define(repr=False, eq=False)
+class Sink:
+    """A hook that keeps a file equal to the history, a line for each record.
+
+    Args:
+        call: what it was typed as.
+        path: the file.
+        head: ``names of the metrics -> first line``, or "" if there is none.
+        row: ``(record, names) -> line``.
+    """
+
+    call: Call
+    path: Path
+    head: _Head
+    row: _Row
+    _names: tuple[str, ...] = attrs.field(default=(), init=False)  # what is in the file: columns, records, bytes
+    _records: tuple[Record, ...] | None = attrs.field(default=None, init=False)  # None: it hasn't looked yet
+    _size: int = attrs.field(default=0, init=False)
+
+    def __repr__(self) -> str:
+        return repr(self.call)
+
+    def __call__(self, state: TrainState) -> TrainState:
+        return self.flush(state) if self._records is None or RECORD in state.news else state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Make the file equal to the history."""
+        if state.backend.rank == 0:
+            records = state.history.records
+            if not self._goes_on_with(records):
+                self._write(state.history)
+            elif len(records) > len(self._records or ()):
+                self._append(records[-1])
+            self._records = records
+        return state
+
+    def _goes_on_with(self, records: Sequence[Record]) -> bool:
+        """Say whether these records are those in the file, or one more, and the file is as this hook has left it."""
+        known = self._records
+        if known is None or not self.path.exists() or self.path.stat().st_size != self._size:
+            return False
+        if len(records) - len(known) not in (0, 1) or (known and records[len(known) - 1] is not known[-1]):
+            return False
+        return not records or self.head(_union(self._names, records[-1].metrics)) == self.head(self._names)
+
+    def _append(self, record: Record) -> None:
+        line = self.row(record, self._names).encode()
+        with self.path.open("ab") as file:
+            file.write(line)
+        self._size += len(line)
+
+    def _write(self, history: History) -> None:
+        self._names = history.keys()
+        text = (self.head(self._names) + "".join(self.row(record, self._names) for record in history)).encode()
+        self._size = len(text)
+        path = self.path.resolve()  # a link stays one
+        if path.exists() and path.read_bytes() == text:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.part")
+        with beside.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+
+
+def _union(names: Sequence[str], more: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*names, *more)))
+
+
+def _csv_line(names: Sequence[str]) -> str:
+    return _line([*_FIRST, *names])
+
+
+def _csv_row(record: Record, names: Sequence[str]) -> str:
+    return _line([record.epoch, record.step, record.seconds, *(record.metrics.get(name, "") for name in names)])
+
+
+def _line(cells: Sequence[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def _json_row(record: Record, names: Sequence[str]) -> str:
+    cells = {"epoch": record.epoch, "step": record.step, "seconds": record.seconds, **record.metrics}
+    return f"{{{', '.join(f'{json.dumps(name)}: {_number(value)}' for name, value in cells.items())}}}\n"
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "null"
+    return json.dumps(value) if math.isfinite(value) else ("1e999" if value > 0 else "-1e999")

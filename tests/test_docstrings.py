@@ -1,0 +1,138 @@
+"""Every public function and class says what it does, takes, gives and raises, and shows it. That the examples run is for
+``--doctest-modules``."""
+
+import ast
+import inspect
+import re
+import textwrap
+
+import attrs
+import pytest
+
+import fnloop
+from fnloop import schedules, testing
+
+MODULES = (fnloop, schedules, testing)
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in MODULES
+    for name in module.__all__
+    if not inspect.ismodule(getattr(module, name))
+}
+DESCRIBED = {name: value for name, value in PUBLIC.items() if not (inspect.isclass(value) and issubclass(value, Exception))}
+METHODS = {
+    f"{name}.{method}": getattr(function, "__func__", function)
+    for name, value in DESCRIBED.items()
+    if inspect.isclass(value)
+    for method, function in vars(value).items()
+    if not method.startswith("_") and inspect.isroutine(getattr(function, "__func__", function))
+}
+MADE_BY = ("__init__", "__attrs_post_init__", "__call__")  # what the docstring of a class answers for
+
+
+def section(value, name):
+    """The text of a section of a docstring, or "" if there is none."""
+    found = re.search(rf"^{name}:\n((?:[ ]{{4}}.*\n?|\n)*)", inspect.getdoc(value) or "", re.M)
+    return found[1] if found else ""
+
+
+def names_in(text):
+    """What a section lists: the names before the colon, at its left edge."""
+    heads = [line.split(":")[0] for line in text.splitlines() if re.match(r"    \S", line)]
+    return {name.strip(" *") for head in heads for name in head.split(",")}
+
+
+def parameters(value):
+    taken = set(inspect.signature(value).parameters) - {"self", "cls"}
+    if attrs.has(value):
+        taken -= {field.alias for field in attrs.fields(value) if field.name.startswith("_")}
+    return taken
+
+
+def raising(tree):
+    """Whether there is a ``raise`` with an exception."""
+    return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(tree))
+
+
+def tree_of(function):
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def raises(function):
+    """Whether a function raises: itself, or through the private functions of its module."""
+    module = ast.parse(inspect.getsource(inspect.getmodule(function)))
+    helpers = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")}
+    waiting, seen = [tree_of(inspect.unwrap(function))], set()
+    while waiting:
+        tree = waiting.pop()
+        if raising(tree):
+            return True
+        called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        waiting += [helpers[name] for name in called & set(helpers) - seen]
+        seen |= called
+    return False
+
+
+@pytest.mark.parametrize("name", PUBLIC | METHODS)
+def test_the_first_line_says_what_it_does(name):
+    first, *rest = (inspect.getdoc((PUBLIC | METHODS)[name]) or "").splitlines() or [""]
+    assert re.search(r"[.:]$", first), f"{name} has no summary of one line: {first!r}"
+    assert not rest or not rest[0] or first.endswith(":") or not rest[0][0].islower(), f"{name}: the summary goes on"
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_every_parameter_is_described_and_no_other(name):
+    value = DESCRIBED[name]
+    assert names_in(section(value, "Args")) == parameters(value)
+
+
+@pytest.mark.parametrize("name", [name for name, value in DESCRIBED.items() if inspect.isfunction(value)])
+def test_what_is_returned_is_described(name):
+    value = DESCRIBED[name]
+    nothing = inspect.signature(value).return_annotation in (None, "None")
+    assert bool(section(value, "Returns").strip()) is not nothing
+
+
+@pytest.mark.parametrize("name", DESCRIBED | METHODS)
+def test_what_is_raised_is_described(name):
+    value = (DESCRIBED | METHODS)[name]
+    made = [function for method in MADE_BY if (function := vars(value).get(method))] if inspect.isclass(value) else [value]
+    if any(raises(function) for function in made if inspect.getsourcefile(function) == inspect.getsourcefile(value)):
+        assert re.search(r"^    \w+(, \w+)*: \S", section(value, "Raises"), re.M), f"{name} raises, and doesn't say what"
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_there_is_an_example(name):
+    assert ">>> " in section(DESCRIBED[name], "Example")
+
+
+# --- what the tests above find
+
+
+def complete(a, *b, c=1, **d):
+    """Do it.
+
+    Args:
+        a, *b: the first,
+            and more: than that.
+        c: one.
+        **d: the rest.
+    """
+    _fail()
+
+
+def _fail():
+    raise ValueError("no")
+
+
+def silent():
+    """Do nothing."""
+
+
+def test_a_complete_docstring_is_read_rightly():
+    assert names_in(section(complete, "Args")) == parameters(complete) == {"a", "b", "c", "d"}
+    assert names_in(section(silent, "Args")) == set() and section(complete, "Raises") == ""
+
+
+def test_what_a_helper_raises_counts():
+    assert raises(complete) and not raises(silent)
