@@ -28,8 +28,8 @@ from fnloop._metrics import fetched
 
 __all__ = [
     "Backend", "agreed", "agreeing", "any_process", "at_home", "broadcast", "full", "gather", "gather_objects", "is_sharded",
-    "join", "largest", "like_sharded", "local_part", "main_only", "merged", "needs_placing", "place", "reduce", "reshard",
-    "roots", "summed", "sync_buffers", "trackers",
+    "join", "largest", "like_sharded", "local_part", "main_only", "merged", "needs_placing", "others", "place", "reduce",
+    "reshard", "roots", "summed", "sync_buffers", "trackers",
 ]  # fmt: skip
 
 _PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
@@ -105,12 +105,13 @@ def join(model: nn.Module, optimizer: Optimizer, given: Any = None) -> tuple[nn.
     _control()  # a collective: made now, where every process comes by
     if is_sharded(model):
         _check_sharded(model)
+        _broadcast_tensors([p.detach() for p in others(model, optimizer)])
         return model, optimizer, backend
     if accelerator is not None and accelerator.distributed_type == "FSDP":
         model, optimizer = _fully_sharded(accelerator, model, optimizer)
         return model, optimizer, backend
     _move(model, optimizer, backend.device)
-    _broadcast_tensors([p.detach() for p in (*model.parameters(), *_others(model, optimizer), *model.buffers())])
+    _broadcast_tensors([p.detach() for p in (*model.parameters(), *others(model, optimizer), *model.buffers())])
     return model, optimizer, backend
 
 
@@ -172,7 +173,7 @@ def _fully_sharded(accelerator: Any, model: nn.Module, optimizer: Optimizer) -> 
     return model, wrapped.optimizer
 
 
-def _others(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+def others(model: nn.Module, optimizer: Optimizer) -> list[Any]:
     """Return what the optimizer trains beside the model."""
     own = {id(p) for p in model.parameters()}
     return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
@@ -180,7 +181,7 @@ def _others(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 def _move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
     model.to(device)
-    for p in _others(model, optimizer):
+    for p in others(model, optimizer):
         p.data = p.data.to(device)
     for p, state in optimizer.state.items():
         on_host = {"step"} - {name for name, v in state.items() if isinstance(v, Tensor) and v.device.type != "cpu"}

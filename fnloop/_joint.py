@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnloop._backend import agreed, any_process, is_sharded, largest, merged, roots, summed, sync_buffers
+from fnloop._backend import agreed, any_process, is_sharded, largest, merged, others, roots, summed, sync_buffers
 from fnloop._state import TrainState, all_parameters
 from fnloop._types import Output
 
@@ -98,7 +98,16 @@ class Joint:
         trainable = [p for p in all_parameters(state) if p.requires_grad]
         if len(trainable) != len(self._trainable) or any(a is not b for a, b in zip(trainable, self._trainable, strict=True)):
             self._ddp, self._trainable = _ddp(state, trainable, start), trainable  # somebody has (un)frozen something
-        return self._ddp(start)  # type: ignore[misc]
+        ddp: Any = self._ddp
+        return ddp(start if ddp.find_unused_parameters else _Touch.apply(start, *trainable))
+
+    def finish(self, state: TrainState) -> None:
+        """End a window: average what ``fully_shard`` doesn't look after, which the optimizer trains beside the model."""
+        if self.sharded is not None:
+            for p in others(state.model, state.optimizer):
+                if p.requires_grad:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    p.grad.copy_(summed(p.grad)() / self.size)
 
     def nothing(self, state: TrainState, loss: Tensor) -> Tensor:
         """Return a number to start from that adds nothing to any gradient."""
@@ -143,14 +152,27 @@ class Joint:
         return summed(weight)
 
 
+class _Touch(torch.autograd.Function):
+    """Pass a loss on, and let backward come by every parameter: DDP waits for all, and not each loss uses all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *trainable: Tensor) -> Tensor:
+        ctx.count = len(trainable)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return (grad, *(None,) * ctx.count)
+
+
 class _Trainable(nn.Module):
     """What DDP is to look after: the model, and what the optimizer trains beside it. Its forward passes a loss on."""
 
-    def __init__(self, model: nn.Module, others: list[Tensor]) -> None:
+    def __init__(self, model: nn.Module, beside: list[Tensor]) -> None:
         super().__init__()
         self.model = model
         known: dict[str, Any] = self._parameters
-        known.update({f"other{i}": p for i, p in enumerate(others)})  # past a check: a leaf needn't be an nn.Parameter
+        known.update({f"other{i}": p for i, p in enumerate(beside)})  # past a check: a leaf needn't be an nn.Parameter
 
     def forward(self, loss: Tensor) -> Tensor:
         return loss

@@ -134,6 +134,7 @@ class Backward:
                 items = None if known else joint.sum(_nothing(out) if total.weight is None else total.weight)
                 start = joint.join(state, start)
             start.backward()
+        joint.finish(state)
         if self.may_skip and not any_process(total.weight is not None):
             return state, Output(out.loss.detach(), 0, out.aux, {}, out.skip or "left out by every process")
         grads = [p.grad for p in parameters(state)]

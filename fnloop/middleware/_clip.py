@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import utils
 
 from fnloop._backend import full, local_part
@@ -53,7 +54,7 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
             if out.skip is not None:
                 return state, out
             params = [p for p in parameters(state) if p.grad is not None]
-            norm = full(utils.get_total_norm([p.grad for p in params], norm_type))  # over all processes, where it is sharded
+            norm = _norm([p.grad for p in params], norm_type)
             if not math.isinf(max_norm):
                 utils.clip_grads_with_norm_(params, max_norm, norm)
             return state, report(out, {"grad_norm": Mean(norm, 1)}, "clip")
@@ -61,6 +62,17 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
         return clipped
 
     return linear(gradient) if math.isinf(max_norm) else gradient
+
+
+def _norm(grads: list[Any], norm_type: float) -> Tensor:
+    """Return the norm of all gradients together; of those that are sharded, over all processes."""
+    sharded = [grad for grad in grads if local_part(grad) is not grad]
+    if not sharded:
+        return utils.get_total_norm(grads, norm_type)
+    norms = [full(utils.get_total_norm(sharded, norm_type))]
+    if len(sharded) < len(grads):
+        norms.append(utils.get_total_norm([grad for grad in grads if local_part(grad) is grad], norm_type))
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 @middleware("gradient")
