@@ -7,11 +7,13 @@ each other beside gradients goes over a group of its own, on the host.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
 import os
 import pickle
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,8 +197,6 @@ def _move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
 
 def _dtensor() -> type | None:
     """Return torch's class of sharded tensors, if anybody has imported it: nothing is sharded before."""
-    import sys
-
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
@@ -284,7 +284,17 @@ def _world() -> tuple[int, int]:
 @functools.cache
 def _control() -> Any:
     """Return a group on the host that nobody else uses: what is said there can't get between gradients."""
+    atexit.register(_leave)
     return dist.new_group(backend="gloo")
+
+
+def _leave() -> None:
+    """Take the groups down in order, when the script is at its end: else gloo's threads may abort the process.
+
+    Not behind an exception: others may be waiting for this process, and are told by its end.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_type"):
+        dist.destroy_process_group()
 
 
 def _group(device: torch.device) -> Any:

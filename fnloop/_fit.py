@@ -24,7 +24,7 @@ import torch
 from fnloop._backend import Backend, at_home, gather_objects, merged, sync_buffers
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
 from fnloop._history import Record
-from fnloop._joint import Borrowed, everywhere
+from fnloop._joint import Borrowed, everywhere, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
@@ -197,7 +197,7 @@ def _run(
     is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
     position, last_step = positioner(device), math.inf if steps is None else steps
     batch_size = source.batch_size or 0
-    council = Council() if processes > 1 else None
+    council = Council(state) if processes > 1 else None
     started = time.monotonic() - (state.history[-1].seconds if state.history else 0.0)
     try:
         while True:
@@ -344,7 +344,7 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
     """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
     __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
-    backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
+    backend, seed, n, batch = state.backend, fold_in(state.seed, COMPUTE), 0, None
     position = positioner(backend.device)
     position_all(seed)
     if backend.world_size > 1:
@@ -359,6 +359,8 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
             metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
     if not n:
         raise ValueError("the loader to evaluate gave no batch")
+    if type(batch) is Borrowed:
+        metrics = without_last(metrics)
     return {"loss": metrics.pop("loss"), **metrics} if metrics else {}
 
 

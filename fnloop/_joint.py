@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fnloop._backend import agreed, any_process, is_sharded, largest, merged, others, roots, summed, sync_buffers
+from fnloop._metrics import Last
 from fnloop._state import TrainState, all_parameters
 from fnloop._types import Output
 
-__all__ = ["Borrowed", "Joint", "everywhere", "joint_of"]
+__all__ = ["Borrowed", "Joint", "everywhere", "joint_of", "without_last"]
 
 Weight = int | float | Tensor
 
@@ -58,7 +59,18 @@ def everywhere(state: TrainState, report: Mapping[str, Any], prefix: str = "") -
     joint = joint_of(state)
     if joint is None:
         return dict(report)
-    return merged(report, lambda name: not name.startswith(prefix) or name.removeprefix(prefix) in joint.partial)
+
+    def partial(name: str) -> bool:
+        return not name.startswith(prefix) or name.removeprefix(prefix) in joint.partial
+
+    if joint.borrows:
+        report = without_last(report, lambda name: name.startswith(prefix) and partial(name))
+    return merged(report, partial)
+
+
+def without_last(metrics: Mapping[str, Any], which: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """Return the metrics of a process that had no batch in the last round: what it saw last, others saw later."""
+    return {name: metric for name, metric in metrics.items() if not (isinstance(metric, Last) and which(name))}
 
 
 class Joint:
@@ -72,6 +84,7 @@ class Joint:
         self.model, self.size = state.model, state.backend.world_size
         self.sharded = roots(state.model) if is_sharded(state.model) else None
         self.partial: set[str] = {"loss"}  # the metrics that are of a process's own share
+        self.borrows = False  # whether this process had no batch of its own in the last round
         self.items: Weight = 0  # of the last window, over all processes
         self._ddp: DistributedDataParallel | None = None
         self._trainable: list[Tensor] = []

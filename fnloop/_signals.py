@@ -93,11 +93,12 @@ class Council:
     follows from the time that they took, which is exchanged too: the same everywhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: TrainState) -> None:
         self._began = time.monotonic()
         self._time = 0.0  # what all agree on, in seconds
         self._until, self._gap = 0, 1  # boundaries to the next exchange, and between two
         self._answer: Callable[[], list[float]] | None = None
+        state._lease.clock = self.clock
 
     def clock(self) -> float:
         """Return the seconds since the run began, as of the last exchange."""
@@ -112,7 +113,7 @@ class Council:
         counters = (state.step, state.skipped, state.epoch)
         facts = [*signals.asked, time.monotonic() - self._began, *counters, *(-c for c in counters)]
         self._answer, self._until = agreeing(facts), self._gap
-        state._lease.clock = self.clock
+        state._lease.clock = self.clock  # which may be another's, if a hook went back to a snapshot
 
     def close(self, signals: Signals) -> None:
         """Hear the last answer, at the end of an epoch."""

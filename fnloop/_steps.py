@@ -135,6 +135,7 @@ class Backward:
                 start = joint.join(state, start)
             start.backward()
         joint.finish(state)
+        joint.borrows = not mine
         if self.may_skip and not any_process(total.weight is not None):
             return state, Output(out.loss.detach(), 0, out.aux, {}, out.skip or "left out by every process")
         grads = [p.grad for p in parameters(state)]
