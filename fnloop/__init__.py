@@ -15,9 +15,6 @@ _collects = _gc.isenabled()
 _gc.disable()  # else the classes made here set off a collection of all that torch has made: two thirds of the import's time
 
 from fnloop import schedules as schedules
-from fnloop._backend import broadcast as broadcast
-from fnloop._backend import gather as gather
-from fnloop._backend import reduce as reduce
 from fnloop._checkpoint import CheckpointError as CheckpointError
 from fnloop._checkpoint import best as best
 from fnloop._checkpoint import latest as latest
@@ -39,6 +36,9 @@ from fnloop._metrics import Sum as Sum
 from fnloop._metrics import from_torchmetrics as from_torchmetrics
 from fnloop._pipeline import pipeline as pipeline
 from fnloop._pipeline import supervised as supervised
+from fnloop._processes import broadcast as broadcast
+from fnloop._processes import gather as gather
+from fnloop._processes import reduce as reduce
 from fnloop._state import RunInfo as RunInfo
 from fnloop._state import StaleStateError as StaleStateError
 from fnloop._state import TrainState as TrainState

@@ -19,13 +19,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import Backend, full, gather_objects, like_sharded, main_only
+from fnloop._backend import Backend
 from fnloop._encode import Saved, decode, encode
 from fnloop._files import FORMAT, CheckpointError, Contents, candidates, manifest_of, ranking, read_files, verify, write
 from fnloop._history import History, Record
 from fnloop._joint import everywhere
 from fnloop._metrics import MONOIDS, Mean, wide
+from fnloop._processes import gather_objects, main_only
 from fnloop._rng import HostGenerators
+from fnloop._sharded import full, like_sharded
 from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended, unwrap
 
 __all__ = ["CheckpointError", "best", "contents", "latest", "position_of", "restore", "resume", "save"]

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -35,8 +36,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fnloop._backend import agreed, any_process, needs_placing, place
+from fnloop._backend import beside, needs_placing, place
 from fnloop._joint import Borrowed
+from fnloop._processes import agreed, any_process
 from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
 __all__ = ["Loaders", "Source", "length_of", "open_source", "read_loaders", "sharded", "updates_in", "windows"]
@@ -287,22 +289,47 @@ def _until_all_end(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def windows(
-    source: Source, window: int, device: torch.device, epoch: int | None = 0, batch: int = 0, samples: int = 0
+    source: Source,
+    window: int,
+    device: torch.device,
+    epoch: int | None = 0,
+    batch: int = 0,
+    samples: int = 0,
+    prefetch: int = 1,
 ) -> Iterator[Any]:
     """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches, on the device.
 
-    Without an epoch, for evaluation, the order is always the same, and nobody is told of an epoch.
+    Without an epoch, for evaluation, the order is always the same, and nobody is told of an epoch. Who asks for a window while
+    the one before is still worked on has it fetched and copied meanwhile; with prefetch n > 1, n - 1 more are.
     """
     batches = source.batches(epoch, batch, samples)
     if needs_placing(device):
-        batches = (_placed(batch, device) for batch in batches)
+        batches = map(_placer(device), batches)
     batches = iter(batches)
     # Not partition_all, which asks for the next window before it yields one: a loader that draws would see it.
-    return batches if window == 1 else iter(lambda: tuple(itertools.islice(batches, window)), ())
+    fed = batches if window == 1 else iter(lambda: tuple(itertools.islice(batches, window)), ())
+    return fed if prefetch == 1 else _ahead(fed, prefetch)
 
 
-def _placed(batch: Any, device: torch.device) -> Any:
-    return Borrowed(place(batch.batch, device)) if type(batch) is Borrowed else place(batch, device)
+def _ahead(things: Iterator[Any], n: int) -> Iterator[Any]:
+    """Yield each thing when n of them are there; what goes wrong comes behind those that were there before."""
+    __tracebackhide__ = True
+    queue: deque[Any] = deque()
+    try:
+        for thing in things:
+            queue.append(thing)
+            if len(queue) == n:
+                yield queue.popleft()
+    except Exception:
+        yield from queue
+        raise
+    yield from queue
+
+
+def _placer(device: torch.device) -> Callable[[Any], Any]:
+    """Return the function that puts a batch on a device: on CUDA by a stream of its own, beside what the device is doing."""
+    move: Callable[[Any], Any] = beside(device) if device.type == "cuda" else lambda batch: place(batch, device)
+    return lambda batch: Borrowed(move(batch.batch)) if type(batch) is Borrowed else move(batch)
 
 
 # --- iterables

@@ -21,12 +21,13 @@ from typing import Any
 import attrs
 import torch
 
-from fnloop._backend import Backend, at_home, gather_objects, merged, sync_buffers
+from fnloop._backend import Backend
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
 from fnloop._history import Record
 from fnloop._joint import Borrowed, everywhere, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
+from fnloop._processes import at_home, gather_objects, merged, sync_buffers
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
 from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
 from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, even, look_again, newest, suspended
@@ -52,6 +53,7 @@ def fit(
     steps: int | None = None,
     hooks: Sequence[Hook] | None = None,
     evaluate_every: Any = every(epochs=1),
+    prefetch: int = 1,
 ) -> TrainState:
     """Train: fold a step over batches until a target is reached.
 
@@ -70,6 +72,7 @@ def fit(
         evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``,
             ``when(predicate)``, or None for never. A record is appended to the history then, and at every end of an
             epoch; its "train/..." metrics are the means since the epoch began.
+        prefetch: how many windows of batches are fetched, and copied to the device, ahead of the one that is worked on.
 
     Returns:
         The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted"
@@ -91,7 +94,7 @@ def fit(
         (-10.0, 3, 1)
     """
     __tracebackhide__ = True
-    checked = _checked(step, state, loaders, epochs, steps, hooks, evaluate_every)
+    checked = _checked(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)
     try:
         with listening(state.backend.world_size == 1) as signals:
             for state in _run(*checked, signals=signals):  # noqa: B007
@@ -112,11 +115,12 @@ def run(
     steps: int | None = None,
     hooks: Sequence[Hook] | None = None,
     evaluate_every: Any = every(epochs=1),
+    prefetch: int = 1,
 ) -> Iterator[TrainState]:
     """Train as :func:`fit` does, yielding the state after every epoch and at the end.
 
     Args:
-        step, state, loaders, epochs, steps, hooks, evaluate_every: as in :func:`fit`.
+        step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch: as in :func:`fit`.
 
     Returns:
         An iterator of states. Each belongs to the run until the next is asked for: evaluate it, snapshot it, or leave.
@@ -130,11 +134,18 @@ def run(
         >>> [s.model.w.item() for s in run(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 2, epochs=3, hooks=())]
         [-2.0, -4.0, -6.0]
     """
-    return _run(*_checked(step, state, loaders, epochs, steps, hooks, evaluate_every))
+    return _run(*_checked(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch))
 
 
 def _checked(
-    step: PipelineStep, state: TrainState, loaders: Any, epochs: Any, steps: Any, hooks: Any, evaluate_every: Any
+    step: PipelineStep,
+    state: TrainState,
+    loaders: Any,
+    epochs: Any,
+    steps: Any,
+    hooks: Any,
+    evaluate_every: Any,
+    prefetch: Any,
 ) -> Any:
     """Return the arguments of a run, having checked them."""
     _check_step(step, "fit")
@@ -143,6 +154,8 @@ def _checked(
     for name, target in (("epochs", epochs), ("steps", steps)):
         if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
             raise ValueError(f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+        raise ValueError(f"fit expects prefetch as an int >= 1, the windows that are fetched ahead; got {prefetch!r}")
     hooks = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
     if evaluate_every is not None and (isinstance(evaluate_every, type) or not hasattr(evaluate_every, "due")):
         raise TypeError(
@@ -150,7 +163,7 @@ def _checked(
         )
     if epochs is None and steps is None:
         epochs = state.epoch + 1
-    return step, state, found, epochs, steps, hooks, evaluate_every
+    return step, state, found, epochs, steps, hooks, evaluate_every, prefetch
 
 
 def _run(
@@ -161,13 +174,14 @@ def _run(
     steps: int | None,
     hooks: Sequence[Hook],
     evaluate_every: Any,
+    prefetch: int,
     signals: Signals | None = None,
 ) -> Iterator[TrainState]:
     __tracebackhide__ = True
     if state.stop in (INTERRUPTED, TERMINATED):
         state = attrs.evolve(state, stop=None)
     if state.stop is not None or _reached(state, epochs, steps):
-        _log.warning(_nothing_to_do(state, epochs, steps))
+        _warn(state, _nothing_to_do(state, epochs, steps))
         yield state
         return
 
@@ -183,7 +197,7 @@ def _run(
     _check_names([hook.slot for hook in map(innermost, hooks) if isinstance(hook, once)])
     _check_folders([hook.folder for hook in map(innermost, hooks) if isinstance(hook, checkpoint)])
     if not state.model.training:
-        _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
+        _warn(state, "fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
     look_again(state)
     state = attrs.evolve(state, run=info)
@@ -205,7 +219,7 @@ def _run(
                 seed, went_back = _own_seed(fold_in(state.seed, COMPUTE, state.epoch), backend), False
                 where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
                 try:
-                    feed = windows(source, window, device, state.epoch, state.batch, state.samples)
+                    feed = windows(source, window, device, state.epoch, state.batch, state.samples, prefetch)
                     batch: Any = next(feed, _END)
                     if batch is _END and not state.batch:
                         raise ValueError(_no_batches(state))
@@ -309,6 +323,11 @@ def _run_info(
         total = state.step + state.skipped + left  # as if nothing had been skipped: the same total when it is resumed
         total = total if steps is None else min(total, steps)
     return RunInfo(epochs, total, per_epoch, source.length, window, evaluated)
+
+
+def _warn(state: TrainState, message: str) -> None:
+    if state.backend.main:
+        _log.warning(message)
 
 
 def _opened(loader: Any, state: TrainState) -> Source:

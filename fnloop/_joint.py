@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnloop._backend import agreed, any_process, is_sharded, largest, merged, others, roots, summed, sync_buffers
 from fnloop._metrics import Last
+from fnloop._processes import agreed, any_process, largest, merged, others, summed, sync_buffers
+from fnloop._sharded import is_sharded, roots
 from fnloop._state import TrainState, all_parameters
 from fnloop._types import Output
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fnloop import _show
-from fnloop._backend import is_sharded, place, reshard
+from fnloop._backend import place
 from fnloop._encode import like, waits
 from fnloop._rng import isolated
+from fnloop._sharded import is_sharded, reshard
 from fnloop._state import TrainState, check_fresh, put
 from fnloop._steps import OPTIMIZER, Backward, consume, forward, update
 from fnloop._types import RINGS, Batch, LossFn, Middleware, Output, Step, name_of

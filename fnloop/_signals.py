@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from fnloop._backend import agreeing
+from fnloop._processes import agreeing
 from fnloop._state import TrainState
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]

@@ -17,9 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fnloop import _show
-from fnloop._backend import Backend, broadcast, is_sharded, join
+from fnloop._backend import Backend
 from fnloop._history import History
+from fnloop._processes import broadcast, join
 from fnloop._rng import SEED_BITS, HostGenerators, new_seed
+from fnloop._sharded import is_sharded
 from fnloop._types import Metric
 
 __all__ = [

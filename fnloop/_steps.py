@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fnloop._backend import any_process, local_part, summed
 from fnloop._joint import Borrowed, Joint, Weight, joint_of
 from fnloop._metrics import absorb, absorb_loss, combine
+from fnloop._processes import any_process, summed
+from fnloop._sharded import local_part
 from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters
 from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap, name_of
 

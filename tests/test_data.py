@@ -237,3 +237,32 @@ def test_nested_batches_are_moved_and_keep_their_structure():
 def test_what_is_on_the_cpu_stays_the_same_object():
     batch = [torch.ones(2)]
     assert place(batch, torch.device("cpu")) is batch or torch.accelerator.is_available()
+
+
+def test_prefetch_fetches_so_many_windows_ahead():
+    fetched, seen = [], []
+
+    def batches():
+        for i in range(5):
+            fetched.append(i)
+            yield torch.tensor([float(i)])
+
+    def loss(model, batch):
+        seen.append((int(batch), max(fetched)))
+        return toy_loss(model, batch)
+
+    fl.fit(fl.pipeline()(loss), toy(), batches, hooks=(), prefetch=3)
+    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4), (4, 4)]
+
+
+def test_what_goes_wrong_ahead_costs_no_update():
+    def batches():
+        yield from (torch.ones(1), torch.ones(1), torch.ones(1))
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone") as caught:
+        fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=(), prefetch=3)
+    assert caught.value.state.step == 3
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match="prefetch as an int >= 1"):
+            fl.fit(fl.pipeline()(toy_loss), toy(), batches, prefetch=wrong)

@@ -8,10 +8,10 @@ import threading
 import weakref
 from pathlib import Path
 
-from fnloop._backend import main_only
 from fnloop._checkpoint import contents
 from fnloop._files import Contents, prune, write
 from fnloop._history import better
+from fnloop._processes import main_only
 from fnloop._state import RECORD, TrainState
 
 __all__ = ["checkpoint"]

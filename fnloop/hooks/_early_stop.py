@@ -6,8 +6,8 @@ import math
 
 import attrs
 
-from fnloop._backend import merged
 from fnloop._history import better
+from fnloop._processes import merged
 from fnloop._state import RECORD, UPDATE, TrainState
 from fnloop._types import Call
 

@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fnloop._backend import any_process
 from fnloop._joint import joint_of
+from fnloop._processes import any_process
 from fnloop._state import TrainState, parameters
 from fnloop._steps import Total, divide, linear
 from fnloop._types import Middleware, Output, Step, middleware

@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 import torch
 
-from fnloop._backend import largest, local_part
+from fnloop._processes import largest
+from fnloop._sharded import local_part
 from fnloop._state import TrainState, parameters, put
 from fnloop._steps import Backward, linear
 from fnloop._types import Batch, Middleware, Output, Step, middleware

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import utils
 
-from fnloop._backend import full, local_part
 from fnloop._metrics import Mean
+from fnloop._sharded import full, local_part
 from fnloop._state import TrainState, parameters
 from fnloop._steps import linear, report
 from fnloop._types import Batch, Middleware, Output, Step, middleware
