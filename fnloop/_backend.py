@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 __all__ = [
-    "Backend", "accelerator", "backend_of", "beside", "device_in", "fully_sharded", "launched", "needs_placing", "on_host", "place",
-    "trackers",
+    "Backend", "accelerator", "backend_of", "beside", "device_in", "fully_sharded", "launched", "needs_placing", "on_host",
+    "place", "trackers",
 ]  # fmt: skip
 
 _PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
