@@ -103,12 +103,11 @@ def backend_of(accelerator: Any) -> Backend:
         raise NotImplementedError(
             f"accelerate is configured for mixed_precision={accelerator.mixed_precision!r}; fnloop knows bf16 and fp16"
         )
+    device = accelerator.device if accelerator.device.type != "cpu" else "cpu"  # without an index, as tensors have it
     settings, prepare, handler = {}, None, accelerator.ddp_handler
     if handler is not None:
         settings, prepare = handler.to_kwargs(), handler.register_comm_hook
-    return Backend(
-        accelerator.device, accelerator.process_index, accelerator.num_processes, precision, settings=settings, prepare=prepare
-    )
+    return Backend(device, accelerator.process_index, accelerator.num_processes, precision, settings=settings, prepare=prepare)
 
 
 def fully_sharded(accelerator: Any, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

@@ -187,7 +187,7 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
         3.0
     """
     what = contents(state)
-    return main_only(lambda: write(what, Path(path)), "save")
+    return main_only(lambda: write(what, Path(path)), "fnloop.save")
 
 
 # --- restoring
@@ -518,7 +518,7 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
     if state.backend.world_size > 1:
-        path = main_only(lambda: _first_whole(candidates(folder)), "resume")
+        path = main_only(lambda: _first_whole(candidates(folder)), "fnloop.resume")
         return state if path is None else restore(path, state)
     for path in candidates(folder):
         try:

@@ -41,7 +41,18 @@ from fnloop._joint import Borrowed
 from fnloop._processes import agreed, any_process
 from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
-__all__ = ["Loaders", "Source", "length_of", "open_source", "read_loaders", "sharded", "updates_in", "windows"]
+__all__ = [
+    "Loaders",
+    "Source",
+    "leading",
+    "length_of",
+    "open_source",
+    "read_loaders",
+    "sharded",
+    "tensors_in",
+    "updates_in",
+    "windows",
+]
 
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _END = object()
@@ -124,6 +135,7 @@ class Source(NamedTuple):
         batch_size: samples in a batch, where that is the same for all but the last, and a position can be in samples.
         samples: samples in an epoch, where batch_size is known.
         drop_last: whether a smaller last round is left out.
+        sizes: of each round that was dealt and not worked on yet, the size of its batches if all have one, else 0.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Any]]
@@ -132,6 +144,7 @@ class Source(NamedTuple):
     batch_size: int | None = None
     samples: int = 0
     drop_last: bool = False
+    sizes: deque[int] = deque()
 
     def left(self, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
@@ -146,10 +159,10 @@ class Source(NamedTuple):
             return samples // (self.batch_size * self.processes) * self.processes
         return math.ceil(samples / self.batch_size)
 
-    def even(self, samples: int, rounds: int) -> int:
-        """Return the size of every batch in the next rounds, if it is the same in every process; else 0."""
-        size = self.batch_size or 0
-        return size if self.samples - samples >= size * self.processes * rounds else 0
+    def even(self, rounds: int) -> int:
+        """Return the size of every batch in the next rounds, if it is the same in every process; else 0. Ask once for each."""
+        found = {self.sizes.popleft() if self.sizes else 0 for _ in range(rounds)}
+        return found.pop() if len(found) == 1 else 0
 
 
 def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> Source:
@@ -168,9 +181,13 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_whole(loader)
-    deal = _Deal(rank, processes)
+    deal = _Deal(rank, processes, deque())
     if isinstance(loader, list | tuple):  # nothing to position: no code runs
-        return Source(lambda epoch, batch, samples: deal(itertools.islice(loader, batch, None)), len(loader), processes)
+
+        def listed(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
+            return deal(itertools.islice(loader, batch, None), leading)
+
+        return Source(listed, len(loader), processes, sizes=deal.sizes)
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if plain and not isinstance(loader.dataset, IterableDataset):
 
@@ -180,10 +197,14 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
         if _is_sized(loader):
             batched: Any = loader.batch_sampler
             size, total = batched.batch_size, len(batched.sampler)
-            source = Source(batches, None, processes, size, total, batched.drop_last)
+            source = Source(batches, None, processes, size, total, batched.drop_last, deal.sizes)
             return source._replace(length=source.batches_of(total))
-        return Source(batches, length_of(loader), processes)
-    return Source(lambda epoch, batch, samples: deal(_iterated(loader, seed, epoch, batch)), length_of(loader), processes)
+        return Source(batches, length_of(loader), processes, sizes=deal.sizes)
+
+    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
+        return deal(_iterated(loader, seed, epoch, batch), leading)
+
+    return Source(iterated, length_of(loader), processes, sizes=deal.sizes)
 
 
 def _is_sized(loader: DataLoader) -> bool:
@@ -211,15 +232,20 @@ class _Deal(NamedTuple):
 
     rank: int
     processes: int
+    sizes: deque[int]
 
-    def __call__(self, things: Any) -> Iterator[Any]:
+    def __call__(self, things: Any, size_of: Callable[[Any], int]) -> Iterator[Any]:
         things = iter(things)
-        return things if self.processes == 1 else self._dealt(things)
+        return things if self.processes == 1 else self._dealt(things, size_of)
 
-    def _dealt(self, things: Iterator[Any]) -> Iterator[Any]:
+    def _dealt(self, things: Iterator[Any], size_of: Callable[[Any], int]) -> Iterator[Any]:
         __tracebackhide__ = True
+        self.sizes.clear()
         for first in things:
             rest = tuple(itertools.islice(things, self.processes - 1))
+            full = len(rest) == self.processes - 1
+            sizes = {size_of(thing) for thing in (first, *rest)} if full else {0}
+            self.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
             if self.rank <= len(rest):
                 yield rest[self.rank - 1] if self.rank else first
             else:
@@ -429,7 +455,8 @@ def _tickets(loader: DataLoader, seed: int, epoch: int | None, batch: int, sampl
     stride = loader.batch_sampler.batch_size if _is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if _is_sized(loader) else batch
     order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
-    for numbered in deal(enumerate(order)):
+    sized = loader.batch_sampler is not None
+    for numbered in deal(enumerate(order), lambda numbered: len(numbered[1]) if sized else 0):
         borrowed = type(numbered) is Borrowed
         n, index = numbered.batch if borrowed else numbered
         yield _Ticket(fold_in(seeds, start + n * stride), index, borrowed)
@@ -533,6 +560,25 @@ class _Init(NamedTuple):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def leading(batch: Any) -> int:
+    """Return the leading dimension of a batch: that of its first tensor that has one."""
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        return batch[0].size(0)  # (x, y): the usual case
+    return next((t.size(0) for t in tensors_in(batch) if t.ndim), 1)
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value)
 
 
 def updates_in(batches: int | None, window: int) -> int | None:

@@ -27,10 +27,10 @@ from fnloop._history import Record
 from fnloop._joint import Borrowed, everywhere, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
-from fnloop._processes import at_home, gather_objects, merged, sync_buffers
+from fnloop._processes import at_home, gather_objects, is_lost, merged, sync_buffers
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
 from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
-from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, even, look_again, newest, suspended
+from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, look_again, newest, suspended, tell_even
 from fnloop._steps import OPTIMIZER, consume
 from fnloop._types import Batch, Metric, Middleware, name_of
 from fnloop.hooks._checkpoint import checkpoint
@@ -231,7 +231,7 @@ def _run(
                             position(mix(seed, state.batch))
                             where, batches = None, processes if window == 1 else processes * len(batch)
                             if processes > 1:
-                                state = even(state, source.even(state.samples, batches // processes))
+                                tell_even(state, source.even(batches // processes))
                             new, out = train(state, batch)
                             state = consume(new, out, batches, batches * batch_size)
                             where = "the training loader"
@@ -410,6 +410,11 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
     else:
         where = f"{name_of(where) if callable(where) else where}, train"
     error.add_note(f"while in {where}, epoch {state.epoch}, batch {state.batch}, step {state.step}")
+    if state.backend.world_size > 1 and is_lost(error):
+        error.add_note(
+            "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader there "
+            "decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
+        )
     with contextlib.suppress(AttributeError):
         error.state = suspended(state)  # type: ignore[attr-defined]
 

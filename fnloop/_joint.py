@@ -88,10 +88,17 @@ class Joint:
         self.borrows = False  # whether this process had no batch of its own in the last round
         self.items: Weight = 0  # of the last window, over all processes
         self._ddp: DistributedDataParallel | None = None
+        self._params: list[Tensor] = []
+        self._flags: list[bool] = []
         self._trainable: list[Tensor] = []
+        self._waits = False  # whether DDP waits for every parameter, used or not
         self._known: bool | None = None  # whether weights are the sizes of the batches, in every process
         self._reference: Weight | None = None
         self._has_buffers = any(True for _ in state.model.buffers())
+
+    def renew(self) -> None:
+        """Begin a run: its data may be others."""
+        self._known = self._reference = None
 
     def open(self) -> None:
         """Begin a window."""
@@ -105,19 +112,33 @@ class Joint:
         for root in self.sharded or ():
             root.set_requires_gradient_sync(last)
 
-    def join(self, state: TrainState, start: Tensor) -> Tensor:
-        """Return the number to start the last backward of a window from."""
+    def join(self, state: TrainState, start: Tensor, touch: bool) -> Tensor:
+        """Return the number to start the last backward of a window from.
+
+        Args:
+            state: the state.
+            start: the loss.
+            touch: whether to make sure at once that backward comes by every parameter; else :meth:`finish` does.
+        """
         if self.sharded is not None:
             return start
-        trainable = [p for p in all_parameters(state) if p.requires_grad]
-        if len(trainable) != len(self._trainable) or any(a is not b for a, b in zip(trainable, self._trainable, strict=True)):
-            self._ddp, self._trainable = _ddp(state, trainable, start), trainable  # somebody has (un)frozen something
+        params = all_parameters(state)
+        flags = [p.requires_grad for p in params]
+        if params is not self._params or flags != self._flags:
+            trainable = [p for p in params if p.requires_grad]
+            if [*map(id, trainable)] != [*map(id, self._trainable)]:  # somebody has added, frozen or unfrozen something
+                self._ddp = _ddp(state, trainable, start)
+            self._params, self._flags, self._trainable = params, flags, trainable
         ddp: Any = self._ddp
-        return ddp(start if ddp.find_unused_parameters else _Touch.apply(start, *trainable))
+        self._waits = not ddp.find_unused_parameters
+        return ddp.forward(_Touch.apply(start, *self._trainable) if touch and self._waits else start)
 
-    def finish(self, state: TrainState) -> None:
-        """End a window: average what ``fully_shard`` doesn't look after, which the optimizer trains beside the model."""
-        if self.sharded is not None:
+    def finish(self, state: TrainState, touched: bool) -> None:
+        """End a window: let DDP have what it still waits for, and average what ``fully_shard`` doesn't look after."""
+        if self.sharded is None:
+            if self._waits and not touched and (unused := [p for p in self._trainable if p.grad is None]):
+                torch.stack([p.flatten()[:1].sum() * 0 for p in unused]).sum().backward()
+        else:
             for p in others(state.model, state.optimizer):
                 if p.requires_grad:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import logging
 import os
 import pickle
 import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -23,9 +27,12 @@ from fnloop._metrics import fetched
 from fnloop._sharded import check_sharded, is_sharded, local_part
 
 __all__ = [
-    "agreed", "agreeing", "any_process", "at_home", "broadcast", "gather", "gather_objects", "join", "largest", "main_only",
+    "agreed", "agreeing", "any_process", "at_home", "broadcast", "gather", "gather_objects", "is_lost", "join", "largest", "main_only",
     "merged", "others", "reduce", "summed", "sync_buffers",
 ]  # fmt: skip
+
+PATIENCE = 30  # seconds that a process waits for the others before it says so
+_log = logging.getLogger("fnloop")
 
 # --- joining
 
@@ -114,7 +121,45 @@ def _world() -> tuple[int, int]:
 def _control() -> Any:
     """Return a group on the host that nobody else uses: what is said there can't get between gradients."""
     atexit.register(_leave)
+    threading.Thread(target=_look_out, name="fnloop", daemon=True).start()
     return dist.new_group(backend="gloo")
+
+
+_waiting: list[tuple[str, float]] = []  # what this process waits for the others in, and since when
+
+
+@contextlib.contextmanager
+def _together(what: str) -> Iterator[None]:
+    """Note that this process waits for all others."""
+    outermost = not _waiting
+    if outermost:
+        _waiting.append((what, time.monotonic()))
+    try:
+        yield
+    finally:
+        if outermost:
+            _waiting.clear()
+
+
+def _look_out() -> None:
+    """Say so, once, where the others don't come for long."""
+    said = None
+    while True:
+        time.sleep(1)
+        for what, since in _waiting[:]:
+            if time.monotonic() - since > PATIENCE and said != since:
+                said = since
+                _log.warning(
+                    "process %d has waited %d s in %s for the others. Every process has to come there: if it is under "
+                    "'if rank == 0' or in on_main(...), take it out",
+                    dist.get_rank(), PATIENCE, what,
+                )  # fmt: skip
+
+
+def is_lost(error: BaseException) -> bool:
+    """Say whether an error means that another process isn't there any more."""
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _leave() -> None:
@@ -162,10 +207,11 @@ def gather_objects(value: Any) -> list[Any]:
     mine = _pickled(value)
     sizes = _kept(torch.zeros(size, dtype=torch.int64))
     sizes[dist.get_rank()] = len(mine)
-    dist.all_reduce(sizes, group=_control())
-    longest = int(sizes.max())
-    parts = [_kept(torch.empty(longest, dtype=torch.uint8)) for _ in range(size)]
-    dist.all_gather(parts, _kept(nn.functional.pad(mine, (0, longest - len(mine)))), group=_control())
+    with _together("an exchange of metrics or results"):
+        dist.all_reduce(sizes, group=_control())
+        longest = int(sizes.max())
+        parts = [_kept(torch.empty(longest, dtype=torch.uint8)) for _ in range(size)]
+        dist.all_gather(parts, _kept(nn.functional.pad(mine, (0, longest - len(mine)))), group=_control())
     return [pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, sizes.tolist(), strict=True)]
 
 
@@ -187,7 +233,10 @@ def agreeing(numbers: Iterable[float]) -> Callable[[], list[float]]:
 
 def agreed(numbers: Iterable[float]) -> list[float]:
     """Return the largest of each number over all processes."""
-    return agreeing(numbers)() if _world()[1] > 1 else [*map(float, numbers)]
+    if _world()[1] == 1:
+        return [*map(float, numbers)]
+    with _together("an agreement"):
+        return agreeing(numbers)()
 
 
 def any_process(fact: bool) -> bool:
@@ -226,7 +275,8 @@ def main_only(do: Callable[[], Any], what: str) -> Any:
             result = do()
         except BaseException as raised:
             error = raised
-    failed = broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    with _together(what):
+        failed = broadcast(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     if failed:
@@ -286,7 +336,9 @@ def gather(tree: Any) -> Any:
             return parts
         return torch.cat([p.unsqueeze(0) if p.ndim == 0 else p for p in parts])
 
-    return at_home(tree, _together(gather_objects(tree), concatenated))
+    with _together("fnloop.gather"):
+        parts = gather_objects(tree)
+    return at_home(tree, _zipped(parts, concatenated))
 
 
 def reduce(tree: Any, how: str = "mean") -> Any:
@@ -324,7 +376,9 @@ def reduce(tree: Any, how: str = "mean") -> Any:
             return {"mean": sum(parts) / len(parts), "sum": sum(parts), "min": min(parts), "max": max(parts)}[how]
         raise TypeError(f"reduce expects tensors, numbers and metrics; got {first!r:.60} ({type(first).__name__})")
 
-    return at_home(tree, _together(gather_objects(tree), reduced))
+    with _together("fnloop.reduce"):
+        parts = gather_objects(tree)
+    return at_home(tree, _zipped(parts, reduced))
 
 
 def broadcast(tree: Any, source: int = 0) -> Any:
@@ -353,13 +407,14 @@ def broadcast(tree: Any, source: int = 0) -> Any:
         return tree
     data = _kept(_pickled(tree) if rank == source else torch.empty(0, dtype=torch.uint8))
     length = _kept(torch.tensor([len(data)]))
-    dist.broadcast(length, source, group=_control())
-    data = data if rank == source else _kept(torch.empty(int(length), dtype=torch.uint8))
-    dist.broadcast(data, source, group=_control())
+    with _together("fnloop.broadcast"):
+        dist.broadcast(length, source, group=_control())
+        data = data if rank == source else _kept(torch.empty(int(length), dtype=torch.uint8))
+        dist.broadcast(data, source, group=_control())
     return at_home(tree, tree if rank == source else pickle.loads(data.numpy().tobytes()))
 
 
-def _together(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
+def _zipped(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
     """Zip what the processes gave."""
     first = parts[0]
     container = isinstance(first, Mapping | list | tuple)
@@ -368,9 +423,9 @@ def _together(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
     ):
         raise ValueError(f"the processes gave different structures: {', '.join(f'{part!r:.40}' for part in parts)}")
     if isinstance(first, Mapping):
-        return {k: _together([part[k] for part in parts], leaf) for k in first}
+        return {k: _zipped([part[k] for part in parts], leaf) for k in first}
     if isinstance(first, list | tuple):
-        zipped = [_together(list(values), leaf) for values in zip(*parts, strict=True)]
+        zipped = [_zipped(list(values), leaf) for values in zip(*parts, strict=True)]
         return type(first)(*zipped) if hasattr(first, "_fields") else type(first)(zipped)
     return leaf(parts)
 

@@ -25,9 +25,27 @@ from fnloop._sharded import is_sharded
 from fnloop._types import Metric
 
 __all__ = [
-    "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "even", "look_again", "newest", "now", "parameters",
-    "put", "snapshot", "suspended", "unwrap",
+    "EPOCH",
+    "RECORD",
+    "UPDATE",
+    "RunInfo",
+    "StaleStateError",
+    "TrainState",
+    "advance",
+    "advance_to",
+    "all_parameters",
+    "check_fresh",
+    "consumed",
+    "even_size",
+    "look_again",
+    "newest",
+    "now",
+    "parameters",
+    "put",
+    "snapshot",
+    "suspended",
+    "tell_even",
+    "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -79,7 +97,7 @@ class RunInfo:
 class _Lease:
     """Who owns the handles: the states whose turn it is."""
 
-    __slots__ = ("clock", "groups", "joint", "newest", "parameters", "turn")
+    __slots__ = ("clock", "even", "groups", "joint", "newest", "parameters", "turn")
 
     def __init__(self) -> None:
         self.turn = 0
@@ -87,6 +105,7 @@ class _Lease:
         self.groups = -1
         self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
         self.joint: Any = None  # what makes the gradients of several processes one
+        self.even = (-1, 0)  # in which turn every process has batches of one size, and which
         self.clock: Callable[[], float] = time.monotonic  # in a run on several processes, one that they agree on
 
 
@@ -146,7 +165,6 @@ class TrainState:
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _lease: _Lease = attrs.field(factory=_Lease)
     _turn: int = 0
-    _even: int = 0  # if every process has batches of so many samples in the next window, else 0
 
     @classmethod
     def create(
@@ -313,12 +331,19 @@ def all_parameters(state: TrainState) -> list[Any]:
 def look_again(state: TrainState) -> None:
     """Forget which parameters there are, since somebody may have changed the model or a group in the meantime."""
     state._lease.groups = -1
-    state._lease.joint = None
+    if state._lease.joint is not None:
+        state._lease.joint.renew()
 
 
-def even(state: TrainState, size: int) -> TrainState:
-    """Return the state that knows that every process has batches of so many samples in the next window; 0: it may not be so."""
-    return state if state._even == size else attrs.evolve(state, even=size)
+def tell_even(state: TrainState, size: int) -> None:
+    """Let the next step know that every process has batches of so many samples; 0: it may not be so."""
+    state._lease.even = (state._turn, size)
+
+
+def even_size(state: TrainState) -> int:
+    """Return the size of all batches of the next window, in every process, if that is known; else 0."""
+    turn, size = state._lease.even
+    return size if turn == state._turn else 0
 
 
 def now(state: TrainState) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fnloop._data import leading, tensors_in
 from fnloop._joint import Borrowed, Joint, Weight, joint_of
 from fnloop._metrics import absorb, absorb_loss, combine
 from fnloop._processes import any_process, summed
 from fnloop._sharded import local_part
-from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters
+from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, even_size, parameters
 from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap, name_of
 
 __all__ = [
@@ -59,7 +60,7 @@ def forward(loss_fn: LossFn, listed: bool = True) -> Step:
         if not checked:
             _check_reply(reply, loss, aux, batch, name_of(loss_fn))
             checked = True
-        weight = aux["weight"] if "weight" in aux else _leading(batch)
+        weight = aux["weight"] if "weight" in aux else leading(batch)
         return state, Output(loss, weight, aux)
 
     return forward
@@ -112,10 +113,10 @@ class Backward:
 
     def _over_processes(self, joint: Joint, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        total, size, known, items = Total(), state._even, False, None
+        total, size, known, items, rounds = Total(), even_size(state), False, None, len(window)
         joint.open()
         for n, batch in enumerate(window, 1):
-            mine, last = type(batch) is not Borrowed, n == len(window)
+            mine, last = type(batch) is not Borrowed, n == rounds
             joint.begin(last)
             state, out = self.forward(state, batch if mine else batch.batch)
             if n == 1:
@@ -128,24 +129,26 @@ class Backward:
             elif out.skip is not None:
                 start = joint.nothing(state, out.loss)
             else:
-                start = self._start(state, out, total.share(out))
+                start = self._start(state, out, None if known else total.share(out))
                 joint.partial.update(out.metrics)
-                total.add(out)
+                if rounds > 1 or not known:
+                    total.add(out)
             if last:
                 items = None if known else joint.sum(_nothing(out) if total.weight is None else total.weight)
-                start = joint.join(state, start)
+                start = joint.join(state, start, touch=rounds > 1)
             start.backward()
-        joint.finish(state)
+        joint.finish(state, touched=rounds > 1)
         joint.borrows = not mine
         if self.may_skip and not any_process(total.weight is not None):
             return state, Output(out.loss.detach(), 0, out.aux, {}, out.skip or "left out by every process")
-        grads = [p.grad for p in parameters(state)]
-        if items is None:
-            joint.items = size * len(window) * joint.size
-            divide(grads, len(window))
+        if known:
+            joint.items = size * rounds * joint.size
+            if rounds == 1:
+                return state, Output(out.loss.detach(), out.weight, out.aux, out.metrics)
+            divide([p.grad for p in parameters(state)], rounds)
         else:
-            joint.items = items()
-            divide(grads, joint.items, total.reference * joint.size)  # type: ignore[operator]
+            joint.items = items()  # type: ignore[misc]
+            divide([p.grad for p in parameters(state)], joint.items, total.reference * joint.size)  # type: ignore[operator]
         if total.weight is None:
             return state, Output(torch.zeros_like(out.loss), 0, out.aux)
         return state, total.output()
@@ -375,24 +378,6 @@ def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> T
 # --- the reply of a loss function
 
 
-def _leading(batch: Batch) -> int:
-    """Return the leading dimension of a batch: that of its first tensor that has one."""
-    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
-        return batch[0].size(0)  # (x, y): the usual case
-    return next((t.size(0) for t in _tensors(batch) if t.ndim), 1)
-
-
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
-
-
 def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> None:
     """Check once what a loss function returns."""
     if isinstance(reply, tuple) and len(reply) != 2:
@@ -427,7 +412,7 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
                 f"tensor; got {shape}"
             )
         return
-    sizes = {t.size(0) for t in _tensors(batch) if t.ndim} or {1 for t in _tensors(batch)}
+    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
     if len(sizes) != 1:
         found = (
             f"its tensors have leading dimensions {sorted(sizes)}"

@@ -87,7 +87,7 @@ class checkpoint:
             self._saved = weakref.ref(state)
             what = contents(state)
             if not self.background:
-                main_only(lambda: self._write(what, state), "checkpoint")
+                main_only(lambda: self._write(what, state), "the hook checkpoint")
             elif state.backend.main:
                 what = self._buffers = what.copied(self._buffers)
                 self._writer = threading.Thread(target=self._write_and_note, args=(what, state), name="checkpoint")
@@ -97,7 +97,7 @@ class checkpoint:
     def flush(self, state: TrainState) -> TrainState:
         """Save the state if it isn't saved yet, and wait until it is."""
         self(state)
-        main_only(self._wait, "checkpoint")
+        main_only(self._wait, "the hook checkpoint")
         return state
 
     def poll(self) -> None:
