@@ -144,7 +144,7 @@ class Source(NamedTuple):
     batch_size: int | None = None
     samples: int = 0
     drop_last: bool = False
-    sizes: deque[int] = deque()
+    sizes: deque[int] = deque()  # noqa: RUF012  # of one that deals nothing: it stays empty
 
     def left(self, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""

@@ -412,8 +412,8 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
     error.add_note(f"while in {where}, epoch {state.epoch}, batch {state.batch}, step {state.step}")
     if state.backend.world_size > 1 and is_lost(error):
         error.add_note(
-            "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader there "
-            "decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
+            "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader "
+            "there decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
         )
     with contextlib.suppress(AttributeError):
         error.state = suspended(state)  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ from fnloop._metrics import fetched
 from fnloop._sharded import check_sharded, is_sharded, local_part
 
 __all__ = [
-    "agreed", "agreeing", "any_process", "at_home", "broadcast", "gather", "gather_objects", "is_lost", "join", "largest", "main_only",
-    "merged", "others", "reduce", "summed", "sync_buffers",
+    "agreed", "agreeing", "any_process", "at_home", "broadcast", "gather", "gather_objects", "is_lost", "join", "largest",
+    "main_only", "merged", "others", "reduce", "summed", "sync_buffers",
 ]  # fmt: skip
 
 PATIENCE = 30  # seconds that a process waits for the others before it says so

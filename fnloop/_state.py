@@ -105,7 +105,7 @@ class _Lease:
         self.groups = -1
         self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
         self.joint: Any = None  # what makes the gradients of several processes one
-        self.even = (-1, 0)  # in which turn every process has batches of one size, and which
+        self.even: tuple[int, int] = (-1, 0)  # in which turn every process has batches of one size, and which
         self.clock: Callable[[], float] = time.monotonic  # in a run on several processes, one that they agree on
 
 
