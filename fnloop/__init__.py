@@ -53,6 +53,7 @@ from fnloop.middleware._accumulate import accumulate as accumulate
 from fnloop.middleware._amp import amp as amp
 from fnloop.middleware._clip import clip as clip
 from fnloop.middleware._clip import clip_value as clip_value
+from fnloop.middleware._compiled import compiled as compiled
 from fnloop.middleware._metric import metric as metric
 from fnloop.middleware._schedule import schedule as schedule
 from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
@@ -82,6 +83,7 @@ __all__ = [
     "checkpoint",
     "clip",
     "clip_value",
+    "compiled",
     "early_stop",
     "evaluate",
     "every",

@@ -37,7 +37,7 @@ OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says w
 # --- the three steps in the middle
 
 
-def forward(loss_fn: LossFn) -> Step:
+def forward(loss_fn: LossFn, name: str) -> Step:
     """Return the innermost step: call the loss function and read its reply."""
     checked = False
 
@@ -48,7 +48,7 @@ def forward(loss_fn: LossFn) -> Step:
         loss: Any
         loss, aux = reply if type(reply) is tuple and len(reply) == 2 else (reply, {})
         if not checked:
-            _check_reply(reply, loss, aux, batch, name_of(loss_fn))
+            _check_reply(reply, loss, aux, batch, name)
             checked = True
         weight = aux["weight"] if "weight" in aux else _leading(batch)
         return state, Output(loss, weight, aux)
@@ -356,6 +356,9 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     takes = [m for m in middleware if m.window > 1]
     if len(takes) > 1:
         raise ValueError(f"{' and '.join(map(repr, takes))} both take several batches at once. Leave one out.")
+    for member in middleware:
+        if member.check is not None:
+            member.check(middleware)
     return Pipeline(tuple(middleware))
 
 
@@ -411,7 +414,9 @@ class PipelineStep:
         self.pipeline, self.loss_fn = pipeline, loss_fn
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self.layers: dict[Any, str] = {}  # code object -> what runs there, to say where an exception came from
-        self.forward = self._ring("forward", self._layer(forward(loss_fn), f"the loss function {name_of(loss_fn)}"))
+        called = functools.reduce(lambda fn, m: m.loss_fn(fn) if m.loss_fn else fn, pipeline.middleware, loss_fn)
+        name = name_of(loss_fn)
+        self.forward = self._ring("forward", self._layer(forward(called, name), f"the loss function {name}"))
         step = self._layer(Backward(self._ring("loss", self.forward)), "backward")
         step = self._layer(update(self._ring("gradient", step)), OPTIMIZER)
         for ring in ("update", "device", "step"):

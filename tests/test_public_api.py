@@ -21,7 +21,7 @@ OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "ml
 CONTRACT = {
     *("TrainState", "RunInfo", "StaleStateError", "snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
-    *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric"),
+    *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric", "compiled"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
