@@ -15,6 +15,7 @@ _collects = _gc.isenabled()
 _gc.disable()  # else the classes made here set off a collection of all that torch has made: two thirds of the import's time
 
 from fnloop import schedules as schedules
+from fnloop._capture import CaptureError as CaptureError
 from fnloop._checkpoint import CheckpointError as CheckpointError
 from fnloop._checkpoint import best as best
 from fnloop._checkpoint import latest as latest
@@ -54,6 +55,7 @@ from fnloop.middleware._amp import amp as amp
 from fnloop.middleware._clip import clip as clip
 from fnloop.middleware._clip import clip_value as clip_value
 from fnloop.middleware._compiled import compiled as compiled
+from fnloop.middleware._cuda_graph import cuda_graph as cuda_graph
 from fnloop.middleware._metric import metric as metric
 from fnloop.middleware._schedule import schedule as schedule
 from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
@@ -64,6 +66,7 @@ if _collects:
     _gc.enable()
 
 __all__ = [
+    "CaptureError",
     "CheckpointError",
     "History",
     "Last",
@@ -84,6 +87,7 @@ __all__ = [
     "clip",
     "clip_value",
     "compiled",
+    "cuda_graph",
     "early_stop",
     "evaluate",
     "every",

@@ -29,6 +29,7 @@ from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended
 __all__ = ["CheckpointError", "best", "contents", "latest", "position_of", "restore", "resume", "save"]
 
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
+EXECUTION = ("foreach", "fused", "capturable")  # how an optimizer computes: no part of what it computes
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 _log = logging.getLogger("fnloop")
 
@@ -127,7 +128,7 @@ def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
     own = {id(p) for p in unwrap(state).parameters()}
     groups, state_of = [], {}
     for i, group in enumerate(state.optimizer.param_groups):
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        settings = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names", *EXECUTION)}
         settings = encode(settings, tensors, f"param_groups.{i}")
         groups.append({"params": [names[id(p)] for p in group["params"]], **settings})
         for p in group["params"]:
@@ -136,6 +137,16 @@ def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
             if p in state.optimizer.state:
                 state_of[names[id(p)]] = encode(dict(state.optimizer.state[p]), tensors, names[id(p)])
     return {"class": type(state.optimizer).__name__, "param_groups": groups, "state": state_of}
+
+
+def _number(value: Any) -> Any:
+    """Return a setting as a number, where it is a scalar on the device so that it can be changed there.
+
+    Of float32 the shortest number that becomes the same again: 0.1, as it was typed, not 0.10000000149.
+    """
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        return value
+    return float(str(value.detach().cpu().numpy())) if value.dtype is torch.float32 else value.item()
 
 
 def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
@@ -329,7 +340,8 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
     if wrong and strict:
         shapes = [f"{k}: {tuple(shape_of[k])} saved, {tuple(parameters[k][0].shape)} here" for k in wrong]
         raise CheckpointError(f"{path} has the optimizer's state of parameters of another shape: {_first(shapes)}")
-    settings = [decode({k: v for k, v in g.items() if k != "params"}, read.optimizer) for g in facts["param_groups"]]
+    skip = ("params", *EXECUTION)
+    settings = [decode({k: v for k, v in g.items() if k not in skip}, read.optimizer) for g in facts["param_groups"]]
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         for key, value in values.items():
             held = group.get(key)

@@ -23,6 +23,7 @@ import attrs
 import torch
 
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
+from fnloop._hints import hint_at_fused
 from fnloop._history import Record
 from fnloop._metrics import absorb, absorb_loss, read
 from fnloop._pipeline import OPTIMIZER, Pipeline, PipelineStep, consume, evaluating
@@ -182,6 +183,7 @@ def _run(
         _log.warning("fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
     look_again(state)
+    hint_at_fused(state.optimizer, state.backend.device)
     state = step.meet(attrs.evolve(state, run=info))
 
     train, window, device = step.train, step.window, state.backend.device

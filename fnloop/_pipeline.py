@@ -29,7 +29,7 @@ from fnloop._types import Batch, LossFn, Middleware, Output, Step, Wrap, name_of
 
 __all__ = [
     "OPTIMIZER", "Backward", "Pipeline", "PipelineStep",
-    "at_least_float32", "consume", "evaluating", "linear", "pipeline", "report", "supervised",
+    "at_least_float32", "consume", "evaluating", "linear", "pipeline", "report", "supervised", "wants_closure",
 ]  # fmt: skip
 
 OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
@@ -128,7 +128,7 @@ def update(step: Step) -> Step:
         for p in params:
             p.grad = None  # whatever was there is not of this batch
         try:
-            if _wants_closure(type(state.optimizer)):
+            if wants_closure(type(state.optimizer)):
                 return _by_closure(step, state, batch)
             new, out = step(state, batch)
             applied = out.skip is None
@@ -143,7 +143,7 @@ def update(step: Step) -> Step:
 
 
 @functools.cache
-def _wants_closure(optimizer: type[Optimizer]) -> bool:
+def wants_closure(optimizer: type[Optimizer]) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

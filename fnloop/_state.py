@@ -8,7 +8,7 @@ mistake (:class:`StaleStateError`); :func:`snapshot` makes an independent copy t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -22,7 +22,7 @@ from fnloop._types import Metric
 
 __all__ = [
     "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "look_again", "newest", "parameters", "put",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "fenced", "look_again", "newest", "parameters", "put",
     "snapshot", "suspended", "unwrap",
 ]  # fmt: skip
 
@@ -233,6 +233,12 @@ def consumed(state: TrainState, batches: int, samples: int, metrics: Mapping[str
         state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state.extra,
         state._lease, state._turn,
     )  # fmt: skip
+
+
+def fenced(state: TrainState, slots: Mapping[str, Any], stand_in: Callable[[str], Any]) -> TrainState:
+    """Return a state of the same handles, with a lease of its own, and stand-ins for all that changes with an update."""
+    names = ("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop", "news", "generators", "extra")
+    return attrs.evolve(state, slots=slots, lease=_Lease(), turn=0, **{name: stand_in(name) for name in names})
 
 
 def suspended(state: TrainState) -> TrainState:

@@ -14,14 +14,25 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_types", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_data", "_pipeline", "_checkpoint",
-    "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
+    "_types", "_hints", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_data", "_pipeline",
+    "_capture", "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}
 CONTRACT = {
     *("TrainState", "RunInfo", "StaleStateError", "snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
-    *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric", "compiled"),
+    *(
+        "accumulate",
+        "clip",
+        "clip_value",
+        "amp",
+        "schedule",
+        "torch_scheduler",
+        "metric",
+        "compiled",
+        "cuda_graph",
+        "CaptureError",
+    ),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
