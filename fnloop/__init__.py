@@ -15,7 +15,6 @@ _collects = _gc.isenabled()
 _gc.disable()  # else the classes made here set off a collection of all that torch has made: two thirds of the import's time
 
 from fnloop import schedules as schedules
-from fnloop._capture import CaptureError as CaptureError
 from fnloop._checkpoint import CheckpointError as CheckpointError
 from fnloop._checkpoint import best as best
 from fnloop._checkpoint import latest as latest
@@ -26,6 +25,7 @@ from fnloop._fit import evaluate as evaluate
 from fnloop._fit import fit as fit
 from fnloop._fit import predict as predict
 from fnloop._fit import run as run
+from fnloop._guard import CaptureError as CaptureError
 from fnloop._history import History as History
 from fnloop._history import Record as Record
 from fnloop._metrics import Last as Last

@@ -1,16 +1,12 @@
-"""Updates captured as graphs: what is recorded, how it is found again, what is filled in, and what is refused.
+"""Updates captured as graphs: what is recorded, how it is found again, what is filled in, and what is copied out.
 
-A graph is the device's work of one update, recorded once and started as a whole from then on: no Python runs inside it. So
-everything that Python knew while it was recorded is in it for good: addresses, settings, flags, counters. Hence
-
-* what changes with every update goes in through tensors that stay where they are: the batch, the learning rate;
-* what comes out is copied, as the next replay overwrites it;
-* what a graph takes for granted is looked at before every replay (:class:`Watch`), and a change means new graphs;
-* what would change on the host while it is recorded would never change again: that is a :class:`CaptureError`.
+A graph is the device's work of one update, recorded once and started as a whole from then on: no Python runs inside it. What
+changes with every update goes in through tensors that stay where they are: the batch, the learning rate. What comes out is
+copied, as the next replay overwrites it. What may not change is the subject of ``_guard``.
 
 Randomness needs nothing: a replay draws from the device's generator as an eager update in its place would. It fills the seed
 and the offset that the generator has at that moment into the graph, and moves the offset on by what the graph draws (Note
-[CUDA Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold may position it before every update, as ever.
+[CUDA Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions it before every update, as ever.
 
 A :class:`Recorder` does the recording. That is all that knows CUDA here; the tests have one for the CPU.
 """
@@ -19,32 +15,39 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import attrs
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
+from fnloop._guard import (
+    FALLBACK,
+    CaptureError,
+    Changing,
+    Given,
+    Slots,
+    Watch,
+    check_draws,
+    check_facts,
+    check_reply,
+    facts,
+    host_draws,
+    host_values,
+    make_capturable,
+    undo_capturable,
+    why,
+)
 from fnloop._pipeline import wants_closure
 from fnloop._state import TrainState, advance, fenced
 from fnloop._types import Batch, Metric, Output, Step
 
-__all__ = ["CaptureError", "Captured", "Recorder", "make_capturable", "recorder_on", "undo_capturable"]
+__all__ = ["Captured", "Graph", "Recorder", "rebuilt", "recorder_on", "signature"]
 
 EAGER_IN_A_ROW = 100  # updates without a replay, after which there is a warning
 _log = logging.getLogger("fnloop")
-_FALLBACK = "write cuda_graph(fallback=True) to run such a step eagerly, or leave cuda_graph out"
-
-
-class CaptureError(RuntimeError):
-    """An update can't be captured as a CUDA graph; the message says why, and what to do."""
 
 
 # --- recording
@@ -98,7 +101,7 @@ def recorder_on(device: torch.device) -> Recorder:
         CaptureError: it has no graphs.
     """
     if device.type != "cuda":
-        raise CaptureError(f"cuda_graph needs the model on a CUDA device; it is on {device}. Move it there, or {_FALLBACK}")
+        raise CaptureError(f"cuda_graph needs the model on a CUDA device; it is on {device}. Move it there, or {FALLBACK}")
     return _OnCuda(device)
 
 
@@ -122,7 +125,7 @@ def signature(batch: Batch, tensors: list[Tensor]) -> Any:
         return type(batch), batch
     raise CaptureError(
         f"a batch to capture is made of tensors in tuples, lists and dicts; there is a {type(batch).__name__} in it, which "
-        f"can't be filled in. Let the loader's collate_fn return a dict of tensors, or {_FALLBACK}"
+        f"can't be filled in. Let the loader's collate_fn return a dict of tensors, or {FALLBACK}"
     )
 
 
@@ -141,7 +144,7 @@ def rebuilt(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
 def _buffers(tensors: list[Tensor]) -> list[Tensor]:
     for t in tensors:
         if t.layout is not torch.strided:
-            raise CaptureError(f"a batch to capture is made of dense tensors; there is one of layout {t.layout}: {_FALLBACK}")
+            raise CaptureError(f"a batch to capture is made of dense tensors; there is one of layout {t.layout}: {FALLBACK}")
     return [torch.empty_like(t) for t in tensors]
 
 
@@ -189,242 +192,13 @@ class Graph(NamedTuple):
 
     def __call__(self, tensors: list[Tensor]) -> Output:
         """Run it on these tensors, and return what is to be kept."""
-        _copy(self.inputs, tensors)
+        with torch.no_grad():  # a loss function may have asked for the gradient of an input
+            _copy(self.inputs, tensors)
         self.replay()
         kept = [torch.empty_like(t) for t in self.results]
         _copy(kept, self.results)
         copies = iter(kept)
         return _filled(self.output, lambda _: next(copies))
-
-
-# --- optimizers
-
-
-class _Given(NamedTuple):
-    """The settings of a parameter group, as they were given."""
-
-    group: dict[str, Any]
-    settings: dict[str, Any]
-
-
-def make_capturable(optimizer: Optimizer, device: torch.device) -> list[_Given]:
-    """Let an optimizer keep on the device what it can: the learning rate, and the counts in its state.
-
-    SGD and Adagrad, which have no setting ``capturable``, read a learning rate on the device in their fused form only.
-
-    Returns:
-        What :func:`undo_capturable` needs.
-    """
-    given = []
-    for group in optimizer.param_groups:
-        given.append(_Given(group, {k: group[k] for k in ("lr", "capturable", "fused") if k in group}))
-        if "lr" in group:
-            rate = group["lr"]
-            # A copy in any case: groups may share their tensor, and it is filled for each.
-            group["lr"] = torch.as_tensor(
-                rate, dtype=None if isinstance(rate, Tensor) else torch.float32, device=device
-            ).clone()
-        if "capturable" in group:
-            group["capturable"] = True
-        elif group.get("fused", True) is None and not group["foreach"]:
-            group["fused"] = True
-    for values in optimizer.state.values():
-        values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and v.device != device})
-    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # it is, while warming up
-    return given
-
-
-def undo_capturable(optimizer: Optimizer, given: list[_Given]) -> None:
-    """Give an optimizer its settings back, with the learning rate that it has now."""
-    for group, settings in given:
-        rate = group.get("lr")
-        group.update(settings)
-        if isinstance(rate, Tensor):
-            group["lr"] = rate if isinstance(settings["lr"], Tensor) else rate.item()
-        if not (settings.get("capturable", True) or settings.get("fused")):
-            for p in group["params"]:
-                values = optimizer.state.get(p, {})
-                values.update({k: v.cpu() for k, v in values.items() if k == "step"})
-
-
-# --- what a graph takes for granted
-
-
-class Watch:
-    """What graphs of a model and an optimizer take for granted: they wouldn't notice if it changed.
-
-    New modules and parameters are looked for when a run starts, and in a bare step. The learning rate may be replaced.
-    """
-
-    def __init__(self, state: TrainState) -> None:
-        self.model, self.optimizer, self.seed, self.run = state.model, state.optimizer, state.seed, state.run
-        groups = self.optimizer.param_groups
-        self.rates = [(group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)]
-        self.modules = list(self.model.modules())
-        self.parameters = [p for group in groups for p in group["params"]]
-        self.tensors = [*self.model.parameters(), *self.model.buffers(), *self.parameters]
-        self.settings = [(g, k) for g in groups for k in g if k not in ("params", "lr") and not k.startswith("initial_")]
-        self.taken = self.look()
-
-    def look(self) -> dict[str, Any]:
-        """Return all of it as it is now, by what it is."""
-        states = self.optimizer.state
-        return {
-            "a module's training flag": [m.training for m in self.modules],
-            "a parameter's requires_grad": [t.requires_grad for t in self.tensors],
-            "where a parameter is in memory": [t.data_ptr() for t in self.tensors],
-            "where the optimizer's state is": [v.data_ptr() for p in self.parameters for v in _tensors_in(states.get(p))],
-            "a setting of the optimizer": [_token(group[key]) for group, key in self.settings],
-        }
-
-    def change(self, state: TrainState) -> str | None:
-        """Say what isn't any more as it was taken, if anything."""
-        if state.model is not self.model or state.optimizer is not self.optimizer or state.seed != self.seed:
-            return "the model, the optimizer or the seed"
-        if state.run is not self.run or state.run is None:
-            fresh = Watch(state)
-            if fresh.shape() != self.shape():
-                return "the model's modules or the optimizer's groups"
-            self.run = state.run
-        for group, rate in self.rates:
-            if group["lr"] is not rate:
-                rate.fill_(group["lr"])
-                group["lr"] = rate
-        now = self.look()
-        if now == self.taken:
-            return None
-        what = next(name for name in now if now[name] != self.taken[name])
-        differ = [key for (_, key), a, b in zip(self.settings, *(x[what] for x in (now, self.taken))) if a != b]  # noqa: B905
-        return f"{what} ({differ[0]})" if what == "a setting of the optimizer" else what
-
-    def shape(self) -> Any:
-        return [*map(id, self.modules)], [*map(id, self.tensors)], [(id(group), key) for group, key in self.settings]
-
-
-def _tensors_in(values: Mapping[str, Any] | None) -> list[Tensor]:
-    return [v for v in values.values() if isinstance(v, Tensor)] if values else []
-
-
-def _token(value: Any) -> Any:
-    return value.data_ptr() if isinstance(value, Tensor) else value
-
-
-# --- what may not happen while an update is recorded
-
-
-class _Changing:
-    """Stands for a value of the state that is another one in every update, while one is recorded."""
-
-    def __init__(self, name: str) -> None:
-        self.__dict__["name"] = name
-
-    def __add__(self, other: Any) -> _Changing:
-        return self if isinstance(other, bool) else self._refuse()  # the update counts itself
-
-    def _refuse(self, *_: Any) -> Any:
-        raise CaptureError(
-            f"state.{self.__dict__['name']} is read inside the update. It changes, and a graph would go on with the value "
-            f"that it had when it was captured. Compute what depends on it in a middleware of the step ring, and keep it in "
-            f"a tensor that is filled there; or {_FALLBACK}"
-        )
-
-    __getattr__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = _refuse  # type: ignore[assignment]
-    __getitem__ = __contains__ = __call__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Slots(dict):
-    """Slots that note which of them are read."""
-
-    def __init__(self, slots: Mapping[str, Any]) -> None:
-        super().__init__(slots)
-        self.used: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.used.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.used.add(name)
-        return super().get(name, default)
-
-
-def _facts(state: TrainState) -> dict[str, Any]:
-    """Return what an update may change in place only, and on the device only, by where it is."""
-    found: dict[str, Any] = {}
-    device = state.backend.device
-    for i, values in enumerate(state.optimizer.state.values()):
-        _note(f"the state of the optimizer (parameter {i})", values, device, found, set())
-    for name, module in state.model.named_modules():
-        path = f"model.{name}" if name else "model"
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor | int | float | str)}
-        carried = {
-            k: v for k, v in plain.items() if not (isinstance(v, Tensor) and v.requires_grad)
-        }  # the rest is of one update
-        _note(path, {**carried, **module._buffers}, device, found, set())
-    _note("state.slots", dict(state.slots), device, found, set())
-    return found
-
-
-def _note(path: str, value: Any, device: torch.device, found: dict[str, Any], seen: set[int]) -> None:
-    if isinstance(value, Tensor):
-        found[path] = (value.data_ptr(), None if value.device.type == device.type else value._version)
-    elif value is None or isinstance(value, int | float | str):
-        found[path] = value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for name, part in _parts(value):
-            _note(f"{path}.{name}", part, device, found, seen)
-
-
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
-    elif isinstance(value, nn.Module):
-        yield from value.state_dict(keep_vars=True).items()
-    elif attrs.has(type(value)):
-        yield from ((f.name, getattr(value, f.name)) for f in attrs.fields(type(value)))
-
-
-def _check_facts(before: dict[str, Any], after: dict[str, Any]) -> None:
-    for path, now in after.items():
-        if now == before.get(path, _NONE):
-            continue
-        if path not in before:
-            how = "is made while it is recorded, and a graph would never make it again"
-        elif isinstance(now, tuple) and isinstance(before[path], tuple) and now[0] != before[path][0]:
-            how = "is replaced by another tensor, and a graph goes on with the one that there was: change it in place"
-        else:
-            how = "is changed on the host, and a graph would never change it again: keep it in a tensor on the device"
-        raise CaptureError(f"the update can't be captured: {path} {how}; or {_FALLBACK}")
-
-
-_NONE = object()
-
-
-def _host_draws(device: torch.device) -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    draws: dict[str, Any] = {"python's": random.getstate(), "numpy's": (name, keys.tobytes(), *rest)}  # type: ignore[union-attr]
-    if device.type != "cpu":
-        draws["torch's CPU"] = torch.get_rng_state().tolist()
-    return draws
-
-
-def _why(error: BaseException) -> CaptureError:
-    """Return the error that says by which line the capture failed."""
-    torchs = str(Path(torch.__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(torchs)]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line}" if frames else "torch"
-    what = (str(error).splitlines() or [""])[0]
-    return CaptureError(
-        f"the update can't be captured as a CUDA graph: {type(error).__name__}: {what} ({where}). Inside it nothing may be "
-        f"read to the host (.item(), float(tensor), if tensor: ...), nor depend on a value that was. Keep it on the device, "
-        f"or {_FALLBACK}"
-    )
 
 
 # --- the step
@@ -447,7 +221,7 @@ class Captured:
         self.graphs: dict[Any, Graph] = {}
         self.ran: Counter[Any] = Counter()  # eager updates, by kind of batch
         self.watch: Watch | None = None
-        self.given: list[_Given] = []
+        self.given: list[Given] = []
         self.eager, self.changed = 0, "the shapes of the batches"
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -459,16 +233,17 @@ class Captured:
             self._begin(state, change)
         graph = self.graphs.pop(key, None)
         if graph is not None and any(state.slots.get(name) is not value for name, value in graph.slots.items()):
-            graph, self.changed = None, "a slot"
+            graph, self.ran[key], self.changed = None, 0, "a slot that the update reads"
         if graph is None and self.ran[key] < self.warmup:
             return self._eagerly(key, state, batch)
         if graph is None:
             graph = self._recorded(state, batch, tensors)
+        else:
+            self.eager = 0
         self.graphs[key] = graph  # the last one is the one used last
         if len(self.graphs) > self.limit:
             oldest = next(iter(self.graphs))
             del self.graphs[oldest], self.ran[oldest]
-        self.eager = 0
         out = graph(tensors)
         return advance(state, applied=True), out
 
@@ -483,14 +258,16 @@ class Captured:
         self.recorder = self.recorder_on(device)
         if state.backend.world_size > 1:
             raise CaptureError(
-                f"cuda_graph captures the updates of one process; there are {state.backend.world_size}: {_FALLBACK}"
+                f"cuda_graph captures the updates of one process; there are {state.backend.world_size}: {FALLBACK}"
             )
         if wants_closure(type(optimizer)):
             name = type(optimizer).__name__
-            raise CaptureError(f"{name} decides on the host how often it evaluates the loss: take another, or {_FALLBACK}")
-        elsewhere = {t.device for t in (*state.model.parameters(), *state.model.buffers())} - {device}
-        if elsewhere:
-            raise CaptureError(f"the model is on {device} and on {', '.join(map(str, elsewhere))}: a graph is of one device")
+            raise CaptureError(f"{name} decides on the host how often it evaluates the loss: take another, or {FALLBACK}")
+        devices = {t.device for t in (*state.model.parameters(), *state.model.buffers())}
+        if len(devices) > 1:
+            raise CaptureError(
+                f"the model is on {' and '.join(sorted(map(str, devices)))}: a graph is of one device: {FALLBACK}"
+            )
         given = make_capturable(optimizer, device)
         if not self.given or self.given[0].group is not given[0].group:  # else it was capturable already, by us
             self.given = given
@@ -519,47 +296,27 @@ class Captured:
         __tracebackhide__ = True
         inputs = _buffers(tensors)
         _copy(inputs, tensors)
-        static, slots, device = rebuilt(batch, iter(inputs)), _Slots(state.slots), state.backend.device
-        inside = fenced(state, slots, _Changing)
-        facts, draws, optimizer = _facts(state), _host_draws(device), state.optimizer
-        kept = {p: {k: _kept(v, device) for k, v in values.items()} for p, values in optimizer.state.items()}
+        static, slots, device = rebuilt(batch, iter(inputs)), Slots(state.slots), state.backend.device
+        inside = fenced(state, slots, Changing)
+        optimizer, before, draws = state.optimizer, facts(state), host_draws(device)
+        kept = host_values(optimizer, device)
         try:
             replay, (new, out) = self.recorder.record(lambda: self.step(inside, static))
-            self._check(state, new, out)
-            _check_facts(facts, _facts(state))
-            for whose, after in _host_draws(device).items():
-                if after != draws[whose]:
-                    raise CaptureError(
-                        f"the update draws from {whose} generator, on the host: draw on the device, or {_FALLBACK}"
-                    )
+            check_reply(state, new, out)
+            check_facts(before, facts(state))
+            check_draws(draws, host_draws(device))
         except BaseException as error:
             optimizer.state.clear()
             optimizer.state.update(kept)
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
-            raise _why(error) from error
+            raise why(error) from error
         results: list[Tensor] = []
-        _filled(out, lambda t: results.append(t) or t)
+        _filled(out, lambda t: results.append(t.detach()) or t)
         return Graph(replay, inputs, out, results, {name: state.slots[name] for name in slots.used if name in state.slots})
-
-    def _check(self, state: TrainState, new: TrainState, out: Output) -> None:
-        for name, value in new.slots.items():
-            if value is not state.slots.get(name):
-                raise CaptureError(
-                    f"the update can't be captured: it puts another value into state.slots[{name!r}], and a graph goes on with "
-                    f"the one that there was. Change its tensors in place, or {_FALLBACK}"
-                )
-        if out.skip is not None:
-            raise CaptureError(
-                f"the update can't be captured: it is left out ({out.skip}), which is decided on the host: {_FALLBACK}"
-            )
 
     def release(self, state: TrainState) -> None:
         """Drop the graphs, and give the optimizer its settings back."""
         undo_capturable(state.optimizer, self.given)
         self.graphs.clear()
         self.watch, self.given = None, []
-
-
-def _kept(value: Any, device: torch.device) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.device.type != device.type else value

@@ -19,7 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._encode import Saved, decode, encode
+from fnloop._encode import Saved, as_number, decode, encode
 from fnloop._files import FORMAT, CheckpointError, Contents, candidates, manifest_of, ranking, read_files, verify, write
 from fnloop._history import History, Record
 from fnloop._metrics import MONOIDS
@@ -128,7 +128,7 @@ def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
     own = {id(p) for p in unwrap(state).parameters()}
     groups, state_of = [], {}
     for i, group in enumerate(state.optimizer.param_groups):
-        settings = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names", *EXECUTION)}
+        settings = {k: as_number(v) for k, v in group.items() if k not in ("params", "param_names", *EXECUTION)}
         settings = encode(settings, tensors, f"param_groups.{i}")
         groups.append({"params": [names[id(p)] for p in group["params"]], **settings})
         for p in group["params"]:
@@ -137,16 +137,6 @@ def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
             if p in state.optimizer.state:
                 state_of[names[id(p)]] = encode(dict(state.optimizer.state[p]), tensors, names[id(p)])
     return {"class": type(state.optimizer).__name__, "param_groups": groups, "state": state_of}
-
-
-def _number(value: Any) -> Any:
-    """Return a setting as a number, where it is a scalar on the device so that it can be changed there.
-
-    Of float32 the shortest number that becomes the same again: 0.1, as it was typed, not 0.10000000149.
-    """
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        return value
-    return float(str(value.detach().cpu().numpy())) if value.dtype is torch.float32 else value.item()
 
 
 def save(state: TrainState, path: str | os.PathLike[str]) -> Path:

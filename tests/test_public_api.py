@@ -15,7 +15,7 @@ from fnloop import schedules, testing
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
     "_types", "_hints", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_state", "_data", "_pipeline",
-    "_capture", "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
+    "_guard", "_capture", "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {"matplotlib", "pandas", "torchmetrics", "IPython", "ipywidgets", "mlxtend", "sklearn", "accelerate"}
 CONTRACT = {

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fnloop._capture import Captured, CaptureError, recorder_on
+from fnloop._capture import Captured, recorder_on
+from fnloop._guard import CaptureError
 from fnloop._state import TrainState
 from fnloop._types import Batch, Middleware, Output, Step, middleware
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import fnloop as fl
-from fnloop import schedules
-from fnloop._capture import CaptureError, _check_facts, _facts, make_capturable, rebuilt, signature, undo_capturable
+from fnloop import CaptureError, schedules
+from fnloop._capture import rebuilt, signature
+from fnloop._guard import check_facts, facts, make_capturable, undo_capturable
 from fnloop.testing import assert_same, law_fold, law_no_host_reads, law_purity, small, stochastic, toy, toy_loss
 
 MODULE = sys.modules["fnloop.middleware._cuda_graph"]
@@ -232,7 +233,21 @@ def test_a_metric_of_the_users_own_is_copied(tapes):
             return float(self.n)
 
     step = fl.pipeline(fl.metric(count=lambda aux, batch: Count(batch.sum())), fl.cuda_graph(warmup=1))(toy_loss)
-    assert fl.fit(step, toy(lr=0.0), ones(1, 2, 3, 4), hooks=()).history["train/count"] == (10.0,)
+    state = fl.fit(step, toy(lr=0.0), ones(1, 2, 3, 4), epochs=2, hooks=())  # the second epoch begins with a replay
+    assert state.history["train/count"] == (10.0, 10.0)
+
+
+def test_a_loss_function_may_take_the_gradient_of_its_input(tapes):
+    def penalty(model, batch):
+        batch.requires_grad_()
+        (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+        return (slope * batch.detach()).mean()  # w x
+
+    def run(*members):
+        batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+        return fl.fit(fl.pipeline(*members)(penalty), toy(), batches, hooks=()).model.w.item()
+
+    assert run(fl.cuda_graph(warmup=1)) == run() == -10.0
 
 
 # --- what a graph takes for granted
@@ -305,6 +320,23 @@ def test_a_slot_that_is_replaced_from_outside_makes_a_new_graph(tapes):
     assert_same(run(fl.cuda_graph(warmup=1)), run())
 
 
+def test_a_slot_that_is_replaced_before_every_update_is_told_of(tapes, caplog):
+    @fl.middleware("step")
+    def renewed():
+        def wrap(step):
+            def renewing(state, batch):
+                return step(attrs.evolve(state, slots={"average": [torch.zeros(())]}), batch)
+
+            return renewing
+
+        return wrap
+
+    step = fl.pipeline(average(0.5), renewed(), fl.cuda_graph(warmup=1))(toy_loss)
+    fl.fit(step, toy(), ones(*[1] * 450), hooks=())
+    assert len(caplog.messages) == 1
+    assert "what changes from one to the next is a slot that the update reads" in caplog.text
+
+
 def test_a_slot_of_the_step_ring_may_change_with_every_update(tapes):
     @fl.middleware("step")
     def counter():
@@ -331,6 +363,26 @@ def test_another_state_has_graphs_of_its_own(tapes):
     assert (one.model.w.item(), two.model.w.item()) == (-6.0, -60.0)
 
 
+def test_a_hook_may_go_back_to_a_snapshot(tapes):
+    def run(*members):
+        kept, went = [], []
+
+        def back(state):
+            if state.step == 3 and not kept:
+                kept.append(fl.snapshot(state))
+            if state.step == 5 and not went:
+                went.append(state)
+                return kept[0]
+            return state
+
+        problem = net()
+        state = fl.fit(fl.pipeline(*members)(problem.loss_fn), problem.state(), problem.batches, epochs=2, hooks=(back,))
+        assert went
+        return state
+
+    assert_same(run(fl.cuda_graph(warmup=1)), run())
+
+
 def test_a_second_run_goes_on_with_the_graphs_of_the_first(tapes):
     step = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
     state = fl.fit(step, toy(), ones(1, 2), hooks=())
@@ -349,6 +401,13 @@ def test_updates_that_are_never_captured_are_told_of_once(tapes, caplog):
     state.optimizer.param_groups[0]["weight_decay"] = 0.1
     fl.fit(fl.pipeline(fl.cuda_graph(), fading)(toy_loss), state, ones(*[1] * 120), hooks=())
     assert "is a setting of the optimizer (weight_decay)" in caplog.text
+
+
+def test_eager_updates_count_from_the_last_replay(tapes, caplog):
+    sizes = [*range(1, 61), 60, 60, *range(61, 121)]
+    fl.fit(fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss), toy(), [torch.ones(n) for n in sizes], hooks=())
+    assert done(tapes).count("run") == 120
+    assert not caplog.messages
 
 
 # --- what can't be captured
@@ -498,6 +557,13 @@ def test_an_optimizer_that_evaluates_the_loss_itself(tapes):
         fl.pipeline(fl.cuda_graph())(fl.supervised(nn.MSELoss()))(state, (torch.ones(1, 1), torch.ones(1, 1)))
 
 
+def test_an_optimizer_that_was_told_not_to_be_fused(tapes):
+    model = nn.Linear(1, 1)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), foreach=True), seed=0)
+    with pytest.raises(CaptureError, match=r"SGD reads its learning rate to the host: write SGD\(..., fused=True\)"):
+        fl.pipeline(fl.cuda_graph())(fl.supervised(nn.MSELoss()))(state, (torch.ones(1, 1), torch.ones(1, 1)))
+
+
 def test_a_batch_with_something_else_in_it(tapes):
     with pytest.raises(CaptureError, match="there is a ndarray in it"):
         fl.pipeline(fl.cuda_graph())(toy_loss)(toy(), {"x": np.ones(1)})
@@ -536,6 +602,26 @@ def test_it_shows_compares_and_pickles_as_it_was_typed():
     assert pickle.loads(pickle.dumps(pipe(toy_loss))).pipeline == pipe
 
 
+def test_an_interruption_stays_one_and_the_optimizer_is_as_it_was(tapes):
+    class Interrupting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["calls"] = self.state[p].get("calls", 0) + 1
+            if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+                raise KeyboardInterrupt
+
+    model = nn.Linear(1, 1)
+    state = fl.TrainState.create(model, Interrupting(model.parameters(), lr=1.0), seed=0)
+    step, batch = fl.pipeline(fl.cuda_graph(warmup=1))(fl.supervised(nn.MSELoss())), (torch.ones(1, 1), torch.ones(1, 1))
+    state, _ = step(state, batch)
+    before = fl.snapshot(state)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, batch)
+    assert state.optimizer.state[model.weight]["calls"] == 1
+    assert_same(state, before)
+
+
 # --- falling back
 
 
@@ -566,6 +652,22 @@ def test_a_step_that_turns_out_to_read_runs_on_eagerly_with_its_optimizer_as_it_
         g | {"params": 0} for g in plain.optimizer.param_groups
     ]
     assert_same(captured, plain, rtol=1e-5)
+
+
+def test_the_settings_that_come_back_are_those_that_were_given_though_graphs_were_made_anew(tapes):
+    def loss_fn(model, batch):
+        loss = model(batch).mean()
+        return loss if len(batch) == 1 or loss.item() < 1e9 else loss * 0
+
+    step, state = fl.pipeline(fl.cuda_graph(warmup=1, fallback=True))(loss_fn), toy()
+    for _ in range(2):
+        state, _ = step(state, torch.ones(1))
+    state.optimizer.param_groups[0]["weight_decay"] = 0.5
+    state, _ = step(state, torch.ones(2))
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        state, _ = step(state, torch.ones(2))
+    (group,) = state.optimizer.param_groups
+    assert (group["lr"], type(group["lr"]), group["fused"], group["weight_decay"]) == (1.0, float, None, 0.5)
 
 
 def test_fp16_may_be_listed_with_a_fallback():
@@ -633,6 +735,7 @@ def test_a_signature_tells_batches_apart_by_what_a_graph_can_not_change():
         (x[:1],),
         (x, None),
         (x, 1),
+        (x, 2),
         (x, True),
         (x, "a"),
         ((x,),),
@@ -681,8 +784,8 @@ def test_an_optimizer_that_counts_on_the_host_is_found():
     model = nn.Linear(1, 1)
     state = fl.TrainState.create(model, torch.optim.Adagrad(model.parameters()), seed=0)
     state = attrs.evolve(state, backend=attrs.evolve(state.backend, device="cuda"))
-    before = _facts(state)
+    before = facts(state)
     for values in state.optimizer.state.values():
         values["step"] += 1
     with pytest.raises(CaptureError, match=r"the state of the optimizer \(parameter 0\).step is changed on the host"):
-        _check_facts(before, _facts(state))
+        check_facts(before, facts(state))
