@@ -288,7 +288,7 @@ class Captured:
                 self.eager, self.changed, self.warmup,
             )  # fmt: skip
         reply = self.recorder.run(lambda: self.step(state, batch))
-        self.watch.taken = self.watch.look()  # the first update makes the optimizer's state
+        self.watch.take()  # the first update makes the optimizer's state
         return reply
 
     def _recorded(self, state: TrainState, batch: Batch, tensors: list[Tensor]) -> Graph:

@@ -7,6 +7,7 @@ must change on the device and in place; the rest is found while it is recorded, 
 
 from __future__ import annotations
 
+import itertools
 import random
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._encode import as_number
-from fnloop._state import TrainState
+from fnloop._state import TrainState, parameters
 from fnloop._types import Output
 
 __all__ = [
@@ -72,8 +73,8 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Given]:
         elif group.get("fused", True) is not True:
             name = type(optimizer).__name__
             raise CaptureError(f"{name} reads its learning rate to the host: write {name}(..., fused=True), or {FALLBACK}")
-    for values in optimizer.state.values():  # counts
-        values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and not v.ndim})
+    for values in filter(_is_dict, optimizer.state.values()):
+        values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and not v.ndim})  # counts
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # it is, while warming up
     return given
 
@@ -105,20 +106,23 @@ class Watch:
         groups = self.optimizer.param_groups
         self.rates = [(group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)]
         self.modules = list(self.model.modules())
-        self.parameters = [p for group in groups for p in group["params"]]
-        every = (*self.model.parameters(), *self.model.buffers(), *self.parameters)
-        self.tensors = [t for t in every if t.layout is torch.strided]
+        every = (*self.model.parameters(), *self.model.buffers(), *parameters(state))
+        self.tensors = list({id(t): t for t in every if t.layout is torch.strided}.values())
         self.settings = [(g, k) for g in groups for k in g if k not in ("params", "lr") and not k.startswith("initial_")]
+        self.take()
+
+    def take(self) -> None:
+        """Take for granted what is now."""
         self.taken = self.look()
+        self.held = [*_values(self.optimizer)]  # so that nothing else can have their place, and their ids
 
     def look(self) -> dict[str, Any]:
         """Return all of it as it is now, by what it is."""
-        states = self.optimizer.state
-        return {
+        return {  # before every replay: hence map
             "a module's training flag": [m.training for m in self.modules],
             "a parameter's requires_grad": [t.requires_grad for t in self.tensors],
-            "where a parameter is in memory": [t.data_ptr() for t in self.tensors],
-            "where the optimizer's state is": [v.data_ptr() for p in self.parameters for v in _tensors_in(states.get(p))],
+            "where a parameter is in memory": list(map(Tensor.data_ptr, self.tensors)),
+            "which tensors the optimizer's state is": list(map(id, _values(self.optimizer))),
             "a setting of the optimizer": [_token(group[key]) for group, key in self.settings],
         }
 
@@ -146,8 +150,13 @@ class Watch:
         return [*map(id, self.modules)], [*map(id, self.tensors)], [(id(group), key) for group, key in self.settings]
 
 
-def _tensors_in(values: Mapping[str, Any] | None) -> list[Tensor]:
-    return [v for v in values.values() if isinstance(v, Tensor) and v.layout is torch.strided] if values else []
+def _values(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield what there is in an optimizer's state: for each parameter, as a rule; for all together, in some."""
+    return itertools.chain.from_iterable(v.values() if _is_dict(v) else (v,) for v in optimizer.state.values())
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _token(value: Any) -> Any:
@@ -295,9 +304,12 @@ def check_reply(state: TrainState, new: TrainState, out: Output) -> None:
         )
 
 
-def host_values(optimizer: Optimizer, device: torch.device) -> dict[Any, dict[str, Any]]:
+def host_values(optimizer: Optimizer, device: torch.device) -> dict[Any, Any]:
     """Return a copy of an optimizer's state, in which only what is on the device is shared."""
-    return {p: {k: _own(v, device) for k, v in values.items()} for p, values in optimizer.state.items()}
+    return {
+        p: {k: _own(v, device) for k, v in values.items()} if _is_dict(values) else _own(values, device)
+        for p, values in optimizer.state.items()
+    }
 
 
 def _own(value: Any, device: torch.device) -> Any:

@@ -564,6 +564,21 @@ def test_an_optimizer_that_was_told_not_to_be_fused(tapes):
         fl.pipeline(fl.cuda_graph())(fl.supervised(nn.MSELoss()))(state, (torch.ones(1, 1), torch.ones(1, 1)))
 
 
+def test_an_optimizer_that_counts_for_all_its_parameters_together(tapes):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            self.state["calls"] = self.state.get("calls", 0) + 1
+            super().step(closure)
+
+    model = nn.Linear(1, 1)
+    state = fl.TrainState.create(model, Counting(model.parameters(), momentum=0.9), seed=0)
+    step, batch = fl.pipeline(fl.cuda_graph(warmup=1))(fl.supervised(nn.MSELoss())), (torch.ones(1, 1), torch.ones(1, 1))
+    state, _ = step(state, batch)
+    with pytest.raises(CaptureError, match=r"the state of the optimizer \(.*\) is changed on the host"):
+        step(state, batch)
+    assert state.optimizer.state["calls"] == 1
+
+
 def test_a_batch_with_something_else_in_it(tapes):
     with pytest.raises(CaptureError, match="there is a ndarray in it"):
         fl.pipeline(fl.cuda_graph())(toy_loss)(toy(), {"x": np.ones(1)})
