@@ -108,7 +108,7 @@ class Watch:
         self.modules = list(self.model.modules())
         every = (*self.model.parameters(), *self.model.buffers(), *parameters(state))
         self.tensors = list({id(t): t for t in every if t.layout is torch.strided}.values())
-        self.settings = [(g, k) for g in groups for k in g if k not in ("params", "lr") and not k.startswith("initial_")]
+        self.settings = [(group, key) for group in groups for key in group if key != "params"]
         self.take()
 
     def take(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import fnloop as fl
 from fnloop import CaptureError, schedules
 from fnloop._capture import rebuilt, signature
-from fnloop._guard import check_facts, facts, make_capturable, undo_capturable
+from fnloop._guard import Slots, check_facts, facts, host_values, make_capturable, undo_capturable
 from fnloop.testing import assert_same, law_fold, law_no_host_reads, law_purity, small, stochastic, toy, toy_loss
 
 MODULE = sys.modules["fnloop.middleware._cuda_graph"]
@@ -381,6 +381,22 @@ def test_a_hook_may_go_back_to_a_snapshot(tapes):
         return state
 
     assert_same(run(fl.cuda_graph(warmup=1)), run())
+
+
+def test_what_was_added_between_two_runs_is_trained(tapes):
+    def run(*members):
+        problem = net()
+        step, state = fl.pipeline(*members)(problem.loss_fn), problem.state()
+        state = fl.fit(step, state, [problem.batches[0]] * 3, hooks=())
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            state.model.append(nn.Linear(1, 1).double())
+        state.optimizer.add_param_group({"params": state.model[-1].parameters()})
+        return fl.fit(step, state, [problem.batches[0]] * 3, epochs=2, hooks=())
+
+    captured, plain = run(fl.cuda_graph(warmup=1)), run()
+    for mine, theirs in zip(captured.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
 
 
 def test_a_second_run_goes_on_with_the_graphs_of_the_first(tapes):
@@ -794,13 +810,58 @@ def test_groups_that_share_a_learning_rate_get_one_each():
     assert rate is not first
 
 
+def test_a_learning_rate_that_was_given_as_a_tensor_stays_one():
+    model, rate = nn.Linear(1, 1), torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    undo_capturable(optimizer, make_capturable(optimizer, torch.device("cpu")))
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def on_cuda(state):
+    """Return the state as if the host and the device were two."""
+    return attrs.evolve(state, backend=attrs.evolve(state.backend, device="cuda"))
+
+
 def test_an_optimizer_that_counts_on_the_host_is_found():
     """Adagrad's step is on the host: on a device, a graph would never count it."""
     model = nn.Linear(1, 1)
-    state = fl.TrainState.create(model, torch.optim.Adagrad(model.parameters()), seed=0)
-    state = attrs.evolve(state, backend=attrs.evolve(state.backend, device="cuda"))
-    before = facts(state)
+    state = on_cuda(fl.TrainState.create(model, torch.optim.Adagrad(model.parameters()), seed=0))
+    before, kept = facts(state), host_values(state.optimizer, torch.device("cuda"))
     for values in state.optimizer.state.values():
         values["step"] += 1
     with pytest.raises(CaptureError, match=r"the state of the optimizer \(parameter 0\).step is changed on the host"):
         check_facts(before, facts(state))
+    assert kept[model.weight]["step"].item() == 0
+
+
+@attrs.define
+class Record:
+    value: object
+
+
+@pytest.mark.parametrize(
+    ("slot", "change", "found"),
+    [
+        ([1, 2], lambda slot: slot.append(3), "state.slots.mine.2 is made"),
+        ({"a": {"b": 1.0}}, lambda slot: slot["a"].update(b=2.0), "state.slots.mine.a.b is changed on the host"),
+        (Record(1), lambda slot: setattr(slot, "value", 2), "state.slots.mine.value is changed on the host"),
+        (Record(torch.zeros(1)), lambda slot: setattr(slot, "value", torch.ones(1)), "mine.value is replaced"),
+        (nn.BatchNorm1d(1), lambda slot: slot.register_buffer("running_mean", torch.ones(1)), "mine.running_mean is replaced"),
+        ([torch.zeros(1)], lambda slot: slot[0].add_(1), "state.slots.mine.0 is changed on the host"),
+    ],
+)
+def test_what_changes_in_a_slot_is_found_wherever_it_is(slot, change, found):
+    state = on_cuda(attrs.evolve(toy(), slots={"mine": slot}))
+    before = facts(state)
+    check_facts(before, facts(state))
+    kept = [slot.value] if isinstance(slot, Record) else list(slot.buffers()) if isinstance(slot, nn.Module) else []
+    change(slot)
+    with pytest.raises(CaptureError, match=found.replace(".", r"\.")):
+        check_facts(before, facts(state))
+    del kept  # alive until now, so that nothing else had its place in memory
+
+
+def test_slots_note_which_of_them_are_read():
+    slots = Slots({"a": 1, "b": 2, "c": 3})
+    assert (slots["a"], slots.get("b"), slots.get("d"), {**slots}) == (1, 2, None, {"a": 1, "b": 2, "c": 3})
+    assert slots.used == {"a", "b", "d"}
