@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from fnloop._guard import (
-    FALLBACK,
     CaptureError,
     Changing,
     Given,
@@ -35,8 +34,8 @@ from fnloop._guard import (
     check_reply,
     facts,
     host_draws,
-    host_values,
     make_capturable,
+    remember,
     undo_capturable,
     why,
 )
@@ -48,6 +47,7 @@ __all__ = ["Captured", "Graph", "Recorder", "rebuilt", "recorder_on", "signature
 
 EAGER_IN_A_ROW = 100  # updates without a replay, after which there is a warning
 _log = logging.getLogger("fnloop")
+_failed: list[Any] = []  # graphs whose capture was cut short: torch's allocator keeps a pointer to them
 
 
 # --- recording
@@ -91,6 +91,7 @@ class _OnCuda:
                     failed = error
                     raise
         except BaseException as error:
+            _failed.append(graph)
             raise failed or error from None  # not that the capture was cut short, but by what
 
 
@@ -101,7 +102,7 @@ def recorder_on(device: torch.device) -> Recorder:
         CaptureError: it has no graphs.
     """
     if device.type != "cuda":
-        raise CaptureError(f"cuda_graph needs the model on a CUDA device; it is on {device}. Move it there, or {FALLBACK}")
+        raise CaptureError(f"cuda_graph needs the model on a CUDA device; it is on {device}. Move it there")
     return _OnCuda(device)
 
 
@@ -125,7 +126,7 @@ def signature(batch: Batch, tensors: list[Tensor]) -> Any:
         return type(batch), batch
     raise CaptureError(
         f"a batch to capture is made of tensors in tuples, lists and dicts; there is a {type(batch).__name__} in it, which "
-        f"can't be filled in. Let the loader's collate_fn return a dict of tensors, or {FALLBACK}"
+        "can't be filled in. Let the loader's collate_fn return a dict of tensors"
     )
 
 
@@ -144,7 +145,7 @@ def rebuilt(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
 def _buffers(tensors: list[Tensor]) -> list[Tensor]:
     for t in tensors:
         if t.layout is not torch.strided:
-            raise CaptureError(f"a batch to capture is made of dense tensors; there is one of layout {t.layout}: {FALLBACK}")
+            raise CaptureError(f"a batch to capture is made of dense tensors; there is one of layout {t.layout}")
     return [torch.empty_like(t) for t in tensors]
 
 
@@ -233,7 +234,8 @@ class Captured:
             self._begin(state, change)
         graph = self.graphs.pop(key, None)
         if graph is not None and any(state.slots.get(name) is not value for name, value in graph.slots.items()):
-            graph, self.ran[key], self.changed = None, 0, "a slot that the update reads"
+            self._begin(state, "a slot that the update reads")
+            graph = None
         if graph is None and self.ran[key] < self.warmup:
             return self._eagerly(key, state, batch)
         if graph is None:
@@ -257,17 +259,13 @@ class Captured:
         device, optimizer = state.backend.device, state.optimizer
         self.recorder = self.recorder_on(device)
         if state.backend.world_size > 1:
-            raise CaptureError(
-                f"cuda_graph captures the updates of one process; there are {state.backend.world_size}: {FALLBACK}"
-            )
+            raise CaptureError(f"cuda_graph captures the updates of one process; there are {state.backend.world_size}")
         if wants_closure(type(optimizer)):
             name = type(optimizer).__name__
-            raise CaptureError(f"{name} decides on the host how often it evaluates the loss: take another, or {FALLBACK}")
-        devices = {t.device for t in (*state.model.parameters(), *state.model.buffers())}
+            raise CaptureError(f"{name} decides on the host how often it evaluates the loss: take another")
+        devices = {str(t.device) for t in (*state.model.parameters(), *state.model.buffers())}
         if len(devices) > 1:
-            raise CaptureError(
-                f"the model is on {' and '.join(sorted(map(str, devices)))}: a graph is of one device: {FALLBACK}"
-            )
+            raise CaptureError(f"the model is on {' and '.join(sorted(devices))}: put it on one, as a graph is")
         given = make_capturable(optimizer, device)
         if not self.given or self.given[0].group is not given[0].group:  # else it was capturable already, by us
             self.given = given
@@ -298,16 +296,15 @@ class Captured:
         _copy(inputs, tensors)
         static, slots, device = rebuilt(batch, iter(inputs)), Slots(state.slots), state.backend.device
         inside = fenced(state, slots, Changing)
-        optimizer, before, draws = state.optimizer, facts(state), host_draws(device)
-        kept = host_values(optimizer, device)
+        before, draws, put_back = facts(state), host_draws(device), remember(state)
         try:
             replay, (new, out) = self.recorder.record(lambda: self.step(inside, static))
             check_reply(state, new, out)
             check_facts(before, facts(state))
             check_draws(draws, host_draws(device))
         except BaseException as error:
-            optimizer.state.clear()
-            optimizer.state.update(kept)
+            self.watch = None  # the recorder may not be able to record again
+            put_back()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise why(error) from error

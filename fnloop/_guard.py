@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._encode import as_number
+from fnloop._rng import HostGenerators
 from fnloop._state import TrainState, parameters
 from fnloop._types import Output
 
 __all__ = [
-    "FALLBACK", "CaptureError", "Changing", "Given", "Slots", "Watch",
-    "check_draws", "check_facts", "check_reply", "facts", "host_draws", "host_values",
-    "make_capturable", "undo_capturable", "why",
+    "CaptureError", "Changing", "Given", "Slots", "Watch",
+    "check_draws", "check_facts", "check_reply", "facts", "host_draws",
+    "make_capturable", "remember", "undo_capturable", "why",
 ]  # fmt: skip
 
-FALLBACK = "write cuda_graph(fallback=True) to run such a step eagerly, or leave cuda_graph out"
+PLAIN = Tensor | int | float | str  # what a module may have changed by itself
 
 
 class CaptureError(RuntimeError):
@@ -72,7 +73,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Given]:
             group["fused"] = True
         elif group.get("fused", True) is not True:
             name = type(optimizer).__name__
-            raise CaptureError(f"{name} reads its learning rate to the host: write {name}(..., fused=True), or {FALLBACK}")
+            raise CaptureError(f"{name} reads its learning rate to the host: write {name}(..., fused=True)")
     for values in filter(_is_dict, optimizer.state.values()):
         values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and not v.ndim})  # counts
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # it is, while warming up
@@ -179,7 +180,7 @@ class Changing:
         raise CaptureError(
             f"state.{self.__dict__['name']} is read inside the update. It changes, and a graph would go on with the value "
             f"that it had when it was captured. Compute what depends on it in a middleware of the step ring, and keep it in "
-            f"a tensor that is filled there; or {FALLBACK}"
+            "a tensor that is filled there"
         )
 
     __getattr__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
@@ -213,7 +214,7 @@ def facts(state: TrainState) -> dict[str, Any]:
         _note(f"the state of the optimizer (parameter {i})", values, device, found, set())
     for name, module in state.model.named_modules():
         path = f"model.{name}" if name else "model"
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor | int | float | str)}
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, PLAIN)}
         # A tensor with a graph is of one update: nothing that is carried to the next.
         carried = {k: v for k, v in plain.items() if not (isinstance(v, Tensor) and v.requires_grad)}
         _note(path, {**carried, **module._buffers}, device, found, set())
@@ -248,7 +249,7 @@ def check_draws(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise if an update has drawn from a generator on the host."""
     for whose in after:
         if after[whose] != before[whose]:
-            raise CaptureError(f"the update draws from {whose} generator, on the host: draw on the device, or {FALLBACK}")
+            raise CaptureError(f"the update draws from {whose} generator, on the host: draw on the device")
 
 
 def check_facts(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -262,7 +263,7 @@ def check_facts(before: dict[str, Any], after: dict[str, Any]) -> None:
             how = "is replaced by another tensor, and a graph goes on with the one that there was: change it in place"
         else:
             how = "is changed on the host, and a graph would never change it again: keep it in a tensor on the device"
-        raise CaptureError(f"the update can't be captured: {path} {how}; or {FALLBACK}")
+        raise CaptureError(f"the update can't be captured: {path} {how}")
 
 
 _NONE = object()
@@ -285,8 +286,7 @@ def why(error: BaseException) -> CaptureError:
     what = (str(error).splitlines() or [""])[0]
     return CaptureError(
         f"the update can't be captured as a CUDA graph: {type(error).__name__}: {what} ({where}). Inside it nothing may be "
-        f"read to the host (.item(), float(tensor), if tensor: ...), nor depend on a value that was. Keep it on the device, "
-        f"or {FALLBACK}"
+        f"read to the host (.item(), float(tensor), if tensor: ...), nor depend on a value that was. Keep it on the device"
     )
 
 
@@ -296,21 +296,44 @@ def check_reply(state: TrainState, new: TrainState, out: Output) -> None:
         if value is not state.slots.get(name):
             raise CaptureError(
                 f"the update can't be captured: it puts another value into state.slots[{name!r}], and a graph goes on with "
-                f"the one that there was. Change its tensors in place, or {FALLBACK}"
+                "the one that there was. Change its tensors in place"
             )
     if out.skip is not None:
-        raise CaptureError(
-            f"the update can't be captured: it is left out ({out.skip}), which is decided on the host: {FALLBACK}"
-        )
+        raise CaptureError(f"the update can't be captured: it is left out ({out.skip}), which is decided on the host")
 
 
-def host_values(optimizer: Optimizer, device: torch.device) -> dict[Any, Any]:
-    """Return a copy of an optimizer's state, in which only what is on the device is shared."""
-    return {
-        p: {k: _own(v, device) for k, v in values.items()} if _is_dict(values) else _own(values, device)
-        for p, values in optimizer.state.items()
-    }
+def remember(state: TrainState) -> Callable[[], None]:
+    """Return what puts the host's side of a state back: recording has run Python once, and nothing on the device."""
+    optimizer, device = state.optimizer, state.backend.device
+    of_optimizer = {p: _own(values, device) for p, values in optimizer.state.items()}
+    of_modules = [(vars(m), {k: v for k, v in vars(m).items() if isinstance(v, PLAIN)}) for m in state.model.modules()]
+    dicts = [*(m._buffers for m in state.model.modules()), *_dicts(dict(state.slots))]
+    contents = [(content, dict(content)) for content in dicts]
+    generators, generator = HostGenerators.capture(), torch.get_rng_state()
+
+    def put_back() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(of_optimizer)
+        for attributes, before in of_modules:
+            attributes.update(before)
+        for content, before in contents:
+            content.clear()
+            content.update(before)
+        generators.install()
+        torch.set_rng_state(generator)
+
+    return put_back
 
 
 def _own(value: Any, device: torch.device) -> Any:
+    """Return a copy of a part of an optimizer's state, in which only what is on the device is shared."""
+    if isinstance(value, dict):
+        return {k: _own(v, device) for k, v in value.items()}
     return value.clone() if isinstance(value, Tensor) and value.device.type != device.type else value
+
+
+def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for _, part in _parts(value) if isinstance(value, dict | list | tuple) else ():
+        yield from _dicts(part)

@@ -116,7 +116,7 @@ def test_a_host_read_in_the_loss_is_named_and_the_state_is_as_it_was():
         loss = model(batch[0]).mean()
         return loss if loss.item() < 1e9 else loss * 0
 
-    problem = attrs.evolve(PROBLEMS["small"], loss_fn=reading)
+    problem = attrs.evolve(PROBLEMS["dropout and batch norm"], loss_fn=reading)  # it draws behind the failure, too
     with pytest.raises(fl.CaptureError, match=r"return loss if loss\.item\(\) < 1e9"):
         run(problem, fl.cuda_graph())
     with pytest.warns(UserWarning, match="runs eagerly"):

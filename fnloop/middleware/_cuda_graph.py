@@ -13,6 +13,7 @@ from fnloop._types import Batch, Middleware, Output, Step, middleware
 
 __all__ = ["cuda_graph"]
 
+_WAY_OUT = "cuda_graph(fallback=True), and such a step runs eagerly; or leave cuda_graph out"
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
@@ -27,7 +28,8 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
     What changes from update to update stays outside: counters, hooks, ``schedule`` and ``torch_scheduler``. The optimizer
     is made capturable when a run starts: its learning rate becomes a tensor on the device, and its state goes there (SGD
     becomes fused, which alone can read one). Checkpoints don't know about it. ``Output.aux`` holds tensors that the next
-    update overwrites; loss and metrics are yours to keep.
+    update overwrites; loss and metrics are yours to keep. What a middleware inside keeps in ``state.slots`` is to be changed
+    in place.
 
     Args:
         warmup: eager updates before a capture, at least 1.
@@ -78,6 +80,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
                 return captured(state, batch)
             except CaptureError as error:
                 if not fallback:
+                    error.args = (f"{error}. Else write {_WAY_OUT}",)
                     raise
                 warnings.warn(f"cuda_graph runs eagerly: {error}", stacklevel=2)
             refused = True

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import fnloop as fl
 from fnloop import CaptureError, schedules
 from fnloop._capture import rebuilt, signature
-from fnloop._guard import Slots, check_facts, facts, host_values, make_capturable, undo_capturable
+from fnloop._guard import Slots, check_facts, facts, make_capturable, remember, undo_capturable
 from fnloop.testing import assert_same, law_fold, law_no_host_reads, law_purity, small, stochastic, toy, toy_loss
 
 MODULE = sys.modules["fnloop.middleware._cuda_graph"]
@@ -443,6 +443,25 @@ def refused(loss_fn, *members, state=None, match):
     return str(raised.value)
 
 
+def test_a_step_that_was_refused_begins_anew(tapes):
+    """With another recorder: torch can't go on with a capture that was cut short."""
+    limit = [1e9]
+
+    def loss_fn(model, batch):
+        loss = model(batch).mean()
+        return loss if limit[0] is None or loss.item() < limit[0] else loss * 0
+
+    step, state = fl.pipeline(fl.cuda_graph(warmup=1))(loss_fn), toy()
+    state, _ = step(state, torch.ones(1))
+    with pytest.raises(CaptureError):
+        step(state, torch.ones(1))
+    limit[0] = None
+    for _ in range(2):
+        state, _ = step(state, torch.ones(1))
+    assert [tape.log for tape in tapes] == [["run", "record 0"], ["run", "record 0", "replay 0"]]
+    assert state.model.w.item() == -3.0
+
+
 def test_a_host_read_names_its_line(tapes):
     def loss_fn(model, batch):
         loss = model(batch).mean()
@@ -685,6 +704,35 @@ def test_a_step_that_turns_out_to_read_runs_on_eagerly_with_its_optimizer_as_it_
     assert_same(captured, plain, rtol=1e-5)
 
 
+def test_what_python_did_while_it_was_recorded_is_undone(tapes):
+    """Nothing ran on the device: a count, a buffer or a draw of that time must not stay."""
+
+    class Everything(Counting):
+        def forward(self, x):
+            self.calls += 1
+            self.seen = self.seen + 1
+            return self.w * x * np.random.rand()
+
+    def counting(step):
+        def counted(state, batch):
+            state.slots["mine"]["calls"] += 1
+            return step(state, batch)
+
+        return counted
+
+    mine = fl.Middleware("mine", update=counting, init=lambda state: {"calls": 0})
+
+    def run(*members):
+        state = of(Everything())
+        step = fl.pipeline(mine, *members)(lambda model, batch: model(batch).mean())
+        return fl.fit(step, state, ones(1, 2, 3, 4), hooks=())
+
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        captured = run(fl.cuda_graph(warmup=2, fallback=True))
+    assert (captured.model.calls, captured.model.seen.item(), captured.slots) == (4, 4.0, {"mine": {"calls": 4}})
+    assert_same(captured, run(), rtol=1e-6)
+
+
 def test_the_settings_that_come_back_are_those_that_were_given_though_graphs_were_made_anew(tapes):
     def loss_fn(model, batch):
         loss = model(batch).mean()
@@ -826,12 +874,13 @@ def test_an_optimizer_that_counts_on_the_host_is_found():
     """Adagrad's step is on the host: on a device, a graph would never count it."""
     model = nn.Linear(1, 1)
     state = on_cuda(fl.TrainState.create(model, torch.optim.Adagrad(model.parameters()), seed=0))
-    before, kept = facts(state), host_values(state.optimizer, torch.device("cuda"))
+    before, put_back = facts(state), remember(state)
     for values in state.optimizer.state.values():
         values["step"] += 1
     with pytest.raises(CaptureError, match=r"the state of the optimizer \(parameter 0\).step is changed on the host"):
         check_facts(before, facts(state))
-    assert kept[model.weight]["step"].item() == 0
+    put_back()
+    assert state.optimizer.state[model.weight]["step"].item() == 0
 
 
 @attrs.define
