@@ -26,6 +26,7 @@ from fnloop._fit import evaluate as evaluate
 from fnloop._fit import fit as fit
 from fnloop._fit import predict as predict
 from fnloop._fit import run as run
+from fnloop._guard import CaptureError as CaptureError
 from fnloop._history import History as History
 from fnloop._history import Record as Record
 from fnloop._metrics import Last as Last
@@ -62,6 +63,8 @@ from fnloop.middleware._accumulate import accumulate as accumulate
 from fnloop.middleware._amp import amp as amp
 from fnloop.middleware._clip import clip as clip
 from fnloop.middleware._clip import clip_value as clip_value
+from fnloop.middleware._compiled import compiled as compiled
+from fnloop.middleware._cuda_graph import cuda_graph as cuda_graph
 from fnloop.middleware._metric import metric as metric
 from fnloop.middleware._schedule import schedule as schedule
 from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
@@ -72,6 +75,7 @@ if _collects:
     _gc.enable()
 
 __all__ = [
+    "CaptureError",
     "CheckpointError",
     "History",
     "Last",
@@ -92,6 +96,8 @@ __all__ = [
     "checkpoint",
     "clip",
     "clip_value",
+    "compiled",
+    "cuda_graph",
     "early_stop",
     "evaluate",
     "every",

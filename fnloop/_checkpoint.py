@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend import Backend
-from fnloop._encode import Saved, decode, encode
+from fnloop._encode import Saved, as_number, decode, encode
 from fnloop._files import FORMAT, CheckpointError, Contents, candidates, manifest_of, ranking, read_files, verify, write
 from fnloop._history import History, Record
 from fnloop._joint import everywhere
@@ -33,6 +33,7 @@ from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended
 __all__ = ["CheckpointError", "best", "contents", "latest", "position_of", "restore", "resume", "save"]
 
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
+EXECUTION = ("foreach", "fused", "capturable")  # how an optimizer computes: no part of what it computes
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 _log = logging.getLogger("fnloop")
 
@@ -152,7 +153,7 @@ def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
     own = {id(p) for p in unwrap(state).parameters()}
     groups, state_of = [], {}
     for i, group in enumerate(state.optimizer.param_groups):
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        settings = {k: as_number(v) for k, v in group.items() if k not in ("params", "param_names", *EXECUTION)}
         settings = encode(settings, tensors, f"param_groups.{i}")
         groups.append({"params": [names[id(p)] for p in group["params"]], **settings})
         for p in group["params"]:
@@ -373,7 +374,8 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
     if wrong and strict:
         shapes = [f"{k}: {tuple(shape_of[k])} saved, {tuple(parameters[k][0].shape)} here" for k in wrong]
         raise CheckpointError(f"{path} has the optimizer's state of parameters of another shape: {_first(shapes)}")
-    settings = [decode({k: v for k, v in g.items() if k != "params"}, read.optimizer) for g in facts["param_groups"]]
+    skip = ("params", *EXECUTION)
+    settings = [decode({k: v for k, v in g.items() if k not in skip}, read.optimizer) for g in facts["param_groups"]]
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         for key, value in values.items():
             held = group.get(key)

@@ -219,7 +219,8 @@ def _check_whole(loader: Any) -> None:
     if any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers):
         raise ValueError(
             "the loader has a DistributedSampler, which repeats samples so that all processes get as many. fnloop shares out "
-            "the order itself, each sample once: leave the sampler out, DataLoader(dataset, batch_size, shuffle=True)"
+            "the order itself, each sample once: leave the sampler out, DataLoader(dataset, batch_size, shuffle=True); or keep "
+            "it, and say so: sharded(loader)"
         )
     if type(loader).__module__.startswith("accelerate."):
         raise ValueError(

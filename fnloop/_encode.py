@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Saved", "decode", "encode", "like", "waits"]
+__all__ = ["Saved", "as_number", "decode", "encode", "like", "waits"]
 
 
 @attrs.frozen(eq=False)
@@ -149,6 +149,20 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$saved" in value:
         return Saved(value["$saved"], decode(value["parts"], tensors))
     return {k: decode(v, tensors) for k, v in value.items()}
+
+
+def as_number(value: Any) -> Any:
+    """Return a number for a floating scalar tensor, which is one so that it can be changed on the device; else the value.
+
+    Of float32 it is the shortest number that becomes the same again.
+
+    Example:
+        >>> torch.tensor(0.1).item(), as_number(torch.tensor(0.1))
+        (0.10000000149011612, 0.1)
+    """
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        return value
+    return float(str(value.detach().cpu().numpy())) if value.dtype is torch.float32 else value.item()
 
 
 def waits(value: Any) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from fnloop._backend import Backend
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
+from fnloop._hints import hint_at_fused
 from fnloop._history import Record
 from fnloop._joint import Borrowed, everywhere, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
@@ -200,6 +201,7 @@ def _run(
         _warn(state, "fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
     look_again(state)
+    hint_at_fused(state.optimizer, state.backend.device)
     state = attrs.evolve(state, run=info)
     try:
         state = step.meet(state)

@@ -9,6 +9,7 @@ The three in the middle are all that a step does by itself (see ``_steps``). Wha
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -97,6 +98,9 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     takes = [m for m in middleware if m.window > 1]
     if len(takes) > 1:
         raise ValueError(f"{' and '.join(map(repr, takes))} both take several batches at once. Leave one out.")
+    for member in middleware:
+        if member.check is not None:
+            member.check(middleware)
     return Pipeline(tuple(middleware))
 
 
@@ -164,7 +168,9 @@ class PipelineStep:
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self.layers: dict[Any, str] = {}  # code object -> what runs there, to say where an exception came from
         listed = any(m.name == "amp" for m in pipeline.middleware)
-        self.forward = self._ring("forward", self._layer(forward(loss_fn, listed), f"the loss function {name_of(loss_fn)}"))
+        called = functools.reduce(lambda fn, m: m.loss_fn(fn) if m.loss_fn else fn, pipeline.middleware, loss_fn)
+        name = name_of(loss_fn)
+        self.forward = self._ring("forward", self._layer(forward(called, name, listed), f"the loss function {name}"))
         backward = Backward(self._ring("loss", self.forward), may_skip=self._may_skip("forward", "loss"))
         step = self._ring("gradient", self._layer(backward, "backward"))
         step = self._layer(update(step, may_skip=self._may_skip("gradient")), OPTIMIZER)

@@ -25,27 +25,9 @@ from fnloop._sharded import is_sharded
 from fnloop._types import Metric
 
 __all__ = [
-    "EPOCH",
-    "RECORD",
-    "UPDATE",
-    "RunInfo",
-    "StaleStateError",
-    "TrainState",
-    "advance",
-    "advance_to",
-    "all_parameters",
-    "check_fresh",
-    "consumed",
-    "even_size",
-    "look_again",
-    "newest",
-    "now",
-    "parameters",
-    "put",
-    "snapshot",
-    "suspended",
-    "tell_even",
-    "unwrap",
+    "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "even_size", "fenced", "look_again", "newest", "now",
+    "parameters", "put", "snapshot", "suspended", "tell_even", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -300,6 +282,12 @@ def consumed(state: TrainState, batches: int, samples: int, metrics: Mapping[str
         state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state.extra,
         state._lease, state._turn,
     )  # fmt: skip
+
+
+def fenced(state: TrainState, slots: Mapping[str, Any], stand_in: Callable[[str], Any]) -> TrainState:
+    """Return a state of the same handles, with a lease of its own, and stand-ins for all that changes with an update."""
+    names = ("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop", "news", "generators", "extra")
+    return attrs.evolve(state, slots=slots, lease=_Lease(), turn=0, **{name: stand_in(name) for name in names})
 
 
 def suspended(state: TrainState) -> TrainState:

@@ -26,11 +26,11 @@ from fnloop._metrics import absorb, absorb_loss, combine
 from fnloop._processes import any_process, summed
 from fnloop._sharded import local_part
 from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, even_size, parameters
-from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap, name_of
+from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap
 
 __all__ = [
     "OPTIMIZER", "Backward", "Total",
-    "at_least_float32", "consume", "divide", "forward", "linear", "report", "update",
+    "at_least_float32", "consume", "divide", "forward", "linear", "report", "update", "wants_closure",
 ]  # fmt: skip
 
 OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
@@ -38,11 +38,12 @@ OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says w
 # --- the three steps in the middle
 
 
-def forward(loss_fn: LossFn, listed: bool = True) -> Step:
+def forward(loss_fn: LossFn, name: str, listed: bool = True) -> Step:
     """Return the innermost step: call the loss function and read its reply.
 
     Args:
         loss_fn: the loss function.
+        name: what it is called in messages.
         listed: whether the pipeline lists ``amp``; if not, the mixed precision that accelerate is configured for is used.
     """
     checked = False
@@ -58,7 +59,7 @@ def forward(loss_fn: LossFn, listed: bool = True) -> Step:
         loss: Any
         loss, aux = reply if type(reply) is tuple and len(reply) == 2 else (reply, {})
         if not checked:
-            _check_reply(reply, loss, aux, batch, name_of(loss_fn))
+            _check_reply(reply, loss, aux, batch, name)
             checked = True
         weight = aux["weight"] if "weight" in aux else leading(batch)
         return state, Output(loss, weight, aux)
@@ -273,7 +274,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
         for p in params:
             p.grad = None  # whatever was there is not of this batch
         try:
-            if _wants_closure(type(state.optimizer)):
+            if wants_closure(type(state.optimizer)):
                 return _by_closure(step, state, batch)
             new, out = step(state, batch)
             if may_skip and state.backend.world_size > 1 and any_process(out.skip is not None) and out.skip is None:
@@ -290,7 +291,8 @@ def update(step: Step, may_skip: bool = False) -> Step:
 
 
 @functools.cache
-def _wants_closure(optimizer: type[Optimizer]) -> bool:
+def wants_closure(optimizer: type[Optimizer]) -> bool:
+    """Say whether an optimizer evaluates the loss by itself."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import attrs
@@ -152,6 +152,8 @@ class Middleware:
         forward, loss, gradient, update, device, step: ``step -> step`` for that ring, or None.
         init: ``state -> value`` that makes its slot ``state.slots[name]``, or None if it has none.
         window: how many batches one call of the step takes.
+        loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
+        check: is given all middleware of a pipeline when it is composed, and raises if they can't be together; or None.
         call: the call that made it, set by :func:`middleware`; equality, repr and pickling go by it.
 
     Example:
@@ -177,6 +179,8 @@ class Middleware:
     step: Wrap | None = None
     init: Callable[[Any], Any] | None = None
     window: int = 1
+    loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
+    check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def _fields(self) -> dict[str, Any]:

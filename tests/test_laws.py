@@ -95,6 +95,7 @@ COMBINATIONS = [
     fl.pipeline(warm_cosine, fl.schedule(schedules.linear(), field="weight_decay"), fl.accumulate(2)),
     fl.pipeline(weight_penalty(0.01), fl.accumulate(3), noise(0.01), fl.metric(mean=output_mean)),
     fl.pipeline(fl.accumulate(4), fl.torch_scheduler(decay), fl.metric(mean=output_mean), fl.clip(0.05)),
+    fl.pipeline(fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
 ]
 DETERMINISTIC = [p for p in COMBINATIONS if not any(m.name in ("noise", "amp") for m in p.middleware)]
 

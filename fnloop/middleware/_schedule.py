@@ -105,8 +105,8 @@ def _copy(value: float | Tensor) -> float | Tensor:
 
 
 def _set(group: dict[str, Any], field: str, value: float | Tensor) -> None:
-    if isinstance(group[field], Tensor):  # a capturable optimizer: in place, and without a host read
-        group[field].copy_(value)
+    if isinstance(group[field], Tensor):  # a capturable optimizer: in place, and without waiting for the device, as copy_ would
+        group[field].fill_(value)
     else:
         group[field] = value
 

@@ -162,3 +162,30 @@ def test_a_factory_that_needs_the_length_names_fit():
     by_length = fl.torch_scheduler(lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.5, total_iters=2 * run.total_steps))
     with pytest.raises(ValueError, match=r"call fit\(step, state, loaders"):
         fl.pipeline(by_length)(toy_loss)(toy(), ONE)
+
+
+def test_a_learning_rate_on_the_device_is_filled_without_waiting_for_it():
+    """Copying a number to a GPU waits for all that runs there; filling it in does not."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Linear(1, 1)
+    rate = torch.tensor(1.0)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=rate), seed=0)
+    step = fl.pipeline(fl.schedule(lambda i, total: 0.5**i))(fl.supervised(torch.nn.MSELoss()))
+    for i in range(3):
+        with Listening():
+            state, out = step(state, (torch.ones(1, 1), torch.ones(1, 1)))
+        assert (rate.item(), out.metrics["lr"].compute()) == (0.5**i, 0.5**i)
+    state.optimizer.param_groups[0]["initial_lr"] = 1.0  # as it is where the optimizer became capturable in the first update
+    calls.clear()
+    with Listening():
+        step(state, (torch.ones(1, 1), torch.ones(1, 1)))
+    assert torch.ops.aten.fill_.Scalar in calls
+    assert torch.ops.aten.copy_.default not in calls

@@ -1,0 +1,319 @@
+"""Updates captured as graphs: what is recorded, how it is found again, what is filled in, and what is copied out.
+
+A graph is the device's work of one update, recorded once and started as a whole from then on: no Python runs inside it. What
+changes with every update goes in through tensors that stay where they are: the batch, the learning rate. What comes out is
+copied, as the next replay overwrites it. What may not change is the subject of ``_guard``.
+
+Randomness needs nothing: a replay draws from the device's generator as an eager update in its place would. It fills the seed
+and the offset that the generator has at that moment into the graph, and moves the offset on by what the graph draws (Note
+[CUDA Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions it before every update, as ever.
+
+A :class:`Recorder` does the recording. That is all that knows CUDA here; the tests have one for the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fnloop._guard import (
+    CaptureError,
+    Changing,
+    Given,
+    Slots,
+    Watch,
+    check_draws,
+    check_facts,
+    check_reply,
+    facts,
+    host_draws,
+    make_capturable,
+    remember,
+    undo_capturable,
+    why,
+)
+from fnloop._state import TrainState, advance, fenced
+from fnloop._steps import wants_closure
+from fnloop._types import Batch, Metric, Output, Step
+
+__all__ = ["Captured", "Graph", "Recorder", "rebuilt", "recorder_on", "signature"]
+
+EAGER_IN_A_ROW = 100  # updates without a replay, after which there is a warning
+_log = logging.getLogger("fnloop")
+_failed: list[Any] = []  # graphs whose capture was cut short: torch's allocator keeps a pointer to them
+
+
+# --- recording
+
+
+class Recorder(Protocol):
+    """What runs an update where it can be captured, and captures it."""
+
+    def run(self, update: Callable[[], Any], /) -> Any:
+        """Run an update eagerly, and return what it returns."""
+        ...
+
+    def record(self, update: Callable[[], Any], /) -> tuple[Callable[[], None], Any]:
+        """Call the function without any effect on the device; return what has it, again and again, and its reply."""
+        ...
+
+
+class _OnCuda:
+    """CUDA graphs that share their memory: whatever is in use between two replays is outside of it, or copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def run(self, update: Callable[[], Any]) -> Any:
+        here = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            reply = update()
+        here.wait_stream(self.stream)
+        return reply
+
+    def record(self, update: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph, failed = torch.cuda.CUDAGraph(), None
+        # Other threads may go on: workers' batches are pinned, checkpoints copied.
+        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.stream(self.stream), recording:  # which, where it fails, leaves its stream the current one
+                try:
+                    return graph.replay, update()
+                except BaseException as error:
+                    failed = error
+                    raise
+        except BaseException as error:
+            _failed.append(graph)
+            raise failed or error from None  # not that the capture was cut short, but by what
+
+
+def recorder_on(device: torch.device) -> Recorder:
+    """Return the recorder of a device.
+
+    Raises:
+        CaptureError: it has no graphs.
+    """
+    if device.type != "cuda":
+        raise CaptureError(f"cuda_graph needs the model on a CUDA device; it is on {device}. Move it there")
+    return _OnCuda(device)
+
+
+# --- batches
+
+
+def signature(batch: Batch, tensors: list[Tensor]) -> Any:
+    """Return what a graph is found by: structure, shapes and dtypes; the batch's tensors go into ``tensors``.
+
+    Raises:
+        CaptureError: there is something in the batch that is neither a tensor nor plain data.
+    """
+    if isinstance(batch, Tensor):
+        tensors.append(batch)
+        return batch.shape, batch.dtype
+    if isinstance(batch, list | tuple):
+        return type(batch), *[signature(part, tensors) for part in batch]
+    if isinstance(batch, dict):
+        return type(batch), *[(key, signature(part, tensors)) for key, part in batch.items()]
+    if batch is None or isinstance(batch, bool | int | float | str):
+        return type(batch), batch
+    raise CaptureError(
+        f"a batch to capture is made of tensors in tuples, lists and dicts; there is a {type(batch).__name__} in it, which "
+        "can't be filled in. Let the loader's collate_fn return a dict of tensors"
+    )
+
+
+def rebuilt(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
+    """Return the batch with these tensors in the place of its own."""
+    if isinstance(batch, Tensor):
+        return next(tensors)
+    if isinstance(batch, dict):
+        return copy.copy(batch) | {key: rebuilt(part, tensors) for key, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [rebuilt(part, tensors) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _buffers(tensors: list[Tensor]) -> list[Tensor]:
+    for t in tensors:
+        if t.layout is not torch.strided:
+            raise CaptureError(f"a batch to capture is made of dense tensors; there is one of layout {t.layout}")
+    return [torch.empty_like(t) for t in tensors]
+
+
+def _copy(to: list[Tensor], tensors: list[Tensor]) -> None:
+    if tensors:
+        torch._foreach_copy_(to, tensors, non_blocking=True)
+
+
+# --- outputs
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a metric with every tensor in it changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(part, change) for part in value)
+    if attrs.has(type(value)):
+        return type(value)(**{f.alias: _mapped(getattr(value, f.name), change) for f in attrs.fields(type(value))})
+    return copy.deepcopy(value) if hasattr(value, "combine") else value
+
+
+def _filled(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
+    metrics: dict[str, Metric] = {name: _mapped(metric, change) for name, metric in out.metrics.items()}
+    weight = change(out.weight) if isinstance(out.weight, Tensor) else out.weight
+    return Output(change(out.loss), weight, out.aux, metrics)
+
+
+class Graph(NamedTuple):
+    """A captured update.
+
+    Args:
+        replay: runs it.
+        inputs: the tensors of the batch that it reads.
+        output: what it found out; its tensors are overwritten by every replay.
+        results: those of them that are copied.
+        slots: the slots that it uses.
+    """
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    output: Output
+    results: list[Tensor]
+    slots: Mapping[str, Any]
+
+    def __call__(self, tensors: list[Tensor]) -> Output:
+        """Run it on these tensors, and return what is to be kept."""
+        with torch.no_grad():  # a loss function may have asked for the gradient of an input
+            _copy(self.inputs, tensors)
+        self.replay()
+        kept = [torch.empty_like(t) for t in self.results]
+        _copy(kept, self.results)
+        copies = iter(kept)
+        return _filled(self.output, lambda _: next(copies))
+
+
+# --- the step
+
+
+class Captured:
+    """A step that captures its updates: ``warmup`` eager ones for each kind of batch, then replays.
+
+    It holds graphs of one model and one optimizer at a time. They are no state: without them the same is computed.
+
+    Args:
+        step: the step inside.
+        warmup: eager updates before a capture.
+        limit: graphs to hold; the one that wasn't used for longest goes.
+        recorder: ``device -> Recorder``.
+    """
+
+    def __init__(self, step: Step, warmup: int, limit: int, recorder: Callable[[torch.device], Recorder]) -> None:
+        self.step, self.warmup, self.limit, self.recorder_on = step, warmup, limit, recorder
+        self.graphs: dict[Any, Graph] = {}
+        self.ran: Counter[Any] = Counter()  # eager updates, by kind of batch
+        self.watch: Watch | None = None
+        self.given: list[Given] = []
+        self.eager, self.changed = 0, "the shapes of the batches"
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        tensors: list[Tensor] = []
+        key = signature(batch, tensors)
+        change = self.watch.change(state) if self.watch else "nothing"
+        if change:
+            self._begin(state, change)
+        graph = self.graphs.pop(key, None)
+        if graph is not None and any(state.slots.get(name) is not value for name, value in graph.slots.items()):
+            self._begin(state, "a slot that the update reads")
+            graph = None
+        if graph is None and self.ran[key] < self.warmup:
+            return self._eagerly(key, state, batch)
+        if graph is None:
+            graph = self._recorded(state, batch, tensors)
+        else:
+            self.eager = 0
+        self.graphs[key] = graph  # the last one is the one used last
+        if len(self.graphs) > self.limit:
+            oldest = next(iter(self.graphs))
+            del self.graphs[oldest], self.ran[oldest]
+        out = graph(tensors)
+        return advance(state, applied=True), out
+
+    def _begin(self, state: TrainState, change: str) -> None:
+        """Forget all graphs, and look at what there is."""
+        if self.watch:
+            self.changed = change
+        self.watch = None
+        self.graphs.clear()
+        self.ran.clear()
+        device, optimizer = state.backend.device, state.optimizer
+        self.recorder = self.recorder_on(device)
+        if state.backend.world_size > 1:
+            raise CaptureError(f"cuda_graph captures the updates of one process; there are {state.backend.world_size}")
+        if wants_closure(type(optimizer)):
+            name = type(optimizer).__name__
+            raise CaptureError(f"{name} decides on the host how often it evaluates the loss: take another")
+        devices = {str(t.device) for t in (*state.model.parameters(), *state.model.buffers())}
+        if len(devices) > 1:
+            raise CaptureError(f"the model is on {' and '.join(sorted(devices))}: put it on one, as a graph is")
+        given = make_capturable(optimizer, device)
+        if not self.given or self.given[0].group is not given[0].group:  # else it was capturable already, by us
+            self.given = given
+        self.watch = Watch(state)
+
+    def _eagerly(self, key: Any, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        assert self.watch is not None
+        if len(self.ran) > 1000:  # as many kinds of batches as batches
+            self.ran.clear()
+        self.ran[key] += 1
+        self.eager += 1
+        if self.eager == EAGER_IN_A_ROW:
+            _log.warning(
+                "cuda_graph: %d updates in a row ran eagerly: what changes from one to the next is %s. A graph is of one kind "
+                "of batch and one set of settings, and is captured when they have come %d times. Pad batches to a few lengths; "
+                "only the learning rate can be scheduled; else leave cuda_graph out, to the same result",
+                self.eager, self.changed, self.warmup,
+            )  # fmt: skip
+        reply = self.recorder.run(lambda: self.step(state, batch))
+        self.watch.take()  # the first update makes the optimizer's state
+        return reply
+
+    def _recorded(self, state: TrainState, batch: Batch, tensors: list[Tensor]) -> Graph:
+        """Capture an update. Whatever goes wrong, the state is as it was."""
+        __tracebackhide__ = True
+        inputs = _buffers(tensors)
+        _copy(inputs, tensors)
+        static, slots, device = rebuilt(batch, iter(inputs)), Slots(state.slots), state.backend.device
+        inside = fenced(state, slots, Changing)
+        before, draws, put_back = facts(state), host_draws(device), remember(state)
+        try:
+            replay, (new, out) = self.recorder.record(lambda: self.step(inside, static))
+            check_reply(state, new, out)
+            check_facts(before, facts(state))
+            check_draws(draws, host_draws(device))
+        except BaseException as error:
+            self.watch = None  # the recorder may not be able to record again
+            put_back()
+            if isinstance(error, CaptureError) or not isinstance(error, Exception):
+                raise
+            raise why(error) from error
+        results: list[Tensor] = []
+        _filled(out, lambda t: results.append(t.detach()) or t)
+        return Graph(replay, inputs, out, results, {name: state.slots[name] for name in slots.used if name in state.slots})
+
+    def release(self, state: TrainState) -> None:
+        """Drop the graphs, and give the optimizer its settings back."""
+        undo_capturable(state.optimizer, self.given)
+        self.graphs.clear()
+        self.watch, self.given = None, []
