@@ -100,8 +100,8 @@ def backend_of(accelerator: Any) -> Backend:
         )
     if kind != "FSDP" and accelerator.num_processes > 1 and getattr(accelerator.state, "fsdp_plugin", None) is not None:
         raise NotImplementedError(
-            "accelerate is configured for FSDP, which it leaves out where there is no GPU: call torch's fully_shard(model) before "
-            "you make the optimizer, which works there too"
+            "accelerate is configured for FSDP, which it leaves out where there is no GPU: call torch's fully_shard(model) "
+            "before you make the optimizer, which works there too"
         )
     precision = _PRECISIONS.get(accelerator.mixed_precision)
     if precision is None and accelerator.mixed_precision != "no":

@@ -34,7 +34,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,9 +298,9 @@ def measure(contenders: dict[str, Train], batches: Batches, rounds: int) -> dict
     return times
 
 
-def show(setting: str, times: dict[str, list[float]]) -> None:
+def show(setting: str, times: dict[str, list[float]], names: Iterable[str] = ()) -> None:
     print(f"\n{setting:<28}{'µs/batch':>10}{'ratio':>8}{'25–75 %':>15}")
-    for name in CONTENDERS:
+    for name in names or CONTENDERS:
         if name not in times:
             print(f"{name:<28}not installed: pip install 'fnloop[bench]'")
             continue

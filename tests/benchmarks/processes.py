@@ -1,0 +1,331 @@
+"""What a training loop costs on two processes: fnloop, its peers, and torch's DistributedDataParallel by hand.
+
+    pip install 'fnloop[bench]'                                     # the peers; those that are missing are left out
+    torchrun --nproc-per-node 2 tests/benchmarks/processes.py       # two tables; raw numbers as JSON beside this file
+    python tests/benchmarks/processes.py                            # starts that itself
+
+All contenders live in the same two processes (gloo, CPU, one thread each), and take turns there in random order: once per
+round each trains on its half of one list of tensors. They begin with the same weights and have to arrive at those of the loop
+written by hand, to 1e-6; otherwise nothing is timed. A round's time is that of the slower process, between two barriers;
+ratios are taken within a round. What is timed is described in overhead.py: of fnloop the whole call of ``fit``, of lightning
+its epoch alone.
+
+Two models: a tiny one, in which the loop shows beside the latency of an exchange, and one whose batch takes milliseconds. Each
+plain, and with four batches to an update, of which only the last is exchanged (``no_sync``), and gradients clipped.
+
+The plan for more processes, on paper
+-------------------------------------
+
+Weak scaling: N processes with b samples each, so an update takes as long as with one, plus what isn't hidden of
+
+* gradients, P bytes: a ring sends and receives 2 (N-1)/N · P per process and update, between 1 P (N = 2) and 2 P; its time on
+  a link of bandwidth B is that / B + 2 (N-1) latencies for each bucket (25 MiB). All but the last bucket travel while backward
+  goes on. Under ``fully_shard``, 3 (N-1)/N · P, of which 2 per batch of a window rather than per update;
+* the number of items: 8 bytes, and only if it can't be known (token counts, a ragged end, a loader without a batch size). It
+  is begun before the last backward and needed behind it, so it costs its start: 0.1 to 0.3 ms over gloo;
+* buffers: those of the main process, a broadcast per update and before forward, so nothing hides it (ResNet-50: 0.2 MB);
+* what signals were heard, the clock and the counters: 72 bytes every 0.1 to 0.4 seconds, on the host, read an exchange later;
+* metrics: a report's are pickled (some 100 bytes each) and gathered by all: N · bytes to each process, per report, not per
+  update;
+* the data: nothing is sent. But each process draws the whole order and steps over the batches of the others: per update, N · b
+  indices and N seeds of Python's time, where the loader is one of indices. Of any other iterable that isn't ``sharded`` it
+  makes all N batches.
+
+For example, GPT-2 with 124 M parameters in float32 (P = 0.5 GB), 32 × 1,024 tokens per H100 at 40 % of its 989 TFLOP/s: 62 ms
+of compute, 41 of them in backward; one link to each machine.
+
+    N                 link                   2 (N-1)/N · P / B     not hidden      scaling      with accumulate(4)
+    8, one machine    NVLink, 400 GB/s       2 ms                  < 1 ms          > 98 %       > 99 %
+    16, two           400 Gbit/s, 50 GB/s    19 ms                 < 1 ms          > 98 %       > 99 %
+    16, two           100 Gbit/s, 12.5 GB/s  74 ms                 34 ms           65 %         88 %
+    64, eight         100 Gbit/s             78 ms                 38 ms           62 %         87 %
+
+What breaks first, then: on slow links the gradients, from the second machine on. The remedies are ``accumulate``, which has n
+times the compute for them, and a communication hook that sends bf16, which halves them. On fast links it is the order of the
+data: 0.25 µs of Python for each sample of an update, whichever process trains on it, are 2 ms where N · b = 8,192, and 30 at
+128 thousand (workers don't help: it is done where the loop is). From there on, a stream of which each process reads a part
+(``sharded``) is the better form. So it is before, for loaders that aren't DataLoaders of a map-style dataset: N processes read
+everything N times. Then gloo, over which the host talks: N - 1 sockets in each process, N² in all. And everybody waits for the
+slowest process, whatever the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import gc
+import itertools
+import json
+import os
+import platform
+import pstats
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overhead import ACCUMULATED, CLOCK, HAND, MAX_NORM, PLAIN, WARM_UP, WINDOW, Batches, Loader, Train, cpu, show, version
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.optim import SGD, Optimizer
+
+import fnloop as fl
+
+TINY, MID = "tiny MLP", "mid-sized MLP"
+SIZES = {TINY: ((64, 64, 64, 10), 16), MID: ((784, 512, 512, 10), 64)}  # widths, and samples in a batch
+SHARE = {TINY: 1.0, MID: 0.1}  # of the batches in a round
+
+
+def mine(batches: Batches) -> Batches:
+    return batches[dist.get_rank() :: dist.get_world_size()]
+
+
+# --- the contenders: (model, optimizer, setting) -> train, which gets the batches of both processes ---------------------
+
+
+def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
+    model = DistributedDataParallel(model)
+
+    def plain(batches: Batches) -> None:
+        batches = mine(batches)
+        CLOCK.start()
+        total = torch.zeros(2)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            total += torch.stack([loss.detach() * len(y), torch.tensor(len(y))])
+        dist.all_reduce(total)
+        total.tolist()
+        CLOCK.stop()
+
+    def accumulated(batches: Batches) -> None:
+        batches = mine(batches)
+        CLOCK.start()
+        total = torch.zeros(())
+        for i in range(0, len(batches), WINDOW):
+            optimizer.zero_grad()
+            for n, (x, y) in enumerate(batches[i : i + WINDOW], 1):
+                with contextlib.nullcontext() if n == WINDOW else model.no_sync():
+                    loss = cross_entropy(model(x), y)
+                    (loss / WINDOW).backward()
+                total += loss.detach() * len(y)
+            clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+        dist.all_reduce(total)
+        total.item()
+        CLOCK.stop()
+
+    return plain if setting == PLAIN else accumulated
+
+
+def with_fnloop(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return cross_entropy(model(x), y)
+
+    middleware = () if setting == PLAIN else (fl.accumulate(WINDOW), fl.clip(MAX_NORM))
+    step = fl.pipeline(*middleware)(loss_fn)
+    state = fl.TrainState.create(model, optimizer, seed=0)
+
+    def train(batches: Batches) -> None:
+        nonlocal state
+        CLOCK.start()
+        state = fl.fit(step, state, batches, hooks=())
+        CLOCK.stop()
+
+    return train
+
+
+def with_accelerate(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
+    """The loops of its documentation, with the loss summed. A list needs no preparing."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if setting == PLAIN else WINDOW)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def train(batches: Batches) -> None:
+        batches = mine(batches)
+        accelerator.gradient_accumulation_steps = 1 if setting == PLAIN else WINDOW  # process-wide
+        CLOCK.start()
+        total = torch.zeros(())
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if setting != PLAIN and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.detach() * len(y)
+        accelerator.reduce(total, "sum").item()
+        CLOCK.stop()
+
+    return train
+
+
+def with_lightning(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
+    """Each fit gets a new Trainer, which wraps the model anew before its epoch begins."""
+    import logging
+
+    from lightning.pytorch import LightningModule, Trainer
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    class Module(LightningModule):
+        on_train_epoch_start, on_train_epoch_end = CLOCK.start, CLOCK.stop
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            x, y = batch
+            return cross_entropy(self.model(x), y)
+
+        def configure_optimizers(self) -> Optimizer:
+            return optimizer
+
+    module = Module()
+    extra = {} if setting == PLAIN else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
+
+    def train(batches: Batches) -> None:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy="ddp",
+            max_epochs=1,
+            barebones=True,
+            use_distributed_sampler=False,
+            **extra,
+        )
+        trainer.fit(module, Loader(mine(batches)))
+
+    return train
+
+
+CONTENDERS: dict[str, tuple[str, Callable[..., Train]]] = {  # name -> (distribution, how to build it)
+    HAND: ("torch", by_hand),
+    "fnloop": ("fnloop", with_fnloop),
+    "accelerate": ("accelerate", with_accelerate),
+    "lightning": ("lightning", with_lightning),
+}
+
+
+# --- the measurement ----------------------------------------------------------------------------------------------------
+
+
+def make_model(size: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    widths, _ = SIZES[size]
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    return model, SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def make_batches(size: str, n: int) -> Batches:
+    torch.manual_seed(1)
+    widths, samples = SIZES[size]
+    return [(torch.randn(samples, widths[0]), torch.randint(widths[-1], (samples,))) for _ in range(n)]
+
+
+def build(size: str, setting: str, names: list[str], warm_up: Batches) -> dict[str, Train]:
+    """Build the contenders and warm them up. Exit unless all have done the same work."""
+    contenders, weights = {}, {}
+    for name in names:
+        model, optimizer = make_model(size)
+        contenders[name] = CONTENDERS[name][1](model, optimizer, setting)
+        contenders[name](warm_up)
+        weights[name] = parameters_to_vector(model.parameters()).detach()
+        apart = (weights[name] - weights[HAND]).abs().max().item()
+        if not apart <= 1e-6:
+            raise SystemExit(f"{size}, {setting}: weights of {name} are {apart:.2g} from those by hand")
+    return contenders
+
+
+def measure(contenders: dict[str, Train], batches: Batches, rounds: int) -> dict[str, list[float]]:
+    """Return microseconds per batch of the slower process, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)  # the same in both processes
+    for _ in range(rounds):
+        for name in order.sample(list(contenders), len(contenders)):
+            gc.collect()
+            dist.barrier()
+            contenders[name](batches)
+            slower = torch.tensor(CLOCK.seconds)
+            dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+            times[name].append(slower.item() / len(mine(batches)) * 1e6)
+    return times
+
+
+def profile(contenders: dict[str, Train], batches: Batches) -> None:
+    """Say where the main process's time goes in a call of ``fit``."""
+    with cProfile.Profile() if dist.get_rank() == 0 else contextlib.nullcontext() as seen:
+        contenders["fnloop"](batches)
+    if seen is not None:
+        pstats.Stats(seen).sort_stats("tottime").print_stats(30)
+
+
+def launch() -> None:
+    """Start two processes, each of which is this script, and become their launcher."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    os.execv(sys.executable, [*command, __file__, *sys.argv[1:]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    beside = Path(__file__).with_suffix(".json")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s; 15 or more to quote")
+    parser.add_argument(
+        "--batches", type=int, default=400, help="per process in a round of the tiny model; default: %(default)s"
+    )
+    parser.add_argument("--only", nargs="*", default=list(CONTENDERS), help="contenders, beside the loop by hand")
+    parser.add_argument("--profile", action="store_true", help="show where fnloop's time goes, instead of measuring")
+    parser.add_argument("--json", type=Path, default=beside, help="where numbers go; default: %(default)s")
+    args = parser.parse_args()
+    if args.rounds < 2 or args.batches < WARM_UP or args.batches % (10 * WINDOW):
+        parser.error(f"expected 2 rounds or more, and {WARM_UP} batches or more, a multiple of {10 * WINDOW}")
+    if "RANK" not in os.environ:
+        launch()
+
+    warnings.simplefilter("ignore")  # what peers advise about loaders and loggers
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main, size_of_world = dist.get_rank() == 0, dist.get_world_size()
+    versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
+    names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution] and name in {HAND, *args.only}]
+    if main:
+        print(f"{cpu()}, Python {platform.python_version()}, {size_of_world} processes, {args.rounds} rounds")
+        print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
+    results: dict[str, Any] = {}
+    for size in SIZES:
+        if main:
+            print(f"\n{size}: {SIZES[size][1]} samples, {' – '.join(map(str, SIZES[size][0]))}")
+        batches = make_batches(size, int(args.batches * SHARE[size]) * size_of_world)
+        for setting in (PLAIN, ACCUMULATED):
+            contenders = build(size, setting, names, batches[: WARM_UP * size_of_world])
+            if args.profile:
+                profile(contenders, batches)
+                continue
+            times = measure(contenders, batches, args.rounds)
+            results[f"{size}, {setting}"] = times
+            if main:
+                show(setting, times, dict.fromkeys([HAND, *args.only]))
+    if main and results:
+        facts = {"cpu": cpu(), "python": platform.python_version(), "versions": versions, "processes": size_of_world}
+        args.json.write_text(json.dumps({**facts, "batches": args.batches, "us_per_batch": results}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
