@@ -270,7 +270,7 @@ def _run(
                         if went_back or state.stop is not None or state.step >= last_step:
                             break
                     if council is not None:
-                        council.close(caught)
+                        council.close(state, caught)
                         state = caught.heard(state)
                     if caught.save or state.stop is not None or _reached(state, epochs, steps):
                         where = "the end"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fnloop._metrics import Last
-from fnloop._processes import agreed, any_process, largest, merged, others, summed, sync_buffers
+from fnloop._processes import agreed, any_process, largest, merged, on_leaving, others, summed, sync_buffers
 from fnloop._sharded import is_sharded, roots
 from fnloop._state import TrainState, all_parameters
 from fnloop._types import Output
@@ -27,6 +28,7 @@ from fnloop._types import Output
 __all__ = ["Borrowed", "Joint", "everywhere", "joint_of", "without_last"]
 
 Weight = int | float | Tensor
+_log = logging.getLogger("fnloop")
 
 
 class Borrowed:
@@ -87,14 +89,20 @@ class Joint:
         self.partial: set[str] = {"loss"}  # the metrics that are of a process's own share
         self.borrows = False  # whether this process had no batch of its own in the last round
         self.items: Weight = 0  # of the last window, over all processes
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: _Ddp | None = None
         self._params: list[Tensor] = []
         self._flags: list[bool] = []
         self._trainable: list[Tensor] = []
+        self._warned = False
         self._waits = False  # whether DDP waits for every parameter, used or not
         self._known: bool | None = None  # whether weights are the sizes of the batches, in every process
         self._reference: Weight | None = None
+        on_leaving.add(self)
         self._has_buffers = any(True for _ in state.model.buffers())
+
+    def leave(self) -> None:
+        """Let go of the group of processes, at the end of the script."""
+        self._ddp = None
 
     def renew(self) -> None:
         """Begin a run: its data may be others."""
@@ -137,12 +145,26 @@ class Joint:
         """End a window: let DDP have what it still waits for, and average what ``fully_shard`` doesn't look after."""
         if self.sharded is None:
             if self._waits and not touched and (unused := [p for p in self._trainable if p.grad is None]):
+                self._warn_of(unused)
                 torch.stack([p.flatten()[:1].sum() * 0 for p in unused]).sum().backward()
         else:
             for p in others(state.model, state.optimizer):
                 if p.requires_grad:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                     p.grad.copy_(summed(p.grad)() / self.size)
+
+    def _warn_of(self, unused: list[Tensor]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        names = [name for name, p in self.model.named_parameters() if any(p is q for q in unused)]
+        _log.warning(
+            "the loss leaves out parameters in some updates that it uses in others (%s). With several processes they have a "
+            "zero "
+            "gradient then, which weight decay and momentum go by, where one process leaves them alone. For that, pass backend="
+            "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+        )  # fmt: skip
 
     def nothing(self, state: TrainState, loss: Tensor) -> Tensor:
         """Return a number to start from that adds nothing to any gradient."""
@@ -200,8 +222,20 @@ class _Touch(torch.autograd.Function):
         return (grad, *(None,) * ctx.count)
 
 
+class _Ddp(DistributedDataParallel):
+    """DDP that doesn't sort its buckets anew when it has seen in which order gradients come.
+
+    A sum over three processes or more depends, in its last bit, on where in a bucket a gradient is: sorted anew behind the
+    first update, a run that goes on from a checkpoint would not be the one that never stopped.
+    """
+
+    def forward(self, loss: Tensor) -> Any:
+        self.reducer.prepare_for_forward()
+        return self._post_forward(loss)
+
+
 class _Trainable(nn.Module):
-    """What DDP is to look after: the model, and what the optimizer trains beside it. Its forward passes a loss on."""
+    """What DDP is to look after: the model, and what the optimizer trains beside it."""
 
     def __init__(self, model: nn.Module, beside: list[Tensor]) -> None:
         super().__init__()
@@ -209,16 +243,13 @@ class _Trainable(nn.Module):
         known: dict[str, Any] = self._parameters
         known.update({f"other{i}": p for i, p in enumerate(beside)})  # past a check: a leaf needn't be an nn.Parameter
 
-    def forward(self, loss: Tensor) -> Tensor:
-        return loss
 
-
-def _ddp(state: TrainState, trainable: list[Tensor], loss: Tensor) -> DistributedDataParallel:
+def _ddp(state: TrainState, trainable: list[Tensor], loss: Tensor) -> _Ddp:
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
     settings.pop("broadcast_buffers", None)  # done before forward, and once per update: see Joint.open
     settings.setdefault("find_unused_parameters", any_process(bool({id(p) for p in trainable} - set(map(id, _reached(loss))))))
-    ddp = DistributedDataParallel(
+    ddp = _Ddp(
         _Trainable(state.model, [p for p in trainable if id(p) not in own]),
         init_sync=False,  # the graph is there already: nothing in it may change
         **{**_no_buffers(), **settings},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -11,6 +12,7 @@ import pickle
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -28,7 +30,7 @@ from fnloop._sharded import check_sharded, is_sharded, local_part
 
 __all__ = [
     "agreed", "agreeing", "any_process", "at_home", "broadcast", "gather", "gather_objects", "is_lost", "join", "largest",
-    "main_only", "merged", "others", "reduce", "summed", "sync_buffers",
+    "main_only", "merged", "on_leaving", "others", "reduce", "summed", "sync_buffers", "together",
 ]  # fmt: skip
 
 PATIENCE = 30  # seconds that a process waits for the others before it says so
@@ -129,7 +131,7 @@ _waiting: list[tuple[str, float]] = []  # what this process waits for the others
 
 
 @contextlib.contextmanager
-def _together(what: str) -> Iterator[None]:
+def together(what: str) -> Iterator[None]:
     """Note that this process waits for all others."""
     outermost = not _waiting
     if outermost:
@@ -150,8 +152,8 @@ def _look_out() -> None:
             if time.monotonic() - since > PATIENCE and said != since:
                 said = since
                 _log.warning(
-                    "process %d has waited %d s in %s for the others. Every process has to come there: if it is under "
-                    "'if rank == 0' or in on_main(...), take it out",
+                    "process %d has waited %d s in %s for the others. Every process has to come there: look for what only some "
+                    "do ('if rank == 0', on_main(...), a hook that stops by what only one of them knows)",
                     dist.get_rank(), PATIENCE, what,
                 )  # fmt: skip
 
@@ -162,13 +164,21 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+on_leaving: weakref.WeakSet[Any] = weakref.WeakSet()  # things with leave(), which let go of their groups
+
+
 def _leave() -> None:
     """Take the groups down in order, when the script is at its end: else gloo's threads may abort the process.
 
     Not behind an exception: others may be waiting for this process, and are told by its end.
     """
+    for tensor in _recent:  # not to be let go of by a thread of gloo's when there is no Python any more
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
     if dist.is_initialized() and not hasattr(sys, "last_type"):
+        for holder in list(on_leaving):
+            holder.leave()
         dist.destroy_process_group()
+        _control.cache_clear()
 
 
 def _group(device: torch.device) -> Any:
@@ -207,7 +217,7 @@ def gather_objects(value: Any) -> list[Any]:
     mine = _pickled(value)
     sizes = _kept(torch.zeros(size, dtype=torch.int64))
     sizes[dist.get_rank()] = len(mine)
-    with _together("an exchange of metrics or results"):
+    with together("an exchange of metrics or results"):
         dist.all_reduce(sizes, group=_control())
         longest = int(sizes.max())
         parts = [_kept(torch.empty(longest, dtype=torch.uint8)) for _ in range(size)]
@@ -235,7 +245,7 @@ def agreed(numbers: Iterable[float]) -> list[float]:
     """Return the largest of each number over all processes."""
     if _world()[1] == 1:
         return [*map(float, numbers)]
-    with _together("an agreement"):
+    with together("an agreement"):
         return agreeing(numbers)()
 
 
@@ -275,7 +285,7 @@ def main_only(do: Callable[[], Any], what: str) -> Any:
             result = do()
         except BaseException as raised:
             error = raised
-    with _together(what):
+    with together(what):
         failed = broadcast(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
@@ -336,7 +346,7 @@ def gather(tree: Any) -> Any:
             return parts
         return torch.cat([p.unsqueeze(0) if p.ndim == 0 else p for p in parts])
 
-    with _together("fnloop.gather"):
+    with together("fnloop.gather"):
         parts = gather_objects(tree)
     return at_home(tree, _zipped(parts, concatenated))
 
@@ -376,7 +386,7 @@ def reduce(tree: Any, how: str = "mean") -> Any:
             return {"mean": sum(parts) / len(parts), "sum": sum(parts), "min": min(parts), "max": max(parts)}[how]
         raise TypeError(f"reduce expects tensors, numbers and metrics; got {first!r:.60} ({type(first).__name__})")
 
-    with _together("fnloop.reduce"):
+    with together("fnloop.reduce"):
         parts = gather_objects(tree)
     return at_home(tree, _zipped(parts, reduced))
 
@@ -407,7 +417,7 @@ def broadcast(tree: Any, source: int = 0) -> Any:
         return tree
     data = _kept(_pickled(tree) if rank == source else torch.empty(0, dtype=torch.uint8))
     length = _kept(torch.tensor([len(data)]))
-    with _together("fnloop.broadcast"):
+    with together("fnloop.broadcast"):
         dist.broadcast(length, source, group=_control())
         data = data if rank == source else _kept(torch.empty(int(length), dtype=torch.uint8))
         dist.broadcast(data, source, group=_control())
@@ -431,7 +441,7 @@ def _zipped(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
 
 
 def _shape(container: Any) -> Any:
-    return list(container) if isinstance(container, Mapping) else len(container)
+    return container.keys() if isinstance(container, Mapping) else len(container)
 
 
 def at_home(mine: Any, tree: Any) -> Any:

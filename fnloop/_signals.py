@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from fnloop._processes import agreeing
+from fnloop._processes import agreeing, together
 from fnloop._state import TrainState
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]
@@ -115,10 +115,13 @@ class Council:
         self._answer, self._until = agreeing(facts), self._gap
         state._lease.clock = self.clock  # which may be another's, if a hook went back to a snapshot
 
-    def close(self, signals: Signals) -> None:
-        """Hear the last answer, at the end of an epoch."""
+    def close(self, state: TrainState, signals: Signals) -> None:
+        """Hear the last answer, and meet once more, at the end of an epoch: here everybody waits for all."""
         self._hear(signals)
         self._until = 0
+        with together("the end of an epoch"):
+            self.meet(state, signals)
+            self._hear(signals)
 
     def _hear(self, signals: Signals) -> None:
         if self._answer is None:

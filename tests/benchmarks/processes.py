@@ -21,8 +21,8 @@ Weak scaling: N processes with b samples each, so an update takes as long as wit
 * gradients, P bytes: a ring sends and receives 2 (N-1)/N · P per process and update, between 1 P (N = 2) and 2 P; its time on
   a link of bandwidth B is that / B + 2 (N-1) latencies for each bucket (25 MiB). All but the last bucket travel while backward
   goes on. Under ``fully_shard``, 3 (N-1)/N · P, of which 2 per batch of a window rather than per update;
-* the number of items: 8 bytes, and only if it can't be known (token counts, a ragged end, a loader without a batch size). It
-  is begun before the last backward and needed behind it, so it costs its start: 0.1 to 0.3 ms over gloo;
+* the number of items: 8 bytes, and only if it can't be known (token counts, a ragged end, a ``sharded`` loader). It is
+  begun before the last backward and needed behind it, so it costs its start: 0.1 to 0.3 ms over gloo;
 * buffers: those of the main process, a broadcast per update and before forward, so nothing hides it (ResNet-50: 0.2 MB);
 * what signals were heard, the clock and the counters: 72 bytes every 0.1 to 0.4 seconds, on the host, read an exchange later;
 * metrics: a report's are pickled (some 100 bytes each) and gathered by all: N · bytes to each process, per report, not per
