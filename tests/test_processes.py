@@ -6,8 +6,12 @@ compare what they return. One process is compared with a loop written by hand.
 
 import contextlib
 import fcntl
+import io
 import json
+import math
 import os
+import signal
+import time
 
 import attrs
 import numpy as np
@@ -39,15 +43,18 @@ def launched(tmp_path_factory):
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
-    def run(job, n, *arguments, **settings):
-        folder = shared / f"{job.__name__}-{n}"
-        with (shared / f"{folder.name}.lock").open("w") as lock:
+    def run(job, n):
+        path = shared / f"{job.__name__}-{n}"
+        with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
-                (folder.parent / f"{folder.name}.json").write_text(
-                    json.dumps(processes.results(folder, n, job, *arguments, **settings))
-                )
-            return json.loads((folder.parent / f"{folder.name}.json").read_text())
+            if not path.with_suffix(".json").exists():
+                try:
+                    found = processes.results(path, n, job, timeout=150)
+                except (AssertionError, TimeoutError) as error:
+                    found = str(error)
+                path.with_suffix(".json").write_text(json.dumps(found))
+        found = json.loads(path.with_suffix(".json").read_text())
+        return pytest.fail(found) if isinstance(found, str) else found
 
     return run
 
@@ -562,3 +569,163 @@ def test_metrics_of_the_same_weights_are_equal(launched, n):
 def test_last_is_of_the_last_batch(launched, n):
     # fails: it is of the last process, which has none of the last round
     assert [mine["evaluated"]["last"] for mine in launched(measures, n)] == [SIZE - 1] * n
+
+
+# --- what is decided, by whom
+
+
+class Long:
+    """Batches of one sample with a little time between them; something happens in one process only, at a batch of it."""
+
+    def __init__(self, batches=400, pause=0.001):
+        self.batches, self.pause = batches, pause
+
+    def __len__(self):
+        return self.batches * world()
+
+    def __iter__(self):
+        for n in range(len(self)):
+            if n % world() == 0:
+                time.sleep(self.pause)
+            yield samples()[n % SIZE : n % SIZE + 1]
+
+
+@attrs.frozen
+class at_batch:
+    """Send this process a signal at an update, if it is the last one of all."""
+
+    update: int
+    number: int
+
+    def __call__(self, state):
+        if state.step == self.update and rank() == world() - 1:
+            os.kill(os.getpid(), self.number)
+        return state
+
+
+def decisions(folder):
+    return {name: decide(folder / name) for name, decide in DECISIONS.items()}
+
+
+def stop_early(folder):
+    """Stop by the validation loss, which is the same everywhere."""
+    return outcome(fitted(loader(), valid=loader(), epochs=50, hooks=(fl.early_stop("valid/loss", patience=2, min_delta=9.0),)))
+
+
+def terminate(folder):
+    hooks = (fl.checkpoint(folder, keep=100), at_batch(20, signal.SIGTERM))
+    state = fitted(Long(), hooks=(fl.every(steps=1000)(hooks[0]), hooks[1]))
+    kept = sorted(path.name for path in folder.iterdir())
+    on = fl.fit(fl.pipeline()(entropy), state, Long(), steps=state.step + 3, hooks=())
+    return {**outcome(state), "kept": kept, "went on": on.step - state.step}
+
+
+def save_and_go_on(folder):
+    state = fitted(Long(), hooks=(fl.every(steps=1000)(fl.checkpoint(folder, keep=100)), at_batch(20, signal.SIGUSR1)))
+    return {**outcome(state), "kept": sorted(path.name for path in folder.iterdir())}
+
+
+def clock(folder):
+    due = []
+
+    def note(state):
+        due.append(state.step)
+        return state
+
+    slow = 0.002 if rank() else 0.001
+    state = fitted(Long(pause=slow), hooks=(fl.every(seconds=0.2)(note),), evaluate_every=fl.every(seconds=0.3))
+    return {**outcome(state), "due": due, "records": [r.step for r in state.history]}
+
+
+def main_alone(folder):
+    called, file = [], io.StringIO()
+
+    def note(state):
+        called.append(state.step)
+        return state
+
+    fitted(loader(), hooks=(fl.every(steps=2)(fl.on_main(note)), fl.progress(file=file)))
+    with (
+        pytest.raises(ValueError, match="on_main.* must return the state that it is given")
+        if rank() == 0
+        else contextlib.nullcontext()
+    ):
+        fl.on_main(lambda state: attrs.evolve(state, stop="now"))(fitted(loader()))
+    return {"called": called, "lines": file.getvalue().count("train/loss")}
+
+
+def nonfinite(folder):
+    """NaN in the share of one process stops all."""
+
+    def loss(model, batch):
+        return entropy(model, batch)[0] * (math.nan if 40 in batch[3] else 1.0)
+
+    return outcome(fitted(loader(), hooks=(fl.halt_on_nonfinite(steps=1),), loss=loss))
+
+
+DECISIONS = {
+    "early stop": stop_early,
+    "SIGTERM": terminate,
+    "SIGUSR1": save_and_go_on,
+    "seconds": clock,
+    "main": main_alone,
+    "nonfinite": nonfinite,
+}
+
+
+def fitted(train, valid=None, loss=entropy, epochs=1, **settings):
+    torch.manual_seed(0)
+    model = network()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    loaders = {"train": train} if valid is None else {"train": train, "valid": valid}
+    return fl.fit(fl.pipeline()(loss), state, loaders, epochs=epochs, **{"hooks": (), **settings})
+
+
+def outcome(state):
+    return {
+        "counters": [state.step, state.epoch, state.batch],
+        "stop": state.stop,
+        "seconds": [r.seconds for r in state.history],
+    }
+
+
+@pytest.fixture(params=[2, 3])
+def decided(request, launched):
+    found = launched(decisions, request.param)
+    for name in DECISIONS.keys() - {"main"}:
+        assert all(mine[name] == found[0][name] for mine in found), name
+    return found
+
+
+def test_early_stop_is_the_same_everywhere(decided):
+    assert decided[0]["early stop"]["stop"].startswith("early_stop: valid/loss has not improved")
+
+
+def test_a_signal_to_one_process_stops_all_behind_one_update_and_is_saved_once(decided):
+    found = decided[-1]["SIGTERM"]
+    step = found["counters"][0]
+    assert found["stop"] == "SIGTERM" and 20 <= step < 400
+    assert found["kept"] == [f"step-{step:08d}"] and found["went on"] == 3
+
+
+def test_a_signal_to_one_process_saves_once_and_goes_on(decided):
+    found = decided[-1]["SIGUSR1"]
+    assert found["stop"] is None and found["counters"] == [400, 1, 0]
+    first, last = found["kept"]
+    assert last == "step-00000400" and 20 <= int(first[5:]) < 400
+
+
+def test_seconds_are_due_at_one_update_everywhere(decided):
+    # fails: the first look at evaluate_every is before the clocks are one
+    found = decided[0]["seconds"]
+    assert len(found["due"]) >= 2 and len(found["records"]) >= 2
+
+
+def test_the_main_process_alone_prints(decided):
+    main, *others = [mine["main"] for mine in decided]
+    assert main == {"called": [2, 4, 6, 8, 10, 12, 14][: len(main["called"])], "lines": 1} and len(main["called"]) >= 3
+    assert others == [{"called": [], "lines": 0}] * len(others)
+
+
+def test_nan_in_one_process_stops_all(decided):
+    assert decided[0]["nonfinite"]["stop"].startswith("halt_on_nonfinite: the training loss became nan")
