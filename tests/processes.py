@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "{n}", "--master-addr", "127.0.0.1", "--master-port", "{port}")
 ACCELERATE = (
-    *("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "{n}", "--num_machines", "1", "--mixed_precision", "no"),
-    *("--num_cpu_threads_per_process", "1", "--dynamo_backend", "no", "--main_process_port", "{port}"),
-)
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "{n}", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
+)  # --cpu starts one process, whatever their number; --multi_gpu starts all, and they use what there is
 
 
 class Launched(NamedTuple):

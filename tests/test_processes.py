@@ -645,11 +645,7 @@ def main_alone(folder):
         return state
 
     fitted(loader(), hooks=(fl.every(steps=2)(fl.on_main(note)), fl.progress(file=file)))
-    with (
-        pytest.raises(ValueError, match="on_main.* must return the state that it is given")
-        if rank() == 0
-        else contextlib.nullcontext()
-    ):
+    with pytest.raises(ValueError, match="must return the state that it is given") if rank() == 0 else contextlib.nullcontext():
         fl.on_main(lambda state: attrs.evolve(state, stop="now"))(fitted(loader()))
     return {"called": called, "lines": file.getvalue().count("train/loss")}
 
@@ -729,3 +725,65 @@ def test_the_main_process_alone_prints(decided):
 
 def test_nan_in_one_process_stops_all(decided):
     assert decided[0]["nonfinite"]["stop"].startswith("halt_on_nonfinite: the training loss became nan")
+
+
+# --- what fails
+
+
+def failing(folder, way):
+    """Train; in the second update something goes wrong in one process, and the moment is noted."""
+
+    def now(message):
+        (folder / "failed").write_text(str(time.time()))
+        if message == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError(message)
+
+    def loss(model, batch):
+        if way in ("loss", "kill") and rank() == 1 and batch[3][0] > 10:
+            now("broken on 1" if way == "loss" else "kill")
+        return entropy(model, batch)
+
+    def hook(state):
+        if way == "hook" and state.step == 2:
+            now("broken on 0")
+        return state
+
+    def stream():
+        for n, batch in enumerate(batches(1)):
+            if way == "loader" and rank() == 0 and n == 10:
+                now("broken on 0")
+            yield batch
+
+    fitted(stream, loss=loss, hooks=(fl.on_main(hook), fl.checkpoint(folder / "saved")))
+
+
+WAYS = {"loss": "broken on 1", "loader": "broken on 0", "hook": "broken on 0", "kill": ""}
+LAUNCHERS = {"by hand": (), "torchrun": processes.TORCHRUN, "accelerate": processes.ACCELERATE}
+
+
+@pytest.mark.parametrize(
+    ("way", "launcher"),
+    [*((way, "by hand") for way in WAYS), *((way, by) for way in ("loss", "kill") for by in ("torchrun", "accelerate"))],
+)
+def test_when_one_fails_all_end_at_once(tmp_path, way, launcher):
+    found = processes.launch(tmp_path, 2, failing, way, by=LAUNCHERS[launcher], timeout=90)
+    errors = "\n".join(found.errors)
+    assert all(found.codes), errors
+    assert max(found.ended) - float((tmp_path / "failed").read_text()) < 10
+    assert found.results == [None, None]
+    if way != "kill":
+        assert f"ArithmeticError: {WAYS[way]}" in errors and "while in" in errors
+    if launcher == "by hand" and way in ("loss", "kill"):
+        assert found.codes == [1, 1 if way == "loss" else -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_launchers_start_it(tmp_path, launcher):
+    found = processes.results(tmp_path, 2, facts_of_backend, by=LAUNCHERS[launcher])
+    assert found == [["cpu", 0, 2, True, None], ["cpu", 1, 2, False, None]]
+
+
+def facts_of_backend(folder):
+    backend = fitted(batches(3)).backend
+    return [backend.device.type, backend.rank, backend.world_size, backend.main, backend.precision]
