@@ -493,6 +493,13 @@ def best(folder: str | os.PathLike[str], key: str | None = None, mode: str | Non
     return _first_whole(path for path, _ in ranking(ranked, key, mode))
 
 
+def _given(folder: Path) -> Path | None:
+    """Return the folder, if it is a checkpoint itself."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+    return folder if (folder / "manifest.json").exists() else None
+
+
 def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     """Return the state of the newest valid checkpoint in a folder, or the state as it is if there is none.
 
@@ -515,13 +522,11 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     """
     check_fresh(state)
     folder = Path(folder)
-    if (folder / "manifest.json").exists():
-        return restore(folder, state)  # it is a checkpoint itself
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
     if state.backend.world_size > 1:
-        path = main_only(lambda: _first_whole(candidates(folder)), "fnloop.resume")
+        path = main_only(lambda: _given(folder) or _first_whole(candidates(folder)), "fnloop.resume")  # others may see others
         return state if path is None else restore(path, state)
+    if (path := _given(folder)) is not None:
+        return restore(path, state)
     for path in candidates(folder):
         try:
             read = read_files(path)

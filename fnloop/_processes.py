@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -229,13 +230,13 @@ def _pickled(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(on_host(value))), dtype=torch.uint8)
 
 
-def agreeing(numbers: Iterable[float]) -> Callable[[], list[float]]:
-    """Begin to find the largest of each number over all processes; call what is returned for them."""
+def agreeing(numbers: Iterable[float]) -> Callable[..., list[float]]:
+    """Begin to find the largest of each number over all processes; call what is returned for them, with a limit or none."""
     values = _kept(torch.tensor([*numbers], dtype=torch.float64))
     work: Any = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=_control(), async_op=True)
 
-    def wait() -> list[float]:
-        work.wait()
+    def wait(limit: timedelta | None = None) -> list[float]:
+        work.wait() if limit is None else work.wait(limit)
         return values.tolist()
 
     return wait

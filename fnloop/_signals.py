@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -23,6 +24,12 @@ __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]
 
 INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
 PERIOD = 0.1  # seconds that lie between two exchanges, at least, in the long run
+LIMIT = timedelta(minutes=5)  # that a process which stops waits for the others
+APART = "the processes have come apart"
+ADVICE = (
+    "What a middleware or a hook decides must be the same everywhere: decide by the history, by counters, or by "
+    "fnloop.reduce(...)"
+)
 
 
 class Signals:
@@ -97,7 +104,7 @@ class Council:
         self._began = time.monotonic()
         self._time = 0.0  # what all agree on, in seconds
         self._until, self._gap = 0, 1  # boundaries to the next exchange, and between two
-        self._answer: Callable[[], list[float]] | None = None
+        self._answer: Callable[[timedelta | None], list[float]] | None = None
         state._lease.clock = self.clock
 
     def clock(self) -> float:
@@ -116,24 +123,32 @@ class Council:
         state._lease.clock = self.clock  # which may be another's, if a hook went back to a snapshot
 
     def close(self, state: TrainState, signals: Signals) -> None:
-        """Hear the last answer, and meet once more, at the end of an epoch: here everybody waits for all."""
+        """Hear the last answer, and meet once more, at the end of an epoch: here everybody waits for all.
+
+        Raises:
+            RuntimeError: this process has stopped, and the others don't come.
+        """
         self._hear(signals)
         self._until = 0
-        with together("the end of an epoch"):
-            self.meet(state, signals)
-            self._hear(signals)
+        try:
+            with together("the end of an epoch"):
+                self.meet(state, signals)
+                self._hear(signals, None if state.stop is None else LIMIT)
+        except RuntimeError as error:
+            if state.stop is None or "imed out" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{APART}: this one has stopped ({state.stop}) at step {state.step}, others go on. {ADVICE}"
+            ) from error
 
-    def _hear(self, signals: Signals) -> None:
+    def _hear(self, signals: Signals, limit: timedelta | None = None) -> None:
         if self._answer is None:
             return
-        (stop, save, now, *counters), self._answer = self._answer(), None
+        (stop, save, now, *counters), self._answer = self._answer(limit), None
         most, least = counters[:3], [-c for c in counters[3:]]
         if most != least:
             raise RuntimeError(
-                f"the processes have come apart: (step, skipped, epoch) is {[*map(int, least)]} in one and {[*map(int, most)]} "
-                f"in another. "
-                f"What a middleware or a hook decides must be the same everywhere: decide by the history, by counters, or by "
-                f"fnloop.reduce(...)"
+                f"{APART}: (step, skipped, epoch) is {[*map(int, least)]} in one and {[*map(int, most)]} in another. {ADVICE}"
             )
         took, self._time = now - self._time, now
         self._gap = min(self._gap * 2, 4096) if took < PERIOD else max(self._gap // 2, 1) if took > 4 * PERIOD else self._gap

@@ -245,6 +245,21 @@ def test_a_neutral_setting_changes_nothing(neutral, members, problem):
     law_neutral(neutral, fl.pipeline(*members), problem())
 
 
+def test_a_neutral_setting_may_keep_a_slot_of_its_own_and_no_more():
+    law_neutral(fl.Middleware("kept", step=lambda step: step, init=lambda state: [1.0]), fl.pipeline(), small())
+
+    def meddle(step):
+        def meddling(state, batch):
+            state.slots["theirs"][0] += 1.0
+            return step(state, batch)
+
+        return meddling
+
+    theirs = fl.Middleware("theirs", step=lambda step: step, init=lambda state: [1.0])
+    with pytest.raises(AssertionError, match=r"slots\.theirs"):
+        law_neutral(fl.Middleware("meddles", step=meddle), fl.pipeline(theirs), small())
+
+
 # --- 10: applied updates only
 
 
