@@ -98,7 +98,7 @@ def backend_of(accelerator: Any) -> Backend:
             f"that no middleware can see them. Use FSDP 2 (accelerate config, fsdp_version: 2), or torch's fully_shard, for "
             f"models that don't fit one device"
         )
-    if kind != "FSDP" and accelerator.num_processes > 1 and getattr(accelerator.state, "fsdp_plugin", None) is not None:
+    if kind == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise NotImplementedError(
             "accelerate is configured for FSDP, which it leaves out where there is no GPU: call torch's fully_shard(model) "
             "before you make the optimizer, which works there too"

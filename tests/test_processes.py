@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import (
@@ -1127,3 +1127,29 @@ def test_mixed_precision_that_accelerate_is_configured_for(tmp_path, n):
     if n == 2:
         (mine, *_), other = processes.results(tmp_path / "fp16", n, precision, **configured("fp16"))
         assert mine.startswith("ValueError: accelerate is configured for fp16") and other[0] == mine
+
+
+def by_plugin(folder):
+    """Train a model that accelerate's FSDP 2 shards; by itself it does so on GPUs only, and is told otherwise here."""
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model = network()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        found = Accelerator(cpu=True, fsdp_plugin=plugin)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        left_out = said(lambda: fl.TrainState.create(model, optimizer, backend=found))
+        found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
+        state = fl.TrainState.create(model, optimizer, seed=3, backend=found)
+        kinds = {type(p).__name__ for p in state.model.parameters()}
+        state = fl.fit(fl.pipeline(fl.clip(0.1))(entropy), state, loader(shuffle=True), epochs=2, hooks=())
+        weights = torch.cat([whole(p).detach().flatten() for p in state.model.parameters()]).tolist()
+        found.state.distributed_type = DistributedType.DEEPSPEED
+        return [left_out, sorted(kinds), weights, said(lambda: fl.TrainState.create(model, optimizer, backend=found))]
+
+
+def test_accelerates_fsdp(tmp_path, launched):
+    alone = launched(table, 1)[0]["clip"]["weights"]
+    for left_out, kinds, weights, deepspeed in processes.results(tmp_path, 2, by_plugin):
+        assert left_out.startswith("NotImplementedError: accelerate is configured for FSDP, which it leaves out")
+        assert kinds == ["DTensor"] and difference(alone, weights) < 1e-12
+        assert deepspeed.startswith("NotImplementedError: accelerate is configured for DEEPSPEED")
