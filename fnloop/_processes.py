@@ -59,7 +59,7 @@ def join(model: nn.Module, optimizer: Optimizer, given: Any = None) -> tuple[nn.
     optimizer = getattr(optimizer, "optimizer", optimizer)  # what accelerate's wraps; it costs more than a small step
     if isinstance(given, Backend):
         return model, optimizer, given
-    configured = any(name.startswith("ACCELERATE_") for name in os.environ)
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"  # what matters to a process that is alone
     if given is None and not (launched() or configured):
         return model, optimizer, Backend(_home(model))
     if given is None and dist.is_initialized() and "LOCAL_RANK" not in os.environ:  # by hand, without a launcher
