@@ -76,6 +76,7 @@ def contents(state: TrainState) -> Contents:
             "optimizer": _optimizer_facts(state, optimizer),
             "slots": encode(dict(state.slots), slots, "slots"),
             "metrics": encode({**state.metrics, **everywhere(state, state.metrics)}, slots, "metrics"),
+            "shares": [encode(own, slots, f"shares.{rank}") for rank, own in enumerate(_shares(state))],
             "generators": encode(_generators(state), slots, "generators"),
             "extra": _plain(encode(dict(state.extra), slots, "extra"), "extra"),
             "history": [encode(row, slots, "history") for row in state.history.to_dicts()],
@@ -85,10 +86,19 @@ def contents(state: TrainState) -> Contents:
     return Contents(model, optimizer, slots, facts)
 
 
+def _shares(state: TrainState) -> list[dict[str, Any]]:
+    """Return the metrics of each process by itself: as many go on with them to the bit, which a sum of all would not give."""
+    if state.backend.world_size == 1:
+        return []
+    metrics: Mapping[str, Any] = state.metrics
+    return gather_objects({name: m.on_host() if hasattr(m, "on_host") else m for name, m in metrics.items()})
+
+
 def _generators(state: TrainState) -> list[Any] | None:
     """Return the generators of every process, by rank; None at the beginning of an epoch."""
     own = state.generators and state.generators.to_parts()
-    return (gather_objects(own) if state.backend.world_size > 1 else [own]) if own else None
+    every = gather_objects(own) if state.backend.world_size > 1 else [own]
+    return every if any(every) else None
 
 
 def _plain(encoded: Any, path: str) -> Any:
@@ -274,15 +284,18 @@ def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[st
         right = value is None or isinstance(value, str) if name == "stop" else isinstance(value, int) and value >= 0
         if not right:
             raise TypeError(f"{name} is {value!r}")
-    generators = [HostGenerators.from_parts(own).checked() for own in decode(facts["generators"], slots) or ()]
+    generators = [own and HostGenerators.from_parts(own).checked() for own in decode(facts["generators"], slots) or ()]
     if "counters" in parts:
         fields.update(counters, generators=_own(generators, state.backend))
-    if "metrics" in parts and not state.backend.main:
+    shares = [{k: _metric(v, device) for k, v in decode(own, slots).items()} for own in facts.get("shares", ())]
+    if "metrics" in parts and len(shares) == state.backend.world_size:
+        fields["metrics"] = shares[state.backend.rank]
+    elif "metrics" in parts and not state.backend.main:
         fields["metrics"] = {}  # the main process has what all have seen
     return fields
 
 
-def _own(generators: list[HostGenerators], backend: Backend) -> HostGenerators | None:
+def _own(generators: list[HostGenerators | None], backend: Backend) -> HostGenerators | None:
     """Return the generators of this process, if there are as many as there were; else the main one's go on, others begin."""
     if backend.main or len(generators) == backend.world_size:
         return generators[backend.rank] if generators else None

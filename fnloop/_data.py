@@ -7,7 +7,7 @@ is skipped by its index, not by loading it. Any other iterable is iterated; to g
 consumed up to there.
 
 With several processes, the batches of the loader are dealt to them in turn, like cards: in each round one to every process. In
-the last round a process that gets none borrows the first one's, so that all take part in the same exchanges; it counts for
+the last round a process that gets none borrows the first one's, in case that all have to take part in exchanges; it counts for
 nothing.
 """
 
@@ -182,7 +182,7 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
     if processes > 1:
         _check_whole(loader)
     deal = _Deal(rank, processes, deque())
-    if isinstance(loader, list | tuple):  # nothing to position: no code runs
+    if type(loader) in (list, tuple):  # nothing to position: no code runs
 
         def listed(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
             return deal(itertools.islice(loader, batch, None), leading)

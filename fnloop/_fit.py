@@ -25,13 +25,13 @@ from fnloop._backend import Backend
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
 from fnloop._hints import hint_at_fused
 from fnloop._history import Record
-from fnloop._joint import Borrowed, everywhere, without_last
+from fnloop._joint import Borrowed, Talk, everywhere, joint_of, lent, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
 from fnloop._processes import at_home, gather_objects, is_lost, merged, sync_buffers
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
 from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
-from fnloop._state import EPOCH, RECORD, RunInfo, TrainState, check_fresh, look_again, newest, suspended, tell_even
+from fnloop._state import EPOCH, RECORD, RunInfo, Share, TrainState, check_fresh, look_again, newest, suspended, tell_share
 from fnloop._steps import OPTIMIZER, consume
 from fnloop._types import Batch, Metric, Middleware, name_of
 from fnloop.hooks._checkpoint import checkpoint
@@ -218,7 +218,7 @@ def _run(
     try:
         while True:
             with isolated(device), contextlib.nullcontext(signals) if signals else listening(processes == 1) as caught:
-                seed, went_back = _own_seed(fold_in(state.seed, COMPUTE, state.epoch), backend), False
+                seed, went_back = fold_in(state.seed, COMPUTE, state.epoch), False
                 where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
                 try:
                     feed = windows(source, window, device, state.epoch, state.batch, state.samples, prefetch)
@@ -226,14 +226,15 @@ def _run(
                     if batch is _END and not state.batch:
                         raise ValueError(_no_batches(state))
                     # Behind the first fetch: what is kept of the middle of an epoch was there behind this same fetch.
-                    state.generators.install() if state.generators else seed_host(mix(seed, state.batch))
+                    state.generators.install() if state.generators else seed_host(mix(_own_seed(seed, backend), state.batch))
                     state, ended = attrs.evolve(state, news=frozenset()), False
                     while not ended:
                         if batch is not _END:  # it is at once where nothing was left of an epoch that goes on
                             position(mix(seed, state.batch))
                             where, batches = None, processes if window == 1 else processes * len(batch)
                             if processes > 1:
-                                tell_even(state, source.even(batches // processes))
+                                batch, borrowed = lent(batch, window)
+                                tell_share(state, Share(source.even(batches // processes), borrowed))
                             new, out = train(state, batch)
                             state = consume(new, out, batches, batches * batch_size)
                             where = "the training loader"
@@ -368,12 +369,18 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
     backend, seed, n, batch = state.backend, fold_in(state.seed, COMPUTE), 0, None
     position = positioner(backend.device)
     position_all(seed)
-    if backend.world_size > 1:
+    joint = joint_of(state)
+    if joint is not None:
         sync_buffers(state.model)
     with evaluating(state.model):
         for n, batch in enumerate(windows(source, 1, backend.device, None), 1):
-            position(mix(seed, n * backend.world_size + backend.rank))  # of the batch, whichever process has it
-            _, out = step.forward(state, batch.batch if type(batch) is Borrowed else batch)
+            position(mix(seed, (n - 1) * backend.world_size + backend.rank))  # of the batch, whichever process has it
+            if joint is None:
+                _, out = step.forward(state, batch)
+            elif joint.evaluation.leaves_out(type(batch) is Borrowed):
+                continue
+            else:
+                _, out = joint.evaluation.hear(step.forward, state, batch.batch if type(batch) is Borrowed else batch)
             if type(batch) is Borrowed:
                 continue
             metrics = absorb(metrics, out.metrics) if out.metrics else metrics
@@ -563,8 +570,11 @@ def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loa
     processes = backend.world_size
     batches = windows(_opened(loader, state), 1, backend.device, None)
     position, seed = positioner(backend.device), fold_in(state.seed, COMPUTE)
+    talk = Talk(state.model)
     if processes > 1:
         sync_buffers(state.model)
+    else:
+        talk.needed = False
     for n in itertools.count():
         check_fresh(state)
         with isolated(backend.device), evaluating(state.model):
@@ -572,9 +582,10 @@ def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loa
             if batch is _END:
                 return
             position(fold_in(seed, n * processes + backend.rank))
-            borrowed = type(batch) is Borrowed
-            result = fn(state.model, batch.batch if borrowed else batch)
-        results = [] if borrowed else [result]
+            result: Any = None
+            if not talk.leaves_out(type(batch) is Borrowed):
+                result = talk.hear(fn, state.model, batch.batch if type(batch) is Borrowed else batch)
+        results = [] if type(batch) is Borrowed else [result]
         if processes > 1 and gather:
             results = [at_home(result, theirs) for share in gather_objects(results) for theirs in share]
         yield from results

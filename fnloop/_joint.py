@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,19 +19,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fnloop._metrics import Last
-from fnloop._processes import agreed, any_process, largest, merged, on_leaving, others, summed, sync_buffers
+from fnloop._processes import any_process, exchanges, largest, merged, on_leaving, others, summed, sync_buffers
+from fnloop._rng import COMPUTE, fold_in, positioner
 from fnloop._sharded import is_sharded, roots
 from fnloop._state import TrainState, all_parameters
 from fnloop._types import Output
 
-__all__ = ["Borrowed", "Joint", "everywhere", "joint_of", "without_last"]
+__all__ = ["Borrowed", "Joint", "Talk", "everywhere", "joint_of", "lent", "without_last"]
 
 Weight = int | float | Tensor
 _log = logging.getLogger("fnloop")
 
 
 class Borrowed:
-    """The batch of another process, for one that has none left: it takes part in everything, and counts for nothing."""
+    """The batch of another process, for one that has none left. It counts for nothing.
+
+    Nobody looks at it, unless a forward exchanges something with other processes, who would wait for it: see :class:`Talk`.
+    """
 
     __slots__ = ("batch",)
 
@@ -50,6 +53,43 @@ def joint_of(state: TrainState) -> Joint | None:
     return lease.joint
 
 
+def lent(batch: Any, window: int) -> tuple[Any, tuple[bool, ...]]:
+    """Return what a step takes, with borrowed batches as themselves; and which they are, or nothing if none is."""
+    window_of = (batch,) if window == 1 else batch
+    borrowed = tuple(type(b) is Borrowed for b in window_of)
+    if not any(borrowed):
+        return batch, ()
+    real = tuple(b.batch if lent else b for b, lent in zip(window_of, borrowed, strict=True))
+    return (real[0] if window == 1 else real), borrowed
+
+
+class Talk:
+    """Whether a function exchanges something with other processes: found out when it is called first.
+
+    A module under ``fully_shard`` does, ``SyncBatchNorm`` in training, a contrastive loss that gathers.
+
+    Args:
+        model: the model that it is called with.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.needed: bool | None = True if is_sharded(model) else None
+
+    def hear(self, fn: Callable[..., Any], *arguments: Any) -> Any:
+        """Call it."""
+        __tracebackhide__ = True
+        if self.needed is not None:
+            return fn(*arguments)
+        before = exchanges()
+        reply = fn(*arguments)
+        self.needed = exchanges() != before
+        return reply
+
+    def leaves_out(self, borrowed: bool) -> bool:
+        """Say whether nobody needs a batch."""
+        return borrowed and self.needed is False
+
+
 def everywhere(state: TrainState, report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Combine the metrics of a report over all processes.
 
@@ -63,12 +103,10 @@ def everywhere(state: TrainState, report: Mapping[str, Any], prefix: str = "") -
     if joint is None:
         return dict(report)
 
-    def partial(name: str) -> bool:
-        return not name.startswith(prefix) or name.removeprefix(prefix) in joint.partial
-
+    own = {name for name in report if not name.startswith(prefix) or name.removeprefix(prefix) in joint.partial}
     if joint.borrows:
-        report = without_last(report, lambda name: name.startswith(prefix) and partial(name))
-    return merged(report, partial)
+        report = without_last(report, lambda name: name.startswith(prefix) and name in own)
+    return merged(report, own)
 
 
 def without_last(metrics: Mapping[str, Any], which: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
@@ -89,14 +127,20 @@ class Joint:
         self.partial: set[str] = {"loss"}  # the metrics that are of a process's own share
         self.borrows = False  # whether this process had no batch of its own in the last round
         self.items: Weight = 0  # of the last window, over all processes
+        self.training, self.evaluation = Talk(state.model), Talk(state.model)
+        self.blank: Output | None = None  # what is found out about no batch
         self._ddp: _Ddp | None = None
         self._params: list[Tensor] = []
         self._flags: list[bool] = []
         self._trainable: list[Tensor] = []
+        self._used: list[Tensor] = []  # those that the loss depended on when DDP was made
         self._warned = False
+        self._calls, self._turn = 0, -1  # of backward in one update
+        self._position = positioner(state.backend.device)
+        self._hides = False  # whether the loss's graph hides parameters
         self._waits = False  # whether DDP waits for every parameter, used or not
         self._known: bool | None = None  # whether weights are the sizes of the batches, in every process
-        self._reference: Weight | None = None
+        self._reference: Tensor | None = None
         on_leaving.add(self)
         self._has_buffers = any(True for _ in state.model.buffers())
 
@@ -108,8 +152,19 @@ class Joint:
         """Begin a run: its data may be others."""
         self._known = self._reference = None
 
-    def open(self) -> None:
+    def draw(self, state: TrainState, together: bool) -> None:
+        """Position torch's generators: in forward and backward each process has its own, behind them all draw the same."""
+        if state.run is None:
+            return  # a bare step draws from where they are
+        if not together:
+            self._calls = self._calls + 1 if self._turn == state._turn else 0  # a step inside may be called more than once
+            self._turn = state._turn
+        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        self._position(fold_in(seed, 0 if together else 1 + state.backend.rank))
+
+    def open(self, state: TrainState) -> None:
         """Begin a window."""
+        self.draw(state, together=False)
         if self._has_buffers and self.sharded is None:
             sync_buffers(self.model)
 
@@ -135,11 +190,15 @@ class Joint:
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
             if [*map(id, trainable)] != [*map(id, self._trainable)]:  # somebody has added, frozen or unfrozen something
-                self._ddp = _ddp(state, trainable, start)
+                nodes = list(_nodes(start))
+                reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+                self._hides = any("CheckpointFunction" in node.name() for node in nodes)  # a graph within backward
+                self._used = [p for p in trainable if self._hides or id(p) in reached]
+                self._ddp = _ddp(state, trainable, len(self._used) < len(trainable))
             self._params, self._flags, self._trainable = params, flags, trainable
         ddp: Any = self._ddp
         self._waits = not ddp.find_unused_parameters
-        return ddp.forward(_Touch.apply(start, *self._trainable) if touch and self._waits else start)
+        return ddp.forward(_Touch.apply(start, *self._trainable) if touch and self._waits and not self._hides else start)
 
     def finish(self, state: TrainState, touched: bool) -> None:
         """End a window: let DDP have what it still waits for, and average what ``fully_shard`` doesn't look after."""
@@ -170,7 +229,14 @@ class Joint:
         """Return a number to start from that adds nothing to any gradient."""
         if self.sharded is not None:
             return loss * 0
-        return torch.stack([p.flatten()[:1].sum() * 0 for p in all_parameters(state) if p.requires_grad]).sum()
+        used = self._used or all_parameters(state)
+        return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
+
+    def borrowed(self, flags: tuple[bool, ...], n: int, rounds: int) -> bool:
+        """Say whether the n-th batch that backward is given is another process's."""
+        if not flags:
+            return False
+        return flags[n] if len(flags) == rounds else flags[min(self._calls, len(flags) - 1)]  # of a window, one by one
 
     # --- weights
 
@@ -194,17 +260,13 @@ class Joint:
                 f"every batch"
             )
 
-    def reference(self, weight: Weight, like: Tensor) -> Weight:
+    def reference(self, weight: Tensor) -> Tensor:
         """Return what shares are relative to, the same everywhere: a power of two, so that it changes no bit of the mean."""
         if self._reference is None:
-            if isinstance(weight, Tensor):
-                wide = weight.detach().to(torch.promote_types(like.dtype, torch.float32))
-                self._reference = torch.exp2(torch.floor(torch.log2(largest(wide).clamp(min=1))))
-            else:
-                self._reference = 2.0 ** math.floor(math.log2(max(agreed([weight])[0], 1)))
+            self._reference = torch.exp2(torch.floor(torch.log2(largest(weight).clamp(min=1))))
         return self._reference
 
-    def sum(self, weight: Weight) -> Callable[[], Weight]:
+    def sum(self, weight: Tensor) -> Callable[[], Tensor]:
         """Begin to sum the items of a window over all processes."""
         return summed(weight)
 
@@ -244,11 +306,11 @@ class _Trainable(nn.Module):
         known.update({f"other{i}": p for i, p in enumerate(beside)})  # past a check: a leaf needn't be an nn.Parameter
 
 
-def _ddp(state: TrainState, trainable: list[Tensor], loss: Tensor) -> _Ddp:
+def _ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> _Ddp:
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
     settings.pop("broadcast_buffers", None)  # done before forward, and once per update: see Joint.open
-    settings.setdefault("find_unused_parameters", any_process(bool({id(p) for p in trainable} - set(map(id, _reached(loss))))))
+    settings.setdefault("find_unused_parameters", any_process(unused))
     ddp = _Ddp(
         _Trainable(state.model, [p for p in trainable if id(p) not in own]),
         init_sync=False,  # the graph is there already: nothing in it may change
@@ -265,14 +327,12 @@ def _no_buffers() -> dict[str, bool]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
-def _reached(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the parameters that a loss depends on."""
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield what a loss was computed by."""
     seen, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable  # type: ignore[attr-defined]
-        todo.extend(n for n, _ in node.next_functions)
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(n for n, _ in node.next_functions)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from fnloop import _show
 from fnloop._backend import place
 from fnloop._encode import like, waits
-from fnloop._rng import isolated
+from fnloop._rng import fold_in, isolated, position_all, positioner
 from fnloop._sharded import is_sharded, reshard
 from fnloop._state import TrainState, check_fresh, put
 from fnloop._steps import OPTIMIZER, Backward, consume, forward, update
@@ -152,6 +153,16 @@ def _rings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
     return [(ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own]
 
 
+def _made(member: Middleware, state: TrainState) -> Any:
+    """Return a middleware's slot; what it draws is a function of the seed, the same in every process."""
+    __tracebackhide__ = True
+    seed, device = fold_in(state.seed, zlib.crc32(member.name.encode())), state.backend.device
+    with isolated(device):
+        position_all(seed)
+        positioner(device)(seed)
+        return member.init(state)  # type: ignore[misc]
+
+
 class PipelineStep:
     """A step: ``step(state, batch) -> (state, Output)``. One call is one update.
 
@@ -226,11 +237,11 @@ class PipelineStep:
             if member.init is None or (ring is not None and getattr(member, ring) is None):
                 continue
             if member.name not in state.slots:
-                state = put(state, member.name, member.init(state))
+                state = put(state, member.name, _made(member, state))
             elif waits(saved := state.slots[member.name]):  # of a checkpoint: read into a new one
                 groups = state.optimizer.param_groups  # a torch scheduler sets their numbers anew, tensors in place
                 before = [{k: (v, v.clone() if isinstance(v, Tensor) else v) for k, v in group.items()} for group in groups]
-                state = put(state, member.name, like(member.init(state), saved))
+                state = put(state, member.name, like(_made(member, state), saved))
                 for group, settings in zip(groups, before, strict=True):
                     for key, (held, value) in settings.items():
                         group[key] = held.copy_(value) if isinstance(held, Tensor) else value

@@ -30,8 +30,8 @@ from fnloop._metrics import fetched
 from fnloop._sharded import check_sharded, is_sharded, local_part
 
 __all__ = [
-    "agreed", "agreeing", "any_process", "at_home", "broadcast", "gather", "gather_objects", "is_lost", "join", "largest",
-    "main_only", "merged", "on_leaving", "others", "reduce", "summed", "sync_buffers", "together",
+    "agreed", "agreeing", "any_process", "at_home", "broadcast", "exchanges", "gather", "gather_objects", "is_lost", "join",
+    "largest", "main_only", "merged", "on_leaving", "others", "reduce", "summed", "sync_buffers", "together",
 ]  # fmt: skip
 
 PATIENCE = 30  # seconds that a process waits for the others before it says so
@@ -187,6 +187,7 @@ def _group(device: torch.device) -> Any:
 
 
 def _broadcast_tensors(tensors: list[Tensor]) -> None:
+    tensors = [t for t in tensors if 0 not in t.stride()]  # an expanded one can't be written to
     if tensors:
         group: Any = _group(tensors[0].device) or dist.group.WORLD
         dist._broadcast_coalesced(group, tensors, 250 << 20, 0)  # type: ignore[attr-defined]  # as torch's DDP does
@@ -208,6 +209,12 @@ def _kept(tensor: Tensor) -> Tensor:
     """
     _recent.append(tensor)
     return tensor
+
+
+def exchanges() -> int:
+    """Return how many collectives there have been so far, of others than ours."""
+    group: Any = dist.group.WORLD
+    return group._get_sequence_number_for_group()
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -295,12 +302,13 @@ def main_only(do: Callable[[], Any], what: str) -> Any:
     return broadcast(result)
 
 
-def merged(metrics: Mapping[str, Any], partial: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+def merged(metrics: Mapping[str, Any], partial: Iterable[str] | None = None) -> dict[str, Any]:
     """Combine metrics over all processes, in the order of their ranks, with one exchange.
 
     Args:
         metrics: name to metric, what this process has seen.
-        partial: whether a metric is of this process's share of the data; else it is the same everywhere already.
+        partial: the names of those that are of this process's share of the data, all by default; the others are the same
+            everywhere already.
 
     Returns:
         Name to metric, on the host where there are several processes; the same in each.
@@ -308,13 +316,15 @@ def merged(metrics: Mapping[str, Any], partial: Callable[[str], bool] = lambda n
     if _world()[1] == 1:
         return dict(metrics)
     mine = fetched({k: m for k, m in metrics.items() if not isinstance(m, Saved)})
-    parts = gather_objects({k: m.on_host() if hasattr(m, "on_host") else m for k, m in mine.items()})
-    whole = dict(parts[0])
-    for part in parts[1:]:
+    sent = {k: m.on_host() if hasattr(m, "on_host") else m for k, m in mine.items()}
+    parts = gather_objects((set(mine if partial is None else partial), sent))
+    shared = set().union(*(names for names, _ in parts))  # who has had no batch of its own doesn't know
+    whole = dict(parts[0][1])
+    for _, part in parts[1:]:
         for name, metric in part.items():
             if name not in whole:
                 whole[name] = metric
-            elif partial(name):
+            elif name in shared:
                 whole[name] = whole[name].combine(metric)
     return whole
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 from torch import nn
@@ -25,9 +25,9 @@ from fnloop._sharded import is_sharded
 from fnloop._types import Metric
 
 __all__ = [
-    "EPOCH", "RECORD", "UPDATE", "RunInfo", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "even_size", "fenced", "look_again", "newest", "now",
-    "parameters", "put", "snapshot", "suspended", "tell_even", "unwrap",
+    "EPOCH", "RECORD", "UPDATE", "RunInfo", "Share", "StaleStateError", "TrainState",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "fenced", "look_again", "newest", "now",
+    "parameters", "put", "share_of", "snapshot", "suspended", "tell_share", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
@@ -76,10 +76,25 @@ class RunInfo:
         return _show.facts("RunInfo", known | ({"evaluated": ", ".join(self.evaluated)} if self.evaluated else {}))
 
 
+class Share(NamedTuple):
+    """What a process has of a window.
+
+    Args:
+        size: samples in each batch of it, in every process; 0 if that may differ.
+        borrowed: for each batch of it, whether it is another process's; empty if none is.
+    """
+
+    size: int = 0
+    borrowed: tuple[bool, ...] = ()
+
+
+_UNKNOWN = Share()
+
+
 class _Lease:
     """Who owns the handles: the states whose turn it is."""
 
-    __slots__ = ("clock", "even", "groups", "joint", "newest", "parameters", "turn")
+    __slots__ = ("clock", "groups", "joint", "newest", "parameters", "share", "turn")
 
     def __init__(self) -> None:
         self.turn = 0
@@ -87,7 +102,7 @@ class _Lease:
         self.groups = -1
         self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
         self.joint: Any = None  # what makes the gradients of several processes one
-        self.even: tuple[int, int] = (-1, 0)  # in which turn every process has batches of one size, and which
+        self.share: tuple[int, Share] = (-1, _UNKNOWN)  # of the window in that turn
         self.clock: Callable[[], float] = time.monotonic  # in a run on several processes, one that they agree on
 
 
@@ -323,15 +338,15 @@ def look_again(state: TrainState) -> None:
         state._lease.joint.renew()
 
 
-def tell_even(state: TrainState, size: int) -> None:
-    """Let the next step know that every process has batches of so many samples; 0: it may not be so."""
-    state._lease.even = (state._turn, size)
+def tell_share(state: TrainState, share: Share) -> None:
+    """Let the next step know what this process has of its window."""
+    state._lease.share = (state._turn, share)
 
 
-def even_size(state: TrainState) -> int:
-    """Return the size of all batches of the next window, in every process, if that is known; else 0."""
-    turn, size = state._lease.even
-    return size if turn == state._turn else 0
+def share_of(state: TrainState) -> Share:
+    """Return what this process has of the next window, as far as it is known."""
+    turn, share = state._lease.share
+    return share if turn == state._turn else _UNKNOWN
 
 
 def now(state: TrainState) -> float:

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fnloop._data import leading, tensors_in
-from fnloop._joint import Borrowed, Joint, Weight, joint_of
+from fnloop._joint import Joint, Weight, joint_of
 from fnloop._metrics import absorb, absorb_loss, combine
 from fnloop._processes import any_process, summed
 from fnloop._sharded import local_part
-from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, even_size, parameters
+from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters, share_of
 from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap
 
 __all__ = [
@@ -88,8 +88,8 @@ class Backward:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
-        if state.backend.world_size > 1:
-            return self.over(state, (batch,))
+        if (joint := joint_of(state)) is not None:
+            return self._over_processes(joint, state, (batch,))
         state, out = self.forward(state, batch)
         if out.skip is not None:
             return state, attrs.evolve(out, loss=out.loss.detach())
@@ -101,33 +101,46 @@ class Backward:
         __tracebackhide__ = True
         if (joint := joint_of(state)) is not None:
             return self._over_processes(joint, state, window)
-        total = Total()
+        total, before = Total(), _aside(state)
         for batch in window:
             state, out = self.forward(state, batch)
             if out.skip is None:
                 self._start(state, out, total.share(out)).backward()
             total.add(out)
         if total.weight is None:
+            _back(state, before)
             return state, attrs.evolve(out, loss=out.loss.detach())
         divide([p.grad for p in parameters(state)], total.weight, total.reference)
+        _back(state, before)
         return state, total.output()
 
     def _over_processes(self, joint: Joint, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        total, size, known, items, rounds = Total(), even_size(state), False, None, len(window)
-        joint.open()
+        total, known, items, before, rounds = Total(), False, None, None, len(window)
+        size, borrowed = share_of(state)
+        joint.open(state)
         for n, batch in enumerate(window, 1):
-            mine, last = type(batch) is not Borrowed, n == rounds
+            mine, last = not joint.borrowed(borrowed, n - 1, rounds), n == rounds
             joint.begin(last)
-            state, out = self.forward(state, batch if mine else batch.batch)
+            if joint.blank is not None and joint.training.leaves_out(not mine):
+                out = joint.blank
+            elif joint.training.needed is None:
+                state, out = joint.training.hear(self.forward, state, batch)
+            else:
+                state, out = self.forward(state, batch)
+            if joint.blank is None:
+                joint.blank = Output(torch.zeros_like(out.loss), _counted(out) * 0)
             if n == 1:
                 known = not self.may_skip and joint.known(out, size)
-                total.reference = None if known else joint.reference(out.weight, out.loss)
+                before = _aside(state) if rounds > 1 or not known else None
+                total.reference = None if known else joint.reference(_counted(out))
             if known:
                 joint.check(out, size)
-            if not mine:
+            elif not isinstance(out.weight, Tensor):  # it may be a tensor elsewhere
+                out = attrs.evolve(out, weight=_counted(out))
+            if not mine and out is not joint.blank:
                 start = out.loss * 0
-            elif out.skip is not None:
+            elif not mine or out.skip is not None:
                 start = joint.nothing(state, out.loss)
             else:
                 start = self._start(state, out, None if known else total.share(out))
@@ -135,11 +148,12 @@ class Backward:
                 if rounds > 1 or not known:
                     total.add(out)
             if last:
-                items = None if known else joint.sum(_nothing(out) if total.weight is None else total.weight)
+                items = None if known else joint.sum(_wide(joint.blank.weight if total.weight is None else total.weight))
                 start = joint.join(state, start, touch=rounds > 1)
             start.backward()
         joint.finish(state, touched=rounds > 1)
         joint.borrows = not mine
+        joint.draw(state, together=True)
         if self.may_skip and not any_process(total.weight is not None):
             return state, Output(out.loss.detach(), 0, out.aux, {}, out.skip or "left out by every process")
         if known:
@@ -150,6 +164,7 @@ class Backward:
         else:
             joint.items = items()  # type: ignore[misc]
             divide([p.grad for p in parameters(state)], joint.items, total.reference * joint.size)  # type: ignore[operator]
+        _back(state, before)
         if total.weight is None:
             return state, Output(torch.zeros_like(out.loss), 0, out.aux)
         return state, total.output()
@@ -212,8 +227,31 @@ class Total:
         return Output(self.loss / items, weight, self.last.aux, self.metrics)
 
 
-def _nothing(out: Output) -> Weight:
-    return _floating(out.weight, out.loss) * 0 if isinstance(out.weight, Tensor) else 0
+def _wide(weight: Any) -> Tensor:
+    return weight.detach().to(torch.float32 if weight.device.type == "mps" else torch.float64)
+
+
+def _counted(out: Output) -> Tensor:
+    """Return what a batch weighs as a tensor, whatever it is."""
+    return _wide(torch.as_tensor(out.weight, device=out.loss.device))
+
+
+def _aside(state: TrainState) -> list[Tensor | None] | None:
+    """Set gradients aside that are there already, of an earlier call of the step by a middleware, if any are."""
+    params = parameters(state)
+    grads = [p.grad for p in params]
+    if all(grad is None for grad in grads):
+        return None
+    for p in params:
+        p.grad = None
+    return grads
+
+
+def _back(state: TrainState, before: list[Tensor | None] | None) -> None:
+    """Add to the gradients what was set aside."""
+    for p, grad in zip(parameters(state), before or (), strict=False):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad + grad
 
 
 def _floating(weight: Tensor, loss: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop import _signals
+from fnloop import _processes, _signals
+from fnloop.testing import Toy, toy
 
 pytestmark = pytest.mark.slow
 SIZE, BATCH = 41, 6  # samples, and those of an update of all processes together: it divides neither by 2 nor by 3, nor by 6
@@ -1153,3 +1154,113 @@ def test_accelerates_fsdp(tmp_path, launched):
         assert left_out.startswith("NotImplementedError: accelerate is configured for FSDP, which it leaves out")
         assert kinds == ["DTensor"] and difference(alone, weights) < 1e-12
         assert deepspeed.startswith("NotImplementedError: accelerate is configured for DEEPSPEED")
+
+
+def seen(folder):
+    """Return which samples functions are given; of a loss function that talks to the others, too: all have to come there."""
+    found, given = {}, []
+
+    def quiet(model, batch):
+        given.extend(batch[0].tolist())
+        return (model.w * batch[0]).mean()
+
+    def talking(model, batch):
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        assert ones.item() == world()
+        return quiet(model, batch)
+
+    def take(name):
+        found[name] = sorted(sample for own in _processes.gather_objects(list(given)) for sample in own)
+        given.clear()
+
+    data = TensorDataset(torch.arange(7.0))
+    for loss in (quiet, talking):
+        state = fl.fit(fl.pipeline()(loss), toy(), DataLoader(data, 2, shuffle=True), hooks=())
+        take(f"train, {loss.__name__}")
+        fl.evaluate(fl.pipeline()(loss), state, DataLoader(data, 3))
+        take(f"evaluate, {loss.__name__}")
+        found[f"w, {loss.__name__}"] = state.model.w.item()
+    found["results"] = [*fl.predict(lambda model, batch: quiet(model, batch) and batch[0].tolist(), state, DataLoader(data, 3))]
+    take("predict")
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_sample_is_looked_at_by_one_process_alone(launched, n):
+    for found in launched(seen, n):
+        for name in ("train, quiet", "evaluate, quiet", "predict"):
+            assert found[name] == [*range(7)], name
+        assert found["results"] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_loss_function_that_talks_is_called_by_all_in_every_round(launched, n):
+    for found in launched(seen, n):
+        assert (
+            len(found["train, talking"]) == [7, 7 + 2][n - 2]
+        )  # on 3 the last round has one batch, of one: two more look at it
+        assert len(found["evaluate, talking"]) == [7 + 1, 7][n - 2]
+        assert found["w, talking"] == pytest.approx(found["w, quiet"])
+
+
+@fl.middleware("gradient")
+def noise(std):
+    """Add noise to the gradient, as the README does, and look at the batch."""
+
+    def wrap(step):
+        def noisy(state, batch):
+            before = torch.rand(())
+            state, out = step(state, batch)
+            for p in state.model.parameters():
+                p.grad.add_(torch.randn_like(p) * before, alpha=std * min(len(batch[0]), 1))
+            return state, out
+
+        return noisy
+
+    return wrap
+
+
+def drawing(folder):
+    """Return what processes that draw inside and outside of backward come to."""
+    found, masks = {}, []
+
+    def dropping(model, batch):
+        mask = torch.rand(len(batch[0]))
+        masks.append(mask.tolist())
+        return (model.w * batch[0] * mask).mean()
+
+    data = TensorDataset(torch.arange(1.0, 8.0))
+    for name, pipe in {"one": fl.pipeline(noise(0.1)), "two": fl.pipeline(noise(0.1), fl.accumulate(2))}.items():
+        state = fl.fit(pipe(dropping), toy(), DataLoader(data, 2), epochs=2, hooks=())
+        found[name] = [state.model.w.item(), masks[:]]
+        masks.clear()
+    mx = fl.metric(mx=lambda aux, batch: batch[0].max())
+    state = fl.fit(fl.pipeline(mx)(dropping), toy(), DataLoader(data, 4), hooks=())
+    found["history"] = [r.metrics for r in state.history]
+    handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    found["views"] = views(handler).model.w.item()
+    return found
+
+
+def views(handler):
+    model = Toy(1.0)
+    state = fl.TrainState.create(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0, backend=Accelerator(cpu=True, kwargs_handlers=[handler])
+    )
+    data = DataLoader(TensorDataset(torch.arange(1.0, 9.0)), 4 // world())
+    return fl.fit(fl.pipeline(fl.clip(5.0), fl.accumulate(2))(lambda m, b: (m.w * b[0]).mean()), state, data, hooks=())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_drawn_behind_backward_is_the_same_everywhere_and_in_it_its_own(launched, n):
+    first, *others = launched(drawing, n)
+    for other in others:
+        for name in ("one", "two"):
+            assert other[name][0] == first[name][0]
+            assert other[name][1][0] != first[name][1][0]
+        assert other["history"] == first["history"]
+
+
+def test_buckets_of_ddp_may_be_what_gradients_are(launched):
+    assert launched(drawing, 2)[0]["views"] == pytest.approx(launched(drawing, 1)[0]["views"])  # 1 - 0.1 (2.5 + 5) / 2

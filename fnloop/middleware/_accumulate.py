@@ -84,7 +84,8 @@ def accumulate(n: int) -> Any:
                 whole = out if joint is None else attrs.evolve(out, weight=joint.items)
                 if out.skip is None:
                     share = counted.share(whole)
-                    sums = [_plus(s, p.grad, share) for s, p in zip(sums, params, strict=True)]
+                    grads = [p.grad if joint is None or p.grad is None else p.grad.clone() for p in params]  # not DDP's buckets
+                    sums = [_plus(s, grad, share) for s, grad in zip(sums, grads, strict=True)]
                 for p in params:
                     p.grad = None
                 total.add(out)

@@ -101,7 +101,7 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
                 'amp("fp16") is listed behind a middleware that would see scaled gradients. List it first: '
                 'pipeline(amp("fp16"), ...)'
             )
-        return linear(unscale)(step.within(lambda backward: Backward(backward.forward, _scale)))
+        return linear(unscale)(step.within(lambda backward: Backward(backward.forward, _scale, backward.may_skip)))
 
     return Middleware("amp", forward=forward, gradient=gradient, init=lambda state: LossScale(float(init_scale)))
 
