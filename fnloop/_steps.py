@@ -136,8 +136,6 @@ class Backward:
                 total.reference = None if known else joint.reference(_counted(out))
             if known:
                 joint.check(out, size)
-            elif not isinstance(out.weight, Tensor):  # it may be a tensor elsewhere
-                out = attrs.evolve(out, weight=_counted(out))
             if not mine and out is not joint.blank:
                 start = out.loss * 0
             elif not mine or out.skip is not None:
@@ -148,7 +146,7 @@ class Backward:
                 if rounds > 1 or not known:
                     total.add(out)
             if last:
-                items = None if known else joint.sum(_wide(joint.blank.weight if total.weight is None else total.weight))
+                items = None if known else joint.sum(_counted(out, 0 if total.weight is None else total.weight))
                 start = joint.join(state, start, touch=rounds > 1)
             start.backward()
         joint.finish(state, touched=rounds > 1)
@@ -198,6 +196,8 @@ class Total:
         weight = out.weight
         if self.reference is None:
             self.reference = max(weight, 1) if not isinstance(weight, Tensor) else _floating(weight, out.loss).clamp(min=1)
+        if isinstance(self.reference, Tensor) and not isinstance(weight, Tensor):
+            return weight / self.reference
         if not isinstance(weight, Tensor):
             return None if weight is self.reference or weight == self.reference else weight / self.reference
         return _floating(weight, out.loss) / self.reference
@@ -227,13 +227,10 @@ class Total:
         return Output(self.loss / items, weight, self.last.aux, self.metrics)
 
 
-def _wide(weight: Any) -> Tensor:
-    return weight.detach().to(torch.float32 if weight.device.type == "mps" else torch.float64)
-
-
-def _counted(out: Output) -> Tensor:
-    """Return what a batch weighs as a tensor, whatever it is."""
-    return _wide(torch.as_tensor(out.weight, device=out.loss.device))
+def _counted(out: Output, weight: Any = None) -> Tensor:
+    """Return a weight, of a batch by default, as a tensor on the device; it may be one in another process, or an int."""
+    weight = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device).detach()
+    return weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
 
 
 def _aside(state: TrainState) -> list[Tensor | None] | None:
