@@ -219,9 +219,8 @@ class Joint:
         names = [name for name, p in self.model.named_parameters() if any(p is q for q in unused)]
         _log.warning(
             "the loss leaves out parameters in some updates that it uses in others (%s). With several processes they have a "
-            "zero "
-            "gradient then, which weight decay and momentum go by, where one process leaves them alone. For that, pass backend="
-            "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+            "zero gradient then, which weight decay and momentum go by, where one process leaves them alone. For that, pass "
+            "backend=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
         )  # fmt: skip
 
@@ -265,10 +264,6 @@ class Joint:
         if self._reference is None:
             self._reference = torch.exp2(torch.floor(torch.log2(largest(weight).clamp(min=1))))
         return self._reference
-
-    def sum(self, weight: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum the items of a window over all processes."""
-        return summed(weight)
 
 
 class _Touch(torch.autograd.Function):

@@ -55,8 +55,10 @@ def join(model: nn.Module, optimizer: Optimizer, given: Any = None) -> tuple[nn.
         RuntimeError: this process is one of several, but they could not be joined.
         NotImplementedError: accelerate is configured for an engine that takes the training step over.
     """
-    model = _bare(model)
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # what accelerate's wraps; it costs more than a small step
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if type(optimizer).__module__.startswith("accelerate."):  # whose wrapper costs more than a small step
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     if isinstance(given, Backend):
         return model, optimizer, given
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"  # what matters to a process that is alone
@@ -80,10 +82,6 @@ def join(model: nn.Module, optimizer: Optimizer, given: Any = None) -> tuple[nn.
     _move(model, optimizer, backend.device)
     _broadcast_tensors([p.detach() for p in (*model.parameters(), *others(model, optimizer), *model.buffers())])
     return model, optimizer, backend
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
 
 
 def _home(model: nn.Module) -> torch.device:

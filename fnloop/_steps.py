@@ -146,7 +146,7 @@ class Backward:
                 if rounds > 1 or not known:
                     total.add(out)
             if last:
-                items = None if known else joint.sum(_counted(out, 0 if total.weight is None else total.weight))
+                items = None if known else summed(_counted(out, 0 if total.weight is None else total.weight))
                 start = joint.join(state, start, touch=rounds > 1)
             start.backward()
         joint.finish(state, touched=rounds > 1)

@@ -173,3 +173,17 @@ def test_bad_input_says_what_to_type(make, error, message):
     model = Toy()
     with pytest.raises(error, match=message):
         make(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_an_optimizer_or_a_module_that_wraps_another_stays_as_it_is():
+    class Slow(torch.optim.SGD):
+        """Keeps another optimizer, as a Lookahead does."""
+
+        def __init__(self, inner):
+            super().__init__(inner.param_groups[0]["params"], lr=1.0)
+            self.optimizer = inner
+
+    model = nn.DataParallel(Toy())
+    optimizer = Slow(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = fl.TrainState.create(model, optimizer)
+    assert state.optimizer is optimizer and state.model is model
