@@ -16,11 +16,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import signal
 import weakref
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 from toolz import partition, partition_all
 from torch import Tensor
@@ -34,6 +38,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from fnloop._backend import beside, needs_placing, place
@@ -125,7 +130,32 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-class Source(NamedTuple):
+@attrs.define
+class Dealt:
+    """What has been dealt of an epoch to all processes.
+
+    Args:
+        sizes: of each round that was not worked on yet, the size of its batches if all have one, else 0.
+        order: a checksum of the indices of its samples, where they are known.
+    """
+
+    sizes: deque[int] = attrs.field(factory=deque)
+    order: int = 0
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self.sizes.clear()
+        self.order = 0
+
+    def noted(self, index: Any) -> Any:
+        """Note the indices of a batch, and return them."""
+        with contextlib.suppress(TypeError, OverflowError):  # not numbers
+            self.order = zlib.crc32(array("q", index if isinstance(index, list) else [index]), self.order)
+        return index
+
+
+@attrs.frozen
+class Source:
     """A loader opened for a run.
 
     Args:
@@ -135,7 +165,7 @@ class Source(NamedTuple):
         batch_size: samples in a batch, where that is the same for all but the last, and a position can be in samples.
         samples: samples in an epoch, where batch_size is known.
         drop_last: whether a smaller last round is left out.
-        sizes: of each round that was dealt and not worked on yet, the size of its batches if all have one, else 0.
+        dealt: what has been dealt.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Any]]
@@ -144,7 +174,7 @@ class Source(NamedTuple):
     batch_size: int | None = None
     samples: int = 0
     drop_last: bool = False
-    sizes: deque[int] = deque()  # noqa: RUF012  # of one that deals nothing: it stays empty
+    dealt: Dealt = attrs.field(factory=Dealt)
 
     def left(self, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
@@ -161,7 +191,8 @@ class Source(NamedTuple):
 
     def even(self, rounds: int) -> int:
         """Return the size of every batch in the next rounds, if it is the same in every process; else 0. Ask once for each."""
-        found = {self.sizes.popleft() if self.sizes else 0 for _ in range(rounds)}
+        sizes = self.dealt.sizes
+        found = {sizes.popleft() if sizes else 0 for _ in range(rounds)}
         return found.pop() if len(found) == 1 else 0
 
 
@@ -181,13 +212,13 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_whole(loader)
-    deal = _Deal(rank, processes, deque())
+    deal = _Deal(rank, processes, Dealt())
     if type(loader) in (list, tuple):  # nothing to position: no code runs
 
         def listed(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
             return deal(itertools.islice(loader, batch, None), leading)
 
-        return Source(listed, len(loader), processes, sizes=deal.sizes)
+        return Source(listed, len(loader), processes, dealt=deal.dealt)
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if plain and not isinstance(loader.dataset, IterableDataset):
 
@@ -197,14 +228,14 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
         if _is_sized(loader):
             batched: Any = loader.batch_sampler
             size, total = batched.batch_size, len(batched.sampler)
-            source = Source(batches, None, processes, size, total, batched.drop_last, deal.sizes)
-            return source._replace(length=source.batches_of(total))
-        return Source(batches, length_of(loader), processes, sizes=deal.sizes)
+            source = Source(batches, None, processes, size, total, batched.drop_last, deal.dealt)
+            return attrs.evolve(source, length=source.batches_of(total))
+        return Source(batches, length_of(loader), processes, dealt=deal.dealt)
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
         return deal(_iterated(loader, seed, epoch, batch), leading)
 
-    return Source(iterated, length_of(loader), processes, sizes=deal.sizes)
+    return Source(iterated, length_of(loader), processes, dealt=deal.dealt)
 
 
 def _is_sized(loader: DataLoader) -> bool:
@@ -233,7 +264,7 @@ class _Deal(NamedTuple):
 
     rank: int
     processes: int
-    sizes: deque[int]
+    dealt: Dealt
 
     def __call__(self, things: Any, size_of: Callable[[Any], int]) -> Iterator[Any]:
         things = iter(things)
@@ -241,12 +272,12 @@ class _Deal(NamedTuple):
 
     def _dealt(self, things: Iterator[Any], size_of: Callable[[Any], int]) -> Iterator[Any]:
         __tracebackhide__ = True
-        self.sizes.clear()
+        self.dealt.begin()
         for first in things:
             rest = tuple(itertools.islice(things, self.processes - 1))
             full = len(rest) == self.processes - 1
             sizes = {size_of(thing) for thing in (first, *rest)} if full else {0}
-            self.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
+            self.dealt.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
             if self.rank <= len(rest):
                 yield rest[self.rank - 1] if self.rank else first
             else:
@@ -456,7 +487,8 @@ def _tickets(loader: DataLoader, seed: int, epoch: int | None, batch: int, sampl
     stride = loader.batch_sampler.batch_size if _is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if _is_sized(loader) else batch
     order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
-    sized = loader.batch_sampler is not None
+    order = order if deal.processes == 1 else map(deal.dealt.noted, order)
+    sized = loader.batch_sampler is not None and loader.collate_fn is default_collate  # another may leave samples out
     for numbered in deal(enumerate(order), lambda numbered: len(numbered[1]) if sized else 0):
         borrowed = type(numbered) is Borrowed
         n, index = numbered.batch if borrowed else numbered
@@ -548,13 +580,18 @@ def _pool(loader: DataLoader) -> tuple[DataLoader, _Tickets]:
 
 
 class _Init(NamedTuple):
-    """The user's worker_init_fn, with the user's dataset in ``get_worker_info()``."""
+    """The user's worker_init_fn, with the user's dataset in ``get_worker_info()``.
+
+    A worker outlives its first SIGTERM: who ends a job often signals all of its processes, and a run that stops behind the
+    update it is at still needs its workers.
+    """
 
     init: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
         info: Any = torch.utils.data.get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
         if self.init is not None:
             self.init(worker)
 

@@ -224,7 +224,7 @@ def _run(
                     feed = windows(source, window, device, state.epoch, state.batch, state.samples, prefetch)
                     batch: Any = next(feed, _END)
                     if batch is _END and not state.batch:
-                        raise ValueError(_no_batches(state))
+                        raise ValueError(_no_batches(state, source))
                     # Behind the first fetch: what is kept of the middle of an epoch was there behind this same fetch.
                     state.generators.install() if state.generators else seed_host(mix(_own_seed(seed, backend), state.batch))
                     state, ended = attrs.evolve(state, news=frozenset()), False
@@ -271,7 +271,7 @@ def _run(
                         if went_back or state.stop is not None or state.step >= last_step:
                             break
                     if council is not None:
-                        council.close(state, caught)
+                        council.close(state, caught, source.dealt.order if ended else 0)
                         state = caught.heard(state)
                     if caught.save or state.stop is not None or _reached(state, epochs, steps):
                         where = "the end"
@@ -428,9 +428,14 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
         error.state = suspended(state)  # type: ignore[attr-defined]
 
 
-def _no_batches(state: TrainState) -> str:
-    again = " An iterator can be read once: pass a list, or a function that makes one." if state.epoch else ""
-    return f"the training loader gave no batch in epoch {state.epoch}.{again}"
+def _no_batches(state: TrainState, source: Source) -> str:
+    why = ""
+    if source.drop_last and source.batch_size:
+        together = f"{source.batch_size} × {source.processes} processes" if source.processes > 1 else f"{source.batch_size}"
+        why = f" It has {source.samples} samples, and with drop_last an update takes {together}: make batches smaller."
+    elif state.epoch:
+        why = " An iterator can be read once: pass a list, or a function that makes one."
+    return f"the training loader gave no batch in epoch {state.epoch}.{why}"
 
 
 def _nothing_to_do(state: TrainState, epochs: int | None, steps: int | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -123,6 +122,8 @@ def _control() -> Any:
     """Return a group on the host that nobody else uses: what is said there can't get between gradients."""
     atexit.register(_leave)
     threading.Thread(target=_look_out, name="fnloop", daemon=True).start()
+    if sys.version_info < (3, 12):
+        os.register_at_fork(before=_settle)
     return dist.new_group(backend="gloo")
 
 
@@ -171,8 +172,6 @@ def _leave() -> None:
 
     Not behind an exception: others may be waiting for this process, and are told by its end.
     """
-    for tensor in _recent:  # not to be let go of by a thread of gloo's when there is no Python any more
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
     if dist.is_initialized() and not hasattr(sys, "last_type"):
         for holder in list(on_leaving):
             holder.leave()
@@ -196,17 +195,25 @@ def sync_buffers(model: nn.Module) -> None:
     _broadcast_tensors([local_part(b).detach() for b in model.buffers()])
 
 
-_recent: deque[Tensor] = deque(maxlen=64)
+_recent: deque[Any] = deque(maxlen=64)
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    """Keep what was sent for a while.
+def _begun(work: Any) -> Any:
+    """Keep an exchange that has begun for a while, and return it.
 
-    Else gloo's thread may be the last to let go of it, which takes Python's lock on threads; and a process that forks at that
-    moment, to start the workers of a loader, gets children that wait for it for ever (seen with CPython 3.11).
+    Else gloo's thread may be the last to let go of it, and has to enter Python to let go of its tensors: see :func:`_settle`.
     """
-    _recent.append(tensor)
-    return tensor
+    _recent.append(work)
+    return work
+
+
+def _settle() -> None:
+    """Let gloo's threads come to rest before this process forks, to start the workers of a loader.
+
+    One that enters Python at that moment holds a lock that CPython 3.11 doesn't free in the child, which waits for it for ever.
+    DDP's works are not ours to keep.
+    """
+    time.sleep(0.001)
 
 
 def exchanges() -> int:
@@ -221,13 +228,14 @@ def gather_objects(value: Any) -> list[Any]:
     if size == 1:
         return [value]
     mine = _pickled(value)
-    sizes = _kept(torch.zeros(size, dtype=torch.int64))
+    sizes = torch.zeros(size, dtype=torch.int64)
     sizes[dist.get_rank()] = len(mine)
     with together("an exchange of metrics or results"):
-        dist.all_reduce(sizes, group=_control())
+        _begun(dist.all_reduce(sizes, group=_control(), async_op=True)).wait()
         longest = int(sizes.max())
-        parts = [_kept(torch.empty(longest, dtype=torch.uint8)) for _ in range(size)]
-        dist.all_gather(parts, _kept(nn.functional.pad(mine, (0, longest - len(mine)))), group=_control())
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+        padded = nn.functional.pad(mine, (0, longest - len(mine)))
+        _begun(dist.all_gather(parts, padded, group=_control(), async_op=True)).wait()
     return [pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, sizes.tolist(), strict=True)]
 
 
@@ -237,8 +245,8 @@ def _pickled(value: Any) -> Tensor:
 
 def agreeing(numbers: Iterable[float]) -> Callable[..., list[float]]:
     """Begin to find the largest of each number over all processes; call what is returned for them, with a limit or none."""
-    values = _kept(torch.tensor([*numbers], dtype=torch.float64))
-    work: Any = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=_control(), async_op=True)
+    values = torch.tensor([*numbers], dtype=torch.float64)
+    work = _begun(dist.all_reduce(values, op=dist.ReduceOp.MAX, group=_control(), async_op=True))
 
     def wait(limit: timedelta | None = None) -> list[float]:
         work.wait() if limit is None else work.wait(limit)
@@ -262,8 +270,8 @@ def any_process(fact: bool) -> bool:
 
 def summed(value: float | Tensor) -> Callable[[], Any]:
     """Begin to sum a number over all processes; call what is returned for the sum."""
-    total = _kept(value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64))
-    work: Any = dist.all_reduce(total, group=_group(total.device), async_op=True)
+    total = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    work = _begun(dist.all_reduce(total, group=_group(total.device), async_op=True))
 
     def wait() -> Any:
         work.wait()
@@ -274,8 +282,8 @@ def summed(value: float | Tensor) -> Callable[[], Any]:
 
 def largest(value: Tensor) -> Tensor:
     """Return the largest of a number over all processes, on the device."""
-    value = _kept(value.clone())
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_group(value.device))
+    value = value.clone()
+    _begun(dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_group(value.device), async_op=True)).wait()
     return value
 
 
@@ -424,12 +432,12 @@ def broadcast(tree: Any, source: int = 0) -> Any:
         raise ValueError(f"broadcast expects source as a rank from 0 to {size - 1}; got {source!r}")
     if size == 1:
         return tree
-    data = _kept(_pickled(tree) if rank == source else torch.empty(0, dtype=torch.uint8))
-    length = _kept(torch.tensor([len(data)]))
+    data = _pickled(tree) if rank == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([len(data)])
     with together("fnloop.broadcast"):
-        dist.broadcast(length, source, group=_control())
-        data = data if rank == source else _kept(torch.empty(int(length), dtype=torch.uint8))
-        dist.broadcast(data, source, group=_control())
+        _begun(dist.broadcast(length, source, group=_control(), async_op=True)).wait()
+        data = data if rank == source else torch.empty(int(length), dtype=torch.uint8)
+        _begun(dist.broadcast(data, source, group=_control(), async_op=True)).wait()
     return at_home(tree, tree if rank == source else pickle.loads(data.numpy().tobytes()))
 
 

@@ -11,13 +11,15 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import attrs
+import torch
 
 from fnloop._processes import agreeing, together
+from fnloop._sharded import is_sharded
 from fnloop._state import TrainState
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]
@@ -30,6 +32,17 @@ ADVICE = (
     "What a middleware or a hook decides must be the same everywhere: decide by the history, by counters, or by "
     "fnloop.reduce(...)"
 )
+
+ROUNDING = 1e-3  # by what norms may differ between processors of different kinds
+ORDER = (
+    "each has the training data in another order. A sampler draws from a generator of its own: seed it, the same in every "
+    "process; or leave the order to fnloop, DataLoader(dataset, batch_size, shuffle=True)"
+)
+_DRIFT = (
+    "the norm of the weight {} is from {:g} to {:g}. What a hook or a middleware does to weights must be the same everywhere: "
+    "draw from torch, which draws the same everywhere behind backward, or fnloop.broadcast(...) what was drawn"
+)
+_NOTHING: Mapping[str, float] = {}
 
 
 class Signals:
@@ -93,6 +106,17 @@ def listening(alone: bool = True) -> Iterator[Signals]:
             signal.raise_signal(signal.SIGTERM)  # it came too late for the run
 
 
+def _norms(state: TrainState) -> dict[str, float]:
+    """Return the norm of each parameter that every process has a copy of."""
+    if is_sharded(state.model):
+        return {}
+    named = {n: p.detach() for n, p in state.model.named_parameters() if p.is_floating_point() and p.layout is torch.strided}
+    if not named:
+        return {}
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm([*named.values()])])
+    return dict(zip(named, norms.nan_to_num(0.0).tolist(), strict=True))
+
+
 class Council:
     """The processes of a run, between updates: what any has heard, all obey behind the same update; and they share a clock.
 
@@ -105,34 +129,40 @@ class Council:
         self._time = 0.0  # what all agree on, in seconds
         self._until, self._gap = 0, 1  # boundaries to the next exchange, and between two
         self._answer: Callable[[timedelta | None], list[float]] | None = None
+        self._marks: list[str] = []  # what else was asked for
         state._lease.clock = self.clock
 
     def clock(self) -> float:
         """Return the seconds since the run began, as of the last exchange."""
         return self._time
 
-    def meet(self, state: TrainState, signals: Signals) -> None:
-        """Hear the last answer and ask again, if it is time to."""
+    def meet(self, state: TrainState, signals: Signals, marks: Mapping[str, float] = _NOTHING) -> None:
+        """Hear the last answer and ask again, if it is time to; also whether these marks are the same everywhere."""
         self._until -= 1
         if self._until > 0:
             return
         self._hear(signals)
-        counters = (state.step, state.skipped, state.epoch)
-        facts = [*signals.asked, time.monotonic() - self._began, *counters, *(-c for c in counters)]
-        self._answer, self._until = agreeing(facts), self._gap
+        same = (state.step, state.skipped, state.epoch, *marks.values())
+        facts = [*signals.asked, time.monotonic() - self._began, *same, *(-c for c in same)]
+        self._answer, self._until, self._marks = agreeing(facts), self._gap, [*marks]
         state._lease.clock = self.clock  # which may be another's, if a hook went back to a snapshot
 
-    def close(self, state: TrainState, signals: Signals) -> None:
+    def close(self, state: TrainState, signals: Signals, order: int) -> None:
         """Hear the last answer, and meet once more, at the end of an epoch: here everybody waits for all.
 
+        Args:
+            state: the state.
+            signals: what was heard.
+            order: a checksum of the order of the data.
+
         Raises:
-            RuntimeError: this process has stopped, and the others don't come.
+            RuntimeError: this process has stopped, and the others don't come; or they have other weights, or other data.
         """
         self._hear(signals)
         self._until = 0
         try:
             with together("the end of an epoch"):
-                self.meet(state, signals)
+                self.meet(state, signals, {**_norms(state), ORDER: order})
                 self._hear(signals, None if state.stop is None else LIMIT)
         except RuntimeError as error:
             if state.stop is None or "imed out" not in str(error):
@@ -144,12 +174,16 @@ class Council:
     def _hear(self, signals: Signals, limit: timedelta | None = None) -> None:
         if self._answer is None:
             return
-        (stop, save, now, *counters), self._answer = self._answer(limit), None
-        most, least = counters[:3], [-c for c in counters[3:]]
-        if most != least:
+        (stop, save, now, *same), self._answer = self._answer(limit), None
+        most, least = same[: len(same) // 2], [-c for c in same[len(same) // 2 :]]
+        if most[:3] != least[:3]:
+            counters = [[*map(int, values[:3])] for values in (least, most)]
             raise RuntimeError(
-                f"{APART}: (step, skipped, epoch) is {[*map(int, least)]} in one and {[*map(int, most)]} in another. {ADVICE}"
+                f"{APART}: (step, skipped, epoch) is {counters[0]} in one and {counters[1]} in another. {ADVICE}"
             )
+        for mark, low, high in zip(self._marks, least[3:], most[3:], strict=True):
+            if high - low > ROUNDING * max(abs(low), abs(high)):
+                raise RuntimeError(f"{APART}: {mark}" if mark == ORDER else f"{APART}: {_DRIFT.format(mark, low, high)}")
         took, self._time = now - self._time, now
         self._gap = min(self._gap * 2, 4096) if took < PERIOD else max(self._gap // 2, 1) if took > 4 * PERIOD else self._gap
         signals.asked = [False, False] if stop or save else signals.asked

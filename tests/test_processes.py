@@ -32,8 +32,10 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     SequentialSampler,
     TensorDataset,
+    default_collate,
 )
 
 import fnloop as fl
@@ -105,6 +107,11 @@ def batches(size):
 
 def loader(data=None, size=None, **settings):
     return DataLoader(samples() if data is None else data, batch_size=size or BATCH // world(), **settings)
+
+
+def some(parts):
+    """Make a batch without two samples of all."""
+    return default_collate([part for part in parts if part[3] not in (4, 11)])
 
 
 def network():
@@ -285,6 +292,7 @@ CASES = {
     "two samples": Case(train=lambda: loader(samples()[:2] and TensorDataset(*samples()[:2]), size=1 if world() > 1 else 2)),
     "workers": Case(train=lambda: loader(shuffle=True, num_workers=2)),
     "persistent workers": Case(train=lambda: loader(shuffle=True, num_workers=1, persistent_workers=True)),
+    "samples left out": Case(train=lambda: loader(shuffle=True, collate_fn=some)),
     "list": Case(train=lambda: batches(BATCH // world())),
     "generator": Case(train=lambda: lambda: iter(batches(BATCH // world()))),
     "stream": Case(train=lambda: loader(Stream())),
@@ -653,6 +661,17 @@ def terminate(folder):
     return {**outcome(state), "kept": kept, "went on": on.step - state.step}
 
 
+def terminate_group(folder):
+    """SIGTERM reaches the workers of the loader too."""
+
+    def kill(state):
+        if state.step == 5 and rank() == world() - 1:
+            os.killpg(0, signal.SIGTERM)
+        return state
+
+    return outcome(fitted(loader(size=1, num_workers=2, shuffle=True), epochs=100, hooks=(kill, fl.checkpoint(folder))))
+
+
 def save_and_go_on(folder):
     state = fitted(Long(), hooks=(fl.every(steps=1000)(fl.checkpoint(folder, keep=100)), at_batch(20, signal.SIGUSR1)))
     return {**outcome(state), "kept": sorted(path.name for path in folder.iterdir())}
@@ -695,6 +714,7 @@ def nonfinite(folder):
 DECISIONS = {
     "early stop": stop_early,
     "SIGTERM": terminate,
+    "SIGTERM to all": terminate_group,
     "SIGUSR1": save_and_go_on,
     "seconds": clock,
     "main": main_alone,
@@ -735,6 +755,11 @@ def test_a_signal_to_one_process_stops_all_behind_one_update_and_is_saved_once(d
     step = found["counters"][0]
     assert found["stop"] == "SIGTERM" and 20 <= step < 400
     assert found["kept"] == [f"step-{step:08d}"] and found["went on"] == 3
+
+
+def test_a_signal_that_reaches_the_workers_too_stops_the_run_and_not_them(decided):
+    found = decided[-1]["SIGTERM to all"]
+    assert found["stop"] == "SIGTERM" and found["counters"][0] >= 5
 
 
 def test_a_signal_to_one_process_saves_once_and_goes_on(decided):
@@ -1028,11 +1053,31 @@ def talks(folder):
         "main only": lambda: fl.on_main(fl.checkpoint(folder / "never")),
         "snapshot": lambda: fl.snapshot(created(shard=fully_shard)),
         "no batch": lambda: fitted([]),
+        "all dropped": lambda: fitted(loader(size=30, drop_last=True)),
+        "weights of its own": lambda: fitted(loader(), hooks=(moving,)),
+        "order of its own": lambda: fitted(loader(sampler=Unseeded())),
         "nothing to evaluate": lambda: fl.evaluate(fl.pipeline()(entropy), created(), []),
         "no folder": lambda: fl.save(created(), Path(__file__) / "checkpoint"),
         "fit": lambda: fitted(batches(3)).step,  # after all that, it still works
     }
     return {**found, **{name: said(do) for name, do in wrong.items()}}
+
+
+def moving(state):
+    """Change a weight by something else in every process."""
+    with torch.no_grad():
+        state.model[2].bias += 0.01 * rank() if state.step == 3 else 0
+    return state
+
+
+class Unseeded(Sampler):
+    """Draws from a generator that fnloop can't know of, with another seed in every process."""
+
+    def __len__(self):
+        return SIZE
+
+    def __iter__(self):
+        return iter(np.random.default_rng(rank()).permutation(SIZE))
 
 
 def created(shard=lambda model: None, **settings):
@@ -1076,6 +1121,10 @@ REFUSED = {
     "main only": "TypeError: ",
     "snapshot": "NotImplementedError: a model that is sharded over processes can't be copied",
     "no batch": "ValueError: the training loader gave no batch",
+    "all dropped": "ValueError: the training loader gave no batch in epoch 0. It has 41 samples, and with drop_last an update "
+    "takes 30 × ",
+    "weights of its own": "RuntimeError: the processes have come apart: the norm of the weight 2.bias is from ",
+    "order of its own": "RuntimeError: the processes have come apart: each has the training data in another order",
     "nothing to evaluate": "ValueError: the loader to evaluate gave no batch",
 }
 
