@@ -8,11 +8,15 @@ Randomness needs nothing: a replay draws from the device's generator as an eager
 and the offset that the generator has at that moment into the graph, and moves the offset on by what the graph draws (Note
 [CUDA Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions it before every update, as ever.
 
+Where the host has to decide (an fp16 overflow), the record is cut: it plays up to there, the host reads and decides, and it
+plays on, or doesn't.
+
 A :class:`Recorder` does the recording. That is all that knows CUDA here; the tests have one for the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import Counter
@@ -60,8 +64,11 @@ class Recorder(Protocol):
         """Run an update eagerly, and return what it returns."""
         ...
 
-    def record(self, update: Callable[[], Any], /) -> tuple[Callable[[], None], Any]:
-        """Call the function without any effect on the device; return what has it, again and again, and its reply."""
+    def record(self, update: Callable[[Callable[[], None]], Any], /) -> tuple[list[Callable[[], None]], Any]:
+        """Call the function without any effect on the device; return what has it, again and again, and its reply.
+
+        The function is given another, which cuts the record where it is called: there is one more part to play then.
+        """
         ...
 
 
@@ -79,19 +86,29 @@ class _OnCuda:
         here.wait_stream(self.stream)
         return reply
 
-    def record(self, update: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph, failed = torch.cuda.CUDAGraph(), None
-        # Other threads may go on: workers' batches are pinned, checkpoints copied.
-        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+    def record(self, update: Callable[[Callable[[], None]], Any]) -> tuple[list[Callable[[], None]], Any]:
+        graphs: list[torch.cuda.CUDAGraph] = []
+        failed = None
         try:
-            with torch.cuda.stream(self.stream), recording:  # which, where it fails, leaves its stream the current one
+            # A recording, where it fails, leaves its stream the current one.
+            with torch.cuda.stream(self.stream), contextlib.ExitStack() as recording:
+
+                def begin() -> None:
+                    recording.close()
+                    graphs.append(torch.cuda.CUDAGraph())
+                    # Other threads may go on: workers' batches are pinned, checkpoints copied.
+                    into = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+                    recording.enter_context(torch.cuda.graph(graphs[-1], **into))
+
+                begin()
                 try:
-                    return graph.replay, update()
+                    reply = update(begin)
                 except BaseException as error:
                     failed = error
                     raise
+            return [graph.replay for graph in graphs], reply
         except BaseException as error:
-            _failed.append(graph)
+            _failed.extend(graphs)
             raise failed or error from None  # not that the capture was cut short, but by what
 
 
@@ -174,32 +191,73 @@ def _filled(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
     return Output(change(out.loss), weight, out.aux, metrics)
 
 
+class Found(NamedTuple):
+    """What a captured update has found out when it has come to some point.
+
+    Args:
+        output: its tensors are overwritten by every replay.
+        results: those of them that are copied.
+    """
+
+    output: Output
+    results: list[Tensor]
+
+    @classmethod
+    def of(cls, out: Output) -> Found:
+        results: list[Tensor] = []
+        _filled(out, lambda t: results.append(t.detach()) or t)
+        return cls(out, results)
+
+    def kept(self) -> Output:
+        """Return a copy."""
+        copied = [torch.empty_like(t) for t in self.results]
+        _copy(copied, self.results)
+        copies = iter(copied)
+        return _filled(self.output, lambda _: next(copies))
+
+
+class Cut(NamedTuple):
+    """Where the host decides whether a captured update goes on.
+
+    Args:
+        found: what there is at this point.
+        flag: what it decides by, on the device.
+        judge: ``(state, flag) -> why the update is to be left out, or None``.
+    """
+
+    found: Found
+    flag: Tensor
+    judge: Callable[[TrainState, bool], str | None]
+
+
 class Graph(NamedTuple):
     """A captured update.
 
     Args:
-        replay: runs it.
+        parts: what to play, one behind the other.
+        cuts: what the host decides between two parts.
         inputs: the tensors of the batch that it reads.
-        output: what it found out; its tensors are overwritten by every replay.
-        results: those of them that are copied.
+        found: what there is at the end.
         slots: the slots that it uses.
     """
 
-    replay: Callable[[], None]
+    parts: list[Callable[[], None]]
+    cuts: list[Cut]
     inputs: list[Tensor]
-    output: Output
-    results: list[Tensor]
+    found: Found
     slots: Mapping[str, Any]
 
-    def __call__(self, tensors: list[Tensor]) -> Output:
+    def __call__(self, state: TrainState, tensors: list[Tensor]) -> Output:
         """Run it on these tensors, and return what is to be kept."""
         with torch.no_grad():  # a loss function may have asked for the gradient of an input
             _copy(self.inputs, tensors)
-        self.replay()
-        kept = [torch.empty_like(t) for t in self.results]
-        _copy(kept, self.results)
-        copies = iter(kept)
-        return _filled(self.output, lambda _: next(copies))
+        for play, cut in zip(self.parts, self.cuts, strict=False):  # all but the last
+            play()
+            skip = cut.judge(state, bool(cut.flag))
+            if skip is not None:
+                return attrs.evolve(cut.found.kept(), skip=skip)
+        self.parts[-1]()
+        return self.found.kept()
 
 
 # --- the step
@@ -246,8 +304,8 @@ class Captured:
         if len(self.graphs) > self.limit:
             oldest = next(iter(self.graphs))
             del self.graphs[oldest], self.ran[oldest]
-        out = graph(tensors)
-        return advance(state, applied=True), out
+        out = graph(state, tensors)
+        return advance(state, applied=out.skip is None), out
 
     def _begin(self, state: TrainState, change: str) -> None:
         """Forget all graphs, and look at what there is."""
@@ -276,7 +334,6 @@ class Captured:
         assert self.watch is not None
         if len(self.ran) > 1000:  # as many kinds of batches as batches
             self.ran.clear()
-        self.ran[key] += 1
         self.eager += 1
         if self.eager == EAGER_IN_A_ROW:
             _log.warning(
@@ -286,6 +343,7 @@ class Captured:
                 self.eager, self.changed, self.warmup,
             )  # fmt: skip
         reply = self.recorder.run(lambda: self.step(state, batch))
+        self.ran[key] += reply[1].skip is None  # one that is left out shows nothing
         self.watch.take()  # the first update makes the optimizer's state
         return reply
 
@@ -297,8 +355,18 @@ class Captured:
         static, slots, device = rebuilt(batch, iter(inputs)), Slots(state.slots), state.backend.device
         inside = fenced(state, slots, Changing)
         before, draws, put_back = facts(state), host_draws(device), remember(state)
+        cuts: list[Cut] = []
+
+        def update(begin: Callable[[], None]) -> tuple[TrainState, Output]:
+            def cut(out: Output, flag: Tensor, judge: Any) -> None:
+                cuts.append(Cut(Found.of(out), flag, judge))
+                begin()
+
+            inside._lease.cut = cut
+            return self.step(inside, static)
+
         try:
-            replay, (new, out) = self.recorder.record(lambda: self.step(inside, static))
+            parts, (new, out) = self.recorder.record(update)
             check_reply(state, new, out)
             check_facts(before, facts(state))
             check_draws(draws, host_draws(device))
@@ -308,9 +376,8 @@ class Captured:
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise why(error) from error
-        results: list[Tensor] = []
-        _filled(out, lambda t: results.append(t.detach()) or t)
-        return Graph(replay, inputs, out, results, {name: state.slots[name] for name in slots.used if name in state.slots})
+        used = {name: state.slots[name] for name in slots.used if name in state.slots}
+        return Graph(parts, cuts, inputs, Found.of(out), used)
 
     def release(self, state: TrainState) -> None:
         """Drop the graphs, and give the optimizer its settings back."""

@@ -30,7 +30,7 @@ from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap
 
 __all__ = [
     "OPTIMIZER", "Backward", "Total",
-    "at_least_float32", "consume", "divide", "forward", "linear", "report", "update", "wants_closure",
+    "at_least_float32", "consume", "decided", "divide", "forward", "linear", "report", "update", "wants_closure",
 ]  # fmt: skip
 
 OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
@@ -78,11 +78,11 @@ class Backward:
 
     Args:
         forward: the step inside.
-        scale: ``state -> float``, what the gradients are to be multiplied by, or None.
+        scale: ``state -> what the gradients are to be multiplied by``, on the device; or None.
         may_skip: whether a step inside may leave a batch out, in one process and not in another.
     """
 
-    def __init__(self, forward: Step, scale: Callable[[TrainState], float] | None = None, may_skip: bool = False) -> None:
+    def __init__(self, forward: Step, scale: Callable[[TrainState], Tensor] | None = None, may_skip: bool = False) -> None:
         self.forward, self.scale, self.may_skip = forward, scale, may_skip
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -292,6 +292,28 @@ def linear(wrap: Wrap) -> Wrap:
         return made
 
     return wrapped
+
+
+def decided(
+    state: TrainState, out: Output, flag: Tensor, judge: Callable[[TrainState, bool], str | None]
+) -> tuple[TrainState, Output]:
+    """Let the host decide about an update, by a flag that the device has computed.
+
+    Args:
+        state: the state.
+        out: what has been found out so far.
+        flag: a scalar.
+        judge: ``(state, flag) -> why the update is to be left out, or None``. It changes what it keeps in place.
+
+    Returns:
+        What a step returns. While an update is recorded it goes on: there the record is cut in two, and the host decides
+        between the two whenever they are played.
+    """
+    if state._lease.cut is not None:
+        state._lease.cut(out, flag, judge)
+        return state, out
+    skip = judge(state, bool(flag))
+    return state, out if skip is None else attrs.evolve(out, skip=skip)
 
 
 def update(step: Step, may_skip: bool = False) -> Step:

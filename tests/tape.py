@@ -4,6 +4,7 @@ Like a graph, recording has no effect on any tensor, what Python knew then is in
 a replay overwrites the tensors that were made while it was recorded.
 """
 
+import contextlib
 import itertools
 import types
 
@@ -59,7 +60,7 @@ class Recording(TorchDispatchMode):
 
 
 class Tape:
-    """The recorder. ``log`` says what was done, in order."""
+    """The recorder. ``log`` says what was done, in order; a later part of a record has a + behind its number."""
 
     def __init__(self, device=None):
         self.log, self.numbers = [], itertools.count()
@@ -72,18 +73,29 @@ class Tape:
         number = next(self.numbers)
         self.log.append(f"record {number}")
         generator = torch.get_rng_state()
-        tape = Recording()
-        try:
-            with tape:
-                reply = update()
-        except RuntimeError as error:
-            raise error.with_traceback(as_from_torch(error.__traceback__)) from None
-        finally:
-            tape.undo()
-            torch.set_rng_state(generator)
+        tapes = []
+        with contextlib.ExitStack() as recording:
 
-        def replay():
-            self.log.append(f"replay {number}")
-            tape.play()
+            def begin():
+                recording.close()
+                tapes.append(recording.enter_context(Recording()))
 
-        return replay, reply
+            try:
+                begin()
+                reply = update(begin)
+            except RuntimeError as error:
+                raise error.with_traceback(as_from_torch(error.__traceback__)) from None
+            finally:
+                recording.close()
+                for tape in reversed(tapes):
+                    tape.undo()
+                torch.set_rng_state(generator)
+
+        def part(n):
+            def replay():
+                self.log.append(f"replay {number}" + "+" * n)
+                tapes[n].play()
+
+            return replay
+
+        return [part(n) for n in range(len(tapes))], reply

@@ -64,6 +64,7 @@ TABLE = [
     (fl.accumulate(2), fl.clip(0.05)),
     (fl.clip(0.05), fl.accumulate(3)),
     (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
+    (fl.amp("fp16", init_scale=2.0**20, growth_interval=3), fl.accumulate(2), fl.clip(0.05)),
     (fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1)), average(0.9)),
     (fl.torch_scheduler(lambda optimizer, run: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)),),
     (fl.metric(mean=lambda aux, batch: aux["output"].mean(), most=lambda aux, batch: fl.Max(aux["output"].max())),),

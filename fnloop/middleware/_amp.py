@@ -11,11 +11,12 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from fnloop._processes import largest
 from fnloop._sharded import local_part
-from fnloop._state import TrainState, parameters, put
-from fnloop._steps import Backward, linear
+from fnloop._state import TrainState, parameters
+from fnloop._steps import Backward, decided, linear
 from fnloop._types import Batch, Middleware, Output, Step, middleware
 
 __all__ = ["amp"]
@@ -24,11 +25,11 @@ SMALLEST = 2.0**-24  # the smallest number of fp16: a loss that overflows at thi
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@attrs.frozen
+@attrs.define
 class LossScale:
-    """What ``amp("fp16")`` keeps: the scale, and how many updates in a row have gone well with it."""
+    """What ``amp("fp16")`` keeps, changed in place: the scale, on the device, and how many updates have gone well with it."""
 
-    scale: float
+    scale: Tensor
     streak: int = 0
 
 
@@ -38,7 +39,7 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
 
     List it first. With "fp16" the loss is scaled by a number that halves when a gradient overflows (that update is
     skipped) and doubles after ``growth_interval`` updates without; that costs the one host read per update of all
-    middleware. "bf16" needs none of it.
+    middleware, as step counter and schedules depend on it. "bf16" needs none of it.
 
     Args:
         precision: "bf16", "fp16", or None, which changes nothing.
@@ -84,16 +85,24 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
             state, out = step(state, batch)
             if out.skip is not None:
                 return state, out
-            now: LossScale = state.slots["amp"]
-            if _unscale([p.grad for p in parameters(state) if p.grad is not None], now.scale):
-                reason = f"amp: a gradient overflowed at loss scale {now.scale:g}"
-                if now.scale < SMALLEST:
-                    raise FloatingPointError(f"{reason}: the loss itself is not finite. Look at it with amp(None)")
-                return put(state, "amp", LossScale(now.scale / 2)), attrs.evolve(out, skip=reason)
-            grown = now.streak + 1 == growth_interval
-            return put(state, "amp", LossScale(now.scale * 2) if grown else LossScale(now.scale, now.streak + 1)), out
+            overflowed = _unscale([p.grad for p in parameters(state) if p.grad is not None], _scale(state))
+            return decided(state, out, overflowed, judge)
 
         return unscaled
+
+    def judge(state: TrainState, overflowed: bool) -> str | None:
+        now: LossScale = state.slots["amp"]
+        if not overflowed:
+            now.streak = (now.streak + 1) % growth_interval
+            if now.streak == 0:
+                now.scale.mul_(2)
+            return None
+        reason = f"amp: a gradient overflowed at loss scale {now.scale:g}"
+        if now.scale < SMALLEST:
+            raise FloatingPointError(f"{reason}: the loss itself is not finite. Look at it with amp(None)")
+        now.scale.div_(2)
+        now.streak = 0
+        return reason
 
     def gradient(step: Any) -> Step:
         if not hasattr(step, "within"):
@@ -103,25 +112,26 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
             )
         return linear(unscale)(step.within(lambda backward: Backward(backward.forward, _scale, backward.may_skip)))
 
-    return Middleware("amp", forward=forward, gradient=gradient, init=lambda state: LossScale(float(init_scale)))
+    def init(state: TrainState) -> LossScale:
+        return LossScale(torch.tensor(float(init_scale), device=state.backend.device))
+
+    return Middleware("amp", forward=forward, gradient=gradient, init=init)
 
 
-def _scale(state: TrainState) -> float:
+def _scale(state: TrainState) -> Tensor:
     return state.slots["amp"].scale
 
 
-def _unscale(grads: list[Any], scale: float) -> bool:
-    """Divide gradients by the scale, in place, and say whether one of them is not finite."""
+def _unscale(grads: list[Any], scale: Tensor) -> Tensor:
+    """Divide gradients by the scale, in place, and return whether one of them is not finite: 1 or 0, on the device."""
     if any(grad.dtype is torch.float16 for grad in grads):
         raise ValueError(
             'amp("fp16") needs parameters in float32 (their gradients in float16 can\'t be unscaled): leave out model.half()'
         )
+    found = torch.zeros_like(scale)
     if not grads:
-        return False
+        return found
     sharded = any(local_part(grad) is not grad for grad in grads)
     grads = [grad._values() if grad.is_sparse else local_part(grad) for grad in grads]
-    found = torch.zeros((), device=grads[0].device)
-    inverse = torch.full((), 1 / scale, device=grads[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
-    found = largest(found) if sharded else found  # each process has seen its own parts
-    return bool(found)  # a host read: whether this update counts decides the step counter, and schedules with it
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal())
+    return largest(found) if sharded else found  # each process has seen its own parts

@@ -25,11 +25,12 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
     It is captured when ``warmup`` updates of that kind have run eagerly, which count like all others. Graphs are made anew
     where what they take for granted has changed: a setting of the optimizer, ``requires_grad``, a training flag.
 
-    What changes from update to update stays outside: counters, hooks, ``schedule`` and ``torch_scheduler``. The optimizer
-    is made capturable when a run starts: its learning rate becomes a tensor on the device, and its state goes there (SGD
-    becomes fused, which alone can read one). Checkpoints don't know about it. ``Output.aux`` holds tensors that the next
-    update overwrites; loss and metrics are yours to keep. What a middleware inside keeps in ``state.slots`` is to be changed
-    in place.
+    What changes from update to update stays outside: counters, hooks, ``schedule`` and ``torch_scheduler``. With
+    ``amp("fp16")`` the graph is in two parts, and between them the host reads whether a gradient overflowed, as it does
+    without graphs. The optimizer is made capturable when a run starts: its learning rate becomes a tensor on the device, and
+    its state goes there (SGD becomes fused, which alone can read one). Checkpoints don't know about it. ``Output.aux`` holds
+    tensors that the next update overwrites; loss and metrics are yours to keep. What a middleware inside keeps in
+    ``state.slots`` is to be changed in place.
 
     Args:
         warmup: eager updates before a capture, at least 1.
@@ -41,8 +42,8 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
 
     Raises:
         ValueError: warmup or limit is below 1. When composing: ``compiled`` makes graphs of its own.
-        CaptureError: when composing: ``amp("fp16")``, which decides on the host whether an update counts. At the first
-            window: no CUDA device. Where it is captured: a value is read to the host or changed on it; the message names it.
+        CaptureError: at the first window: no CUDA device. Where it is captured: a value is read to the host or changed on it;
+            the message names it.
 
     Example:
         >>> import fnloop as fl
@@ -57,11 +58,6 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
 
     def check(members: Sequence[Middleware]) -> None:
         for member in members:
-            if member.name == "amp" and member.gradient is not None and not fallback:
-                raise CaptureError(
-                    f"{member!r} reads on the host whether an update overflowed, which a graph can't: write "
-                    f'amp("bf16"), which needs no loss scale, or leave cuda_graph out'
-                )
             if member.name == "compiled" and _makes_graphs(member):
                 raise ValueError(
                     f"{member!r} makes CUDA graphs of its own, inside the one of cuda_graph: write "

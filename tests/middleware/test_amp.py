@@ -59,7 +59,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_a_streak():
     state, scales = toy(lr=0.0), []
     for x in (1.0, 3e38, 1.0, 1.0, 1.0, 1.0):
         state, out = step(state, torch.tensor([x]))
-        scales.append((state.slots["amp"].scale, out.skip is not None))
+        scales.append((state.slots["amp"].scale.item(), out.skip is not None))
     assert scales == [(8.0, False), (4.0, True), (4.0, False), (8.0, False), (8.0, False), (16.0, False)]
 
 
