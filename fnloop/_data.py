@@ -1,14 +1,7 @@
-"""Data: order as a function of (seed, epoch), position, windows, placement.
+"""Loaders: told apart, opened so that what they yield is a function of (seed, epoch, position), and cut into windows.
 
-A map-style ``DataLoader`` is read by its parts: its sampler says which samples, and each batch of indices travels to
-the worker (or to this process) together with the seed that its randomness starts from. So shuffling and random
-augmentation are a function of (seed, epoch, position), whatever the number of workers, and what was consumed already
-is skipped by its index, not by loading it. Any other iterable is iterated; to go on in the middle of it, it is
-consumed up to there.
-
-With several processes, the batches of the loader are dealt to them in turn, like cards: in each round one to every process. In
-the last round a process that gets none borrows the first one's, in case that all have to take part in exchanges; it counts for
-nothing.
+A map-style ``DataLoader`` is read by its parts (``_map_style``). Any other iterable is iterated; to go on in the middle of it,
+it is consumed up to there. With several processes, the batches are dealt to them in turn (``_deal``).
 """
 
 from __future__ import annotations
@@ -16,50 +9,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import signal
-import weakref
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import attrs
 import torch
-from toolz import partition, partition_all
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    default_collate,
 )
 
 from fnloop._backend import beside, needs_placing, place
+from fnloop._deal import Deal, Dealt
 from fnloop._joint import Borrowed
+from fnloop._map_style import hardy_workers, is_sized, length_of, map_style, tell_epoch
 from fnloop._processes import agreed, any_process
 from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
 __all__ = [
-    "Loaders",
-    "Source",
-    "leading",
-    "length_of",
-    "open_source",
-    "read_loaders",
-    "sharded",
-    "tensors_in",
-    "updates_in",
-    "windows",
-]
+    "Loaders", "Source",
+    "check_loader", "leading", "open_source", "read_loaders", "sharded", "tensors_in", "updates_in", "windows",
+]  # fmt: skip
 
-_TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _END = object()
 
 
@@ -122,38 +97,6 @@ def check_loader(loader: Any, name: str, alone: bool = False) -> None:
         )
 
 
-def length_of(loader: Any) -> int | None:
-    """Return the number of batches, or None if it isn't known before the end."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-@attrs.define
-class Dealt:
-    """What has been dealt of an epoch to all processes.
-
-    Args:
-        sizes: of each round that was not worked on yet, the size of its batches if all have one, else 0.
-        order: a checksum of the indices of its samples, where they are known.
-    """
-
-    sizes: deque[int] = attrs.field(factory=deque)
-    order: int = 0
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self.sizes.clear()
-        self.order = 0
-
-    def noted(self, index: Any) -> Any:
-        """Note the indices of a batch, and return them."""
-        with contextlib.suppress(TypeError, OverflowError):  # not numbers
-            self.order = zlib.crc32(array("q", index if isinstance(index, list) else [index]), self.order)
-        return index
-
-
 @attrs.frozen
 class Source:
     """A loader opened for a run.
@@ -212,7 +155,7 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_whole(loader)
-    deal = _Deal(rank, processes, Dealt())
+    deal = Deal(rank, processes, Dealt())
     if type(loader) in (list, tuple):  # nothing to position: no code runs
 
         def listed(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
@@ -223,9 +166,9 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
     if plain and not isinstance(loader.dataset, IterableDataset):
 
         def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
-            return _map_style(loader, seed, epoch, batch, samples, deal)
+            return map_style(loader, seed, epoch, batch, samples, deal)
 
-        if _is_sized(loader):
+        if is_sized(loader):
             batched: Any = loader.batch_sampler
             size, total = batched.batch_size, len(batched.sampler)
             source = Source(batches, None, processes, size, total, batched.drop_last, deal.dealt)
@@ -236,11 +179,6 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
         return deal(_iterated(loader, seed, epoch, batch), leading)
 
     return Source(iterated, length_of(loader), processes, dealt=deal.dealt)
-
-
-def _is_sized(loader: DataLoader) -> bool:
-    """Say whether all batches of a map-style loader but the last have one known size."""
-    return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
 
 
 def _check_whole(loader: Any) -> None:
@@ -257,31 +195,6 @@ def _check_whole(loader: Any) -> None:
         raise ValueError(
             "the loader was prepared by accelerate, which shares it out already: pass the DataLoader as it was before"
         )
-
-
-class _Deal(NamedTuple):
-    """Deals to each process in turn; in the last round who gets nothing borrows the first one's."""
-
-    rank: int
-    processes: int
-    dealt: Dealt
-
-    def __call__(self, things: Any, size_of: Callable[[Any], int]) -> Iterator[Any]:
-        things = iter(things)
-        return things if self.processes == 1 else self._dealt(things, size_of)
-
-    def _dealt(self, things: Iterator[Any], size_of: Callable[[Any], int]) -> Iterator[Any]:
-        __tracebackhide__ = True
-        self.dealt.begin()
-        for first in things:
-            rest = tuple(itertools.islice(things, self.processes - 1))
-            full = len(rest) == self.processes - 1
-            sizes = {size_of(thing) for thing in (first, *rest)} if full else {0}
-            self.dealt.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
-            if self.rank <= len(rest):
-                yield rest[self.rank - 1] if self.rank else first
-            else:
-                yield Borrowed(first)
 
 
 class sharded:
@@ -395,7 +308,7 @@ def _placer(device: torch.device) -> Callable[[Any], Any]:
 
 def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Any]:
     __tracebackhide__ = True
-    _tell_epoch(epoch, loader, getattr(loader, "dataset", None))
+    tell_epoch(epoch, loader, getattr(loader, "dataset", None))
     order, fetch = fold_in(seed, ORDER, epoch or 0), fold_in(seed, FETCH, epoch or 0)
     if isinstance(loader, DataLoader):
         loader._iterator = None  # persistent workers would go on with the generators of the epoch before
@@ -403,6 +316,8 @@ def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator
         samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
         for owner in {id(owner): owner for owner in (loader, *samplers) if owner is not None}.values():
             stack.enter_context(own_generator(owner, order))
+        if isinstance(loader, DataLoader):
+            stack.enter_context(hardy_workers(loader))
         iterable: Any = loader
         position_all(order)
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
@@ -422,182 +337,6 @@ def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator
             yield batch
         position_all(fold_in(fetch, n))
         batch = next(batches, _END)
-
-
-def _tell_epoch(epoch: int | None, *owners: Any) -> None:
-    if epoch is None:
-        return
-    for owner in {id(owner): owner for owner in owners}.values():
-        if hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
-
-
-# --- map-style loaders
-
-
-class _Ticket(NamedTuple):
-    """What a worker needs to make a batch that depends on nothing else."""
-
-    seed: int
-    index: Any  # of one sample, or a list of them
-    borrowed: bool = False
-
-
-class _Fetch(torch.utils.data.Dataset):
-    """A dataset of batches: item ``ticket`` is the batch of those samples, drawn with that seed."""
-
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
-        self.dataset, self.collate, self.batched = dataset, collate, batched
-        self.together = batched and getattr(dataset, "__getitems__", None) is not None
-
-    def __getitem__(self, ticket: _Ticket) -> Any:
-        __tracebackhide__ = True
-        position_all(ticket.seed)
-        batch = self._batch(ticket.index)
-        return Borrowed(batch) if ticket.borrowed else batch
-
-    def _batch(self, index: Any) -> Any:
-        __tracebackhide__ = True
-        if self.together:
-            return self.collate(self.dataset.__getitems__(index))
-        if self.batched:
-            samples = []
-            for i in index:  # a comprehension would be a frame in the traceback, and map ends at a StopIteration
-                samples.append(self.dataset[i])
-            return self.collate(samples)
-        return self.collate(self.dataset[index])
-
-
-def _map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: _Deal) -> Iterator[Any]:
-    """Yield this process's batches."""
-    __tracebackhide__ = True
-    tickets = _tickets(loader, seed, epoch, batch, samples, deal)
-    if loader.num_workers:
-        yield from _with_workers(loader, tickets)
-    else:
-        fetch = _Fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
-        for ticket in tickets:
-            yield fetch[ticket]
-
-
-def _tickets(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: _Deal) -> Iterator[_Ticket]:
-    """Yield what this process's batches are made of. Each has a seed of its position, whatever process makes it."""
-    __tracebackhide__ = True
-    seeds = fold_in(seed, FETCH, epoch or 0)
-    stride = loader.batch_sampler.batch_size if _is_sized(loader) else 1  # type: ignore[union-attr]
-    start = (samples or batch * stride) if _is_sized(loader) else batch
-    order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
-    order = order if deal.processes == 1 else map(deal.dealt.noted, order)
-    sized = loader.batch_sampler is not None and loader.collate_fn is default_collate  # another may leave samples out
-    for numbered in deal(enumerate(order), lambda numbered: len(numbered[1]) if sized else 0):
-        borrowed = type(numbered) is Borrowed
-        n, index = numbered.batch if borrowed else numbered
-        yield _Ticket(fold_in(seeds, start + n * stride), index, borrowed)
-
-
-def _order(loader: DataLoader, seed: int, epoch: int | None, start: int, processes: int) -> Iterator[Any]:
-    """Return the indices of each batch that is left of an epoch, from a sample on; from a batch, if their size isn't known."""
-    batched: Any = loader.batch_sampler
-    _tell_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
-    if type(batched) is not BatchSampler:
-        return itertools.islice(_drawn(loader.sampler if batched is None else batched, seed), start, None)
-    if not _is_sized(loader):
-        return itertools.islice(_batched(_drawn(batched.sampler, seed), batched, processes), start, None)
-    return _batched(itertools.islice(_drawn(batched.sampler, seed), start, None), batched, processes)
-
-
-def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> Iterator[list[Any]]:
-    """Cut indices into batches."""
-    if batched.drop_last:  # a round in which not every process gets a whole batch
-        rounds = partition(batched.batch_size * processes, indices)
-        indices = itertools.chain.from_iterable(rounds)
-    return map(list, partition_all(batched.batch_size, indices))
-
-
-def _drawn(sampler: Any, seed: int) -> Iterator[Any]:
-    """Yield what a sampler yields, drawn from generators that are a function of the seed."""
-    inner = getattr(sampler, "sampler", sampler)
-    with own_generator(inner, seed), own_generator(sampler, seed):
-        position_all(seed)
-        indices = iter(sampler)
-        index = next(indices, _END)  # torch's samplers take their generator when the first index is asked for
-    draws_globally = type(sampler) not in _TORCH_SAMPLERS
-    for n in itertools.count():
-        if index is _END:
-            return
-        yield index
-        if draws_globally:
-            position_all(fold_in(seed, n))
-        index = next(indices, _END)
-
-
-class _Tickets:
-    """The sampler of a loader with workers: whatever the epoch is to yield."""
-
-    def __init__(self) -> None:
-        self.next: Iterator[_Ticket] = iter(())
-
-    def __iter__(self) -> Iterator[_Ticket]:
-        return self.next
-
-    def __len__(self) -> int:
-        raise TypeError("the number of tickets isn't known")
-
-
-_pools: weakref.WeakKeyDictionary[DataLoader, tuple[DataLoader, _Tickets]] = weakref.WeakKeyDictionary()
-
-
-def _with_workers(loader: DataLoader, tickets: Iterator[_Ticket]) -> Iterator[Any]:
-    """Let the loader's workers make the batches of the tickets. Persistent workers live as long as the loader."""
-    __tracebackhide__ = True
-    pool, sampler = _pools.pop(loader, None) or _pool(loader)  # taken out: who reads the loader meanwhile gets another
-    try:
-        sampler.next = tickets
-        yield from pool
-    finally:
-        if loader.persistent_workers:
-            _pools[loader] = pool, sampler
-
-
-def _pool(loader: DataLoader) -> tuple[DataLoader, _Tickets]:
-    sampler = _Tickets()
-    pool = DataLoader(
-        _Fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None),
-        batch_size=None,
-        sampler=sampler,  # type: ignore[arg-type]
-        collate_fn=_as_it_is,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=_Init(loader.worker_init_fn),
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator().manual_seed(0),  # the workers' first seed; each ticket brings its own
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        in_order=loader.in_order,
-    )
-    return pool, sampler
-
-
-class _Init(NamedTuple):
-    """The user's worker_init_fn, with the user's dataset in ``get_worker_info()``.
-
-    A worker outlives its first SIGTERM: who ends a job often signals all of its processes, and a run that stops behind the
-    update it is at still needs its workers.
-    """
-
-    init: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        info: Any = torch.utils.data.get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-        if self.init is not None:
-            self.init(worker)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def leading(batch: Any) -> int:

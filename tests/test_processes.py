@@ -661,7 +661,7 @@ def terminate(folder):
     return {**outcome(state), "kept": kept, "went on": on.step - state.step}
 
 
-def terminate_group(folder):
+def terminate_group(folder, data):
     """SIGTERM reaches the workers of the loader too."""
 
     def kill(state):
@@ -669,7 +669,7 @@ def terminate_group(folder):
             os.killpg(0, signal.SIGTERM)
         return state
 
-    return outcome(fitted(loader(size=1, num_workers=2, shuffle=True), epochs=100, hooks=(kill, fl.checkpoint(folder))))
+    return outcome(fitted(loader(data(), size=1, num_workers=2), epochs=100, hooks=(kill, fl.checkpoint(folder))))
 
 
 def save_and_go_on(folder):
@@ -714,7 +714,8 @@ def nonfinite(folder):
 DECISIONS = {
     "early stop": stop_early,
     "SIGTERM": terminate,
-    "SIGTERM to all": terminate_group,
+    "SIGTERM to all": lambda folder: terminate_group(folder, samples),
+    "SIGTERM to all, of a stream": lambda folder: terminate_group(folder, Stream),
     "SIGUSR1": save_and_go_on,
     "seconds": clock,
     "main": main_alone,
@@ -758,8 +759,8 @@ def test_a_signal_to_one_process_stops_all_behind_one_update_and_is_saved_once(d
 
 
 def test_a_signal_that_reaches_the_workers_too_stops_the_run_and_not_them(decided):
-    found = decided[-1]["SIGTERM to all"]
-    assert found["stop"] == "SIGTERM" and found["counters"][0] >= 5
+    for name in ("SIGTERM to all", "SIGTERM to all, of a stream"):
+        assert decided[-1][name]["stop"] == "SIGTERM" and decided[-1][name]["counters"][0] >= 5
 
 
 def test_a_signal_to_one_process_saves_once_and_goes_on(decided):
