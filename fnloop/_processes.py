@@ -34,6 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 PATIENCE = 30  # seconds that a process waits for the others before it says so
+HEAD = 2040  # bytes that travel with their number, at once; what is longer follows
 _log = logging.getLogger("fnloop")
 
 # --- joining
@@ -228,15 +229,21 @@ def gather_objects(value: Any) -> list[Any]:
     if size == 1:
         return [value]
     mine = _pickled(value)
-    sizes = torch.zeros(size, dtype=torch.int64)
-    sizes[dist.get_rank()] = len(mine)
     with together("an exchange of metrics or results"):
-        _begun(dist.all_reduce(sizes, group=_control(), async_op=True)).wait()
-        longest = int(sizes.max())
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-        padded = nn.functional.pad(mine, (0, longest - len(mine)))
-        _begun(dist.all_gather(parts, padded, group=_control(), async_op=True)).wait()
-    return [pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, sizes.tolist(), strict=True)]
+        heads = _gathered(torch.cat([torch.tensor([len(mine)]).view(torch.uint8), mine[:HEAD]]), 8 + HEAD)
+        lengths = [int(head[:8].view(torch.int64)) for head in heads]
+        longest = max(lengths)
+        tails = _gathered(mine[HEAD:], longest - HEAD) if longest > HEAD else [mine[:0]] * size
+    whole = [torch.cat([head[8:], tail])[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
+    return [pickle.loads(part.numpy().tobytes()) for part in whole]
+
+
+def _gathered(mine: Tensor, size: int) -> list[Tensor]:
+    """Return the bytes that every process gave, with zeros behind them to so many."""
+    parts = [torch.empty(size, dtype=torch.uint8) for _ in range(dist.get_world_size())]
+    padded = nn.functional.pad(mine, (0, size - len(mine)))
+    _begun(dist.all_gather(parts, padded, group=_control(), async_op=True)).wait()
+    return parts
 
 
 def _pickled(value: Any) -> Tensor:

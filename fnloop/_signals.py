@@ -25,7 +25,7 @@ from fnloop._state import TrainState
 __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]
 
 INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
-PERIOD = 0.1  # seconds that lie between two exchanges, at least, in the long run
+PERIOD = 0.1  # seconds between two exchanges, in the long run
 LIMIT = timedelta(minutes=5)  # that a process which stops waits for the others
 APART = "the processes have come apart"
 ADVICE = (
@@ -42,7 +42,6 @@ _DRIFT = (
     "the norm of the weight {} is from {:g} to {:g}. What a hook or a middleware does to weights must be the same everywhere: "
     "draw from torch, which draws the same everywhere behind backward, or fnloop.broadcast(...) what was drawn"
 )
-_NOTHING: Mapping[str, float] = {}
 
 
 class Signals:
@@ -127,7 +126,8 @@ class Council:
     def __init__(self, state: TrainState) -> None:
         self._began = time.monotonic()
         self._time = 0.0  # what all agree on, in seconds
-        self._until, self._gap = 0, 1  # boundaries to the next exchange, and between two
+        self._met, self._next, self._gap = 0, 1, 1  # boundaries so far, at the next exchange, and between two
+        self._asked, self._since = 0, 0  # boundaries at the last exchange, and between it and the one before
         self._answer: Callable[[timedelta | None], list[float]] | None = None
         self._marks: list[str] = []  # what else was asked for
         state._lease.clock = self.clock
@@ -136,15 +136,13 @@ class Council:
         """Return the seconds since the run began, as of the last exchange."""
         return self._time
 
-    def meet(self, state: TrainState, signals: Signals, marks: Mapping[str, float] = _NOTHING) -> None:
-        """Hear the last answer and ask again, if it is time to; also whether these marks are the same everywhere."""
-        self._until -= 1
-        if self._until > 0:
+    def meet(self, state: TrainState, signals: Signals) -> None:
+        """Hear the last answer and ask again, if it is time to."""
+        self._met += 1
+        if self._met < self._next:
             return
         self._hear(signals)
-        same = (state.step, state.skipped, state.epoch, *marks.values())
-        facts = [*signals.asked, time.monotonic() - self._began, *same, *(-c for c in same)]
-        self._answer, self._until, self._marks = agreeing(facts), self._gap, [*marks]
+        self._ask(state, signals, {})
         state._lease.clock = self.clock  # which may be another's, if a hook went back to a snapshot
 
     def close(self, state: TrainState, signals: Signals, order: int) -> None:
@@ -159,10 +157,9 @@ class Council:
             RuntimeError: this process has stopped, and the others don't come; or they have other weights, or other data.
         """
         self._hear(signals)
-        self._until = 0
         try:
             with together("the end of an epoch"):
-                self.meet(state, signals, {**_norms(state), ORDER: order})
+                self._ask(state, signals, {**_norms(state), ORDER: order})
                 self._hear(signals, None if state.stop is None else LIMIT)
         except RuntimeError as error:
             if state.stop is None or "imed out" not in str(error):
@@ -170,6 +167,14 @@ class Council:
             raise RuntimeError(
                 f"{APART}: this one has stopped ({state.stop}) at step {state.step}, others go on. {ADVICE}"
             ) from error
+
+    def _ask(self, state: TrainState, signals: Signals, marks: Mapping[str, float]) -> None:
+        """Begin an exchange; also of marks that have to be the same everywhere, by what to say where they aren't."""
+        same = (state.step, state.skipped, state.epoch, *marks.values())
+        facts = [*signals.asked, time.monotonic() - self._began, *same, *(-c for c in same)]
+        self._answer, self._marks = agreeing(facts), [*marks]
+        self._asked, self._since = self._met, self._met - self._asked
+        self._next = self._met + self._gap
 
     def _hear(self, signals: Signals, limit: timedelta | None = None) -> None:
         if self._answer is None:
@@ -185,7 +190,9 @@ class Council:
             if high - low > ROUNDING * max(abs(low), abs(high)):
                 raise RuntimeError(f"{APART}: {mark}" if mark == ORDER else f"{APART}: {_DRIFT.format(mark, low, high)}")
         took, self._time = now - self._time, now
-        self._gap = min(self._gap * 2, 4096) if took < PERIOD else max(self._gap // 2, 1) if took > 4 * PERIOD else self._gap
+        if self._since and took > 0:
+            wanted = int(PERIOD * self._since / took)  # but not all at once: one may have been out of the ordinary
+            self._gap = max(min(wanted, self._gap * 16, 4096), self._gap // 8, 1)
         signals.asked = [False, False] if stop or save else signals.asked
         signals.stop = TERMINATED if stop else signals.stop
         signals.save = signals.save or bool(save)

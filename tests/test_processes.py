@@ -1033,6 +1033,7 @@ def talks(folder):
     found = {
         "gather": tree(fl.gather({"t": tensor, "deep": [(torch.tensor(2.0), rank())], "name": "a" * rank()})),
         "rows": tree(fl.gather(torch.full((rank(), 2), rank()))),
+        "long": fl.gather("a" * 1500 * rank()),
         "mean": tree(fl.reduce([torch.tensor([1.0, rank()]), rank(), {"m": me}])),
         "max": tree(fl.reduce((torch.tensor(rank()), -rank()), "max")),
         "int mean": tree(fl.reduce(torch.tensor(rank()))),
@@ -1139,6 +1140,7 @@ def test_collectives(launched, n):
             "name": ["", "a", "aa"][:n],
         }
         assert mine["rows"] == [[], [[1, 1]], [[1, 1], [2, 2], [2, 2]]][n - 1]
+        assert mine["long"] == ["a" * 1500 * rank for rank in range(n)]  # the third is longer than what travels at once
         assert mine["mean"] == [[1.0, (n - 1) / 2], (n - 1) / 2, {"m": (n - 1) / 2}]
         assert mine["max"] == [n - 1, 0] and mine["int mean"] == (n - 1) / 2
         assert mine["broadcast"] == {"rank": n - 1, "t": [*range(n)]}

@@ -24,7 +24,7 @@ Weak scaling: N processes with b samples each, so an update takes as long as wit
 * the number of items: 8 bytes, and only if it can't be known (token counts, a ragged end, a ``sharded`` loader). It is
   begun before the last backward and needed behind it, so it costs its start: 0.1 to 0.3 ms over gloo;
 * buffers: those of the main process, a broadcast per update and before forward, so nothing hides it (ResNet-50: 0.2 MB);
-* what signals were heard, the clock and the counters: 72 bytes every 0.1 to 0.4 seconds, on the host, read an exchange later;
+* what signals were heard, the clock and the counters: 72 bytes every 0.1 seconds, on the host, read an exchange later;
 * metrics: a report's are pickled (some 100 bytes each) and gathered by all: N · bytes to each process, per report, not per
   update;
 * the data: nothing is sent. But each process draws the whole order and steps over the batches of the others: per update, N · b
