@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from fnloop._processes import agreeing, together
 from fnloop._sharded import is_sharded
@@ -106,10 +107,14 @@ def listening(alone: bool = True) -> Iterator[Signals]:
 
 
 def _norms(state: TrainState) -> dict[str, float]:
-    """Return the norm of each parameter that every process has a copy of."""
+    """Return the norm of each parameter that every process has a copy of, as far as it has one."""
     if is_sharded(state.model):
         return {}
-    named = {n: p.detach() for n, p in state.model.named_parameters() if p.is_floating_point() and p.layout is torch.strided}
+
+    def plain(p: Any) -> bool:
+        return type(p) is nn.Parameter and p.is_floating_point() and p.dtype.itemsize > 1 and p.layout is torch.strided
+
+    named = {name: p.detach() for name, p in state.model.named_parameters() if plain(p)}
     if not named:
         return {}
     norms = torch.stack([norm.double() for norm in torch._foreach_norm([*named.values()])])

@@ -876,6 +876,16 @@ def test_processes_that_come_apart_fail(tmp_path, way):
     assert ("another process has ended or stopped" if way == "stop" else "have come apart") in found.errors[0]
 
 
+def test_the_weights_that_are_compared_are_those_that_have_a_norm():
+    model = nn.Module()
+    for name, values in {"a": [3.0, 4.0], "b": [math.nan], "empty": []}.items():
+        setattr(model, name, nn.Parameter(torch.tensor(values)))
+    for name, dtype in {"c": torch.int64, "d": torch.float8_e4m3fn}.items():
+        setattr(model, name, nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
+    state = fl.TrainState.create(model, torch.optim.SGD([model.a], lr=0.1), seed=0)
+    assert _signals._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}
+
+
 # --- checkpoints
 
 
