@@ -17,12 +17,12 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = [
     "Backend", "accelerator", "backend_of", "beside", "device_in", "fully_sharded", "launched", "needs_placing", "on_host",
-    "place", "trackers",
+    "place", "tensors_in", "trackers",
 ]  # fmt: skip
 
 _PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
@@ -136,19 +136,40 @@ def beside(device: torch.device) -> Callable[[Any], Any]:
 
     So it happens while kernels of the step before still run; what is asked of the device from then on waits for it.
     """
-    from accelerate.utils import recursively_apply
-
     stream = torch.cuda.Stream(device)
 
     def copied(batch: Any) -> Any:
+        if _is_opaque(batch):
+            return place(batch, device)  # its memory can't be followed
         with torch.cuda.stream(stream):
             there = place(batch, device)
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
-        recursively_apply(lambda t: t.record_stream(current), there)  # its memory isn't to be used again before they are done
+        for t in tensors_in(there):
+            t.record_stream(current)  # its memory isn't to be used again before they are done
         return there
 
     return copied
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value)
+
+
+def _is_opaque(batch: Any) -> bool:
+    """Say whether there is something in a batch that moves its tensors itself."""
+    if isinstance(batch, Tensor) or not hasattr(batch, "to"):
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+        return any(map(_is_opaque, parts))
+    return True
 
 
 def place(batch: Any, device: torch.device) -> Any:

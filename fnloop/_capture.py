@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,12 +32,14 @@ from fnloop._guard import (
     CaptureError,
     Changing,
     Given,
+    Nothing,
     Slots,
     Watch,
     check_draws,
     check_facts,
     check_reply,
     facts,
+    held_by,
     host_draws,
     make_capturable,
     remember,
@@ -49,6 +52,10 @@ from fnloop._types import Batch, Metric, Output, Step
 
 __all__ = ["Captured", "Graph", "Recorder", "rebuilt", "recorder_on", "signature"]
 
+_TWICE = (
+    'amp("fp16") decides more than once within the update, and a graph is cut into two parts only. List amp and accumulate '
+    "before what sees gradients, and run the step inside once; or leave cuda_graph out"
+)
 EAGER_IN_A_ROW = 100  # updates without a replay, after which there is a warning
 _log = logging.getLogger("fnloop")
 _failed: list[Any] = []  # graphs whose capture was cut short: torch's allocator keeps a pointer to them
@@ -76,15 +83,16 @@ class _OnCuda:
     """CUDA graphs that share their memory: whatever is in use between two replays is outside of it, or copied."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.stream, self.pool = _stream(device), torch.cuda.graph_pool_handle()
 
     def run(self, update: Callable[[], Any]) -> Any:
         here = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
-            reply = update()
-        here.wait_stream(self.stream)
-        return reply
+        try:
+            with torch.cuda.stream(self.stream):
+                return update()
+        finally:
+            here.wait_stream(self.stream)
 
     def record(self, update: Callable[[Callable[[], None]], Any]) -> tuple[list[Callable[[], None]], Any]:
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -110,6 +118,11 @@ class _OnCuda:
         except BaseException as error:
             _failed.extend(graphs)
             raise failed or error from None  # not that the capture was cut short, but by what
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # one for all: memory that a stream has had is cached for it alone
 
 
 def recorder_on(device: torch.device) -> Recorder:
@@ -235,29 +248,35 @@ class Graph(NamedTuple):
 
     Args:
         parts: what to play, one behind the other.
-        cuts: what the host decides between two parts.
+        cut: what the host decides behind the first, if it does.
         inputs: the tensors of the batch that it reads.
         found: what there is at the end.
-        slots: the slots that it uses.
+        slots: the slots that it uses, each with what it holds.
     """
 
     parts: list[Callable[[], None]]
-    cuts: list[Cut]
+    cut: Cut | None
     inputs: list[Tensor]
     found: Found
-    slots: Mapping[str, Any]
+    slots: Mapping[str, tuple[Any, list[int]]]
 
     def __call__(self, state: TrainState, tensors: list[Tensor]) -> Output:
         """Run it on these tensors, and return what is to be kept."""
         with torch.no_grad():  # a loss function may have asked for the gradient of an input
             _copy(self.inputs, tensors)
-        for play, cut in zip(self.parts, self.cuts, strict=False):  # all but the last
-            play()
-            skip = cut.judge(state, bool(cut.flag))
+        first, *rest = self.parts
+        first()
+        if self.cut is not None:
+            skip = self.cut.judge(state, bool(self.cut.flag))
             if skip is not None:
-                return attrs.evolve(cut.found.kept(), skip=skip)
-        self.parts[-1]()
+                return attrs.evolve(self.cut.found.kept(), skip=skip)
+        for play in rest:
+            play()
         return self.found.kept()
+
+    def fits(self, state: TrainState) -> bool:
+        """Say whether the slots that it uses are where they were."""
+        return all(state.slots.get(n) is value and held_by(value) == held for n, (value, held) in self.slots.items())
 
 
 # --- the step
@@ -291,7 +310,7 @@ class Captured:
         if change:
             self._begin(state, change)
         graph = self.graphs.pop(key, None)
-        if graph is not None and any(state.slots.get(name) is not value for name, value in graph.slots.items()):
+        if graph is not None and not graph.fits(state):
             self._begin(state, "a slot that the update reads")
             graph = None
         if graph is None and self.ran[key] < self.warmup:
@@ -324,6 +343,8 @@ class Captured:
         devices = {str(t.device) for t in (*state.model.parameters(), *state.model.buffers())}
         if len(devices) > 1:
             raise CaptureError(f"the model is on {' and '.join(sorted(devices))}: put it on one, as a graph is")
+        if any(getattr(module, "sparse", False) is True for module in state.model.modules()):
+            raise CaptureError("the gradient of an embedding is sparse, whose size the host has to know: leave out sparse=True")
         given = make_capturable(optimizer, device)
         if not self.given or self.given[0].group is not given[0].group:  # else it was capturable already, by us
             self.given = given
@@ -342,7 +363,11 @@ class Captured:
                 "only the learning rate can be scheduled; else leave cuda_graph out, to the same result",
                 self.eager, self.changed, self.warmup,
             )  # fmt: skip
-        reply = self.recorder.run(lambda: self.step(state, batch))
+        try:
+            reply = self.recorder.run(lambda: self.step(state, batch))
+        except Exception:
+            self.release(state)  # it may be what was done to the optimizer that it can't stand
+            raise
         self.ran[key] += reply[1].skip is None  # one that is left out shows nothing
         self.watch.take()  # the first update makes the optimizer's state
         return reply
@@ -355,29 +380,41 @@ class Captured:
         static, slots, device = rebuilt(batch, iter(inputs)), Slots(state.slots), state.backend.device
         inside = fenced(state, slots, Changing)
         before, draws, put_back = facts(state), host_draws(device), remember(state)
-        cuts: list[Cut] = []
+        cuts: list[Any] = []
 
         def update(begin: Callable[[], None]) -> tuple[TrainState, Output]:
-            def cut(out: Output, flag: Tensor, judge: Any) -> None:
-                cuts.append(Cut(Found.of(out), flag, judge))
+            def cut(*decision: Any) -> None:
+                if cuts:
+                    raise CaptureError(_TWICE)
+                cuts.append(decision)
                 begin()
 
             inside._lease.cut = cut
             return self.step(inside, static)
+
+        def left_out(begin: Callable[[], None]) -> None:
+            again = fenced(state, Slots(state.slots), Changing)
+            with contextlib.ExitStack() as behind:
+                again._lease.cut = lambda *_: behind.enter_context(Nothing()) and "left out"
+                self.step(again, static)
 
         try:
             parts, (new, out) = self.recorder.record(update)
             check_reply(state, new, out)
             check_facts(before, facts(state))
             check_draws(draws, host_draws(device))
+            if cuts:
+                self.recorder.record(left_out)
+                put_back()
         except BaseException as error:
             self.watch = None  # the recorder may not be able to record again
             put_back()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise why(error) from error
+        cut = next((Cut(Found.of(out), flag, judge) for out, flag, judge in cuts), None)
         used = {name: state.slots[name] for name in slots.used if name in state.slots}
-        return Graph(parts, cuts, inputs, Found.of(out), used)
+        return Graph(parts, cut, inputs, Found.of(out), {name: (value, held_by(value)) for name, value in used.items()})
 
     def release(self, state: TrainState) -> None:
         """Drop the graphs, and give the optimizer its settings back."""

@@ -417,9 +417,11 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
     def load() -> None:
         for group, values in zip(optimizer.param_groups, settings, strict=False):
             for key, value in values.items():
-                held = group.get(key)
+                held, now = group.get(key), group.get(key.removeprefix("initial_"))
                 if isinstance(held, Tensor):
                     held.copy_(value)
+                elif held is None and isinstance(now, Tensor) and isinstance(value, int | float):
+                    group[key] = torch.full_like(now, value)  # as a schedule has made it
                 else:
                     group[key] = value
         for name, (p, _) in parameters.items():

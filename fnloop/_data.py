@@ -23,7 +23,7 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from fnloop._backend import beside, needs_placing, place
+from fnloop._backend import beside, needs_placing, place, tensors_in
 from fnloop._deal import Deal, Dealt
 from fnloop._joint import Borrowed
 from fnloop._map_style import hardy_workers, is_sized, length_of, map_style, tell_epoch
@@ -32,7 +32,7 @@ from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
 __all__ = [
     "Loaders", "Source",
-    "check_loader", "leading", "open_source", "read_loaders", "sharded", "tensors_in", "updates_in", "windows",
+    "check_loader", "leading", "open_source", "read_loaders", "sharded", "updates_in", "windows",
 ]  # fmt: skip
 
 _END = object()
@@ -344,18 +344,6 @@ def leading(batch: Any) -> int:
     if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
         return batch[0].size(0)  # (x, y): the usual case
     return next((t.size(0) for t in tensors_in(batch) if t.ndim), 1)
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a nested batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_in(value)
 
 
 def updates_in(batches: int | None, window: int) -> int | None:

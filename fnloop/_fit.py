@@ -268,6 +268,8 @@ def _run(
                         went_back = state.model is not before.model  # to a snapshot: the data have to follow
                         if state.run is None:
                             state = attrs.evolve(state, run=info)
+                        if state.slots is not before.slots:  # they may be a checkpoint's
+                            state = step.meet(state)
                         if went_back or state.stop is not None or state.step >= last_step:
                             break
                     if council is not None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnloop._encode import as_number
 from fnloop._rng import HostGenerators
@@ -26,12 +27,13 @@ from fnloop._state import TrainState, parameters
 from fnloop._types import Output
 
 __all__ = [
-    "CaptureError", "Changing", "Given", "Slots", "Watch",
-    "check_draws", "check_facts", "check_reply", "facts", "host_draws",
+    "CaptureError", "Changing", "Given", "Nothing", "Slots", "Watch",
+    "check_draws", "check_facts", "check_reply", "facts", "held_by", "host_draws",
     "make_capturable", "remember", "undo_capturable", "why",
 ]  # fmt: skip
 
-PLAIN = Tensor | int | float | str  # what a module may have changed by itself
+NUMBER = int | float | str  # what is in a graph as it was
+PLAIN = Tensor | NUMBER  # what a module may have changed by itself
 
 
 class CaptureError(RuntimeError):
@@ -59,6 +61,11 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Given]:
     Raises:
         CaptureError: it was told to be something else.
     """
+    for group in optimizer.param_groups:  # before anything is changed
+        fused = group.get("fused", True) is True or (group["fused"] is None and not group.get("foreach"))
+        if "capturable" not in group and not fused:
+            name = type(optimizer).__name__
+            raise CaptureError(f"{name} reads its learning rate to the host: write {name}(..., fused=True)")
     given = []
     for group in optimizer.param_groups:
         given.append(Given(group, {k: group[k] for k in ("lr", "capturable", "fused") if k in group}))
@@ -69,11 +76,8 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Given]:
             group["lr"] = rate.clone() if shared else rate  # each is filled by itself
         if "capturable" in group:
             group["capturable"] = True
-        elif group.get("fused", True) is None and not group.get("foreach"):
+        elif "fused" in group:
             group["fused"] = True
-        elif group.get("fused", True) is not True:
-            name = type(optimizer).__name__
-            raise CaptureError(f"{name} reads its learning rate to the host: write {name}(..., fused=True)")
     for values in filter(_is_dict, optimizer.state.values()):
         values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and not v.ndim})  # counts
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # it is, while warming up
@@ -110,6 +114,7 @@ class Watch:
         every = (*self.model.parameters(), *self.model.buffers(), *parameters(state))
         self.tensors = list({id(t): t for t in every if t.layout is torch.strided}.values())
         self.settings = [(group, key) for group in groups for key in group if key != "params"]
+        self.numbers = [(vars(m).get, [k for k, v in vars(m).items() if isinstance(v, NUMBER)]) for m in self.modules]
         self.take()
 
     def take(self) -> None:
@@ -120,7 +125,7 @@ class Watch:
     def look(self) -> dict[str, Any]:
         """Return all of it as it is now, by what it is."""
         return {  # before every replay: hence map
-            "a module's training flag": [m.training for m in self.modules],
+            "a module's training flag or another of its numbers": [[*map(get, names)] for get, names in self.numbers],
             "a parameter's requires_grad": [t.requires_grad for t in self.tensors],
             "where a parameter is in memory": list(map(Tensor.data_ptr, self.tensors)),
             "which tensors the optimizer's state is": list(map(id, _values(self.optimizer))),
@@ -164,7 +169,32 @@ def _token(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
+def held_by(value: Any) -> list[int]:
+    """Return which things a slot holds: a graph goes on with those that there were."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        nested = [part for part in value if isinstance(part, dict | list | tuple)]
+        return [*map(id, value), *itertools.chain.from_iterable(map(held_by, nested))]
+    if attrs.has(type(value)):
+        return [id(part) for _, part in _parts(value) if isinstance(part, Tensor)]
+    return []
+
+
 # --- what may not happen while an update is recorded
+
+
+class Nothing(TorchDispatchMode):
+    """Nothing may reach the device: behind the point where the host leaves an update out, a graph has nothing to play."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        looks = all(r.alias_info for r in func._schema.returns) and not func._schema.is_mutable  # a view: nothing is computed
+        if func.namespace == "profiler" or looks:
+            return func(*args, **(kwargs or {}))
+        raise CaptureError(
+            f"the update can't be captured: something computes ({func}) behind a gradient that overflowed in fp16, where a "
+            "graph ends. In a middleware around it, leave such updates alone: if out.skip is None: ..."
+        )
 
 
 class Changing:

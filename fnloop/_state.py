@@ -103,7 +103,7 @@ class _Lease:
         self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
         self.joint: Any = None  # what makes the gradients of several processes one
         self.share: tuple[int, Share] = (-1, _UNKNOWN)  # of the window in that turn
-        self.cut: Callable[[Any, Any, Any], None] | None = None  # while an update is recorded: see _steps.decided
+        self.cut: Callable[[Any, Any, Any], str | None] | None = None  # while an update is recorded: see _steps.decided
         self.clock: Callable[[], float] = time.monotonic  # in a run on several processes, one that they agree on
 
 

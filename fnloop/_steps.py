@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fnloop._data import leading, tensors_in
+from fnloop._backend import tensors_in
+from fnloop._data import leading
 from fnloop._joint import Joint, Weight, joint_of
 from fnloop._metrics import absorb, absorb_loss, combine
 from fnloop._processes import any_process, summed
@@ -303,16 +304,15 @@ def decided(
         state: the state.
         out: what has been found out so far.
         flag: a scalar.
-        judge: ``(state, flag) -> why the update is to be left out, or None``. It changes what it keeps in place.
+        judge: ``(state, flag) -> why the update is to be left out, or None``. What it keeps it changes in place, and only where
+            it leaves the update out: else that may still fail.
 
     Returns:
         What a step returns. While an update is recorded it goes on: there the record is cut in two, and the host decides
         between the two whenever they are played.
     """
-    if state._lease.cut is not None:
-        state._lease.cut(out, flag, judge)
-        return state, out
-    skip = judge(state, bool(flag))
+    cut = state._lease.cut
+    skip = judge(state, bool(flag)) if cut is None else cut(out, flag, judge)
     return state, out if skip is None else attrs.evolve(out, skip=skip)
 
 

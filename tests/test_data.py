@@ -1,4 +1,6 @@
+import contextlib
 import random
+import types
 from collections import namedtuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
+from fnloop import _backend
 from fnloop._backend import place
 from fnloop._data import open_source
 from fnloop.testing import assert_same, toy, toy_loss
@@ -266,3 +269,42 @@ def test_what_goes_wrong_ahead_costs_no_update():
     for wrong in (0, 1.5, True):
         with pytest.raises(ValueError, match="prefetch as an int >= 1"):
             fl.fit(fl.pipeline()(toy_loss), toy(), batches, prefetch=wrong)
+
+
+# --- copies beside the step
+
+
+class Opaque:
+    """Like a batch of torch_geometric: it moves its tensors by itself."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device, non_blocking=False):
+        return Opaque(self.x.clone())
+
+
+class Pairs(list):
+    """A list that checks what is in it."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        assert all(isinstance(part, torch.Tensor) for part in self)
+
+
+def test_the_memory_of_a_batch_that_was_copied_beside_is_followed_or_not_copied_beside(monkeypatch):
+    """A tensor made on one stream and used on another has to be recorded there; stand-ins for streams show what is."""
+    made, recorded = [], []
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: made.append("beside") or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: recorded.append(t.shape[0]))
+    monkeypatch.setattr(_backend, "needs_placing", lambda device: True)
+    copied = _backend.beside(torch.device("cpu"))
+    for batch in ({"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}, Pairs([torch.ones(3)])):
+        assert type(copied(batch)) is type(batch)
+    assert (recorded, len(made)) == ([1, 2, 3], 2)
+    copied((torch.ones(1), Opaque(torch.ones(1))))
+    copied(torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
+    assert (recorded, len(made)) == ([1, 2, 3], 2)

@@ -22,6 +22,7 @@ from fnloop._types import Batch, Middleware, Output, Step, middleware
 __all__ = ["amp"]
 
 SMALLEST = 2.0**-24  # the smallest number of fp16: a loss that overflows at this scale always does
+LARGEST = 2.0**127
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,7 +48,7 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
         growth_interval: updates without overflow after which the scale doubles, for "fp16".
 
     Returns:
-        A middleware of the forward ring, and of the gradient ring for "fp16".
+        A middleware of the forward ring; for "fp16" of the gradient and the step ring too.
 
     Raises:
         ValueError: there is no such precision, or a setting isn't above 0. When composing: "fp16" is listed behind a
@@ -93,9 +94,6 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
     def judge(state: TrainState, overflowed: bool) -> str | None:
         now: LossScale = state.slots["amp"]
         if not overflowed:
-            now.streak = (now.streak + 1) % growth_interval
-            if now.streak == 0:
-                now.scale.mul_(2)
             return None
         reason = f"amp: a gradient overflowed at loss scale {now.scale:g}"
         if now.scale < SMALLEST:
@@ -112,10 +110,23 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
             )
         return linear(unscale)(step.within(lambda backward: Backward(backward.forward, _scale, backward.may_skip)))
 
+    def grow(step: Step) -> Step:
+        def growing(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            if out.skip is None:  # not before the update has been applied
+                now: LossScale = state.slots["amp"]
+                now.streak = (now.streak + 1) % growth_interval
+                if now.streak == 0:
+                    now.scale.mul_(2).clamp_(max=LARGEST)
+            return state, out
+
+        return growing
+
     def init(state: TrainState) -> LossScale:
         return LossScale(torch.tensor(float(init_scale), device=state.backend.device))
 
-    return Middleware("amp", forward=forward, gradient=gradient, init=init)
+    return Middleware("amp", forward=forward, gradient=gradient, step=grow, init=init)
 
 
 def _scale(state: TrainState) -> Tensor:

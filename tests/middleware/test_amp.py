@@ -72,6 +72,45 @@ def test_an_overflow_is_skipped_everywhere():
     assert state.history["train/grad_norm"] == (1.5,)  # of the two updates that there were
 
 
+def test_the_scale_grows_when_the_update_has_been_applied_and_not_before():
+    @fl.middleware("gradient")
+    def fails():
+        def wrap(step):
+            def failing(state, batch):
+                state, out = step(state, batch)
+                if batch > 1:
+                    raise ArithmeticError
+                return state, out
+
+            return failing
+
+        return wrap
+
+    step = fl.pipeline(fl.amp("fp16", init_scale=8.0, growth_interval=2), fails())(toy_loss)
+    with pytest.raises(ArithmeticError) as caught:
+        fl.fit(step, toy(), batches(1, 2), hooks=())
+    kept = caught.value.state.slots["amp"]
+    assert (caught.value.state.step, kept.scale.item(), kept.streak) == (1, 8.0, 1)
+
+
+def test_the_scale_stays_finite():
+    step = fl.pipeline(fl.amp("fp16", init_scale=2.0**126, growth_interval=1))(toy_loss)
+    state = fl.fit(step, toy(), batches(0, 0, 0, 0), hooks=())
+    assert (state.slots["amp"].scale.item(), state.skipped) == (2.0**127, 0)
+
+
+def test_a_hook_may_go_back_to_a_checkpoint_with_its_scale(tmp_path):
+    def back(state):
+        if state.step == 3:
+            return fl.restore(tmp_path / "a", state, only=("model", "optimizer", "slots"))
+        return state
+
+    step = fl.pipeline(fl.amp("fp16", init_scale=8.0, growth_interval=2))(toy_loss)
+    fl.save(fl.fit(step, toy(), batches(1, 1), hooks=()), tmp_path / "a")
+    state = fl.fit(step, toy(), batches(1, 1, 1, 1), hooks=(fl.when(lambda state: state.step == 3)(fl.once(back)),))
+    assert (state.model.w.item(), state.slots["amp"].scale.item(), state.slots["amp"].streak) == (-3.0, 16.0, 1)
+
+
 def test_training_in_fp16_follows_float32():
     torch.manual_seed(0)
     x = torch.randn(64, 8)

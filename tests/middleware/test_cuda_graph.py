@@ -189,6 +189,36 @@ def test_an_update_that_overflowed_is_no_warm_up(tapes):
     assert done(tapes)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(tapes)
 
 
+def test_gradients_that_are_looked_at_batch_by_batch_in_fp16_are_refused(tapes):
+    """Eagerly one batch of a window may be left out and not the others; a graph is cut into two parts only."""
+    problem = single_precision(small())
+
+    def run(*members):
+        step = fl.pipeline(SCALED, fl.clip(0.05), fl.accumulate(3), *members)(problem.loss_fn)
+        return fl.fit(step, problem.state(), problem.batches[:1] * 6, epochs=12, hooks=())
+
+    with pytest.raises(CaptureError, match="decides more than once within the update"):
+        run(fl.cuda_graph(warmup=1))
+    with pytest.warns(UserWarning, match="cuda_graph runs eagerly"):
+        captured = run(fl.cuda_graph(warmup=1, fallback=True))
+    assert_same(captured, run())
+
+
+def test_what_counts_updates_that_are_left_out_is_refused(tapes):
+    def wrap(step):
+        def counting(state, batch):
+            state, out = step(state, batch)
+            if out.skip is not None:
+                state.slots["count"].add_(1)
+            return state, out
+
+        return counting
+
+    count = fl.Middleware("count", update=wrap, init=lambda state: torch.zeros(()))
+    with pytest.raises(CaptureError, match=r"aten.add_.Tensor\) behind a gradient that overflowed in fp16"):
+        fl.fit(fl.pipeline(fl.amp("fp16"), count, fl.cuda_graph(warmup=1))(toy_loss), toy(), ones(*range(9)), hooks=())
+
+
 def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(tapes):
     step = fl.pipeline(fl.amp("fp16", init_scale=1.0), fl.cuda_graph(warmup=1))(toy_loss)
     with pytest.raises(FloatingPointError, match="the loss itself is not finite") as caught:
@@ -375,6 +405,47 @@ def test_a_slot_that_is_replaced_from_outside_makes_a_new_graph(tapes):
         return state
 
     assert_same(run(fl.cuda_graph(warmup=1)), run())
+
+
+def test_tensors_of_a_slot_that_are_replaced_from_outside_make_a_new_graph(tapes):
+    def replace(state):
+        if state.step == 4:
+            state.slots["average"][:] = [torch.zeros_like(t) for t in state.slots["average"]]
+        return state
+
+    def run(*members):
+        step = fl.pipeline(average(0.9), *members)(net().loss_fn)
+        return fl.fit(step, net().state(), net().batches[:1] * 9, hooks=(replace,))
+
+    assert_same(run(fl.cuda_graph(warmup=1)), run())
+    assert done(tapes).count("run") == 2
+
+
+def test_a_number_of_a_module_that_a_hook_changes_makes_a_new_graph(tapes):
+    class Scaled(nn.Linear):
+        beta = None
+
+        def forward(self, x):
+            return super().forward(x) * self.beta
+
+    def model():
+        made = Scaled(4, 1)
+        made.beta = 1.0
+        return made.double()
+
+    def anneal(state):
+        state.model.beta = 0.5 if state.step >= 4 else 1.0
+        return state
+
+    def run(*members):
+        step = fl.pipeline(*members)(lambda model, batch: model(batch).square().mean())
+        torch.manual_seed(0)
+        made = model()
+        state = fl.TrainState.create(made, fused_sgd(made.parameters()), seed=0)
+        return fl.fit(step, state, [torch.ones(2, 4, dtype=torch.float64)] * 9, hooks=(anneal,))
+
+    assert_same(run(fl.cuda_graph(warmup=1)), run())
+    assert done(tapes).count("run") == 2
 
 
 def test_a_slot_that_is_replaced_before_every_update_is_told_of(tapes, caplog):
@@ -654,6 +725,33 @@ def test_an_optimizer_that_was_told_not_to_be_fused(tapes):
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), foreach=True), seed=0)
     with pytest.raises(CaptureError, match=r"SGD reads its learning rate to the host: write SGD\(..., fused=True\)"):
         fl.pipeline(fl.cuda_graph())(fl.supervised(nn.MSELoss()))(state, (torch.ones(1, 1), torch.ones(1, 1)))
+
+
+def test_an_optimizer_that_is_refused_is_as_it_was(tapes):
+    step, state = fl.pipeline(fl.cuda_graph())(toy_loss), toy()
+    state.optimizer.param_groups[0]["foreach"] = True
+    state.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5, "foreach": False})
+    with pytest.raises(CaptureError, match=r"write SGD\(..., fused=True\)"):
+        step(state, torch.ones(1))
+    assert [(g["lr"], g["fused"]) for g in state.optimizer.param_groups] == [(1.0, None), (0.5, None)]
+
+
+def test_a_failure_while_warming_up_leaves_the_optimizer_as_it_was(tapes):
+    def failing(model, batch):
+        raise ArithmeticError(type(state.optimizer.param_groups[0]["lr"]).__name__)
+
+    state = toy()
+    with pytest.raises(ArithmeticError, match="Tensor"):
+        fl.pipeline(fl.cuda_graph())(failing)(state, torch.ones(1))
+    (group,) = state.optimizer.param_groups
+    assert (group["lr"], type(group["lr"]), group["fused"]) == (1.0, float, None)
+
+
+def test_sparse_gradients_are_refused(tapes):
+    model = nn.Embedding(3, 2, sparse=True)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    with pytest.raises(CaptureError, match="leave out sparse=True"):
+        fl.pipeline(fl.cuda_graph())(lambda model, batch: model(batch).sum())(state, torch.tensor([1]))
 
 
 def test_an_optimizer_that_counts_for_all_its_parameters_together(tapes):

@@ -1,3 +1,4 @@
+import attrs
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -42,6 +43,20 @@ def test_each_group_keeps_its_initial_value():
     assert [g["lr"] for g in state.optimizer.param_groups] == [0.5, 5.0]
     assert [g["initial_lr"] for g in state.optimizer.param_groups] == [1.0, 10.0]
     assert (state.history["train/lr"], state.history["train/lr/1"]) == ((0.5,), (5.0,))
+
+
+def test_a_tensor_learning_rate_goes_on_to_the_bit_from_a_checkpoint(tmp_path):
+    def state():
+        model = torch.nn.Linear(1, 1)
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05)), seed=0)
+
+    step = fl.pipeline(fl.schedule(fl.schedules.cosine()))(lambda model, batch: model(batch).mean())
+    data = [torch.ones(1, 1)] * 7
+    whole = fl.fit(step, state(), data, epochs=2, hooks=())
+    half = fl.fit(step, state(), data, epochs=2, hooks=(lambda s: attrs.evolve(s, stop="half") if s.step == 9 else s,))
+    fl.save(half, tmp_path / "a")
+    again = attrs.evolve(fl.restore(tmp_path / "a", state()), stop=None)
+    assert fl.fit(step, again, data, epochs=2, hooks=()).history["train/lr"] == whole.history["train/lr"]
 
 
 def test_two_schedules_of_two_fields():
