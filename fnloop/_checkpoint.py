@@ -71,6 +71,7 @@ def contents(state: TrainState) -> Contents:
             "versions": _versions(),
             "position": position_of(state),
             **{name: getattr(state, name) for name in COUNTERS},
+            "processes": state.backend.world_size,
             "measured": _measured(state),
             "model": _model_facts(state, model, slots),
             "optimizer": _optimizer_facts(state, optimizer),
@@ -262,6 +263,8 @@ def _restored(read: Contents, state: TrainState, parts: Sequence[str], strict: b
         raise
     except Exception as error:  # whatever it is that somebody has written there
         raise CheckpointError(f"{path} can't be restored: {type(error).__name__}: {error}") from error
+    if "batch" in fields:
+        state._lease.saved_on = read.facts.get("processes")
     return advance_to(attrs.evolve(state, **fields))
 
 

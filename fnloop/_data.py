@@ -26,7 +26,7 @@ from torch.utils.data import (
 from fnloop._backend import beside, needs_placing, place, tensors_in
 from fnloop._deal import Deal, Dealt
 from fnloop._joint import Borrowed
-from fnloop._map_style import hardy_workers, is_sized, length_of, map_style, tell_epoch
+from fnloop._map_style import hardy_workers, is_sized, killable, length_of, map_style, tell_epoch
 from fnloop._processes import agreed, any_process
 from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
@@ -176,7 +176,7 @@ def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> So
         return Source(batches, length_of(loader), processes, dealt=deal.dealt)
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
-        return deal(_iterated(loader, seed, epoch, batch), leading)
+        return deal(_iterated(loader, seed, epoch, batch), leading, made=True)
 
     return Source(iterated, length_of(loader), processes, dealt=deal.dealt)
 
@@ -202,6 +202,7 @@ class sharded:
 
     Any other loader is read by every process, and its batches are dealt to them in turn; for a map-style DataLoader only
     their indices are. Mark a stream that each process reads a part of. Shares may be of different length.
+    In the middle of an epoch a run goes on on as many processes only: others would have other shares.
 
     Args:
         loader: an iterable of batches, or a function that returns one.
@@ -322,7 +323,7 @@ def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator
         position_all(order)
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             iterable = iterable()
-        batches = iter(iterable)
+        batches = killable(iter(iterable))
         if start and batches is loader:
             raise ValueError(
                 f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from fnloop._backend import tensors_in
 from fnloop._joint import Borrowed
+from fnloop._processes import APART, ORDER, agreed
 
 __all__ = ["Deal", "Dealt"]
 
@@ -44,6 +46,12 @@ class Dealt:
             self.order = zlib.crc32(array("q", index if isinstance(index, list) else [index]), self.order)
         return index
 
+    def check(self) -> None:
+        """Raise if others have dealt in another order. Every process has to call it."""
+        most, least = agreed([self.order, -self.order])
+        if most != -least:
+            raise RuntimeError(f"{APART}: {ORDER}")
+
 
 class Deal(NamedTuple):
     """Deals to each process in turn.
@@ -58,19 +66,32 @@ class Deal(NamedTuple):
     processes: int
     dealt: Dealt
 
-    def __call__(self, things: Any, size_of: Callable[[Any], int]) -> Iterator[Any]:
+    def __call__(self, things: Any, size_of: Callable[[Any], int], made: bool = False) -> Iterator[Any]:
+        """Deal things, of a size each; ``made`` when they are asked for, so that one may be in the memory of another."""
         things = iter(things)
-        return things if self.processes == 1 else self._dealt(things, size_of)
+        return things if self.processes == 1 else self._dealt(things, size_of, _version if made else lambda thing: None)
 
-    def _dealt(self, things: Iterator[Any], size_of: Callable[[Any], int]) -> Iterator[Any]:
+    def _dealt(
+        self, things: Iterator[Any], size_of: Callable[[Any], int], version: Callable[[Any], int | None]
+    ) -> Iterator[Any]:
         __tracebackhide__ = True
         self.dealt.begin()
-        for first in things:
-            rest = tuple(itertools.islice(things, self.processes - 1))
-            full = len(rest) == self.processes - 1
-            sizes = {size_of(thing) for thing in (first, *rest)} if full else {0}
+        while stamped := [(thing, version(thing)) for thing in itertools.islice(things, self.processes)]:
+            hand = [thing for thing, _ in stamped]
+            if any(version(thing) != then for thing, then in stamped):
+                raise ValueError(_REFILLED.format(self.processes))
+            sizes = {size_of(thing) for thing in hand} if len(hand) == self.processes else {0}
             self.dealt.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
-            if self.rank <= len(rest):
-                yield rest[self.rank - 1] if self.rank else first
-            else:
-                yield Borrowed(first)
+            yield hand[self.rank] if self.rank < len(hand) else Borrowed(hand[0])
+
+
+_REFILLED = (
+    "the loader fills one tensor again for its next batch, and {} processes share out as many batches at once: let it make a "
+    "new one for each (yield x.clone())"
+)
+
+
+def _version(thing: Any) -> int | None:
+    """Return how often the first tensor of a batch has been changed in place."""
+    first = next(tensors_in(thing), None)
+    return None if first is None or first.is_inference() else first._version

@@ -22,7 +22,7 @@ import attrs
 import torch
 
 from fnloop._backend import Backend
-from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, updates_in, windows
+from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, sharded, updates_in, windows
 from fnloop._hints import hint_at_fused
 from fnloop._history import Record
 from fnloop._joint import Borrowed, Talk, everywhere, joint_of, lent, without_last
@@ -187,6 +187,11 @@ def _run(
         return
 
     backend, processes = state.backend, state.backend.world_size
+    if isinstance(loaders.train, sharded) and state.batch and state._lease.saved_on not in (None, processes):
+        raise ValueError(
+            f"the checkpoint is one of {state._lease.saved_on} processes in the middle of an epoch, and {processes} have other "
+            "shares of a sharded loader: go on with as many as it was made by, or from the end of an epoch"
+        )
     source = _opened(loaders.train, state)
     evaluated = {name: _opened(loader, state) for name, loader in loaders.evaluated.items()}
     names = tuple(evaluated) if evaluate_every is not None else ()
@@ -242,6 +247,7 @@ def _run(
 
                         ended, metrics = batch is _END, state.metrics
                         if ended:
+                            state._lease.saved_on = None
                             news = state.news | {EPOCH}
                             state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=news)
                         where = evaluate_every or "the record"
@@ -273,6 +279,7 @@ def _run(
                         if went_back or state.stop is not None or state.step >= last_step:
                             break
                     if council is not None:
+                        where = "the agreement of all processes"
                         council.close(state, caught, source.dealt.order if ended else 0)
                         state = caught.heard(state)
                     if caught.save or state.stop is not None or _reached(state, epochs, steps):
@@ -389,6 +396,8 @@ def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str,
             metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
     if not n:
         raise ValueError("the loader to evaluate gave no batch")
+    if backend.world_size > 1:
+        source.dealt.check()
     if type(batch) is Borrowed:
         metrics = without_last(metrics)
     return {"loss": metrics.pop("loss"), **metrics} if metrics else {}
@@ -575,7 +584,8 @@ def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loa
     __tracebackhide__ = True
     backend = state.backend
     processes = backend.world_size
-    batches = windows(_opened(loader, state), 1, backend.device, None)
+    source = _opened(loader, state)
+    batches = windows(source, 1, backend.device, None)
     position, seed = positioner(backend.device), fold_in(state.seed, COMPUTE)
     talk = Talk(state.model)
     if processes > 1:
@@ -587,6 +597,8 @@ def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loa
         with isolated(backend.device), evaluating(state.model):
             batch = next(batches, _END)
             if batch is _END:
+                if processes > 1 and gather:
+                    source.dealt.check()
                 return
             position(fold_in(seed, n * processes + backend.rank))
             result: Any = None

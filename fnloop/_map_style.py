@@ -21,6 +21,7 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
@@ -30,7 +31,7 @@ from fnloop._deal import Deal
 from fnloop._joint import Borrowed
 from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
 
-__all__ = ["hardy_workers", "is_sized", "length_of", "map_style", "tell_epoch"]
+__all__ = ["hardy_workers", "is_sized", "killable", "length_of", "map_style", "tell_epoch"]
 
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _END = object()
@@ -109,12 +110,21 @@ def _tickets(loader: DataLoader, seed: int, epoch: int | None, batch: int, sampl
     stride = loader.batch_sampler.batch_size if is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if is_sized(loader) else batch
     order = _order(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
-    order = order if deal.processes == 1 else map(deal.dealt.noted, order)
-    sized = loader.batch_sampler is not None and loader.collate_fn is default_collate  # another may leave samples out
+    if deal.processes > 1:
+        order = map(deal.dealt.noted, order if loader.batch_sampler is None else map(list, order))
+    sized = loader.batch_sampler is not None and _keeps_all(loader)
     for numbered in deal(enumerate(order), lambda numbered: len(numbered[1]) if sized else 0):
         borrowed = type(numbered) is Borrowed
         n, index = numbered.batch if borrowed else numbered
         yield _Ticket(fold_in(seeds, start + n * stride), index, borrowed)
+
+
+def _keeps_all(loader: DataLoader) -> bool:
+    """Say whether a batch surely has as many samples as its sampler gave indices."""
+    dataset = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return loader.collate_fn is default_collate and not hasattr(dataset, "__getitems__")
 
 
 def _order(loader: DataLoader, seed: int, epoch: int | None, start: int, processes: int) -> Iterator[Any]:
@@ -175,7 +185,7 @@ def _with_workers(loader: DataLoader, tickets: Iterator[_Ticket]) -> Iterator[An
     pool, sampler = _pools.pop(loader, None) or _pool(loader)  # taken out: who reads the loader meanwhile gets another
     try:
         sampler.next = tickets
-        yield from pool
+        yield from killable(iter(pool))
     finally:
         if loader.persistent_workers:
             _pools[loader] = pool, sampler
@@ -210,6 +220,13 @@ class _Init(NamedTuple):
         info: Any = torch.utils.data.get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)
         _Hardy(self.init)(worker)
+
+
+def killable(batches: Iterator[Any]) -> Iterator[Any]:
+    """Let the workers of an iterator be killed by who ends them, as a SIGTERM doesn't, and return it."""
+    for worker in getattr(batches, "_workers", ()):
+        worker._popen.terminate = worker._popen.kill
+    return batches
 
 
 class _Hardy(NamedTuple):

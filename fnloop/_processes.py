@@ -29,11 +29,17 @@ from fnloop._metrics import fetched
 from fnloop._sharded import check_sharded, is_sharded, local_part
 
 __all__ = [
+    "APART", "ORDER",
     "agreed", "agreeing", "any_process", "at_home", "broadcast", "exchanges", "gather", "gather_objects", "is_lost", "join",
     "largest", "main_only", "merged", "on_leaving", "others", "reduce", "summed", "sync_buffers", "together",
 ]  # fmt: skip
 
 PATIENCE = 30  # seconds that a process waits for the others before it says so
+APART = "the processes have come apart"
+ORDER = (
+    "each has the data in another order. A sampler draws from a generator of its own: seed it, the same in every process; or "
+    "leave the order to fnloop, DataLoader(dataset, batch_size, shuffle=True)"
+)
 HEAD = 2040  # bytes that travel with their number, at once; what is longer follows
 _log = logging.getLogger("fnloop")
 
@@ -71,6 +77,8 @@ def join(model: nn.Module, optimizer: Optimizer, given: Any = None) -> tuple[nn.
         backend = backend_of(found)
     if backend.world_size == 1:
         return model, optimizer, attrs.evolve(backend, device=_home(model))
+    if any(map(nn.parameter.is_lazy, model.parameters())):
+        raise ValueError("the model has lazy parameters, which know no shape yet: call it once, model(x), before this")
     _control()  # a collective: made now, where every process comes by
     if is_sharded(model):
         check_sharded(model)
@@ -154,7 +162,8 @@ def _look_out() -> None:
                 said = since
                 _log.warning(
                     "process %d has waited %d s in %s for the others. Every process has to come there: look for what only some "
-                    "do ('if rank == 0', on_main(...), a hook that stops by what only one of them knows)",
+                    "do ('if rank == 0', on_main(...), a hook that stops by what only one of them knows, a loader that is of "
+                    "another length in each)",
                     dist.get_rank(), PATIENCE, what,
                 )  # fmt: skip
 

@@ -19,7 +19,7 @@ import attrs
 import torch
 from torch import nn
 
-from fnloop._processes import agreeing, together
+from fnloop._processes import APART, ORDER, agreeing, together
 from fnloop._sharded import is_sharded
 from fnloop._state import TrainState
 
@@ -28,17 +28,12 @@ __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]
 INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
 PERIOD = 0.1  # seconds between two exchanges, in the long run
 LIMIT = timedelta(minutes=5)  # that a process which stops waits for the others
-APART = "the processes have come apart"
 ADVICE = (
     "What a middleware or a hook decides must be the same everywhere: decide by the history, by counters, or by "
     "fnloop.reduce(...)"
 )
 
 ROUNDING = 1e-3  # by what norms may differ between processors of different kinds
-ORDER = (
-    "each has the training data in another order. A sampler draws from a generator of its own: seed it, the same in every "
-    "process; or leave the order to fnloop, DataLoader(dataset, batch_size, shuffle=True)"
-)
 _DRIFT = (
     "the norm of the weight {} is from {:g} to {:g}. What a hook or a middleware does to weights must be the same everywhere: "
     "draw from torch, which draws the same everywhere behind backward, or fnloop.broadcast(...) what was drawn"
@@ -134,7 +129,8 @@ class Council:
         self._met, self._next, self._gap = 0, 1, 1  # boundaries so far, at the next exchange, and between two
         self._asked, self._since = 0, 0  # boundaries at the last exchange, and between it and the one before
         self._answer: Callable[[timedelta | None], list[float]] | None = None
-        self._marks: list[str] = []  # what else was asked for
+        self._sent = [False, False]  # what was asked for in it
+        self._marks: list[str] = []  # and what else
         state._lease.clock = self.clock
 
     def clock(self) -> float:
@@ -176,7 +172,8 @@ class Council:
     def _ask(self, state: TrainState, signals: Signals, marks: Mapping[str, float]) -> None:
         """Begin an exchange; also of marks that have to be the same everywhere, by what to say where they aren't."""
         same = (state.step, state.skipped, state.epoch, *marks.values())
-        facts = [*signals.asked, time.monotonic() - self._began, *same, *(-c for c in same)]
+        self._sent = [*signals.asked]
+        facts = [*self._sent, time.monotonic() - self._began, *same, *(-c for c in same)]
         self._answer, self._marks = agreeing(facts), [*marks]
         self._asked, self._since = self._met, self._met - self._asked
         self._next = self._met + self._gap
@@ -198,6 +195,6 @@ class Council:
         if self._since and took > 0:
             wanted = int(PERIOD * self._since / took)  # but not all at once: one may have been out of the ordinary
             self._gap = max(min(wanted, self._gap * 16, 4096), self._gap // 8, 1)
-        signals.asked = [False, False] if stop or save else signals.asked
+        signals.asked = [now and not sent for now, sent in zip(signals.asked, self._sent, strict=True)]
         signals.stop = TERMINATED if stop else signals.stop
         signals.save = signals.save or bool(save)

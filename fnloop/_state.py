@@ -94,7 +94,7 @@ _UNKNOWN = Share()
 class _Lease:
     """Who owns the handles: the states whose turn it is."""
 
-    __slots__ = ("clock", "cut", "groups", "joint", "newest", "parameters", "share", "turn")
+    __slots__ = ("clock", "cut", "groups", "joint", "newest", "parameters", "saved_on", "share", "turn")
 
     def __init__(self) -> None:
         self.turn = 0
@@ -103,6 +103,7 @@ class _Lease:
         self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
         self.joint: Any = None  # what makes the gradients of several processes one
         self.share: tuple[int, Share] = (-1, _UNKNOWN)  # of the window in that turn
+        self.saved_on: int | None = None  # how many processes made the checkpoint that the position in the epoch is from
         self.cut: Callable[[Any, Any, Any], str | None] | None = None  # while an update is recorded: see _steps.decided
         self.clock: Callable[[], float] = time.monotonic  # in a run on several processes, one that they agree on
 

@@ -1,5 +1,7 @@
 import contextlib
 import random
+import subprocess
+import sys
 import types
 from collections import namedtuple
 
@@ -308,3 +310,28 @@ def test_the_memory_of_a_batch_that_was_copied_beside_is_followed_or_not_copied_
     copied((torch.ones(1), Opaque(torch.ones(1))))
     copied(torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
     assert (recorded, len(made)) == ([1, 2, 3], 2)
+
+
+STUCK = """
+import ctypes, torch, fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+class Stuck(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if i > 3:  # what a library may do behind a fork: no signal gets out of it
+            libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+            libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)
+        return torch.ones(())
+
+loader = torch.utils.data.DataLoader(Stuck(), batch_size=1, num_workers=1, prefetch_factor=8)
+print(fl.fit(fl.pipeline()(toy_loss), toy(), loader, steps=2, hooks=()).step)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stuck_does_not_keep_python_from_its_end():
+    found = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "2\n"

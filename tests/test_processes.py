@@ -109,6 +109,21 @@ def loader(data=None, size=None, **settings):
     return DataLoader(samples() if data is None else data, batch_size=size or BATCH // world(), **settings)
 
 
+class Leaving(Dicts):
+    """Gives a batch without two samples of all."""
+
+    def __getitems__(self, indices):
+        return [samples()[i] for i in indices if i not in (4, 11)]
+
+
+class Refilling(Sampler):
+    def __iter__(self):
+        indices = []
+        for start in range(0, SIZE, BATCH // world()):
+            indices[:] = range(start, min(start + BATCH // world(), SIZE))
+            yield indices
+
+
 def some(parts):
     """Make a batch without two samples of all."""
     return default_collate([part for part in parts if part[3] not in (4, 11)])
@@ -293,6 +308,8 @@ CASES = {
     "workers": Case(train=lambda: loader(shuffle=True, num_workers=2)),
     "persistent workers": Case(train=lambda: loader(shuffle=True, num_workers=1, persistent_workers=True)),
     "samples left out": Case(train=lambda: loader(shuffle=True, collate_fn=some)),
+    "samples left out by the dataset": Case(train=lambda: loader(Leaving(), shuffle=True)),
+    "a sampler that yields one list again and again": Case(train=lambda: DataLoader(samples(), batch_sampler=Refilling())),
     "list": Case(train=lambda: batches(BATCH // world())),
     "generator": Case(train=lambda: lambda: iter(batches(BATCH // world()))),
     "stream": Case(train=lambda: loader(Stream())),
@@ -672,6 +689,12 @@ def terminate_group(folder, data):
     return outcome(fitted(loader(data(), size=1, num_workers=2), epochs=100, hooks=(kill, fl.checkpoint(folder))))
 
 
+def save_then_stop(folder):
+    """SIGTERM comes while the answer to SIGUSR1 is under way."""
+    hooks = (fl.every(steps=1000)(fl.checkpoint(folder)), at_batch(20, signal.SIGUSR1), at_batch(21, signal.SIGTERM))
+    return outcome(fitted(Long(), hooks=hooks))
+
+
 def save_and_go_on(folder):
     state = fitted(Long(), hooks=(fl.every(steps=1000)(fl.checkpoint(folder, keep=100)), at_batch(20, signal.SIGUSR1)))
     return {**outcome(state), "kept": sorted(path.name for path in folder.iterdir())}
@@ -717,6 +740,7 @@ DECISIONS = {
     "SIGTERM to all": lambda folder: terminate_group(folder, samples),
     "SIGTERM to all, of a stream": lambda folder: terminate_group(folder, Stream),
     "SIGUSR1": save_and_go_on,
+    "SIGUSR1, then SIGTERM": save_then_stop,
     "seconds": clock,
     "main": main_alone,
     "nonfinite": nonfinite,
@@ -768,6 +792,11 @@ def test_a_signal_to_one_process_saves_once_and_goes_on(decided):
     assert found["stop"] is None and found["counters"] == [400, 1, 0]
     first, last = found["kept"]
     assert last == "step-00000400" and 20 <= int(first[5:]) < 400
+
+
+def test_a_signal_behind_another_is_not_lost(decided):
+    found = decided[0]["SIGUSR1, then SIGTERM"]
+    assert found["stop"] == "SIGTERM" and 21 <= found["counters"][0] < 400
 
 
 def test_seconds_are_due_at_one_update_everywhere(decided):
@@ -1034,6 +1063,33 @@ def test_a_run_is_killed_and_goes_on_on_2_and_3_and_1(tmp_path):
     assert difference(expected["history"], found["history"]) < 1e-12
 
 
+def test_a_sharded_loader_goes_on_in_the_middle_of_an_epoch_on_as_many_processes_only(tmp_path):
+    def state():
+        return created()
+
+    def halt(state):
+        return attrs.evolve(state, stop="half") if state.step == 2 else state
+
+    step = fl.pipeline()(entropy)
+    fl.save(fl.fit(step, state(), fl.sharded(batches(6)), hooks=(halt,)), tmp_path / "one")
+    assert (
+        processes.results(tmp_path, 2, go_on_sharded)
+        == [["ValueError: the checkpoint is one of 1 processes in the middle", 8, 7]] * 2
+    )
+    again = attrs.evolve(fl.restore(tmp_path / "one", state()), stop=None)
+    assert fl.fit(step, again, fl.sharded(batches(6)), hooks=()).step == 7
+
+
+def go_on_sharded(folder):
+    def again(loader):
+        state = attrs.evolve(fl.restore(folder / "one", created()), stop=None)
+        return fl.fit(fl.pipeline()(entropy), state, loader, epochs=1, hooks=())
+
+    whole = again(batches(3))  # dealt
+    on = fl.fit(fl.pipeline()(entropy), whole, fl.sharded(batches(6)), epochs=2, hooks=())  # from the end of an epoch
+    return [said(lambda: again(fl.sharded(batches(3))))[:62], whole.step, on.step - whole.step]
+
+
 # --- collectives, and what is refused
 
 
@@ -1068,6 +1124,10 @@ def talks(folder):
         "all dropped": lambda: fitted(loader(size=30, drop_last=True)),
         "weights of its own": lambda: fitted(loader(), hooks=(moving,)),
         "order of its own": lambda: fitted(loader(sampler=Unseeded())),
+        "evaluated in its own order": lambda: fl.evaluate(fl.pipeline()(entropy), created(), loader(sampler=Unseeded())),
+        "predicted in its own order": lambda: [*fl.predict(lambda model, batch: 0, created(), loader(sampler=Unseeded()))],
+        "one tensor again and again": lambda: fitted(refilled),
+        "lazy": lambda: fl.TrainState.create(lazy := nn.LazyLinear(3), torch.optim.SGD(lazy.parameters(), lr=0.1)),
         "nothing to evaluate": lambda: fl.evaluate(fl.pipeline()(entropy), created(), []),
         "no folder": lambda: fl.save(created(), Path(__file__) / "checkpoint"),
         "fit": lambda: fitted(batches(3)).step,  # after all that, it still works
@@ -1080,6 +1140,13 @@ def moving(state):
     with torch.no_grad():
         state.model[2].bias += 0.01 * rank() if state.step == 3 else 0
     return state
+
+
+def refilled():
+    """Yield each batch in the same memory, as one may with one process."""
+    x = torch.empty(2, 6)
+    for n in range(9):
+        yield x.fill_(n), torch.zeros(2, dtype=torch.int64)
 
 
 class Unseeded(Sampler):
@@ -1136,7 +1203,11 @@ REFUSED = {
     "all dropped": "ValueError: the training loader gave no batch in epoch 0. It has 41 samples, and with drop_last an update "
     "takes 30 × ",
     "weights of its own": "RuntimeError: the processes have come apart: the norm of the weight 2.bias is from ",
-    "order of its own": "RuntimeError: the processes have come apart: each has the training data in another order",
+    "order of its own": "RuntimeError: the processes have come apart: each has the data in another order",
+    "evaluated in its own order": "RuntimeError: the processes have come apart: each has the data in another order",
+    "predicted in its own order": "RuntimeError: the processes have come apart: each has the data in another order",
+    "one tensor again and again": "ValueError: the loader fills one tensor again for its next batch, and ",
+    "lazy": "ValueError: the model has lazy parameters, which know no shape yet: call it once",
     "nothing to evaluate": "ValueError: the loader to evaluate gave no batch",
 }
 

@@ -6,8 +6,8 @@
     python tests/benchmarks/gpu.py --device cpu --tiny      # only to see that it runs
 
 Everybody trains the same model from the same weights on the same batches, which are on the device already, with
-AdamW. Losses have to agree with those of the loop written by hand; otherwise nothing is timed. In a round each
-contender trains once on all batches, in random order; ratios are taken within a round. A model that is too large
+AdamW. Losses have to agree with those of the loop written by hand; a contender whose don't, or that fails, is not timed.
+In a round each contender trains once on all batches, in random order; ratios are taken within a round. A model that is too large
 to be there once for each contender (GPT-2) is timed by one contender after the other.
 
 * per update: from the call, or from the beginning of an epoch where a peer tells of it, until the loss is read at
@@ -419,14 +419,21 @@ def time_once(train: Train, batches: Any, updates: int) -> float:
     return CLOCK.seconds / updates * 1e3
 
 
-def compare(case: Case, setting: str, names: list[str], args: argparse.Namespace) -> dict[str, Result]:
+def failure(name: str, error: Exception) -> str:
+    """Return what is said of a contender that fails: the others are measured all the same. Of the loop by hand nothing is."""
+    if name == HAND:
+        raise error
+    return f"failed: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def compare(case: Case, setting: str, names: list[str], args: argparse.Namespace) -> dict[str, Result | str]:
     """Build the contenders one after the other, check that all do the same work, and time them."""
     window = 1 if setting == PLAIN else WINDOW
     torch.manual_seed(1)
     few = [tuple(t.to(args.device) for t in case.batch()) for _ in range(8)]
     batches = (few * (case.updates * window))[: case.updates * window]
     contenders: dict[str, Train] = {}
-    results: dict[str, Result] = {}
+    results: dict[str, Any] = {}
     expected = float("nan")
     for name in names:
         gc.collect()
@@ -434,32 +441,43 @@ def compare(case: Case, setting: str, names: list[str], args: argparse.Namespace
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(args.device)
         allocated, reserved = memory(args.device, "memory_allocated"), memory(args.device, "memory_reserved")
-        train = build(name, case, setting, args)
-        loss = train(batches[: 5 * window])
-        first = CLOCK.seconds
-        expected = loss if name == HAND else expected
-        if not abs(loss - expected) <= TOLERANCE * abs(expected):
-            raise SystemExit(f"{case.title}, {setting}: the loss of {name} is {loss:.6g}, by hand {expected:.6g}")
-        train(batches[: 5 * window])
-        peak, held = memory(args.device, "max_memory_allocated"), memory(args.device, "memory_reserved")
-        results[name] = Result([], first, peak - allocated, held - reserved)
-        if case.alone:
-            results[name].ms.extend(time_once(train, batches, case.updates) for _ in range(args.rounds))
-        else:
-            contenders[name] = train
+        train = None
+        try:
+            train = build(name, case, setting, args)
+            loss = train(batches[: 5 * window])
+            first = CLOCK.seconds
+            expected = loss if name == HAND else expected
+            if not abs(loss - expected) <= TOLERANCE * abs(expected):
+                raise ArithmeticError(f"its loss is {loss:.6g}, by hand {expected:.6g}")
+            train(batches[: 5 * window])
+            peak, held = memory(args.device, "max_memory_allocated"), memory(args.device, "memory_reserved")
+            results[name] = Result([], first, peak - allocated, held - reserved)
+            if case.alone:
+                results[name].ms.extend(time_once(train, batches, case.updates) for _ in range(args.rounds))
+            else:
+                contenders[name] = train
+        except Exception as error:
+            results[name] = failure(name, error)
         del train
     order = random.Random(0)  # of its own: pytorch-accelerated seeds the global one whenever it trains
     for _ in range(args.rounds if contenders else 0):
         for name in order.sample(list(contenders), len(contenders)):
-            results[name].ms.append(time_once(contenders[name], batches, case.updates))
+            try:
+                results[name].ms.append(time_once(contenders[name], batches, case.updates))
+            except Exception as error:
+                results[name] = failure(name, error)
+                del contenders[name]
     return results
 
 
-def show(title: str, results: dict[str, Result]) -> None:
+def show(title: str, results: dict[str, Any]) -> None:
     print(f"\n{title:<40}{'ms/update':>10}{'by hand ÷':>10}{'25–75 %':>15}{'first 5, s':>12}{'peak, MiB':>11}{'held':>8}")
     for name in CONTENDERS:
         if name not in results:
             print(f"{name:<40}not installed: pip install 'fnloop[bench]'")
+            continue
+        if isinstance(results[name], str):
+            print(f"{name:<40}{results[name]}")
             continue
         ms, first, peak, held = results[name]
         ratios = [hand / mine for mine, hand in zip(ms, results[HAND].ms, strict=True)]
@@ -490,31 +508,38 @@ class Slow(Dataset):
 FEEDING = (HAND, "by hand, compiled, fused", "fnloop", "fnloop compiled, fused", "fnloop cuda_graph, fused")
 
 
-def feed(case: Case, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def feed(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Compare batches that are there with those of a loader that takes 80 % of an update for each."""
     torch.manual_seed(1)
     few = [case.batch() for _ in range(8)]
     there = ([tuple(t.to(args.device) for t in batch) for batch in few] * case.updates)[: case.updates]
     results = {}
     for name in FEEDING:
-        train = build(name, case, PLAIN, args)
-        train(there)
-        resident = statistics.median(time_once(train, there, case.updates) for _ in range(args.rounds))
-        slow = Slow((few * case.updates)[: case.updates], 0.8 * resident / 1e3)
-        pinned = args.device.type == "cuda"
-        loader = DataLoader(slow, batch_size=None, num_workers=1, pin_memory=pinned, persistent_workers=True)
-        train(loader)
-        results[name] = {
-            "resident_ms": resident,
-            "fed_ms": statistics.median(time_once(train, loader, case.updates) for _ in range(args.rounds)),
-        }
+        train = loader = None
+        try:
+            train = build(name, case, PLAIN, args)
+            train(there)
+            resident = statistics.median(time_once(train, there, case.updates) for _ in range(args.rounds))
+            slow = Slow((few * case.updates)[: case.updates], 0.8 * resident / 1e3)
+            pinned = args.device.type == "cuda"
+            loader = DataLoader(slow, batch_size=None, num_workers=1, pin_memory=pinned, persistent_workers=True)
+            train(loader)
+            results[name] = {
+                "resident_ms": resident,
+                "fed_ms": statistics.median(time_once(train, loader, case.updates) for _ in range(args.rounds)),
+            }
+        except Exception as error:
+            results[name] = failure(name, error)
         del train, loader
     return results
 
 
-def show_feeding(title: str, results: dict[str, dict[str, float]]) -> None:
+def show_feeding(title: str, results: dict[str, Any]) -> None:
     print(f"\n{f'feeding, {title}':<40}{'resident':>10}{'fed':>10}{'ratio':>8}   (ms/update)")
     for name, found in results.items():
+        if isinstance(found, str):
+            print(f"{name:<40}{found}")
+            continue
         resident, fed = found["resident_ms"], found["fed_ms"]
         print(f"{name:<40}{resident:>10.3f}{fed:>10.3f}{fed / resident:>8.2f}")
 
@@ -563,7 +588,7 @@ def main() -> None:
         for name in args.cases:
             results = compare(cases[name], setting, names, args)
             show(f"{cases[name].title}, {setting}", results)
-            tables.setdefault(setting, {})[name] = {k: v._asdict() for k, v in results.items()}
+            tables.setdefault(setting, {})[name] = {k: v if isinstance(v, str) else v._asdict() for k, v in results.items()}
             args.json.write_text(json.dumps(facts, indent=1) + "\n")  # what there is, should it be stopped
     for name in args.feeding:
         tables.setdefault("feeding", {})[name] = found = feed(cases[name], args)
