@@ -7,8 +7,8 @@
 
 Everybody trains the same model from the same weights on the same batches, which are on the device already, with
 AdamW. Losses have to agree with those of the loop written by hand; a contender whose don't, or that fails, is not timed.
-In a round each contender trains once on all batches, in random order; ratios are taken within a round. A model that is too large
-to be there once for each contender (GPT-2) is timed by one contender after the other.
+In a round each contender trains once on all batches, in random order; ratios are taken within a round. A model that
+is too large to be there once for each contender (GPT-2) is timed by one contender after the other.
 
 * per update: from the call, or from the beginning of an epoch where a peer tells of it, until the loss is read at
   its end, divided by the number of updates. fnloop's is the whole call of ``fit`` with ``hooks=()``.
