@@ -30,7 +30,8 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
     without graphs. The optimizer is made capturable when a run starts: its learning rate becomes a tensor on the device, and
     its state goes there (SGD becomes fused, which alone can read one). Checkpoints don't know about it. ``Output.aux`` holds
     tensors that the next update overwrites; loss and metrics are yours to keep. What a middleware inside keeps in
-    ``state.slots`` is to be changed in place.
+    ``state.slots`` is to be changed in place. A number that a loss function takes from a closure or a global is in the graph
+    for good: make it a tensor, or an attribute of a module, which is watched.
 
     Args:
         warmup: eager updates before a capture, at least 1.
