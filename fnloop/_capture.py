@@ -267,7 +267,7 @@ class Graph(NamedTuple):
         first, *rest = self.parts
         first()
         if self.cut is not None:
-            skip = self.cut.judge(state, bool(self.cut.flag))
+            skip = self.cut.judge(state, bool(self.cut.flag))  # the host read of an eager update: see _steps.decided
             if skip is not None:
                 return attrs.evolve(self.cut.found.kept(), skip=skip)
         for play in rest:

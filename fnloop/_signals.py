@@ -195,6 +195,6 @@ class Council:
         if self._since and took > 0:
             wanted = int(PERIOD * self._since / took)  # but not all at once: one may have been out of the ordinary
             self._gap = max(min(wanted, self._gap * 16, 4096), self._gap // 8, 1)
-        signals.asked = [now and not sent for now, sent in zip(signals.asked, self._sent, strict=True)]
+        signals.asked = [asked and not sent for asked, sent in zip(signals.asked, self._sent, strict=True)]  # the rest is new
         signals.stop = TERMINATED if stop else signals.stop
         signals.save = signals.save or bool(save)

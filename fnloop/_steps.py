@@ -312,6 +312,7 @@ def decided(
         between the two whenever they are played.
     """
     cut = state._lease.cut
+    # A host read: whether this update counts decides the step counter, and schedules with it.
     skip = judge(state, bool(flag)) if cut is None else cut(out, flag, judge)
     return state, out if skip is None else attrs.evolve(out, skip=skip)
 

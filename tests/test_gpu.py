@@ -5,6 +5,7 @@ import sys
 import attrs
 import pytest
 import torch
+from members import average
 from torch import nn
 
 import fnloop as fl
@@ -44,19 +45,6 @@ PROBLEMS = {
     "small": Problem(net, loss_fn, data(*SIZES), sgd),
     "dropout and batch norm": Problem(lambda: net(nn.BatchNorm1d(16), nn.Dropout(0.3)), loss_fn, data(*SIZES), adamw),
 }
-
-
-@fl.middleware("update")
-def average(decay):
-    def wrap(step):
-        def averaged(state, batch):
-            state, out = step(state, batch)
-            torch._foreach_lerp_(state.slots["average"], [p.detach() for p in state.model.parameters()], 1 - decay)
-            return state, out
-
-        return averaged
-
-    return fl.Middleware("average", update=wrap, init=lambda state: [p.detach().clone() for p in state.model.parameters()])
 
 
 TABLE = [

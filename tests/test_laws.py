@@ -6,9 +6,9 @@ import sys
 import attrs
 import pytest
 import torch
+from members import decay, largest_output, noise, output_mean, weight_penalty
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim.lr_scheduler import ExponentialLR
 
 import fnloop as fl
 from fnloop import schedules
@@ -26,46 +26,6 @@ from fnloop.testing import (
     toy,
     toy_loss,
 )
-
-
-def output_mean(aux, batch):
-    return aux["output"].mean()
-
-
-def largest_output(aux, batch):
-    return fl.Max(aux["output"].max())
-
-
-def decay(optimizer, run):
-    return ExponentialLR(optimizer, 0.9)
-
-
-@fl.middleware("gradient")
-def noise(std):
-    def wrap(step):
-        def noisy(state, batch):
-            state, out = step(state, batch)
-            for p in state.model.parameters():
-                p.grad.add_(torch.randn_like(p), alpha=std)
-            return state, out
-
-        return noisy
-
-    return wrap
-
-
-@fl.middleware("loss")
-def weight_penalty(factor):
-    def wrap(step):
-        def penalised(state, batch):
-            state, out = step(state, batch)
-            penalty = sum(p.square().sum() for p in state.model.parameters())
-            return state, attrs.evolve(out, loss=out.loss + factor * penalty)
-
-        return penalised
-
-    return wrap
-
 
 warm_cosine = fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1))
 

@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from members import average, decay, largest_output, noise, output_mean, weight_penalty
 from tape import Tape
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._pytree import tree_map
 
 import fnloop as fl
@@ -58,61 +58,6 @@ def net(optimizer=fused_sgd):
 # --- law 9: the same with it and without it
 
 
-def mean_output(aux, batch):
-    return aux["output"].mean()
-
-
-def largest_output(aux, batch):
-    return fl.Max(aux["output"].max())
-
-
-def decay(optimizer, run):
-    return ExponentialLR(optimizer, 0.9)
-
-
-@fl.middleware("gradient")
-def noise(std):
-    def wrap(step):
-        def noisy(state, batch):
-            state, out = step(state, batch)
-            for p in state.model.parameters():
-                p.grad.add_(torch.randn_like(p), alpha=std)
-            return state, out
-
-        return noisy
-
-    return wrap
-
-
-@fl.middleware("loss")
-def weight_penalty(factor):
-    def wrap(step):
-        def penalised(state, batch):
-            state, out = step(state, batch)
-            penalty = sum(p.square().sum() for p in state.model.parameters())
-            return state, attrs.evolve(out, loss=out.loss + factor * penalty)
-
-        return penalised
-
-    return wrap
-
-
-@fl.middleware("update")
-def average(decay):
-    """An average of the parameters, in place."""
-
-    def wrap(step):
-        def averaged(state, batch):
-            state, out = step(state, batch)
-            if out.skip is None:
-                torch._foreach_lerp_(state.slots["average"], [p.detach() for p in state.model.parameters()], 1 - decay)
-            return state, out
-
-        return averaged
-
-    return fl.Middleware("average", update=wrap, init=lambda state: [p.detach().clone() for p in state.model.parameters()])
-
-
 TABLE = [
     (),
     (fl.accumulate(2),),
@@ -122,7 +67,7 @@ TABLE = [
     (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
     (fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1)),),
     (fl.torch_scheduler(decay), fl.clip(float("inf"))),
-    (fl.metric(mean=mean_output, largest=largest_output), fl.accumulate(2)),
+    (fl.metric(mean=output_mean, largest=largest_output), fl.accumulate(2)),
     (noise(0.01), fl.accumulate(2)),
     (weight_penalty(0.01), average(0.9), fl.schedule(schedules.linear())),
     (fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
@@ -155,7 +100,7 @@ def single_precision(problem):
     [
         (SCALED,),
         (SCALED, fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2))),
-        (fl.accumulate(3), SCALED, fl.metric(mean=mean_output), average(0.9)),
+        (fl.accumulate(3), SCALED, fl.metric(mean=output_mean), average(0.9)),
         (SCALED, fl.torch_scheduler(decay)),
     ],
     ids=repr,
@@ -286,7 +231,7 @@ def test_evaluation_is_not_captured(tapes):
 
 
 def test_what_a_step_returns_is_not_overwritten_by_the_next(tapes):
-    step, state, kept = fl.pipeline(fl.clip(1e9), fl.metric(mean=mean_output), fl.cuda_graph(warmup=1))(toy_loss), toy(), []
+    step, state, kept = fl.pipeline(fl.clip(1e9), fl.metric(mean=output_mean), fl.cuda_graph(warmup=1))(toy_loss), toy(), []
     for batch in ones(1, 2, 3, 4):
         state, out = step(state, batch)
         kept.append(out)
