@@ -405,7 +405,7 @@ class Captured:
             check_draws(draws, host_draws(device))
             if cuts:
                 self.recorder.record(left_out)
-                put_back()
+                check_facts(before, facts(state))  # nor may the host do anything there
         except BaseException as error:
             self.watch = None  # the recorder may not be able to record again
             put_back()

@@ -164,6 +164,23 @@ def test_what_counts_updates_that_are_left_out_is_refused(tapes):
         fl.fit(fl.pipeline(fl.amp("fp16"), count, fl.cuda_graph(warmup=1))(toy_loss), toy(), ones(*range(9)), hooks=())
 
 
+def test_what_counts_them_on_the_host_is_refused_too(tapes):
+    def wrap(step):
+        def counting(state, batch):
+            state, out = step(state, batch)
+            state.model.left_out += out.skip is not None
+            return state, out
+
+        return counting
+
+    state = toy()
+    state.model.left_out = 0
+    step = fl.pipeline(fl.amp("fp16"), fl.Middleware("count", update=wrap), fl.cuda_graph(warmup=1))(toy_loss)
+    with pytest.raises(CaptureError, match=r"model\.left_out is changed on the host"):
+        fl.fit(step, state, ones(*range(9)), hooks=())
+    assert state.model.left_out == 0
+
+
 def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(tapes):
     step = fl.pipeline(fl.amp("fp16", init_scale=1.0), fl.cuda_graph(warmup=1))(toy_loss)
     with pytest.raises(FloatingPointError, match="the loss itself is not finite") as caught:
