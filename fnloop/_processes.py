@@ -183,6 +183,8 @@ def _leave() -> None:
     Not behind an exception: others may be waiting for this process, and are told by its end.
     """
     if dist.is_initialized() and not hasattr(sys, "last_type"):
+        _settle()
+        _recent.clear()  # here, and not when there is no Python any more
         for holder in list(on_leaving):
             holder.leave()
         dist.destroy_process_group()
@@ -218,12 +220,12 @@ def _begun(work: Any) -> Any:
 
 
 def _settle() -> None:
-    """Let gloo's threads come to rest before this process forks, to start the workers of a loader.
+    """Let gloo's threads come to rest, before this process ends or forks, to start the workers of a loader.
 
     One that enters Python at that moment holds a lock that CPython 3.11 doesn't free in the child, which waits for it for ever.
     DDP's works are not ours to keep.
     """
-    time.sleep(0.001)
+    time.sleep(0.002)
 
 
 def exchanges() -> int:
