@@ -8,12 +8,6 @@ A run is a fold of a *step* over batches. The step is a loss function wrapped in
 batch to batch is one immutable record, the *state*; *hooks* are functions of the state, called between updates.
 """
 
-# ruff: noqa: E402
-import gc as _gc
-
-_collects = _gc.isenabled()
-_gc.disable()  # else the classes made here set off a collection of all that torch has made: two thirds of the import's time
-
 from fnloop import schedules as schedules
 from fnloop._checkpoint import CheckpointError as CheckpointError
 from fnloop._checkpoint import best as best
@@ -29,12 +23,33 @@ from fnloop._fit import run as run
 from fnloop._guard import CaptureError as CaptureError
 from fnloop._history import History as History
 from fnloop._history import Record as Record
+from fnloop._hooks._checkpoint import checkpoint as checkpoint
+from fnloop._hooks._early_stop import early_stop as early_stop
+from fnloop._hooks._early_stop import halt_on_nonfinite as halt_on_nonfinite
+from fnloop._hooks._every import every as every
+from fnloop._hooks._every import once as once
+from fnloop._hooks._every import when as when
+from fnloop._hooks._live_plot import live_plot as live_plot
+from fnloop._hooks._on_main import on_main as on_main
+from fnloop._hooks._progress import progress as progress
+from fnloop._hooks._sink import to_csv as to_csv
+from fnloop._hooks._sink import to_jsonl as to_jsonl
+from fnloop._hooks._track import track as track
 from fnloop._metrics import Last as Last
 from fnloop._metrics import Max as Max
 from fnloop._metrics import Mean as Mean
 from fnloop._metrics import Min as Min
 from fnloop._metrics import Sum as Sum
 from fnloop._metrics import from_torchmetrics as from_torchmetrics
+from fnloop._middleware._accumulate import accumulate as accumulate
+from fnloop._middleware._amp import amp as amp
+from fnloop._middleware._clip import clip as clip
+from fnloop._middleware._clip import clip_value as clip_value
+from fnloop._middleware._compiled import compiled as compiled
+from fnloop._middleware._cuda_graph import cuda_graph as cuda_graph
+from fnloop._middleware._metric import metric as metric
+from fnloop._middleware._schedule import schedule as schedule
+from fnloop._middleware._schedule import torch_scheduler as torch_scheduler
 from fnloop._pipeline import pipeline as pipeline
 from fnloop._pipeline import supervised as supervised
 from fnloop._processes import broadcast as broadcast
@@ -47,32 +62,7 @@ from fnloop._state import snapshot as snapshot
 from fnloop._state import unwrap as unwrap
 from fnloop._types import Middleware as Middleware
 from fnloop._types import Output as Output
-from fnloop.hooks._checkpoint import checkpoint as checkpoint
-from fnloop.hooks._early_stop import early_stop as early_stop
-from fnloop.hooks._early_stop import halt_on_nonfinite as halt_on_nonfinite
-from fnloop.hooks._every import every as every
-from fnloop.hooks._every import once as once
-from fnloop.hooks._every import when as when
-from fnloop.hooks._live_plot import live_plot as live_plot
-from fnloop.hooks._on_main import on_main as on_main
-from fnloop.hooks._progress import progress as progress
-from fnloop.hooks._sink import to_csv as to_csv
-from fnloop.hooks._sink import to_jsonl as to_jsonl
-from fnloop.hooks._track import track as track
-from fnloop.middleware._accumulate import accumulate as accumulate
-from fnloop.middleware._amp import amp as amp
-from fnloop.middleware._clip import clip as clip
-from fnloop.middleware._clip import clip_value as clip_value
-from fnloop.middleware._compiled import compiled as compiled
-from fnloop.middleware._cuda_graph import cuda_graph as cuda_graph
-from fnloop.middleware._metric import metric as metric
-from fnloop.middleware._schedule import schedule as schedule
-from fnloop.middleware._schedule import torch_scheduler as torch_scheduler
-
-from fnloop._types import middleware as middleware  # isort: skip  # behind the package of that name, to win over it
-
-if _collects:
-    _gc.enable()
+from fnloop._types import middleware as middleware
 
 __all__ = [
     "CaptureError",

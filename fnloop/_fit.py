@@ -25,6 +25,10 @@ from fnloop._backend import Backend
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, sharded, updates_in, windows
 from fnloop._hints import hint_at_fused
 from fnloop._history import Record
+from fnloop._hooks._checkpoint import checkpoint
+from fnloop._hooks._early_stop import halt_on_nonfinite
+from fnloop._hooks._every import Gated, Hook, every, innermost, once
+from fnloop._hooks._progress import progress
 from fnloop._joint import Borrowed, Talk, everywhere, joint_of, lent, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
@@ -34,10 +38,6 @@ from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
 from fnloop._state import EPOCH, RECORD, RunInfo, Share, TrainState, check_fresh, look_again, newest, suspended, tell_share
 from fnloop._steps import OPTIMIZER, consume
 from fnloop._types import Batch, Metric, Middleware, name_of
-from fnloop.hooks._checkpoint import checkpoint
-from fnloop.hooks._early_stop import halt_on_nonfinite
-from fnloop.hooks._every import Gated, Hook, every, innermost, once
-from fnloop.hooks._progress import progress
 
 __all__ = ["evaluate", "fit", "predict", "run"]
 

@@ -334,7 +334,6 @@ class _Supervised:
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         __tracebackhide__ = True
-        __tracebackhide__ = True
         x, y = batch
         output = model(x)
         return self.criterion(output, y), {"output": output}

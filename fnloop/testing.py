@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnloop._data import open_source, windows
 from fnloop._fit import evaluate, fit, predict
+from fnloop._hooks._every import when
 from fnloop._pipeline import Pipeline, PipelineStep, pipeline
 from fnloop._state import TrainState, parameters, snapshot
 from fnloop._types import Batch, LossFn, Middleware, Output
-from fnloop.hooks._every import when
 
 __all__ = [
     "HostReadError", "Problem", "Spy", "Toy",

@@ -1023,14 +1023,14 @@ def full(*args):
 
 
 def test_what_goes_wrong_in_the_background_comes_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("fnloop.hooks._checkpoint.write", full)
+    monkeypatch.setattr("fnloop._hooks._checkpoint.write", full)
     with pytest.raises(OSError, match="No space left") as error:
         fl.fit(step, toy(), [ONE] * 9, hooks=(fl.every(steps=2)(fl.checkpoint(tmp_path, background=True)),))
     assert error.value.state.step in (3, 4)  # at the next boundary at which the writer has failed
 
 
 def test_what_goes_wrong_in_the_background_comes_out_even_if_no_save_is_due(tmp_path, monkeypatch):
-    monkeypatch.setattr("fnloop.hooks._checkpoint.write", full)
+    monkeypatch.setattr("fnloop._hooks._checkpoint.write", full)
 
     def wait(state):
         for thread in threading.enumerate():

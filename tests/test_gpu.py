@@ -143,7 +143,7 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    for module in ("fnloop._fit", "fnloop.hooks._progress"):
+    for module in ("fnloop._fit", "fnloop._hooks._progress"):
         monkeypatch.setattr(sys.modules[module], "read", reading)
     problem = attrs.evolve(PROBLEMS["small"], batches=data(*[8] * 40))
     step = fl.pipeline(fl.accumulate(2), fl.clip(1.0), fl.schedule(schedules.cosine()), *members)(problem.loss_fn)

@@ -16,9 +16,9 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_show", "_plot", "_types", "_hints", "_rng", "_encode", "_metrics", "_history", "_files", "_backend", "_sharded",
-    "_processes", "_tracker", "_state", "_signals", "_joint", "_deal", "_map_style", "_data", "_steps", "_pipeline", "_guard",
-    "_capture", "_checkpoint", "schedules", "middleware", "hooks", "_fit", "testing", "__init__",
+    "_show", "_plot", "_checks", "_types", "_hints", "_rng", "_encode", "_metrics", "_history", "_files", "_backend",
+    "_sharded", "_processes", "_tracker", "_state", "_signals", "_joint", "_deal", "_map_style", "_data", "_steps", "_pipeline", "_guard",
+    "_capture", "_checkpoint", "schedules", "_middleware", "_hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {
     "matplotlib",
@@ -78,7 +78,7 @@ def imports(tree):
 
 def test_the_public_names_are_those_of_the_contract():
     assert set(fnloop.__all__) == CONTRACT
-    public = {name for name in vars(fnloop) if not name.startswith("_")} - {"hooks", "testing"}
+    public = {name for name in vars(fnloop) if not name.startswith("_")} - {"testing"}
     assert public == CONTRACT, "a name is importable and not in __all__, or the other way round"
 
 
@@ -92,7 +92,25 @@ def test_help_shows_what_is_public():
     text = pydoc.render_doc(fnloop, renderer=pydoc.plaintext)
     assert "fnloop - A training loop for PyTorch" in text
     assert [line.split(" = ")[0].strip() for line in re.findall(r"^DATA\n(.*)", text, re.M)] == ["__all__"]
-    assert "_gc" not in text
+
+
+def test_a_function_and_a_package_never_share_a_name():
+    """`import fnloop.middleware` used to find a package behind the function of that name."""
+    packages = {module.name for module in pkgutil.iter_modules(fnloop.__path__)}
+    assert {name for name in fnloop.__all__ if name in packages} == {"schedules"}
+
+
+def test_an_import_that_fails_leaves_garbage_collection_on():
+    code = """if True:
+        import gc, sys
+        sys.modules["safetensors"] = None
+        try:
+            import fnloop
+        except ImportError:
+            print(gc.isenabled())
+    """
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "True"
 
 
 def test_imports_only_point_down():
@@ -102,15 +120,15 @@ def test_imports_only_point_down():
             if name.startswith("fnloop.") and path.name != "__init__.py":
                 theirs = name.split(".")[1]
                 sibling = mine == theirs
-                assert LAYERS.index(theirs) < LAYERS.index(mine) or (sibling and mine not in ("middleware",)), (
+                assert LAYERS.index(theirs) < LAYERS.index(mine) or (sibling and mine not in ("_middleware",)), (
                     f"{path.name} imports {name}"
                 )
 
 
 def test_middleware_do_not_import_each_other():
     for path, tree in modules():
-        if layer(path) == "middleware":
-            assert not [n for n, _ in imports(tree) if n.startswith(("fnloop.middleware", "fnloop.hooks", "fnloop._fit"))]
+        if layer(path) == "_middleware":
+            assert not [n for n, _ in imports(tree) if n.startswith(("fnloop._middleware", "fnloop._hooks", "fnloop._fit"))]
 
 
 def test_only_the_backend_knows_accelerate():

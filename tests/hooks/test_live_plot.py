@@ -10,7 +10,7 @@ import torch
 import fnloop as fl
 from fnloop import History, live_plot
 from fnloop._backend import Backend
-from fnloop.hooks import _live_plot
+from fnloop._hooks import _live_plot
 from fnloop.testing import no_host_reads, toy, toy_loss
 
 pytest.importorskip("matplotlib")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnloop as fl
 from fnloop import History, Mean, Record, RunInfo, progress
 from fnloop._backend import Backend
-from fnloop.hooks import _progress
+from fnloop._hooks import _progress
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])  # each moves w, and so the loss of the next batch, by -1

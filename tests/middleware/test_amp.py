@@ -42,7 +42,7 @@ def test_gradients_are_unscaled_before_anything_else_sees_them_and_the_loss_is_n
 
 @pytest.mark.parametrize("members", [(fl.amp("fp16"), fl.accumulate(2)), (fl.accumulate(2), fl.amp("fp16"))], ids=repr)
 def test_gradients_are_unscaled_once_per_window_in_whichever_order(members, monkeypatch):
-    from fnloop.middleware import _amp
+    from fnloop._middleware import _amp
 
     calls = []
     unscale = _amp._unscale

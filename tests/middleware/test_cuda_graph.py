@@ -17,16 +17,15 @@ import fnloop as fl
 from fnloop import CaptureError, schedules
 from fnloop._capture import rebuilt, signature
 from fnloop._guard import Slots, check_facts, facts, make_capturable, remember, undo_capturable
+from fnloop._middleware import _cuda_graph
 from fnloop.testing import assert_same, law_fold, law_no_host_reads, law_purity, small, stochastic, toy, toy_loss
-
-MODULE = sys.modules["fnloop.middleware._cuda_graph"]
 
 
 @pytest.fixture
 def tapes(monkeypatch):
     """Capture on tapes; a list of all that were made."""
     made = []
-    monkeypatch.setattr(MODULE, "recorder_on", lambda device: made.append(Tape()) or made[-1])
+    monkeypatch.setattr(_cuda_graph, "recorder_on", lambda device: made.append(Tape()) or made[-1])
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
     return made
 

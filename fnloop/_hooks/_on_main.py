@@ -6,10 +6,10 @@ from typing import Any
 
 import attrs
 
+from fnloop._hooks._checkpoint import checkpoint
+from fnloop._hooks._every import Hook, check_hook, innermost
 from fnloop._state import RunInfo, TrainState
 from fnloop._types import name_of
-from fnloop.hooks._checkpoint import checkpoint
-from fnloop.hooks._every import Hook, check_hook, innermost
 
 __all__ = ["on_main"]
 
