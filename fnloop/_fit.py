@@ -27,8 +27,9 @@ from fnloop._hints import hint_at_fused
 from fnloop._history import Record
 from fnloop._hooks._checkpoint import checkpoint
 from fnloop._hooks._early_stop import halt_on_nonfinite
-from fnloop._hooks._every import Gated, Hook, every, innermost, once
+from fnloop._hooks._every import Gated, Hook, every, once
 from fnloop._hooks._progress import progress
+from fnloop._hooks._wrapper import layers
 from fnloop._joint import Borrowed, Talk, everywhere, joint_of, lent, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
@@ -196,18 +197,20 @@ def _run(
     evaluated = {name: _opened(loader, state) for name, loader in loaders.evaluated.items()}
     names = tuple(evaluated) if evaluate_every is not None else ()
     info = _run_info(state, source, step.window * processes, epochs, steps, names)
-    for part in (evaluate_every, *hooks):
-        check: Any = getattr(part, "check", None)
-        if check is not None:
-            check(info)
-    _check_names([hook.slot for hook in map(innermost, hooks) if isinstance(hook, once)])
-    _check_folders([hook.folder for hook in map(innermost, hooks) if isinstance(hook, checkpoint)])
+    state = attrs.evolve(state, run=info)
+    every_hook = [layer for hook in hooks for layer in layers(hook)]
+    _check_names([hook.slot for hook in every_hook if isinstance(hook, once)])
+    _check_folders([hook.folder for hook in every_hook if isinstance(hook, checkpoint)])
+    if hasattr(evaluate_every, "check"):
+        evaluate_every.check(info)
+    for hook in hooks:
+        if hasattr(hook, "begin"):
+            state = _checked_state(hook, hook.begin(state))  # type: ignore[attr-defined]
     if not state.model.training:
         _warn(state, "fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
         state.model.train()
     look_again(state)
     hint_at_fused(state.optimizer, state.backend.device)
-    state = attrs.evolve(state, run=info)
     try:
         state = step.meet(state)
     except Exception as error:
@@ -361,7 +364,11 @@ def _recorded(state: TrainState, report: Mapping[str, Metric], seconds: float) -
 
 def _called(hook: Hook, state: TrainState) -> TrainState:
     __tracebackhide__ = True
-    new = hook(state)
+    return _checked_state(hook, hook(state))
+
+
+def _checked_state(hook: Hook, new: Any) -> TrainState:
+    __tracebackhide__ = True
     if isinstance(new, TrainState):
         check_fresh(new)
     else:

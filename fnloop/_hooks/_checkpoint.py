@@ -100,10 +100,11 @@ class checkpoint:
         main_only(self._wait, "the hook checkpoint")
         return state
 
-    def poll(self) -> None:
+    def poll(self, state: TrainState) -> TrainState:
         """Raise what has gone wrong in the background, at every boundary."""
         if self._error is not None:
             self._wait()
+        return state
 
     def close(self) -> None:
         """Wait for the writer, when the run is left; what goes wrong with that is logged, since nobody is there to catch it."""

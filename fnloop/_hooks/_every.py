@@ -10,13 +10,12 @@ from typing import Any, Protocol
 
 import attrs
 
+from fnloop._hooks._wrapper import Wrapper
 from fnloop._state import EPOCH, UPDATE, RunInfo, TrainState, now, put
 from fnloop._types import name_of
 
-__all__ = ["Gated", "Hook", "check_hook", "every", "innermost", "once", "when"]
+__all__ = ["Gated", "Hook", "check_hook", "every", "once", "when"]
 
-# A function. An object that is one may also have check(run), called when a run begins; flush(state) -> state, called behind
-# the last boundary of a run and on SIGUSR1; and close(), called when the run is left, by an exception too.
 Hook = Callable[[TrainState], TrainState]
 
 
@@ -27,7 +26,7 @@ class Moment(Protocol):
 
 
 @attrs.frozen(repr=False)
-class Gated:
+class Gated(Wrapper):
     """A hook that runs at some boundaries only."""
 
     moment: Any  # a Moment
@@ -38,27 +37,13 @@ class Gated:
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        if self.moment.due(state):
-            return self.hook(state)
-        if hasattr(self.hook, "poll"):
-            self.hook.poll()  # type: ignore[attr-defined]
-        return state
+        return self.hook(state) if self.moment.due(state) else self.poll(state)
 
-    def poll(self) -> None:
-        if hasattr(self.hook, "poll"):
-            self.hook.poll()  # type: ignore[attr-defined]
-
-    def check(self, run: RunInfo) -> None:
-        for part in (self.moment, self.hook):
-            if hasattr(part, "check"):
-                part.check(run)
-
-    def flush(self, state: TrainState) -> TrainState:
-        return self.hook.flush(state) if hasattr(self.hook, "flush") else state  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        if hasattr(self.hook, "close"):
-            self.hook.close()  # type: ignore[attr-defined]
+    def begin(self, state: TrainState) -> TrainState:
+        """Pass the beginning of a run on, to the moment too."""
+        if hasattr(self.moment, "check"):
+            self.moment.check(state.run)
+        return super().begin(state)
 
 
 @attrs.frozen(repr=False)
@@ -196,7 +181,7 @@ class when:
 
 
 @attrs.frozen(repr=False)
-class once:
+class once(Wrapper):
     """Run a hook the first time that it is called, and never again: ``when(...)(once(hook))``.
 
     That it has run is kept in the state, so it holds after a resume too.
@@ -246,15 +231,9 @@ class once:
         new = self.hook(state)
         return put(new, self.slot, True) if isinstance(new, TrainState) else new
 
-    def check(self, run: RunInfo) -> None:
-        """Pass the beginning of a run on to the hook."""
-        if hasattr(self.hook, "check"):
-            self.hook.check(run)  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Close the hook, when the run ends."""
-        if hasattr(self.hook, "close"):
-            self.hook.close()  # type: ignore[attr-defined]
+    def flush(self, state: TrainState) -> TrainState:
+        """Leave the hook alone: it has had its one call."""
+        return state
 
 
 def _where(hook: Any) -> str | None:
@@ -263,13 +242,6 @@ def _where(hook: Any) -> str | None:
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
     return None if " at 0x" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)
-
-
-def innermost(hook: Any) -> Any:
-    """Return what runs in the end, within ``every(...)`` and ``when(...)``."""
-    while isinstance(hook, Gated):
-        hook = hook.hook
-    return hook
 
 
 def check_hook(hook: Any, owner: str) -> Any:

@@ -7,15 +7,16 @@ from typing import Any
 import attrs
 
 from fnloop._hooks._checkpoint import checkpoint
-from fnloop._hooks._every import Hook, check_hook, innermost
-from fnloop._state import RunInfo, TrainState
+from fnloop._hooks._every import Hook, check_hook
+from fnloop._hooks._wrapper import Wrapper, innermost
+from fnloop._state import TrainState
 from fnloop._types import name_of
 
 __all__ = ["on_main"]
 
 
 @attrs.frozen(repr=False)
-class on_main:
+class on_main(Wrapper):
     """Run a hook on the main process only: one that prints, writes a file or talks to a server.
 
     It looks on: what it would change, the other processes would not know of. In one process it is the hook itself.
@@ -56,16 +57,6 @@ class on_main:
     def flush(self, state: TrainState) -> TrainState:
         """Let the hook finish, at the end of a run."""
         return self._looked_on(self.hook.flush, state) if hasattr(self.hook, "flush") else state  # type: ignore[attr-defined]
-
-    def check(self, run: RunInfo) -> None:
-        """Pass the beginning of a run on to the hook."""
-        if hasattr(self.hook, "check"):
-            self.hook.check(run)  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Close the hook, when the run ends."""
-        if hasattr(self.hook, "close"):
-            self.hook.close()  # type: ignore[attr-defined]
 
     def _looked_on(self, hook: Any, state: TrainState) -> TrainState:
         if state.backend.main and (new := hook(state)) is not state:

@@ -345,9 +345,9 @@ def test_once_around_a_gate_says_to_write_it_inside(gate, text):
         once(gate(Notes()))
 
 
-def test_once_lets_its_hook_check_the_run():
+def test_once_lets_its_hook_begin_with_the_run():
     hook = Notes()
-    hook.check = lambda run: hook.steps.append(f"a run of {run.total_steps}")
+    hook.begin = lambda state: hook.steps.append(f"a run of {state.run.total_steps}") or state
     fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(every(steps=2)(once(hook)),))
     assert hook.steps == ["a run of 3", 2]
 

@@ -1,0 +1,61 @@
+"""What a hook may have besides its call, and the base of hooks around another hook, which pass all of it on.
+
+A hook is a function ``state -> state``. An object that is one may also have:
+
+    begin(state) -> state   called before the first update of a run; ``state.run`` is known. It may raise.
+    poll(state) -> state    called at a boundary where ``every`` or ``when`` does not call the hook
+    flush(state) -> state   called after the last boundary of a run, and on SIGUSR1
+    failed(state, error)    called when a run fails, with the last consistent state
+    close()                 called when the run is left, by an exception too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fnloop._state import TrainState
+
+__all__ = ["Wrapper", "innermost", "layers"]
+
+
+class Wrapper:
+    """A hook around another one. It passes everything on but the call."""
+
+    hook: Any
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Pass the beginning of a run on."""
+        return self.hook.begin(state) if hasattr(self.hook, "begin") else state
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Pass a boundary on at which the hook is not called."""
+        return self.hook.poll(state) if hasattr(self.hook, "poll") else state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Let the hook finish what it keeps."""
+        return self.hook.flush(state) if hasattr(self.hook, "flush") else state
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Pass the failure of a run on."""
+        if hasattr(self.hook, "failed"):
+            self.hook.failed(state, error)
+
+    def close(self) -> None:
+        """Close the hook."""
+        if hasattr(self.hook, "close"):
+            self.hook.close()
+
+
+def layers(hook: Any) -> Iterator[Any]:
+    """Yield a hook and the hooks inside it, the outermost first."""
+    yield hook
+    while isinstance(hook, Wrapper):
+        hook = hook.hook
+        yield hook
+
+
+def innermost(hook: Any) -> Any:
+    """Return the hook inside all wrappers."""
+    *_, inner = layers(hook)
+    return inner
