@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,26 @@ import torch
 from torch import Tensor
 
 from fnloop._backend import Backend
+from fnloop._checks import described, folder_path, metric_name
 from fnloop._encode import Saved, as_number, decode, encode
-from fnloop._files import FORMAT, CheckpointError, Contents, candidates, manifest_of, ranking, read_files, verify, write
-from fnloop._history import History, Record
+from fnloop._files import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    Contents,
+    NewerFormatError,
+    existing,
+    manifest_of,
+    read_files,
+    verify,
+    write,
+)
+from fnloop._folders import candidates, claimed, ranking
+from fnloop._history import History, Record, better
 from fnloop._joint import everywhere
 from fnloop._metrics import MONOIDS, Mean, wide
-from fnloop._processes import gather_objects, main_only
-from fnloop._rng import HostGenerators
+from fnloop._processes import any_process, gather_objects, main_only
+from fnloop._rng import SEED_BITS, HostGenerators
 from fnloop._sharded import full, like_sharded
 from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended, unwrap
 
@@ -69,6 +82,7 @@ def contents(state: TrainState) -> Contents:
         facts = {
             "format_version": FORMAT,
             "versions": _versions(),
+            "run": state.run_id,
             "position": position_of(state),
             **{name: getattr(state, name) for name in COUNTERS},
             "processes": state.backend.world_size,
@@ -80,11 +94,16 @@ def contents(state: TrainState) -> Contents:
             "shares": [encode(own, slots, f"shares.{rank}") for rank, own in enumerate(_shares(state))],
             "generators": encode(_generators(state), slots, "generators"),
             "extra": _plain(encode(dict(state.extra), slots, "extra"), "extra"),
-            "history": [encode(row, slots, "history") for row in state.history.to_dicts()],
         }
+        history = _history_lines(state.history)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state can't be saved: {error}") from error
-    return Contents(model, optimizer, slots, facts)
+    return Contents(model, optimizer, slots, facts, history)
+
+
+def _history_lines(history: History) -> list[str]:
+    """Return the records in JSON, one text each."""
+    return [json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False) for row in history.to_dicts()]
 
 
 def _shares(state: TrainState) -> list[dict[str, Any]]:
@@ -180,14 +199,16 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
-        path: the folder to be; a checkpoint that is there is replaced.
+        path: the folder to be, on a disk of this machine; ``~`` is expanded. A checkpoint that is there is replaced. Anything
+            else that is there is not touched.
 
     Returns:
-        The path.
+        The absolute path.
 
     Raises:
         StaleStateError: the state has been advanced.
         CheckpointError: something in the state can't be saved, or there is something else at the path.
+        TypeError, ValueError: it is not a path, is empty, or is an address such as ``s3://...``.
         OSError: the disk is full, or the like; what was there before is still there.
 
     Example:
@@ -198,8 +219,9 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
         ...     restore(path, toy()).model.w.item()
         3.0
     """
+    target = folder_path("save", "path", path)
     what = contents(state)
-    return main_only(lambda: write(what, Path(path)), "fnloop.save")
+    return main_only(lambda: write(what, target), "fnloop.save")
 
 
 # --- restoring
@@ -235,12 +257,33 @@ def restore(
         3.0
     """
     check_fresh(state)
+    if only is not None and (isinstance(only, str) or not _are_parts(only)):
+        raise ValueError(f"restore expects only= as a tuple of {', '.join(PARTS)}; got {described(only)}")
     parts = PARTS if only is None else tuple(only)
-    if isinstance(only, str) or not set(parts) <= set(PARTS):
-        raise ValueError(f"restore expects only= as a tuple of {', '.join(PARTS)}; got {only!r}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"restore expects strict as True or False; got {described(strict)}")
     if path is None:
         raise TypeError("restore expects a path; got None, which is what latest(folder) returns where there is no checkpoint")
-    return _restored(read_files(Path(path)), state, parts, strict, Path(path))
+    source = folder_path("restore", "path", path)
+    _check_shared(source, state)
+    return _restored(read_files(source), state, parts, strict, source)
+
+
+def _are_parts(only: Any) -> bool:
+    try:
+        return all(isinstance(part, str) and part in PARTS for part in only)
+    except TypeError:
+        return False
+
+
+def _check_shared(path: Path, state: TrainState) -> None:
+    """Raise if some processes see a checkpoint and this one does not."""
+    there = existing(path).exists()
+    if state.backend.world_size > 1 and any_process(there) and not there:
+        raise CheckpointError(
+            f"process {state.backend.rank} does not see {path}, and another one does: with several machines, checkpoints "
+            "have to be on a disk that all of them share"
+        )
 
 
 def _restored(read: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path) -> TrainState:
@@ -284,9 +327,11 @@ def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[st
         fields["history"] = history
     counters = {name: facts[name] for name in COUNTERS}
     for name, value in counters.items():
-        right = value is None or isinstance(value, str) if name == "stop" else isinstance(value, int) and value >= 0
+        least, most = (0, SEED_BITS) if name == "seed" else (0, 1 << 62)
+        right = value is None or isinstance(value, str) if name == "stop" else type(value) is int and least <= value <= most
         if not right:
-            raise TypeError(f"{name} is {value!r}")
+            raise TypeError(f"{name} is {value!r:.60}")
+    counters["run_id"] = str(facts.get("run", ""))
     generators = [own and HostGenerators.from_parts(own).checked() for own in decode(facts["generators"], slots) or ()]
     if "counters" in parts:
         fields.update(counters, generators=_own(generators, state.backend))
@@ -316,10 +361,16 @@ def _metric(value: Any, device: torch.device) -> Any:
         raise TypeError(f"a metric is {value!r}")
     if value.kind not in MONOIDS:
         return value
+    if not all(_is_scalar(part) for part in value.parts.values()):
+        raise TypeError(f"a {value.kind} holds {described(dict(value.parts))}")
     metric = MONOIDS[value.kind](**value.parts)
     if isinstance(metric, Mean) and not isinstance(metric.total, Tensor):  # several processes met on the host
         metric = Mean(wide(torch.tensor(metric.total, dtype=torch.float64, device=device)), metric.weight)
     return metric
+
+
+def _is_scalar(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.ndim == 0) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, flags: bool) -> Callable[[], None]:
@@ -464,27 +515,35 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Returns:
         Its path, or None if there is none.
 
+    Raises:
+        TypeError, ValueError: it is not a path.
+        CheckpointError: the newest was written by a newer fnloop.
+        OSError: a file can't be read, for another reason than that it is not there.
+
     Example:
         >>> latest("no/such/folder") is None
         True
     """
-    return _first_whole(candidates(Path(folder)))
+    return next((path for path, _ in _whole(candidates(folder_path("latest", "folder", folder)))), None)
 
 
-def _first_whole(paths: Iterable[Path]) -> Path | None:
-    """Return the first checkpoint that is valid, warning of those before it."""
+def _whole(paths: Iterable[Path], check: Callable[[Path], Any] = verify, faults: list[str] | None = None) -> Iterator[Any]:
+    """Yield the checkpoints that are valid, each with what its check found. Warn of the others, and note their faults."""
     for path in paths:
         try:
-            verify(path)
+            found = check(path)
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=3)
+            if faults is not None:
+                faults.append(str(error))
+            warnings.warn(f"passed over: {error}", stacklevel=4)
         else:
-            return path
-    return None
+            yield path, found
 
 
 def best(folder: str | os.PathLike[str], key: str | None = None, mode: str | None = None) -> Path | None:
-    """Return the valid checkpoint with the best value of a metric.
+    """Return the valid checkpoint with the best value of a metric, of the run that wrote the newest one.
 
     Args:
         folder: what the hook ``checkpoint(folder, best=...)`` writes to.
@@ -495,27 +554,36 @@ def best(folder: str | os.PathLike[str], key: str | None = None, mode: str | Non
         Its path, or None if no checkpoint has a value that isn't NaN. Of equals, the oldest.
 
     Raises:
-        ValueError: no metric is given, and the checkpoints name none.
+        ValueError: no metric is given, and the checkpoints name none; or there is no such mode.
+        TypeError: an argument is not what it should be.
+        CheckpointError, OSError: as :func:`latest`.
 
     Example:
         >>> best("no/such/folder", "valid/loss") is None
         True
     """
-    ranked = [(path, m) for path in reversed(candidates(Path(folder))) if (m := manifest_of(path)) is not None]
+    where = folder_path("best", "folder", folder)
+    if key is not None:
+        metric_name("best", "key", key)
+    if mode is not None:
+        better(0.0, 0.0, mode)  # checks it
+    ranked = [(path, m) for path in reversed(candidates(where)) if (m := manifest_of(path)) is not None]
     if not ranked:
         return None
+    run = ranked[-1][1].get("run", "")
+    ranked = [(path, m) for path, m in ranked if m.get("run", "") == run]
     key = key or next((m["best"] for _, m in reversed(ranked) if m.get("best")), None)
     mode = mode or next((str(m["mode"]) for _, m in reversed(ranked) if m.get("mode")), "min")
     if key is None:
         raise ValueError(f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")')
-    return _first_whole(path for path, _ in ranking(ranked, key, mode))
+    return next((path for path, _ in _whole(path for path, _ in ranking(ranked, key, mode))), None)
 
 
 def _given(folder: Path) -> Path | None:
-    """Return the folder, if it is a checkpoint itself."""
+    """Return where a checkpoint is if that is what was given, and not a folder of them."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
-    return folder if (folder / "manifest.json").exists() else None
+    return folder if (existing(folder) / MANIFEST).exists() else None
 
 
 def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
@@ -528,10 +596,13 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         state: a new state of the same model and optimizer.
 
     Returns:
-        The state to go on with.
+        The state to continue with.
 
     Raises:
-        CheckpointError: the newest valid checkpoint is of another model or optimizer.
+        CheckpointError: the newest valid checkpoint is of another model or optimizer, or there are checkpoints and all of
+            them are damaged, or the newest was written by a newer fnloop.
+        TypeError, ValueError: it is not a path.
+        OSError: a file can't be read, for another reason than that it is not there.
 
     Example:
         >>> from fnloop.testing import toy
@@ -539,17 +610,32 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         0
     """
     check_fresh(state)
-    folder = Path(folder)
-    if state.backend.world_size > 1:
-        path = main_only(lambda: _given(folder) or _first_whole(candidates(folder)), "fnloop.resume")  # others may see others
-        return state if path is None else restore(path, state)
-    if (path := _given(folder)) is not None:
-        return restore(path, state)
-    for path in candidates(folder):
-        try:
-            read = read_files(path)
-        except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=2)
-        else:
+    where = folder_path("resume", "folder", folder)
+    if state.backend.world_size > 1:  # the main process decides: others may see others
+        path, _, run = main_only(lambda: _newest(where, verify), "fnloop.resume")
+        if path is not None:
+            return restore(path, state)
+    else:
+        path, read, run = _newest(where, read_files)
+        if path is not None:
             return _restored(read, state, PARTS, True, path)
-    return state
+    return state if run is None else attrs.evolve(state, run_id=run)
+
+
+def _newest(folder: Path, check: Callable[[Path], Any]) -> tuple[Path | None, Any, str | None]:
+    """Return the newest valid checkpoint, with what its check found; or, if there is none, the run that began in the folder.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    if (given := _given(folder)) is not None:
+        return given, check(existing(given)), None
+    faults: list[str] = []
+    for path, found in _whole(candidates(folder), check, faults):
+        return path, found, None
+    if faults:
+        raise CheckpointError(
+            f"{folder} has {len(faults)} checkpoint{'s' * (len(faults) > 1)}, and none is whole: {'; '.join(faults[:3])}. "
+            "To begin a new run, give it another folder"
+        )
+    return None, None, claimed(folder)

@@ -3,26 +3,29 @@
     model.safetensors       the module's state_dict; loads into the plain module anywhere, without fnloop
     optimizer.safetensors   the optimizer's state, by parameter name
     slots.safetensors       what middleware keep, running metrics, generators
-    state.json              counters, history, hyper-parameters, and where the tensors belong
+    state.json              counters, hyper-parameters, where the tensors belong, and the history, a line for each record
     manifest.json           sizes and SHA-256 of the others; written last
 
-It is written beside its place, flushed to the disk and renamed, so a folder that has a good manifest is a whole checkpoint,
+It is written beside its place, flushed to the disk and renamed. So a folder that has a good manifest is a whole checkpoint,
 whenever the process was killed. Nothing is pickled: reading one can run no code. What the files say is for ``_checkpoint``.
+
+A fault in a file is a :class:`CheckpointError`. An ``OSError`` other than "not found" is raised as it is: a disk that does not
+answer says nothing about the checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import attrs
 import numpy as np
@@ -31,18 +34,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fnloop._history import better
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed process left over stays
+    fcntl = None
 
 __all__ = [
     "FILES",
     "FORMAT",
+    "MANIFEST",
     "CheckpointError",
     "Contents",
-    "candidates",
+    "NewerFormatError",
+    "backup_of",
+    "clean",
+    "existing",
     "manifest_of",
-    "prune",
-    "ranking",
     "read_files",
+    "serial_of",
     "verify",
     "write",
 ]
@@ -50,13 +59,16 @@ __all__ = [
 FORMAT = 1
 TENSORS = ("model", "optimizer", "slots")
 FILES = (*(f"{name}.safetensors" for name in TENSORS), "state.json")
-_STEP = r"step-\d+(\+\d+)?"  # what the hook names them
-_numbers = itertools.count()
-_being_written: set[Path] = set()  # by this process, in whatever thread
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 16 << 20  # bytes: nobody's manifest is longer, and a crafted one must not fill the memory
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, damaged, newer than this fnloop, or of another model or optimizer."""
+    """A checkpoint is missing, damaged, newer than this fnloop, of another run, or of another model or optimizer."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint was written by a newer fnloop. It is not damaged, so no older one is taken in its place."""
 
 
 @attrs.frozen(eq=False)
@@ -65,13 +77,15 @@ class Contents:
 
     Args:
         model, optimizer, slots: name to tensor.
-        facts: what goes into ``state.json``.
+        facts: what goes into ``state.json``, without the history when it is to be written.
+        history: the records in JSON, one text each, when it is to be written.
     """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     slots: Mapping[str, Tensor]
     facts: Mapping[str, Any]
+    history: Sequence[str] = ()
 
     def copied(self, buffers: Contents | None = None) -> Contents:
         """Return a copy in host memory, into the buffers of an earlier one where they fit."""
@@ -100,57 +114,126 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None) ->
 
     Args:
         what: what to write.
-        path: the folder to be.
+        path: the folder to be. A checkpoint or an empty folder that is there is replaced.
         facts: more for the manifest.
+
+    Raises:
+        CheckpointError: there is something else at the path.
     """
     path = path.resolve()
-    ours = path.is_dir() and (not any(path.iterdir()) or any((path / name).exists() for name in (*FILES, "manifest.json")))
-    if path.exists() and not ours:
-        raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path")
+    _check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _clean(path.parent)
-    beside = path.with_name(f".{path.name}.writing-{os.getpid()}-{next(_numbers)}")
-    _being_written.add(beside)
-    try:
-        shutil.rmtree(beside, ignore_errors=True)
+    clean(path.parent, re.escape(path.name))
+    with _beside(path) as beside:
         beside.mkdir()
-        texts = {"state.json": json.dumps(what.facts, indent=1, allow_nan=False, ensure_ascii=False)}
         with ThreadPoolExecutor(2) as pool:
-            sums = pool.map(lambda name: _write_file(what, texts, beside / name), FILES)
+            sums = pool.map(lambda name: _write_file(what, beside / name), FILES)
             files = dict(zip(FILES, sums, strict=True))
-        about = {name: what.facts[name] for name in ("position", "stop", "measured")}
+        about = {name: what.facts[name] for name in ("position", "stop", "measured", "run")}
         manifest = {"format_version": FORMAT, "serial": _next_serial(path), **about, **(facts or {}), "files": files}
-        _write_text(beside / "manifest.json", json.dumps({**manifest, "check": _check_of(manifest)}, indent=1))
+        _write_text(beside / MANIFEST, json.dumps({**manifest, "check": _check_of(manifest)}, indent=1))
         _flush(beside)
         _put_in_place(beside, path)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    finally:
-        _being_written.discard(beside)
     return path
 
 
-def _write_file(what: Contents, texts: Mapping[str, str], path: Path) -> dict[str, Any]:
-    if path.name in texts:
-        _write_text(path, texts[path.name])
-    else:
-        # Tied tensors share memory, which safetensors doesn't write twice; each name gets its own copy.
-        seen: set[int] = set()
-        tensors = {}
-        for name, tensor in getattr(what, path.stem).items():
-            shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
-            seen.add(tensor.untyped_storage().data_ptr())
-            whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-            whole = whole and not tensor.is_conj() and not tensor.is_neg()
-            tensors[name] = tensor if whole and not shared else tensor.clone(memory_format=torch.contiguous_format)
-            tensors[name] = tensors[name].resolve_conj().resolve_neg()
+def _check_replaceable(path: Path) -> None:
+    """Raise unless a path is free, an empty folder, or a checkpoint with nothing else in it."""
+    if not os.path.lexists(path) or _is_ours(path) or (path.is_dir() and not any(path.iterdir())):
+        return
+    why = "is a file" if not path.is_dir() else "has files that are not a checkpoint's"
+    raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path (it {why}, and was not touched)")
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a folder has a manifest of ours that is whole, and nothing that the manifest does not name."""
+    try:
+        manifest = _read_manifest(path)
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
+        return False
+    return {file.name for file in path.iterdir()} <= {*manifest["files"], MANIFEST}
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Yield a folder to be written beside a path, locked by this process. What is left of it at the end is removed.
+
+    The lock is of the open file, so it is free as soon as its process has ended, on whatever machine or in whatever container.
+    """
+    beside = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
+    lock = beside.with_name(f"{beside.name}.lock")
+    with lock.open("x") as file:
+        _lock(file, wait=True)
         try:
-            save_file(tensors, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{path} can't be written: {error}") from error
-        _flush(path)
+            yield beside
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _lock(file: IO[str], wait: bool) -> bool:
+    """Lock an open file for this process; return False if another one has it, or if this disk knows no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def clean(folder: Path, name: str) -> None:
+    """Remove what killed processes have left of checkpoints whose names match a pattern, in a folder."""
+    for path in list(folder.glob(".*")):
+        replaced = re.fullmatch(rf"\.({name})\.old", path.name)
+        if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f-]+)(\.lock)?", path.name):
+            _remove_unlocked(path.with_name(writing[1]))
+        elif re.fullmatch(rf"\.{name}\.removing", path.name) or (
+            replaced and manifest_of(path.with_name(replaced[1])) is not None and _is_ours(path)
+        ):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unlocked(beside: Path) -> None:
+    """Remove a half-written folder and its lock, unless a process is writing it."""
+    lock = beside.with_name(f"{beside.name}.lock")
+    try:
+        file = lock.open("r+")
+    except FileNotFoundError:  # it is made before the folder, and removed after it
+        shutil.rmtree(beside, ignore_errors=True)
+        return
+    with file:
+        if _lock(file, wait=False):
+            shutil.rmtree(beside, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _write_file(what: Contents, path: Path) -> dict[str, Any]:
+    if path.name == "state.json":
+        facts = json.dumps(dict(what.facts), indent=1, allow_nan=False, ensure_ascii=False)
+        records = ",\n  ".join(what.history)
+        _write_text(path, f'{facts[:-2]},\n "history": [\n  {records}\n ]\n}}')
+    else:
+        _write_tensors(getattr(what, path.stem), path)
     return {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    # Tied tensors share memory, which safetensors doesn't write twice; each name gets its own copy.
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
+        seen.add(tensor.untyped_storage().data_ptr())
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        whole = whole and not tensor.is_conj() and not tensor.is_neg()
+        plain[name] = tensor if whole and not shared else tensor.clone(memory_format=torch.contiguous_format)
+        plain[name] = plain[name].resolve_conj().resolve_neg()
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} can't be written: {error}") from error
+    _flush(path)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -167,25 +250,35 @@ def _flush(path: Path) -> None:
 
 
 def _put_in_place(beside: Path, path: Path) -> None:
-    old = _aside(path)
+    old = backup_of(path)
     if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            _check_replaceable(old)
+            shutil.rmtree(old)
         path.rename(old)  # a kill from here to the next rename leaves `old`, which reading falls back to
     beside.rename(path)
     _flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists() and _is_ours(old):
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _aside(path: Path) -> Path:
+def backup_of(path: Path) -> Path:
+    """Return where a checkpoint is while another one takes its place."""
     return path.with_name(f".{path.name}.old")
 
 
 def _next_serial(path: Path) -> int:
     """Return a number above those of all checkpoints beside a path: the one that was written last is the newest."""
-    return max((_serial(p) or 0 for p in path.parent.iterdir() if p.is_dir()), default=0) + 1
+    return max((serial_of(p) or 0 for p in path.parent.iterdir() if p.is_dir()), default=0) + 1
 
 
 # --- reading
+
+
+def existing(path: Path) -> Path:
+    """Return where a checkpoint is: at its path, or beside it if a process was killed while it replaced it."""
+    backup = backup_of(path)
+    return backup if not path.exists() and backup.exists() else path
 
 
 def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
@@ -196,33 +289,56 @@ def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
         deep: compare the checksums of the files, not only their sizes.
 
     Raises:
-        CheckpointError: it is none, or is damaged; the message names the file and the fault.
+        CheckpointError: it is not a checkpoint, or is damaged; the message names the file and the fault.
+        OSError: a file can't be read, for another reason than that it is not there.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint: there is no such folder")
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or manifest.pop("check", None) != _check_of(manifest):
-            raise CheckpointError(f"{path}/manifest.json is damaged: its own checksum is wrong")
-        if manifest["format_version"] > FORMAT:
-            raise CheckpointError(
-                f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
-            )
-        tuple(map(float, manifest["measured"].values())), tuple(map(int, manifest["position"]))
-        for name in FILES:
-            facts, file = manifest["files"][name], path / name
-            if not file.is_file():
-                raise CheckpointError(f"{path} is damaged: {name} is missing")
-            if (size := file.stat().st_size) != facts["bytes"]:
-                raise CheckpointError(f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}")
-            if deep and _sum_of(file) != facts["sha256"]:
-                raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
+        manifest = _read_manifest(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint: it has no manifest.json (for a folder of them, see latest)") from None
+    for name in FILES:
+        facts, file = manifest["files"][name], path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        if (size := file.stat().st_size) != facts["bytes"]:
+            raise CheckpointError(f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}")
+        if deep and _sum_of(file) != facts["sha256"]:
+            raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
+    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest in a folder, having checked that it is one of ours, and whole.
+
+    Raises:
+        CheckpointError: it is damaged, or newer.
+        OSError: it can't be read; FileNotFoundError if it is not there.
+    """
+    file = path / MANIFEST
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is damaged: it is not a regular file")
+    if file.stat().st_size > LARGEST_MANIFEST:
+        raise CheckpointError(f"{file} is damaged: it is longer than any manifest")
+    data = file.read_bytes()
+    try:
+        manifest = json.loads(data)
+        if not isinstance(manifest, dict) or manifest.pop("check", None) != _check_of(manifest):
+            raise CheckpointError(f"{file} is damaged: its own checksum is wrong")
+        if manifest["format_version"] > FORMAT:
+            raise NewerFormatError(
+                f"{path} has format {manifest['format_version']}, and this fnloop reads up to {FORMAT}: pip install -U fnloop"
+            )
+        tuple(map(float, manifest["measured"].values()))  # checks them
+        tuple(map(int, manifest["position"]))
+        sizes = [(manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]) for name in FILES]
+        if not all(isinstance(size, int) and isinstance(digest, str) for size, digest in sizes):
+            raise TypeError("a size or a checksum")
     except CheckpointError:
         raise
-    except Exception as error:  # whatever it is that somebody has written there
-        raise CheckpointError(f"{path}/manifest.json is damaged, or can't be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever it is that the file says
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
     return manifest
 
 
@@ -236,110 +352,35 @@ def _check_of(manifest: Mapping[str, Any]) -> str:
 
 
 def read_files(path: Path) -> Contents:
-    if not path.exists() and _aside(path).exists():
-        path = _aside(path)  # killed between two renames
+    """Return what a checkpoint holds.
+
+    Raises:
+        CheckpointError, OSError: as :func:`verify`.
+    """
+    path = existing(path)
     verify(path)
     try:
         # Copies: what load_file returns is mapped to the file, and would change with it.
         tensors = {name: {k: v.clone() for k, v in load_file(path / f"{name}.safetensors").items()} for name in TENSORS}
-        return Contents(**tensors, facts=json.loads((path / "state.json").read_text(encoding="utf-8")))
-    except Exception as error:
+        return Contents(
+            tensors["model"],
+            tensors["optimizer"],
+            tensors["slots"],
+            facts=json.loads((path / "state.json").read_text(encoding="utf-8")),
+        )
+    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
 
 
-# --- folders of them
-
-
-def candidates(folder: Path) -> list[Path]:
-    """Return what is, or was, a checkpoint, the one that was written last first."""
-    if not folder.is_dir():
-        return []
-    found = [
-        p
-        for p in folder.iterdir()
-        if p.is_dir() and not p.is_symlink() and any((p / name).exists() for name in ("manifest.json", *FILES))
-    ]
-    replaced = [p for p in found if p.name.endswith(".old") and p.name.startswith(".")]
-    aside = [p for p in replaced if not (folder / p.name[1:].removesuffix(".old")).exists()]
-    return sorted([*(p for p in found if not p.name.startswith(".")), *aside], key=_age, reverse=True)
-
-
-def _serial(path: Path) -> int | None:
-    """Return when a checkpoint was written, in the order of those beside it; None if that can't be read."""
-    with contextlib.suppress(Exception):
-        return int(json.loads((path / "manifest.json").read_text(encoding="utf-8"))["serial"])
-    return None
-
-
-def _age(path: Path) -> tuple[Any, ...]:
-    """Return what orders checkpoints: when they were written; of a damaged one, when it was changed last."""
-    named = sum(map(int, re.findall(r"\d+", path.name[:60])))
-    serial: float | None = _serial(path)
-    if serial is None:
-        changed = path.stat().st_mtime_ns
-        before = [_serial(p) for p in path.parent.iterdir() if p.is_dir() and p.stat().st_mtime_ns <= changed]
-        serial = max((number for number in before if number is not None), default=0) + 0.5
-    return (serial, named, path.name)
-
-
 def manifest_of(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(CheckpointError):
+    """Return the manifest of a checkpoint, or None if it is damaged or gone. Sizes are compared, checksums are not."""
+    with contextlib.suppress(CheckpointError, FileNotFoundError):
         return verify(path, deep=False)
     return None
 
 
-def ranking(oldest_first: Iterable[tuple[Path, Mapping[str, Any]]], key: str, mode: str) -> list[tuple[Path, float]]:
-    """Order checkpoints by a metric, best first, of equals the oldest first, without those that have none, or NaN."""
-    ranked: list[tuple[Path, float]] = []
-    for path, manifest in oldest_first:
-        value = float(manifest["measured"].get(key, "nan"))
-        if value == value:
-            place = next((i for i, (_, other) in enumerate(ranked) if better(value, other, mode)), len(ranked))
-            ranked.insert(place, (path, value))
-    return ranked
-
-
-def prune(written: Path, keep: int, key: str | None, mode: str, keep_best: int) -> None:
-    """Remove all checkpoints beside one that has just been written, but the newest and the best.
-
-    A function of what is on the disk: nothing is remembered. What was written just now is kept in any case, so there is
-    always one that is whole. Those that are seen to be damaged don't count, and aren't touched.
-    """
-    written = written.resolve()
-    valid = [(path, m) for path in reversed(candidates(written.parent)) if (m := manifest_of(path)) is not None]
-    valid = [(path, m) for path, m in valid if re.fullmatch(_STEP, path.name)]  # what has another name was saved by hand
-    kept = {written, *(path for path, _ in valid[-keep:])}
-    if key is not None:
-        kept |= {path for path, _ in ranking(valid, key, mode)[:keep_best]}
-    for path, _ in valid:
-        if path not in kept:
-            removing = path.with_name(f".{path.name}.removing")
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
-            shutil.rmtree(removing, ignore_errors=True)
-    _clean(written.parent)
-
-
-def _clean(folder: Path) -> None:
-    """Remove what killed processes have left over."""
-    for path in folder.glob(".*"):
-        writer = re.fullmatch(r"\..+\.writing-(\d+)(-\d+)?", path.name)
-        replaced = re.fullmatch(r"\.(.+)\.old", path.name)
-        if (
-            (writer and path not in _being_written and not _alive(int(writer[1])))
-            or re.fullmatch(rf"\.{_STEP}\.removing", path.name)
-            or (replaced and manifest_of(path.with_name(replaced[1])) is not None)
-        ):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # of an earlier process with this number: what this one is writing is known
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def serial_of(path: Path) -> int | None:
+    """Return when a checkpoint was written, in the order of those beside it; None if that can't be read."""
+    with contextlib.suppress(CheckpointError, OSError, KeyError, ValueError):
+        return int(_read_manifest(path)["serial"])
+    return None

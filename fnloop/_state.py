@@ -8,6 +8,7 @@ mistake (:class:`StaleStateError`); :func:`snapshot` makes an independent copy t
 from __future__ import annotations
 
 import copy
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -131,6 +132,7 @@ class TrainState:
         run: facts about the current run; None outside one.
         stop: why the run ended early, or None.
         extra: plain data of yours that goes into checkpoints.
+        run_id: what tells this run from every other; drawn in :meth:`create`, and kept in checkpoints.
         backend: device, rank of this process, how many there are (a ``Backend``).
         news: what the last boundary brought: "update" (one was applied, not skipped), "epoch" (one was completed),
             "record" (one was appended to the history). Hooks decide by it.
@@ -164,6 +166,7 @@ class TrainState:
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _lease: _Lease = attrs.field(factory=_Lease)
     _turn: int = 0
+    run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def create(
@@ -220,8 +223,9 @@ class TrainState:
         if not (backend is None or isinstance(backend, Backend) or hasattr(backend, "distributed_type")):
             raise TypeError(f"backend expects an accelerate.Accelerator, or None; got {_describe(backend)}")
         model, optimizer, facts = join(model, optimizer, backend)
-        seed = new_seed() if seed is None else seed
-        return cls(model, optimizer, seed=broadcast(seed) if facts.world_size > 1 else seed, backend=facts)
+        drawn = (new_seed() if seed is None else seed, secrets.token_hex(8))
+        of_the_run = broadcast(drawn) if facts.world_size > 1 else drawn
+        return cls(model, optimizer, seed=of_the_run[0], run_id=of_the_run[1], backend=facts)
 
     def _facts(self) -> dict[str, Any]:
         size = sum(p.numel() for p in self.model.parameters())
@@ -279,7 +283,7 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     state._lease.newest = new = TrainState(  # a direct call: attrs.evolve takes three times as long
         state.model, state.optimizer, state.step + applied, state.epoch, state.batch, state.samples,
         state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop,
-        state.backend, _UPDATED if applied else _NOTHING, None, state.extra, state._lease, turn,
+        state.backend, _UPDATED if applied else _NOTHING, None, state.extra, state._lease, turn, state.run_id,
     )  # fmt: skip
     return new
 
@@ -297,7 +301,7 @@ def consumed(state: TrainState, batches: int, samples: int, metrics: Mapping[str
         state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.samples + samples,
         state.skipped, state.seed,
         state.slots, metrics, state.history, state.run, state.stop, state.backend, state.news, None, state.extra,
-        state._lease, state._turn,
+        state._lease, state._turn, state.run_id,
     )  # fmt: skip
 
 

@@ -986,7 +986,7 @@ def test_damaged_ones_are_passed_over_and_not_counted(tmp_path):
 
 
 def test_left_overs_are_cleaned_the_next_time(tmp_path):
-    for name in (".step-00000001.writing-999999999", ".step-00000009.removing"):
+    for name in (".step-00000001.writing-0123456789ab", ".step-00000009.removing"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     assert fl.latest(tmp_path) is None
@@ -1115,11 +1115,9 @@ def test_the_checkpoint_that_was_written_last_is_the_newest(tmp_path):
         return fl.fit(step, state, [torch.tensor([x])] * 9, steps=steps, hooks=(saves,))
 
     train(toy(), 3)
-    train(toy(w=100.0), 3)  # a second run into the same folder
-    assert fl.resume(tmp_path, toy()).model.w.item() == 97.0
-    train(fl.restore(tmp_path / "step-00000001", toy()), 2, x=50.0)  # and one that went back
+    train(fl.restore(tmp_path / "step-00000001", toy()), 2, x=50.0)  # a run that went back
     state = fl.resume(tmp_path, toy())
-    assert (state.step, state.model.w.item()) == (2, 49.0)
+    assert (state.step, state.model.w.item()) == (2, -51.0)
     assert fl.latest(tmp_path).name == "step-00000002"
 
 

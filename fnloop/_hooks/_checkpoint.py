@@ -1,4 +1,4 @@
-"""Saving a run as it goes."""
+"""Saving a run while it trains."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import os
 import threading
 import weakref
-from pathlib import Path
 
-from fnloop._checkpoint import contents
-from fnloop._files import Contents, prune, write
+from fnloop._checkpoint import contents, position_of
+from fnloop._checks import described, folder_path, integer, metric_name
+from fnloop._files import CheckpointError, Contents, manifest_of, write
+from fnloop._folders import candidates, claim, prune, release
 from fnloop._history import better
 from fnloop._processes import main_only
 from fnloop._state import RECORD, TrainState
@@ -20,26 +21,32 @@ __all__ = ["checkpoint"]
 class checkpoint:
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
-    Besides, the state is saved when a run ends, by whatever reason but an exception, and on SIGUSR1. Each is a folder
+    The state is also saved when a run ends, for any reason but an exception, and on SIGUSR1. Each checkpoint is a folder
     ``step-00000812`` in ``folder``, whole or not there. What is kept is decided by what is on the disk, so it holds after a
-    resume too. :func:`fnloop.resume` goes on from the newest. With several processes the main one writes.
+    resume too. :func:`fnloop.resume` continues from the newest. With several processes the main one writes.
+
+    A folder belongs to one run. A run that was not resumed from it is refused before its first update, and nothing in it is
+    touched.
 
     Args:
-        folder: where to; made if it isn't there.
+        folder: where to; made if it is not there. It is made absolute at once, with ``~`` expanded.
         keep: how many of the newest to keep; at least 1.
-        best: a metric such as "valid/loss", of which the best are kept too. A checkpoint has a value of it only if it was
-            saved at the boundary of that evaluation; NaN is never the best.
-        mode: "min" if lower is better, "max" if higher.
+        best: a metric such as "valid/loss", of which the best are kept too. A checkpoint that falls between two evaluations has
+            no value of it; the state of the next evaluation is saved then as well. NaN is never the best.
+        mode: "min" if lower is better, "max" if higher; by default what the metric's name says.
         keep_best: how many of the best to keep; at least 1.
         background: copy the state to host memory, and write it beside training. At most one is written at a time; what goes
             wrong there is raised at the next boundary, and the end of the run waits.
+        on_exception: also save when the run fails, as ``step-00000812-exception_ValueError``: the last consistent state, if
+            there is one and it is not saved yet. The exception is raised as it is. In one process only.
 
     Returns:
         A hook.
 
     Raises:
-        ValueError: keep, keep_best or mode is out of range.
-        CheckpointError: when it saves: something in the state can't be saved.
+        TypeError, ValueError: an argument is not what it should be.
+        CheckpointError: when a run begins: another run has checkpoints in the folder, or the optimizer can't be saved and
+            restored exactly. When it saves: something in the state can't be saved.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -58,56 +65,87 @@ class checkpoint:
         folder: str | os.PathLike[str],
         keep: int = 3,
         best: str | None = None,
-        mode: str = "min",
+        mode: str | None = None,
         *,
         keep_best: int = 1,
         background: bool = False,
+        on_exception: bool = False,
     ) -> None:
-        for name, value in (("keep", keep), ("keep_best", keep_best)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"checkpoint expects {name} >= 1, a number of checkpoints; got {value!r}")
-        if best is not None and not isinstance(best, str):
-            raise TypeError(f'checkpoint expects best as the name of a metric, such as "valid/loss"; got {best!r}')
-        better(0.0, 0.0, mode)  # checks the mode
-        self.folder, self.keep, self.best, self.mode = Path(folder), keep, best, mode
-        self.keep_best, self.background = keep_best, background
+        self.folder, self._typed = folder_path("checkpoint", "folder", folder), os.fspath(folder)
+        self.keep = integer("checkpoint", "keep", keep, "a number of checkpoints")
+        self.keep_best = integer("checkpoint", "keep_best", keep_best, "a number of checkpoints")
+        for name, value in (("background", background), ("on_exception", on_exception)):
+            if not isinstance(value, bool):
+                raise TypeError(f"checkpoint expects {name} as True or False; got {described(value)}")
+        self.background, self.on_exception = background, on_exception
+        self.best = None if best is None else metric_name("checkpoint", "best", best)
+        better(0.0, 0.0, mode or "min")  # checks the mode
+        self.mode = mode or "min"
+        self._owed = False  # whether a save was due since the last evaluation, which the metric is not known of
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
         self._buffers: Contents | None = None  # host memory of the copy before, to copy into again
 
+    @property
+    def monitors(self) -> str | None:
+        """The metric that the best are kept by."""
+        return self.best
+
     def __repr__(self) -> str:
         best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
-        return f"checkpoint({str(self.folder)!r}, keep={self.keep}{best})"
+        return f"checkpoint({self._typed!r}, keep={self.keep}{best})"
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Claim the folder for this run.
+
+        Raises:
+            CheckpointError: another run has checkpoints there.
+        """
+        self._owed = main_only(lambda: self._claim(state), "the hook checkpoint")
+        return state
+
+    def _claim(self, state: TrainState) -> bool:
+        """Claim the folder; return whether its newest checkpoint has no value of the metric that the best are kept by."""
+        claim(self.folder, state.run_id)
+        manifest = next((m for path in candidates(self.folder) if (m := manifest_of(path)) is not None), None)
+        return manifest is not None and self.best is not None and self.best not in manifest["measured"]
 
     def __call__(self, state: TrainState) -> TrainState:
         self._wait()
         self._check_best(state)
         if self._saved is None or self._saved() is not state:
-            self._saved = weakref.ref(state)
+            self._saved, self._owed = weakref.ref(state), not self._has_value(state)
             what = contents(state)
             if not self.background:
-                main_only(lambda: self._write(what, state), "the hook checkpoint")
+                main_only(lambda: self._write(what, _name(state)), "the hook checkpoint")
             elif state.backend.main:
                 what = self._buffers = what.copied(self._buffers)
-                self._writer = threading.Thread(target=self._write_and_note, args=(what, state), name="checkpoint")
+                self._writer = threading.Thread(target=self._write_and_note, args=(what, _name(state)), name="checkpoint")
                 self._writer.start()
         return state
 
+    def poll(self, state: TrainState) -> TrainState:
+        """Raise what has gone wrong in the background, and save the evaluation that an earlier save has waited for."""
+        if self._error is not None:
+            self._wait()
+        return self(state) if self._owed and self._has_value(state) else state
+
     def flush(self, state: TrainState) -> TrainState:
-        """Save the state if it isn't saved yet, and wait until it is."""
+        """Save the state if it is not saved yet, and wait until it is."""
         self(state)
         main_only(self._wait, "the hook checkpoint")
         return state
 
-    def poll(self, state: TrainState) -> TrainState:
-        """Raise what has gone wrong in the background, at every boundary."""
-        if self._error is not None:
-            self._wait()
-        return state
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Save the last consistent state of a run that has failed, if that was asked for and it is not saved yet."""
+        self._wait()
+        there = manifest_of(self.folder / _name(state))
+        if self.on_exception and (there is None or there["position"] != position_of(state)):
+            self._write(contents(state), f"{_name(state)}-exception_{type(error).__name__}")
 
     def close(self) -> None:
-        """Wait for the writer, when the run is left; what goes wrong with that is logged, since nobody is there to catch it."""
+        """Wait for the writer when the run is left. What goes wrong with that is logged, since it can't be caught any more."""
         try:
             self._wait()
         except Exception as error:
@@ -121,6 +159,10 @@ class checkpoint:
             self._saved = None
             raise error
 
+    def _has_value(self, state: TrainState) -> bool:
+        """Return whether the metric that the best are kept by was measured at this boundary, or none was asked for."""
+        return self.best is None or (RECORD in state.news and self.best in state.history[-1].metrics)
+
     def _check_best(self, state: TrainState) -> None:
         """Raise if an evaluation has other metrics than the one that the best are kept by."""
         if self.best is None or RECORD not in state.news or self.best in state.history:
@@ -129,16 +171,20 @@ class checkpoint:
         if any(name.startswith(f"{loader}/") for name in metrics):
             raise KeyError(f"checkpoint: there is no metric {self.best!r}; there are: {', '.join(metrics)}")
 
-    def _write_and_note(self, what: Contents, state: TrainState) -> None:
+    def _write_and_note(self, what: Contents, name: str) -> None:
         try:
-            self._write(what, state)
+            self._write(what, name)
         except BaseException as error:
             self._error = error
 
-    def _write(self, what: Contents, state: TrainState) -> None:
-        facts = {"best": self.best, "mode": self.mode} if self.best else {}
-        written = write(what, self.folder / _name(state), facts)
-        prune(written, self.keep, self.best, self.mode, self.keep_best)
+    def _write(self, what: Contents, name: str) -> None:
+        run, path = what.facts["run"], self.folder / name
+        there = manifest_of(path)
+        if there is not None and there.get("run", "") != run:
+            raise CheckpointError(f"{path} is a checkpoint of another run: give each run a folder of its own")
+        written = write(what, path, {"best": self.best, "mode": self.mode} if self.best else {})
+        release(self.folder)
+        prune(written, run, self.keep, self.best, self.mode, self.keep_best)
 
 
 def _name(state: TrainState) -> str:

@@ -7,8 +7,10 @@ place and renamed.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -19,7 +21,9 @@ from typing import Any
 
 import attrs
 
+from fnloop._checks import folder_path, typed_path
 from fnloop._history import History, Record
+from fnloop._processes import main_only
 from fnloop._state import RECORD, TrainState
 from fnloop._types import Call
 
@@ -34,20 +38,21 @@ _Row = Callable[[Record, Sequence[str]], str]
 def to_csv(path: _Path) -> Sink:
     """Keep a table of the history in a CSV file: epoch, step, seconds, and a column for each metric.
 
-    A row is there as soon as its record is, and a kill loses none. The file equals ``state.history``: a run that goes on from
-    an earlier checkpoint cuts off the rows behind it, and one that begins anew begins the file anew. A metric that a record
-    doesn't have is an empty cell, and not a number is ``nan``, ``inf`` or ``-inf``: pandas reads each as what it is. Only the
-    first of several processes writes.
+    A row is there as soon as its record is, and a kill loses none. The file equals ``state.history``: a run that continues from
+    an earlier checkpoint cuts off the rows after it. A file belongs to one run: another one is refused before its first update,
+    and the file is not touched. A metric that a record does not have is an empty cell, and not a number is ``nan``, ``inf`` or
+    ``-inf``: pandas reads each as what it is. With several processes, the first writes.
 
     Args:
-        path: the file; made with its folders if it isn't there. One for each run.
+        path: the file; made with its folders if it is not there, absolute at once, with ``~`` expanded. One for each run.
 
     Returns:
         A hook.
 
     Raises:
-        ValueError: there is a file at the path that this hook hasn't written, or a folder.
-        TypeError: it is no path.
+        ValueError: there is a file at the path that this hook has not written, or a folder; or it is an address. When a run
+            begins: the file has the rows of another run.
+        TypeError: it is not a path.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -72,14 +77,15 @@ def to_jsonl(path: _Path) -> Sink:
     infinity.
 
     Args:
-        path: the file; made with its folders if it isn't there. One for each run.
+        path: the file; made with its folders if it is not there, absolute at once, with ``~`` expanded. One for each run.
 
     Returns:
         A hook.
 
     Raises:
-        ValueError: there is a file at the path that this hook hasn't written, or a folder.
-        TypeError: it is no path.
+        ValueError: there is a file at the path that this hook has not written, or a folder; or it is an address. When a run
+            begins: the file has the rows of another run.
+        TypeError: it is not a path.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -98,14 +104,13 @@ def to_jsonl(path: _Path) -> Sink:
 def _sink(make: Callable[..., Any], path: _Path, head: _Head, row: _Row, ours: bytes) -> Sink:
     """Make a sink, if the path can be one's: ``ours`` is a pattern of how its file begins."""
     name = make.__name__
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f'{name} expects the path of a file, such as {name}("runs/a.{name[3:]}"); got {path!r:.60}')
-    home = Path(path).absolute()
+    typed = typed_path(name, "path", path, f"runs/a.{name[3:]}")
+    home = folder_path(name, "path", path)
     folder = next(parent for parent in home.parents if parent.exists())
     begun = _beginning(home) if home.is_file() else b""
     if home.is_dir() or not folder.is_dir() or (begun and not re.match(ours, begun)):
-        raise ValueError(f"{name}({os.fspath(path)!r}): there is something else at that path. Give another path, or remove it")
-    return Sink(Call(make, (os.fspath(path),)), home, head, row)
+        raise ValueError(f"{name}({typed!r}): there is something else at that path. Give another path, or remove it")
+    return Sink(Call(make, (typed,)), home, head, row)
 
 
 def _beginning(path: Path) -> bytes:
@@ -122,6 +127,9 @@ class Sink:
         path: the file.
         head: ``names of the metrics -> first line``, or "" if there is none.
         row: ``(record, names) -> line``.
+
+    While a run writes, a hidden file beside the table has the identity of the run. It stays when the run is killed or fails.
+    Then it says that a run which starts again without a record is the same one.
     """
 
     call: Call
@@ -129,34 +137,88 @@ class Sink:
     head: _Head
     row: _Row
     _names: tuple[str, ...] = attrs.field(default=(), init=False)  # what is in the file: columns, records, bytes
-    _records: tuple[Record, ...] | None = attrs.field(default=None, init=False)  # None: it hasn't looked yet
+    _count: int | None = attrs.field(default=None, init=False)  # None: it has not looked yet
+    _last: Record | None = attrs.field(default=None, init=False)
     _size: int = attrs.field(default=0, init=False)
+    _finished: bool = attrs.field(default=False, init=False)
 
     def __repr__(self) -> str:
         return repr(self.call)
 
+    def begin(self, state: TrainState) -> TrainState:
+        """Make the file this run's.
+
+        Raises:
+            ValueError: it has the rows of another run.
+        """
+        main_only(lambda: self._claim(state), repr(self))
+        self._count = None
+        return state
+
     def __call__(self, state: TrainState) -> TrainState:
-        return self.flush(state) if self._records is None or RECORD in state.news else state
+        self._finished = False
+        return self._written(state) if self._count is None or RECORD in state.news else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Make the file equal to the history."""
+        self._finished = True
+        return self._written(state)
+
+    def close(self) -> None:
+        """Take the note away that a run is writing, if it has come to its end."""
+        if self._finished:
+            self._note.unlink(missing_ok=True)
+
+    @property
+    def _note(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.run")
+
+    def _claim(self, state: TrainState) -> None:
+        first = self._first_row()
+        if first is not None and not self._is_of(state, first):
+            raise ValueError(
+                f"{self!r}: {self.path} has the rows of another run. To continue that run, restore its state first: "
+                "state = resume(folder, state). To begin a new one, give it another path, or move the file away"
+            )
+        self._note.parent.mkdir(parents=True, exist_ok=True)
+        self._note.write_text(state.run_id, encoding="utf-8")
+
+    def _is_of(self, state: TrainState, first: str) -> bool:
+        """Return whether the file is of this run: by the note beside it, or by the time in its first row."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._note.read_text(encoding="utf-8", errors="replace") == state.run_id
+        if not len(state.history):
+            return False
+        start = self.row(state.history[0], ()).split(",")[:3]  # epoch, step, and the seconds to the last digit
+        return [cell.strip("{} \n") for cell in first.split(",")[:3]] == [cell.strip("{} \n") for cell in start]
+
+    def _first_row(self) -> str | None:
+        """Return the first row of the file, or None if it has none."""
+        if not self.path.exists():
+            return None
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            lines = list(itertools.islice(file, 2))
+        rows = lines[bool(self.head(())) :]
+        return rows[0] if rows and rows[0].strip() else None
+
+    def _written(self, state: TrainState) -> TrainState:
         if state.backend.rank == 0:
-            records = state.history.records
-            if not self._goes_on_with(records):
-                self._write(state.history)
-            elif len(records) > len(self._records or ()):
-                self._append(records[-1])
-            self._records = records
+            history = state.history
+            if not self._continues_with(history):
+                self._write(history)
+            elif len(history) > (self._count or 0):
+                self._append(history[-1])
+            self._count, self._last = len(history), history[-1] if len(history) else None
         return state
 
-    def _goes_on_with(self, records: Sequence[Record]) -> bool:
-        """Say whether these records are those in the file, or one more, and the file is as this hook has left it."""
-        known = self._records
-        if known is None or not self.path.exists() or self.path.stat().st_size != self._size:
+    def _continues_with(self, history: History) -> bool:
+        """Return whether the history is what is in the file, or one record more, and the file is as this hook has left it."""
+        count = self._count
+        if count is None or not self.path.exists() or self.path.stat().st_size != self._size:
             return False
-        if len(records) - len(known) not in (0, 1) or (known and records[len(known) - 1] is not known[-1]):
+        if len(history) - count not in (0, 1) or (count and history[count - 1] is not self._last):
             return False
-        return not records or self.head(_union(self._names, records[-1].metrics)) == self.head(self._names)
+        return not len(history) or self.head(_union(self._names, history[-1].metrics)) == self.head(self._names)
 
     def _append(self, record: Record) -> None:
         line = self.row(record, self._names).encode()

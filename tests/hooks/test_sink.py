@@ -62,10 +62,32 @@ def test_several_runs_go_on_in_one_file(sink):
     assert rows(sink.path) == state.history.to_dicts() and len(state.history) == 3
 
 
-def test_a_run_that_begins_anew_begins_the_file_anew(sink):
+def test_the_file_of_another_run_is_refused_before_the_first_update_and_not_touched(sink):
     train(sink, epochs=3)
-    train(sink, toy(), epochs=1)
-    assert [row["epoch"] for row in rows(sink.path)] == [1]
+    before, state = sink.path.read_bytes(), toy()
+    with pytest.raises(ValueError, match=r"has the rows of another run.*resume\(folder, state\)"):
+        train(sink, state, epochs=1)
+    assert state.model.w.item() == 0.0 and sink.path.read_bytes() == before
+    assert list(sink.path.parent.iterdir()) == [sink.path]
+
+
+def test_a_run_that_fails_and_starts_again_without_a_record_continues_its_file(sink, tmp_path):
+    """As a job that is killed before its first checkpoint: what tells that it is the same run is the checkpoint's folder."""
+
+    def fail(state):
+        if state.step == 3:
+            raise RuntimeError("no")
+        return state
+
+    saves = fl.every(steps=100)(fl.checkpoint(tmp_path / "run"))
+    with pytest.raises(RuntimeError):
+        train(sink, hooks=(sink, saves, fail))
+    assert len(rows(sink.path)) == 3 and fl.latest(tmp_path / "run") is None
+    with pytest.raises(ValueError, match="has the rows of another run"):
+        train(sink, toy())
+    state = train(sink, fl.resume(tmp_path / "run", toy()), hooks=(sink, saves), epochs=2)
+    assert rows(sink.path) == state.history.to_dicts() and len(state.history) == 2
+    assert list(sink.path.parent.iterdir()) == [sink.path]
 
 
 def test_a_row_is_appended_and_the_file_replaced_only_for_a_new_column(tmp_path):
@@ -243,9 +265,9 @@ def test_an_empty_file_will_do(sink):
 
 
 def test_a_path_is_asked_for():
-    with pytest.raises(TypeError, match=r'to_csv expects the path of a file, such as to_csv\("runs/a.csv"\); got None'):
+    with pytest.raises(TypeError, match=r'to_csv expects path as a path, such as "runs/a\.csv"; got None'):
         fl.to_csv(None)
-    with pytest.raises(TypeError, match=r"to_jsonl expects the path of a file, .* got TrainState"):
+    with pytest.raises(TypeError, match=r"to_jsonl expects path as a path, .* got TrainState"):
         train(fl.to_jsonl)
 
 

@@ -1,0 +1,138 @@
+"""Folders of checkpoints: which is the newest, which is the best, which may be removed, and whose they are.
+
+A run has an identity, ``state.run_id``. It is in every manifest, so a run never removes or ranks the checkpoints of another.
+While a run has no checkpoint yet, a file ``.run`` in its folder says whose the folder is: a run that is killed before its first
+save and is started again is the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fnloop._files import FILES, MANIFEST, CheckpointError, backup_of, clean, manifest_of, serial_of
+from fnloop._history import better
+
+__all__ = ["candidates", "claim", "claimed", "prune", "ranking", "release", "runs_in"]
+
+NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?"  # what the hook names them
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return what is, or was, a checkpoint, the one that was written last first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _may_be_checkpoint(path)]
+    whole = [path for path in found if not path.name.startswith(".")]
+    replaced = [folder / path.name[1:].removesuffix(".old") for path in found if path.name.startswith(".")]
+    found = [*whole, *(backup_of(path) for path in replaced if not path.exists())]
+    aged = [(age, path) for path in found if (age := _age(path)) is not None]
+    return [path for _, path in sorted(aged, reverse=True)]
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    """Return whether a folder is, or was, a checkpoint: it has a manifest, or two files of ours, or a name and one of them."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    if path.name.startswith(".") and not path.name.endswith(".old"):
+        return False
+    there = [name for name in (MANIFEST, *FILES) if (path / name).exists()]
+    named = re.fullmatch(rf"\.?{NAME}(\.old)?", path.name)
+    return bool(there) and (bool(named) or serial_of(path) is not None or {"slots.safetensors", "state.json"} <= {*there})
+
+
+def _age(path: Path) -> tuple[Any, ...] | None:
+    """Return what orders checkpoints: when they were written; of a damaged one, when it was changed last. None: it is gone."""
+    named = sum(map(int, re.findall(r"\d+", path.name[:60])))
+    serial: float | None = serial_of(path)
+    if serial is None:
+        try:
+            changed = path.stat().st_mtime_ns
+            before = [serial_of(p) for p in path.parent.iterdir() if p.is_dir() and p.stat().st_mtime_ns <= changed]
+        except FileNotFoundError:  # another process has just removed one
+            return None
+        serial = max((number for number in before if number is not None), default=0) + 0.5
+    return (serial, named, path.name)
+
+
+def ranking(oldest_first: Iterable[tuple[Path, Mapping[str, Any]]], key: str, mode: str) -> list[tuple[Path, float]]:
+    """Order checkpoints by a metric, best first, of equals the oldest first, without those that have none, or NaN."""
+    ranked: list[tuple[Path, float]] = []
+    for path, manifest in oldest_first:
+        value = float(manifest["measured"].get(key, "nan"))
+        if value == value:
+            place = next((i for i, (_, other) in enumerate(ranked) if better(value, other, mode)), len(ranked))
+            ranked.insert(place, (path, value))
+    return ranked
+
+
+def prune(written: Path, run: str, keep: int, key: str | None, mode: str, keep_best: int) -> None:
+    """Remove all checkpoints of a run beside one that has just been written, but the newest and the best.
+
+    A function of what is on the disk: nothing is remembered. The one that was just written is kept in any case, so there is
+    always one that is whole. Those that are seen to be damaged do not count, and are not touched. Nor are those of other runs,
+    and those with other names, which were saved by hand.
+    """
+    written = written.resolve()
+    valid = [(path, m) for path in reversed(candidates(written.parent)) if (m := manifest_of(path)) is not None]
+    valid = [(path, m) for path, m in valid if re.fullmatch(NAME, path.name) and m.get("run", "") == run]
+    kept = {written, *(path for path, _ in valid[-keep:])}
+    if key is not None:
+        kept |= {path for path, _ in ranking(valid, key, mode)[:keep_best]}
+    for path, _ in valid:
+        if path not in kept:
+            removing = path.with_name(f".{path.name}.removing")
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
+            shutil.rmtree(removing, ignore_errors=True)
+    clean(written.parent, NAME)
+
+
+# --- whose they are
+
+
+def runs_in(folder: Path) -> dict[str, Path]:
+    """Return the runs that have checkpoints in a folder, each with its newest one; those saved by hand don't count."""
+    found: dict[str, Path] = {}
+    for path in candidates(folder):
+        if re.fullmatch(NAME, path.name) and (manifest := manifest_of(path)) is not None:
+            found.setdefault(manifest.get("run", ""), path)
+    return found
+
+
+def claim(folder: Path, run: str) -> None:
+    """Make a folder a run's: before its first update.
+
+    Raises:
+        CheckpointError: another run has checkpoints there.
+    """
+    clean(folder, NAME)
+    runs = runs_in(folder)
+    if theirs := [path for other, path in runs.items() if other != run]:
+        raise CheckpointError(
+            f"{folder} has checkpoints of another run (the newest is {theirs[0].name}), and this one would take their place. "
+            f'To continue that run: state = resume("{folder}", state). To begin a new one, give it a folder of its own'
+        )
+    if not runs and claimed(folder) != run:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".run-{os.getpid()}"
+        beside.write_text(run, encoding="utf-8")
+        beside.replace(folder / ".run")
+
+
+def claimed(folder: Path) -> str | None:
+    """Return the run that has begun in a folder and has no checkpoint there yet, or None."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        text = (folder / ".run").read_text(encoding="utf-8", errors="replace")
+        return text if re.fullmatch(r"[0-9a-f]{1,64}", text) else None
+    return None
+
+
+def release(folder: Path) -> None:
+    """Take the note away that a folder is a run's: its first checkpoint says so now."""
+    (folder / ".run").unlink(missing_ok=True)
