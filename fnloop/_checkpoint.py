@@ -89,11 +89,11 @@ def contents(state: TrainState) -> Contents:
             "measured": _measured(state),
             "model": _model_facts(state, model, slots),
             "optimizer": _optimizer_facts(state, optimizer),
-            "slots": encode(dict(state.slots), slots, "slots"),
+            "slots": _encoded("slots", state.slots, slots),
             "metrics": encode({**state.metrics, **everywhere(state, state.metrics)}, slots, "metrics"),
             "shares": [encode(own, slots, f"shares.{rank}") for rank, own in enumerate(_shares(state))],
             "generators": encode(_generators(state), slots, "generators"),
-            "extra": _plain(encode(dict(state.extra), slots, "extra"), "extra"),
+            "extra": _plain(_encoded("extra", state.extra, slots), "extra"),
         }
         history = _history_lines(state.history)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -119,6 +119,16 @@ def _generators(state: TrainState) -> list[Any] | None:
     own = state.generators and state.generators.to_parts()
     every = gather_objects(own) if state.backend.world_size > 1 else [own]
     return every if any(every) else None
+
+
+def _encoded(part: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a mapping of the state in JSON, its tensors put into ``tensors``."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{part} has to be a mapping; it is {described(value)}")
+    try:
+        return encode(dict(value), tensors, part)
+    except RecursionError:
+        raise TypeError(f"{part} holds something that contains itself, or is nested too deeply") from None
 
 
 def _plain(encoded: Any, path: str) -> Any:
