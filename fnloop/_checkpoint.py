@@ -307,7 +307,8 @@ def _own(generators: list[HostGenerators | None], backend: Backend) -> HostGener
 
 def _record(row: dict[str, Any]) -> Record:
     epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
-    return Record(epoch, step, row, seconds)
+    closing = row.pop("closing", False)
+    return Record(epoch, step, row, seconds, closing)
 
 
 def _metric(value: Any, device: torch.device) -> Any:

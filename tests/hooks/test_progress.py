@@ -149,7 +149,7 @@ def test_a_run_that_a_hook_stops_finishes_its_bar_there(clock, stops_first):
     fl.fit(STEP, toy(), [ONE] * 4, hooks=(stop, show) if stops_first else (show, stop))
     (bar,) = file.bars()
     assert "| 2/4 [" in bar
-    assert bar.endswith(", loss -0.5, lr 1]")  # the mean of 0 and -1
+    assert bar.endswith(", train/loss -0.5, lr 1]")  # the mean of 0 and -1
 
 
 def test_a_run_that_reaches_its_steps_within_an_epoch_finishes_its_bar_there(clock):
@@ -157,7 +157,7 @@ def test_a_run_that_reaches_its_steps_within_an_epoch_finishes_its_bar_there(clo
     fl.fit(STEP, toy(), [ONE] * 10, steps=4, hooks=(progress(file=file),))
     (bar,) = file.bars()
     assert "| 4/10 [" in bar
-    assert bar.endswith(", loss -1.5, lr 1]")  # the mean of 0, -1, -2 and -3
+    assert bar.endswith(", train/loss -1.5, lr 1]")  # the mean of 0, -1, -2 and -3
 
 
 def test_a_run_that_goes_on_within_an_epoch_counts_from_there(clock):
@@ -295,7 +295,9 @@ def test_a_cell_leaves_out_the_middle_of_a_long_run(cell, clock):
 def test_a_run_that_is_stopped_says_why_below_its_bar(cell, clock):
     stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
     fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(), stop))
-    assert cell.outputs[0][-1] == ["epoch 1/1:  50% 2/4 [00:00<?, ?step/s, loss -0.5, lr 1]", "stopped: enough"]
+    *table, bar, note = cell.outputs[0][-1]
+    assert [line.split()[:3] for line in table] == [["epoch", "step", "train/loss"], ["0", "2", "-0.5"]]
+    assert (bar, note) == ("epoch 1/1:  50% 2/4 [00:00<?, ?step/s, train/loss -0.5, lr 1]", "stopped: enough")
 
 
 def test_an_exception_leaves_the_bar_at_the_last_update(cell, clock):
