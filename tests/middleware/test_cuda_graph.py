@@ -887,7 +887,7 @@ def test_checkpoints_go_from_graphs_to_eager_runs_and_back(optimizer, tmp_path, 
         end = run(then, restored, 9)
         for mine, theirs in zip(end.model.parameters(), whole.model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)  # counts and rates are float32 under graphs
-        losses = [[r.metrics["train/loss"] for r in state.history if r.step in (4, 8, 9)] for state in (end, whole)]
+        losses = [[r.metrics["train/loss"] for r in state.history if not r.closing] for state in (end, whole)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
