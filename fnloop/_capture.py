@@ -46,7 +46,7 @@ from fnloop._guard import (
     undo_capturable,
     why,
 )
-from fnloop._state import TrainState, advance, fenced
+from fnloop._state import TrainState, advance, fenced, release
 from fnloop._steps import wants_closure
 from fnloop._types import Batch, Metric, Output, Step
 
@@ -264,14 +264,15 @@ class Graph(NamedTuple):
         """Run it on these tensors, and return what is to be kept."""
         with torch.no_grad():  # a loss function may have asked for the gradient of an input
             _copy(self.inputs, tensors)
-        first, *rest = self.parts
-        first()
+        *first, last = self.parts
+        for play in first:
+            play()
         if self.cut is not None:
             skip = self.cut.judge(state, bool(self.cut.flag))  # the host read of an eager update: see _steps.decided
             if skip is not None:
                 return attrs.evolve(self.cut.found.kept(), skip=skip)
-        for play in rest:
-            play()
+        release(state)  # the last part changes the parameters
+        last()
         return self.found.kept()
 
     def fits(self, state: TrainState) -> bool:

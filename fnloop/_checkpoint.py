@@ -35,9 +35,10 @@ from fnloop._files import (
     write,
 )
 from fnloop._folders import candidates, claimed, ranking
-from fnloop._history import History, Record, better
+from fnloop._history import History, Record
 from fnloop._joint import everywhere
 from fnloop._metrics import MONOIDS, Mean, wide
+from fnloop._monitor import better
 from fnloop._processes import any_process, gather_objects, main_only
 from fnloop._rng import SEED_BITS, HostGenerators
 from fnloop._sharded import full, like_sharded
@@ -362,7 +363,8 @@ def _own(generators: list[HostGenerators | None], backend: Backend) -> HostGener
 
 def _record(row: dict[str, Any]) -> Record:
     epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
-    return Record(epoch, step, row, seconds)
+    closing = row.pop("closing", False)
+    return Record(epoch, step, row, seconds, closing)
 
 
 def _metric(value: Any, device: torch.device) -> Any:

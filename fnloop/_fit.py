@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -32,18 +32,35 @@ from fnloop._hooks._progress import progress
 from fnloop._hooks._wrapper import layers
 from fnloop._joint import Borrowed, Talk, everywhere, joint_of, lent, without_last
 from fnloop._metrics import Max, absorb, absorb_loss, read
+from fnloop._monitor import check_names
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
 from fnloop._processes import at_home, gather_objects, is_lost, merged, sync_buffers
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
 from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
-from fnloop._state import EPOCH, RECORD, RunInfo, Share, TrainState, check_fresh, look_again, newest, suspended, tell_share
-from fnloop._steps import OPTIMIZER, consume
+from fnloop._state import (
+    EPOCH,
+    PENDING,
+    RECORD,
+    UPDATE,
+    RunInfo,
+    Share,
+    TrainState,
+    check_fresh,
+    is_fresh,
+    is_torn,
+    look_again,
+    newest,
+    suspended,
+    tell_share,
+)  # fmt: skip
+from fnloop._steps import consume
 from fnloop._types import Batch, Metric, Middleware, name_of
 
 __all__ = ["evaluate", "fit", "predict", "run"]
 
 _log = logging.getLogger("fnloop")
 _END = object()
+LOADER = "the training loader"
 
 
 def fit(
@@ -102,7 +119,7 @@ def fit(
             for state in _run(*checked, signals=signals):  # noqa: B007
                 pass
     except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "state"):
+        if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "__notes__"):
             raise error.__cause__ from None  # Python turns a StopIteration that leaves a generator into a RuntimeError
         raise
     return state
@@ -182,137 +199,227 @@ def _run(
     __tracebackhide__ = True
     if state.stop in (INTERRUPTED, TERMINATED):
         state = attrs.evolve(state, stop=None)
-    if state.stop is not None or _reached(state, epochs, steps):
+    if state.stop is not None or (_reached(state, epochs, steps) and PENDING not in state.news):
         _warn(state, _nothing_to_do(state, epochs, steps))
         yield state
         return
 
-    backend, processes = state.backend, state.backend.world_size
-    if isinstance(loaders.train, sharded) and state.batch and state._lease.saved_on not in (None, processes):
-        raise ValueError(
-            f"the checkpoint is one of {state._lease.saved_on} processes in the middle of an epoch, and {processes} have other "
-            "shares of a sharded loader: go on with as many as it was made by, or from the end of an epoch"
-        )
-    source = _opened(loaders.train, state)
-    evaluated = {name: _opened(loader, state) for name, loader in loaders.evaluated.items()}
-    names = tuple(evaluated) if evaluate_every is not None else ()
-    info = _run_info(state, source, step.window * processes, epochs, steps, names)
-    state = attrs.evolve(state, run=info)
-    every_hook = [layer for hook in hooks for layer in layers(hook)]
-    _check_names([hook.slot for hook in every_hook if isinstance(hook, once)])
-    _check_folders([hook.folder for hook in every_hook if isinstance(hook, checkpoint)])
-    if hasattr(evaluate_every, "check"):
-        evaluate_every.check(info)
-    for hook in hooks:
-        if hasattr(hook, "begin"):
-            state = _checked_state(hook, hook.begin(state))  # type: ignore[attr-defined]
-    if not state.model.training:
-        _warn(state, "fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
-        state.model.train()
-    look_again(state)
-    hint_at_fused(state.optimizer, state.backend.device)
-    try:
-        state = step.meet(state)
-    except Exception as error:
-        _explain(error, state, step, "what a middleware keeps")
-        raise
-
-    train, window, device = step.train, step.window, backend.device
-    is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
-    position, last_step = positioner(device), math.inf if steps is None else steps
-    batch_size = source.batch_size or 0
-    council = Council(state) if processes > 1 else None
-    started = time.monotonic() - (state.history[-1].seconds if state.history else 0.0)
+    run = _Run(step, state, loaders, epochs, steps, hooks, evaluate_every)
+    train, window, device, processes = step.train, step.window, state.backend.device, state.backend.world_size
+    source, batch_size, position = run.source, run.source.batch_size or 0, positioner(device)
     try:
         while True:
-            with isolated(device), contextlib.nullcontext(signals) if signals else listening(processes == 1) as caught:
-                seed, went_back = fold_in(state.seed, COMPUTE, state.epoch), False
-                where: Any = "the training loader"  # what is going on, if it isn't the step, whose layers say it themselves
+            with isolated(device), contextlib.nullcontext(signals) if signals else listening(processes == 1) as run.caught:
+                state = run.begin_epoch()
+                seed = fold_in(state.seed, COMPUTE, state.epoch)
                 try:
                     feed = windows(source, window, device, state.epoch, state.batch, state.samples, prefetch)
                     batch: Any = next(feed, _END)
-                    if batch is _END and not state.batch:
-                        raise ValueError(_no_batches(state, source))
-                    # Behind the first fetch: what is kept of the middle of an epoch was there behind this same fetch.
-                    state.generators.install() if state.generators else seed_host(mix(_own_seed(seed, backend), state.batch))
-                    state, ended = attrs.evolve(state, news=frozenset()), False
-                    while not ended:
-                        if batch is not _END:  # it is at once where nothing was left of an epoch that goes on
-                            position(mix(seed, state.batch))
-                            where, batches = None, processes if window == 1 else processes * len(batch)
-                            if processes > 1:
-                                batch, borrowed = lent(batch, window)
-                                tell_share(state, Share(source.even(batches // processes), borrowed))
-                            new, out = train(state, batch)
-                            state = consume(new, out, batches, batches * batch_size)
-                            where = "the training loader"
-                            batch = next(feed, _END)
-
-                        ended, metrics = batch is _END, state.metrics
-                        if ended:
-                            state._lease.saved_on = None
-                            news = state.news | {EPOCH}
-                            state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=news)
-                        where = evaluate_every or "the record"
-                        due = is_due(state)
-                        if due or ended:
-                            names = sorted(metrics, key=lambda name: name != "loss")  # the loss first, then as they came
-                            report = {f"train/{name}": metrics[name] for name in names}
-                            for where in evaluated if due else ():
-                                with isolated(device):
-                                    found = _measure(step, state, evaluated[where])
-                                report.update({f"{where}/{name}": metric for name, metric in found.items()})
-                            where = "the record"
-                            state = _recorded(state, report, time.monotonic() - started)
-                        if council is not None:
-                            where = "the agreement of all processes"
-                            council.meet(state, caught)
-                        state, before = caught.heard(state), state
-                        for hook in hooks:
-                            where = hook
-                            state = _called(hook, state)
-                        state = caught.heard(state)
-                        if caught.save:
-                            state, caught.save = _flushed(hooks, state), False
-                        went_back = state.model is not before.model  # to a snapshot: the data have to follow
-                        if state.run is None:
-                            state = attrs.evolve(state, run=info)
-                        if state.slots is not before.slots:  # they may be a checkpoint's
-                            state = step.meet(state)
-                        if went_back or state.stop is not None or state.step >= last_step:
-                            break
-                    if council is not None:
-                        where = "the agreement of all processes"
-                        council.close(state, caught, source.dealt.order if ended else 0)
-                        state = caught.heard(state)
-                    if caught.save or state.stop is not None or _reached(state, epochs, steps):
-                        where = "the end"
-                        state, caught.save = _flushed(hooks, state), False
+                    over = run.enter(seed, batch is _END)
+                    while not over:
+                        state = run.state
+                        position(mix(seed, state.batch))
+                        run.where, run.batches = None, processes if window == 1 else processes * len(batch)
+                        if processes > 1:
+                            batch, borrowed = lent(batch, window)
+                            tell_share(state, Share(source.even(run.batches // processes), borrowed))
+                        new, out = train(state, batch)
+                        run.state = consume(new, out, run.batches, run.batches * batch_size)
+                        run.where = LOADER
+                        batch = next(feed, _END)
+                        over = run.boundary(batch is _END)
+                    run.leave(batch is _END)
                 except BaseException as error:
-                    torn = where is None and step.layer_of(error) == OPTIMIZER
-                    state = newest(state, batches, batches * batch_size) if where is None else state
-                    alone = processes == 1  # else the others don't know of it: the process ends, and they with it
-                    interrupted = alone and isinstance(error, KeyboardInterrupt) and caught.stop is None and not torn
-                    # Workers die of the signal that stops the run: then there is no next batch, and none is needed.
-                    starved = (
-                        alone and isinstance(error, Exception) and caught.stop is not None and where == "the training loader"
-                    )
-                    if not (interrupted or starved):
-                        _explain(error, state, step, where)
+                    if not run.survives(error):
                         raise
-                    caught.done = True
-                    state = _flushed(hooks, attrs.evolve(state, stop=caught.stop or INTERRUPTED))
-                reached = suspended(state)
-            if went_back and state.stop is None and not _reached(state, epochs, steps):
-                state = attrs.evolve(reached, run=info)
-                continue
-            yield reached
-            check_fresh(reached)  # whoever got it may have used it up
-            if state.stop is not None or _reached(state, epochs, steps):
+                reached = suspended(run.state)
+            if not run.went_back or run.is_over():
+                yield reached
+                check_fresh(reached)  # whoever got it may have used it up
+            if run.is_over():
                 return
-            state = attrs.evolve(reached, run=info)
+            run.state = attrs.evolve(reached, run=run.info)
     finally:
         _close(hooks)
+
+
+class _Run:
+    """A run: the state that it has reached, and what happens at its boundaries.
+
+    ``state`` is always a consistent one, to continue from if something raises: during an update the one before it, and at a
+    boundary the one before the boundary, until the record has been appended.
+    """
+
+    def __init__(
+        self,
+        step: PipelineStep,
+        state: TrainState,
+        loaders: Loaders,
+        epochs: int | None,
+        steps: int | None,
+        hooks: Sequence[Hook],
+        evaluate_every: Any,
+    ) -> None:
+        __tracebackhide__ = True
+        backend = state.backend
+        self.step, self.hooks, self.evaluate_every, self.epochs, self.steps = step, hooks, evaluate_every, epochs, steps
+        if isinstance(loaders.train, sharded) and state.batch and state._lease.saved_on not in (None, backend.world_size):
+            raise ValueError(
+                f"the checkpoint is one of {state._lease.saved_on} processes in the middle of an epoch, and "
+                f"{backend.world_size} have other shares of a sharded loader: go on with as many as it was made by, or from "
+                "the end of an epoch"
+            )
+        self.source = _opened(loaders.train, state)
+        evaluated = {name: _opened(loader, state) for name, loader in loaders.evaluated.items()}
+        self.evaluated = {} if evaluate_every is None else evaluated
+        self.info = _run_info(state, self.source, step.window * backend.world_size, epochs, steps, tuple(self.evaluated))
+        every_hook = [layer for hook in hooks for layer in layers(hook)]
+        _check_names([hook.slot for hook in every_hook if isinstance(hook, once)])
+        _check_folders([hook.folder for hook in every_hook if isinstance(hook, checkpoint)])
+        check_names(every_hook, self.info.evaluated)
+        if hasattr(evaluate_every, "check"):
+            evaluate_every.check(self.info)
+        self.is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
+        self.last_step = math.inf if steps is None else steps
+        self.caught = Signals()
+        self.where: Any = None  # what is going on, unless it is the step, whose layers say it themselves
+        self.batches = 0  # that the step takes
+        self.in_epoch = 0  # batches of the epoch that has ended
+        self.before_record = self.went_back = False
+        self.state = self._begun(attrs.evolve(state, run=self.info))
+        self.council = Council(self.state) if backend.world_size > 1 else None
+        self.started = time.monotonic() - (state.history[-1].seconds if len(state.history) else 0.0)
+
+    def _begun(self, state: TrainState) -> TrainState:
+        """Return the state with which the run begins."""
+        __tracebackhide__ = True
+        for hook in self.hooks:
+            if hasattr(hook, "begin"):
+                state = _checked_state(hook, hook.begin(state))  # type: ignore[attr-defined]
+        if not state.model.training:
+            _warn(state, "fit: the model was in evaluation mode as a whole; it is trained in training mode (model.train())")
+            state.model.train()
+        look_again(state)
+        hint_at_fused(state.optimizer, state.backend.device)
+        try:
+            return self.step.meet(state)
+        except Exception as error:
+            _explain(error, state, self.step, "what a middleware keeps", state.batch)
+            raise
+
+    def is_over(self) -> bool:
+        """Return whether the run is at its end."""
+        return self.state.stop is not None or _reached(self.state, self.epochs, self.steps)
+
+    def begin_epoch(self) -> TrainState:
+        """Return the state with which the next epoch begins, or the running one continues."""
+        news, self.where, self.went_back = self.state.news, LOADER, False
+        self.state = attrs.evolve(self.state, news=news & {UPDATE, PENDING} if PENDING in news else frozenset())
+        return self.state
+
+    def enter(self, seed: int, ended: bool) -> bool:
+        """Install the generators, after the first fetch. Return whether the epoch, or the run, is over at once.
+
+        Args:
+            seed: what the draws of the epoch are a function of.
+            ended: whether there was no batch left.
+        """
+        __tracebackhide__ = True
+        state = self.state
+        if ended and not state.batch:
+            raise ValueError(_no_batches(state, self.source))
+        # What is kept of the middle of an epoch was there after this same fetch.
+        state.generators.install() if state.generators else seed_host(mix(_own_seed(seed, state.backend), state.batch))
+        self.state = attrs.evolve(state, news=state.news - {PENDING})
+        return (ended or PENDING in state.news) and self.boundary(ended)
+
+    def boundary(self, ended: bool) -> bool:
+        """Evaluate and record, if that is due, and call the hooks. Return whether the epoch, or the run, is over."""
+        __tracebackhide__ = True
+        state, caught = self.state, self.caught
+        self.where, self.before_record = self.evaluate_every or "the record", True
+        if ended:
+            self.in_epoch = state.batch
+            news = state.news | {EPOCH}
+            state = attrs.evolve(state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, news=news)
+        due = self.is_due(state)
+        closing = not (due or ended) and state.step >= self.last_step and caught.stop is None
+        if due or ended or closing:
+            state = self._recorded(state, evaluate=due or closing, closing=closing)
+        if ended:
+            state._lease.saved_on = None
+        self.state, self.before_record = state, False
+        if self.council is not None:
+            self.where = "the agreement of all processes"
+            self.council.meet(state, caught)
+        self.state = before = caught.heard(state)
+        for hook in self.hooks:
+            self.where = hook
+            self.state = _called(hook, self.state)
+        state = caught.heard(self.state)
+        if caught.save:
+            state, caught.save = _flushed(self.hooks, state), False
+        self.went_back = state.model is not before.model  # to a snapshot: the data have to follow
+        if state.run is None:
+            state = attrs.evolve(state, run=self.info)
+        if state.slots is not before.slots:  # they may be a checkpoint's
+            state = self.step.meet(state)
+        self.state = state
+        return ended or self.went_back or state.stop is not None or state.step >= self.last_step
+
+    def leave(self, ended: bool) -> None:
+        """End an epoch, or what was run of it; and the run, if it is over."""
+        __tracebackhide__ = True
+        if self.council is not None:
+            self.where = "the agreement of all processes"
+            self.council.close(self.state, self.caught, self.source.dealt.order if ended else 0)
+            self.state = self.caught.heard(self.state)
+        if self.state.stop not in (None, INTERRUPTED, TERMINATED) and RECORD not in self.state.news:
+            self.state = self._recorded(self.state, evaluate=True, closing=True)
+        if self.caught.save or self.is_over():
+            self.where = "the end"
+            self.state, self.caught.save = _flushed(self.hooks, self.state), False
+
+    def _recorded(self, state: TrainState, *, evaluate: bool, closing: bool) -> TrainState:
+        """Return the state with a record: the metrics of the epoch until now, and those of the loaders to evaluate."""
+        __tracebackhide__ = True
+        metrics = self.state.metrics
+        names = sorted(metrics, key=lambda name: name != "loss")  # the loss first, then as they came
+        report = {f"train/{name}": metrics[name] for name in names}
+        for loader, source in self.evaluated.items() if evaluate else ():
+            self.where = loader
+            with isolated(state.backend.device):
+                found = _measure(self.step, state, source)
+            report.update({f"{loader}/{name}": metric for name, metric in found.items()})
+        self.where = "the record"
+        known = state.history[-1].seconds if len(state.history) else 0.0
+        seconds = max(time.monotonic() - self.started, known)  # a clock may be set back
+        values = read(everywhere(state, {**report, "seconds": Max(seconds)}, "train/"))
+        seconds = values.pop("seconds")
+        history = state.history.append(Record(state.epoch, state.step, values, seconds, closing))
+        return attrs.evolve(state, history=history, news=state.news | {RECORD})
+
+    def survives(self, error: BaseException) -> bool:
+        """Return whether the run ends as it would without this error; if not, say in it where it happened."""
+        __tracebackhide__ = True
+        state, where, caught = self.state, self.where, self.caught
+        if where is None:
+            state = newest(state, self.batches, self.batches * (self.source.batch_size or 0))
+        elif self.before_record:
+            state = attrs.evolve(state, news=state.news | {PENDING})
+        alone = self.council is None  # else the others do not know of it: the process ends, and they with it
+        interrupted = isinstance(error, KeyboardInterrupt) and caught.stop is None and is_fresh(state)
+        # Workers die of the signal that stops the run: then there is no next batch, and none is needed.
+        loading = isinstance(where, str) and where in (LOADER, *self.evaluated) and self.step.layer_of(error) == STEP
+        starved = isinstance(error, Exception) and caught.stop is not None and loading
+        if not (alone and (interrupted or starved)):
+            last = _explain(error, state, self.step, where, self.in_epoch if EPOCH in state.news else state.batch)
+            if alone and isinstance(error, Exception) and last is not None:
+                _tell_hooks(self.hooks, last, error)
+            return False
+        caught.done, self.went_back = True, False
+        self.state = _flushed(self.hooks, attrs.evolve(state, stop=state.stop or caught.stop or INTERRUPTED))
+        return True
 
 
 # --- the parts of a run
@@ -352,14 +459,6 @@ def _opened(loader: Any, state: TrainState) -> Source:
 def _own_seed(seed: int, backend: Backend) -> int:
     """Return the seed of this process's own draws: of dropout, say."""
     return fold_in(seed, backend.rank) if backend.rank else seed
-
-
-def _recorded(state: TrainState, report: Mapping[str, Metric], seconds: float) -> TrainState:
-    __tracebackhide__ = True
-    found = read(everywhere(state, {**report, "seconds": Max(seconds)}, "train/"))
-    seconds = found.pop("seconds")
-    history = state.history.append(Record(state.epoch, state.step, found, seconds))
-    return attrs.evolve(state, history=history, news=state.news | {RECORD})
 
 
 def _called(hook: Hook, state: TrainState) -> TrainState:
@@ -427,8 +526,8 @@ def _close(hooks: Sequence[Hook]) -> None:
                 stack.callback(hook.close)  # type: ignore[attr-defined]
 
 
-def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: Any) -> None:
-    """Say where in the run an exception happened, and attach the last consistent state."""
+def _explain(error: BaseException, state: TrainState, step: PipelineStep, where: Any, batch: int) -> TrainState | None:
+    """Say where in the run an exception happened, and attach the last consistent state; return it, if there is one."""
     layer = step.layer_of(error)
     if where is None:
         where = f"{layer}, train"
@@ -436,14 +535,34 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
         where = f"{layer}, {where}" if layer != STEP else f"the {where} loader"
     else:
         where = f"{name_of(where) if callable(where) else where}, train"
-    error.add_note(f"while in {where}, epoch {state.epoch}, batch {state.batch}, step {state.step}")
+    epoch = state.epoch + (EPOCH not in state.news)  # the one that is running, or has just ended
+    error.add_note(f"while in {where}, epoch {epoch}, batch {batch}, step {state.step}")
     if state.backend.world_size > 1 and is_lost(error):
         error.add_note(
             "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader "
             "there decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
         )
+    if is_torn(state):
+        error.add_note(
+            "the optimizer was changing the weights: they are between two updates, so this exception has no attribute state. "
+            "Go back to a checkpoint or to a snapshot"
+        )
+    if not is_fresh(state):
+        return None
+    state = suspended(state)
     with contextlib.suppress(AttributeError):
-        error.state = suspended(state)  # type: ignore[attr-defined]
+        error.state = state  # type: ignore[attr-defined]
+    return state
+
+
+def _tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> None:
+    """Tell the hooks that want to know it that the run has failed."""
+    for hook in hooks:
+        try:
+            if hasattr(hook, "failed"):
+                hook.failed(state, error)
+        except Exception as another:
+            error.add_note(f"then {name_of(hook)} failed too: {type(another).__name__}: {another}")
 
 
 def _no_batches(state: TrainState, source: Source) -> str:
@@ -453,17 +572,16 @@ def _no_batches(state: TrainState, source: Source) -> str:
         why = f" It has {source.samples} samples, and with drop_last an update takes {together}: make batches smaller."
     elif state.epoch:
         why = " An iterator can be read once: pass a list, or a function that makes one."
-    return f"the training loader gave no batch in epoch {state.epoch}.{why}"
+    return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
 
 
 def _nothing_to_do(state: TrainState, epochs: int | None, steps: int | None) -> str:
     if state.stop is not None:
-        return f"fit: this run was stopped ({state.stop}); to go on all the same, pass attrs.evolve(state, stop=None)"
+        return f"fit: nothing to do: the run was stopped ({state.stop}). To continue, pass attrs.evolve(state, stop=None)"
     targets = [f"{name}={target}" for name, target in (("epochs", epochs), ("steps", steps)) if target is not None]
     return (
-        f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}, and the target is "
-        f"{', '.join(targets)} "
-        f"(targets are absolute; raise one to go on)"
+        f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}, and the target is {', '.join(targets)}. "
+        "Targets are absolute: pass a larger one to continue"
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fnloop._files import FILES, MANIFEST, CheckpointError, backup_of, clean, manifest_of, serial_of
-from fnloop._history import better
+from fnloop._monitor import better
 
 __all__ = ["candidates", "claim", "claimed", "prune", "ranking", "release", "runs_in"]
 

@@ -1,39 +1,25 @@
 """The history of a run: one record per report, appended and never changed.
 
-A report is made at every evaluation and at every end of an epoch. A history that somebody keeps never changes, and two
-continuations of one are independent.
+A report is made at every evaluation, at every end of an epoch, and at the end of a run. A history that is kept never changes,
+and two continuations of one are independent: several histories share one growing log, and each knows how much of it is its
+own. So a record costs the same after ten and after a million.
 """
 
 from __future__ import annotations
 
 import bisect
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import attrs
 
 from fnloop import _plot, _show
+from fnloop._checks import described
+from fnloop._monitor import better, mode_by_name
 
-__all__ = ["History", "Record", "better", "check_plot", "table"]
-
-
-def better(value: float, than: float, mode: str) -> bool:
-    """Say whether a value is strictly better; NaN is worse than anything.
-
-    Args:
-        value, than: the two.
-        mode: "min" or "max".
-
-    Example:
-        >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min"), better(math.inf, math.nan, "min")
-        (True, False, True)
-    """
-    if mode not in ("min", "max"):
-        raise ValueError(f'mode expects "min" (lower is better) or "max" (higher is better); got {mode!r}')
-    if math.isnan(value):
-        return False
-    return math.isnan(than) or (value < than if mode == "min" else value > than)
+__all__ = ["Fold", "History", "Record", "better", "check_plot", "table"]
 
 
 class _Frozen(dict):
@@ -49,6 +35,8 @@ class _Frozen(dict):
 
 
 def _floats(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f'Record expects metrics as a mapping, such as {{"valid/loss": 0.5}}; got {described(metrics)}')
     return _Frozen({name: float(value) for name, value in metrics.items()})
 
 
@@ -65,6 +53,8 @@ class Record:
         step: updates applied.
         metrics: name to value: "train/loss", "train/grad_norm", "valid/loss", ...
         seconds: time spent in runs up to here; not compared.
+        closing: whether it was made only because the run ended here, between two reports. A run that continues makes its
+            reports as if this one had not been made, and what folds over the history leaves it out.
 
     Example:
         >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]
@@ -75,21 +65,46 @@ class Record:
     step: int
     metrics: Mapping[str, float] = attrs.field(eq=_to_the_bit, converter=_floats)
     seconds: float = attrs.field(default=0.0, eq=False)
+    closing: bool = False
 
     __hash__ = None  # type: ignore[assignment]
 
     def _repr_html_(self) -> str:
         counters = {"epoch": self.epoch, "step": self.step}
         metrics = {name: _show.number(value) for name, value in self.metrics.items()}
-        return _show.facts("Record", {**counters, **metrics, "seconds": f"{self.seconds:.1f}"})
+        closing = {"closing": True} if self.closing else {}
+        return _show.facts("Record", {**counters, **metrics, "seconds": f"{self.seconds:.1f}", **closing})
 
 
-@attrs.frozen(repr=False)
+class _Log:
+    """Records that only ever become more, and where each metric appeared first, in that order."""
+
+    __slots__ = ("lock", "names", "records")
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.records: list[Record] = []
+        self.names: dict[str, int] = {}
+        self.lock = threading.Lock()
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        if not isinstance(record, Record):
+            raise TypeError(f"a history is made of records, Record(epoch, step, metrics); got {described(record)}")
+        for name in record.metrics:
+            self.names.setdefault(name, len(self.records))
+        self.records.append(record)
+
+
+@attrs.frozen(repr=False, eq=False, init=False)
 class History:
     """Records in the order in which they were made.
 
     Args:
         records: the records so far.
+
+    Raises:
+        TypeError: something else is among them.
 
     Example:
         >>> history = History().append(Record(1, 10, {"valid/loss": 0.5})).append(Record(2, 20, {"valid/loss": 0.25}))
@@ -101,17 +116,52 @@ class History:
             2    20        0.25      0.0
     """
 
-    records: tuple[Record, ...] = attrs.field(default=(), converter=tuple)
+    _log: _Log
+    _length: int  # how many records of the log are its own
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        if isinstance(records, History):
+            log, length = records._log, records._length
+        elif isinstance(records, Iterable):
+            log = _Log(records)
+            length = len(log.records)
+        else:
+            raise TypeError(f"History expects records, Record(epoch, step, metrics); got {described(records)}")
+        self.__attrs_init__(log, length)
+
+    @classmethod
+    def _of(cls, log: _Log, length: int) -> History:
+        """Return the history of the first records of a log."""
+        made = cls.__new__(cls)
+        made.__attrs_init__(log, length)
+        return made
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The records so far."""
+        return tuple(self)
+
     def append(self, record: Record) -> History:
         """Return a history with one more record; this one stays as it is."""
-        return History((*self.records, record))
+        log, length = self._log, self._length
+        with log.lock:
+            if len(log.records) == length:  # else the log continues another way
+                log.add(record)
+                return History._of(log, length + 1)
+        log = _Log(self)
+        log.add(record)
+        return History._of(log, length + 1)
 
     def keys(self) -> tuple[str, ...]:
         """Return the names of all metrics, in the order of their first appearance."""
-        return tuple(dict.fromkeys(name for record in self.records for name in record.metrics))
+        names = self._log.names.copy()  # at once: another history may add to them
+        return tuple(itertools.takewhile(lambda name: names[name] < self._length, names))
+
+    def _since(self, n: int) -> list[Record]:
+        """Return the records from the n-th on, without a look at those before."""
+        return self._log.records[n : self._length]
 
     @overload
     def __getitem__(self, key: str) -> tuple[float, ...]: ...
@@ -126,9 +176,11 @@ class History:
             KeyError: no record has a metric of that name; the message lists those that there are.
         """
         if isinstance(key, slice):
-            return History(self.records[key])
+            return History(self._log.records[i] for i in range(*key.indices(self._length)))
         if isinstance(key, int):
-            return self.records[key]
+            if not -self._length <= key < self._length:
+                raise IndexError(f"there is no record {key} in a history of {_show.counted(self._length, 'record')}")
+            return self._log.records[key % self._length]
         return tuple(record.metrics[key] for record in self.having(key))
 
     def having(self, key: str) -> tuple[Record, ...]:
@@ -137,7 +189,7 @@ class History:
         Raises:
             KeyError: there is none; the message lists the metrics that there are.
         """
-        found = tuple(record for record in self.records if key in record.metrics)
+        found = tuple(record for record in self if key in record.metrics)
         if not found:
             known = ", ".join(self.keys()) or "none: the history is empty"
             raise KeyError(f"no metric {key!r} in this history; there are: {known}")
@@ -145,7 +197,8 @@ class History:
 
     def latest(self, key: str) -> float:
         """Return the newest value of a metric."""
-        return self.having(key)[-1].metrics[key]
+        found = next((record for record in reversed(self) if key in record.metrics), None)
+        return (found or self.having(key)[-1]).metrics[key]
 
     def best(self, key: str, mode: str = "min") -> float:
         """Return the best value of a metric; NaN only if there is nothing else."""
@@ -161,18 +214,35 @@ class History:
         return winner
 
     def __len__(self) -> int:
-        return len(self.records)
+        return self._length
 
     def __contains__(self, key: object) -> bool:
-        """Say whether some record has a metric of that name."""
-        return key in self.keys() if isinstance(key, str) else key in self.records
+        """Return whether a record has a metric of that name."""
+        if isinstance(key, str):
+            return self._log.names.get(key, self._length) < self._length
+        return any(record is key or record == key for record in self)
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(self.records)
+        return itertools.islice(self._log.records, self._length)
+
+    def __reversed__(self) -> Iterator[Record]:
+        return (self._log.records[i] for i in range(self._length - 1, -1, -1))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, History):
+            return NotImplemented
+        same = self._length == other._length
+        return same and (self._log is other._log or all(a == b for a, b in zip(self, other, strict=True)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return History, (self.records,)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Return a list of flat dicts: epoch, step, seconds and the metrics."""
-        return [{"epoch": r.epoch, "step": r.step, **r.metrics, "seconds": r.seconds} for r in self.records]
+        """Return a list of flat dicts: epoch, step, the metrics and seconds; of a closing record, also ``"closing": True``."""
+        return [
+            {"epoch": r.epoch, "step": r.step, **r.metrics, "seconds": r.seconds, **({"closing": True} if r.closing else {})}
+            for r in self
+        ]
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame, one row per record.
@@ -187,17 +257,18 @@ class History:
         return pandas.DataFrame(self.to_dicts())
 
     def __repr__(self) -> str:
-        return _show.table_text(table(self), fixed=2) if self.records else "History()"
+        return _show.table_text(table(self), fixed=2) if len(self) else "History()"
 
     def _repr_html_(self) -> str:
-        return _show.table(table(self)) if self.records else "<code>History()</code>"
+        return _show.table(table(self)) if len(self) else "<code>History()</code>"
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Any:
         """Draw every metric, one axis per metric, one line per loader, the best point of what was evaluated marked.
 
         Args:
             mode: "min" or "max", or a mapping from metrics ("accuracy") to one of them. By default a metric whose name
-                contains "acc", "f1", "auc", "precision" or "recall" is better when higher.
+                contains "loss" or "error" is better when lower, and one with "acc", "f1", "auc", "precision" or "recall" when
+                higher. Of any other no best point is marked.
             x: what is on the x axis, "step" or "epoch"; evaluations within an epoch are at fractions of it.
 
         Returns:
@@ -219,10 +290,11 @@ class History:
         for key in self.keys():
             groups.setdefault(key.split("/", 1)[-1], []).append(key)
         if not groups:
-            raise ValueError(f"there is nothing to plot: the history {'has no metric' if self.records else 'is empty'}")
+            raise ValueError(f"there is nothing to plot: the history {'has no metric' if len(self) else 'is empty'}")
         labels = list(dict.fromkeys(key.split("/", 1)[0] for key in self.keys()))
         figure, axes = _plot.grid("History.plot", len(groups))
-        places = {record.step: epoch for record, epoch in zip(self.records, _epochs(self.records), strict=True)}
+        records = self.records
+        places = {record.step: epoch for record, epoch in zip(records, _epochs(records), strict=True)}
         for axis, (metric, keys) in zip(axes, groups.items(), strict=True):
             wanted = _mode_of(metric, keys, mode)
             curves, marked = {}, {}
@@ -230,20 +302,65 @@ class History:
                 label = key.split("/", 1)[0]
                 at = lambda r, key=key: (places[r.step] if x == "epoch" else r.step, r.metrics[key])
                 curves[label] = [at(record) for record in self.having(key)]
-                if label != "train":
+                if label not in ("train", "recent") and wanted is not None:
                     marked[label] = at(self.best_record(key, wanted))
             _plot.draw(axis, metric, x, curves, marked, labels)
         return figure
 
 
-def table(history: History, most: int = 40) -> list[Sequence[str]]:
-    """Return the cells of a table, its head first; the middle is left out where there are more than so many records."""
-    names = history.keys()
-    rows = [["epoch", "step", *names, "seconds"]]
-    for r in history.records:
-        values = (_show.number(r.metrics[name]) if name in r.metrics else "" for name in names)
-        rows.append([str(r.epoch), str(r.step), *values, f"{r.seconds:.1f}"])
-    return _show.elided(rows, most)
+class Fold:
+    """A value that follows from the records of a history, brought up to date by the new ones alone.
+
+    It keeps the last value as a cache: another history, such as one that is restored or a fork, is folded from its start.
+
+    Args:
+        step: ``(value, record) -> value``, which changes nothing.
+        initial: the value of an empty history.
+
+    Example:
+        >>> steps = Fold(lambda total, record: total + record.step, 0)
+        >>> steps(History([Record(1, 10, {}), Record(2, 20, {})]))
+        30
+    """
+
+    def __init__(self, step: Callable[[Any, Record], Any], initial: Any = None) -> None:
+        self.step, self.initial = step, initial
+        self._known: tuple[_Log | None, int, Any] = (None, 0, initial)  # of which log, of how many records, the value
+
+    def __call__(self, history: History) -> Any:
+        """Return the value of a history."""
+        log, length, value = self._known
+        if log is not history._log or length > len(history):
+            length, value = 0, self.initial
+        for record in history._since(length):
+            value = self.step(value, record)
+        self._known = history._log, len(history), value
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fold, (self.step, self.initial)
+
+
+def table(history: History, most: int = 40, first: int = 0, names: Sequence[str] | None = None) -> list[Sequence[str]]:
+    """Return the cells of a table, its head first.
+
+    Args:
+        history: the records.
+        most: how many of them to show; of more, the middle is left out.
+        first: the record to begin with.
+        names: the metrics to show; all by default.
+    """
+    names = history.keys() if names is None else names
+    shown: Iterable[int] = range(first, len(history))
+    if len(shown) > most:
+        shown = [*shown[: most // 2], -1, *shown[-(most - most // 2) :]]
+    head = ["epoch", "step", *names, "seconds"]
+    return [head, *(["…"] * len(head) if i < 0 else _row(history[i], names) for i in shown)]
+
+
+def _row(r: Record, names: Sequence[str]) -> list[str]:
+    values = (_show.number(r.metrics[name]) if name in r.metrics else "" for name in names)
+    return [str(r.epoch), str(r.step), *values, f"{r.seconds:.1f}"]
 
 
 def check_plot(mode: Any, x: Any) -> None:
@@ -274,11 +391,8 @@ def _epochs(records: Sequence[Record]) -> list[float]:
     return [passed(r) for r in records]
 
 
-def _mode_of(metric: str, keys: Iterable[str], mode: Mapping[str, str] | str | None) -> str:
-    """Say whether lower or higher values of a metric are better: as it is told, or by the metric's name."""
+def _mode_of(metric: str, keys: Iterable[str], mode: Mapping[str, str] | str | None) -> str | None:
+    """Return whether lower or higher values of a metric are better: as it is told, or by its name; None if neither says."""
     if isinstance(mode, Mapping):
         mode = next((mode[name] for name in (*keys, metric) if name in mode), None)
-    if mode is None:
-        higher = any(word in metric.lower() for word in ("acc", "f1", "auc", "auroc", "precision", "recall"))
-        mode = "max" if higher else "min"
-    return mode
+    return mode_by_name(f"/{metric}") if mode is None else mode

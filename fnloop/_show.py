@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 __all__ = [
-    "Display", "Shown", "bar", "counted", "curve", "described", "diagram", "diagram_text", "elided", "facts", "in_notebook",
+    "Display", "Shown", "bar", "counted", "curve", "described", "diagram", "diagram_text", "facts", "in_notebook",
     "line", "number", "record_text", "stacked", "table", "table_text",
 ]  # fmt: skip
 
@@ -59,13 +59,6 @@ def record_text(name: str, values: Mapping[str, Any]) -> str:
             lines.append(indent)
         lines[-1] += part
     return "\n".join(line.rstrip() for line in lines)
-
-
-def elided(rows: Sequence[Sequence[str]], most: int) -> list[Sequence[str]]:
-    """Return the rows of a table, its head first, without the middle where there are more than ``most``."""
-    if len(rows) - 1 <= most:
-        return list(rows)
-    return [*rows[: 1 + most // 2], ["…"] * len(rows[0]), *rows[-(most - most // 2) :]]
 
 
 def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:

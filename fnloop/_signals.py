@@ -26,6 +26,7 @@ from fnloop._state import TrainState
 __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]
 
 INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
+_CHILD = getattr(signal, "SIGCHLD", None)  # which a process gets when one that it started has ended
 PERIOD = 0.1  # seconds between two exchanges, in the long run
 LIMIT = timedelta(minutes=5)  # that a process which stops waits for the others
 ADVICE = (
@@ -53,6 +54,7 @@ class Signals:
         self.save = False
         self.asked = [False, False]  # to stop, to save: what all have to agree on first
         self.done = False  # whether a run has ended because of it
+        self._on_child: Any = None  # the usual handler of SIGCHLD, if ``_spare`` has taken its place
 
     def heard(self, state: TrainState) -> TrainState:
         """Return the state with the reason to stop, if a signal gave one."""
@@ -64,6 +66,8 @@ class Signals:
     def __call__(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.stop == INTERRUPTED:
             raise KeyboardInterrupt  # the second one doesn't wait
+        if number in (signal.SIGINT, signal.SIGTERM):
+            self._ignore_dead_workers()
         if number == signal.SIGINT:
             self.stop = INTERRUPTED
         elif not self.alone:
@@ -72,6 +76,24 @@ class Signals:
             self.stop = TERMINATED
         else:
             self.save = True
+
+    def _ignore_dead_workers(self) -> None:
+        """Keep torch from raising, wherever the run is, when a worker dies: the signal may have been sent to workers too.
+
+        A loader whose workers are dead says so itself when it is asked for a batch.
+        """
+        if self._on_child is None and callable(usual := signal.getsignal(_CHILD) if _CHILD else None):
+            self._on_child = usual
+            signal.signal(_CHILD, self._spare)  # type: ignore[arg-type]
+
+    def _spare(self, number: int, frame: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._on_child(number, frame)
+
+    def restore(self) -> None:
+        """Let dead workers raise again."""
+        if self._on_child is not None and signal.getsignal(_CHILD) == self._spare:  # type: ignore[arg-type]
+            signal.signal(_CHILD, self._on_child)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -96,6 +118,7 @@ def listening(alone: bool = True) -> Iterator[Signals]:
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
+        signals.restore()
         unheard = signals.stop == TERMINATED or signals.asked[0]
         if unheard and not signals.done and signal.SIGTERM in taken:
             signal.raise_signal(signal.SIGTERM)  # it came too late for the run

@@ -26,12 +26,13 @@ from fnloop._sharded import is_sharded
 from fnloop._types import Metric
 
 __all__ = [
-    "EPOCH", "RECORD", "UPDATE", "RunInfo", "Share", "StaleStateError", "TrainState",
-    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "fenced", "look_again", "newest", "now",
-    "parameters", "put", "share_of", "snapshot", "suspended", "tell_share", "unwrap",
+    "EPOCH", "PENDING", "RECORD", "UPDATE", "RunInfo", "Share", "StaleStateError", "TrainState",
+    "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "fenced", "is_fresh", "is_torn", "look_again",
+    "newest", "now", "parameters", "put", "release", "share_of", "snapshot", "suspended", "tell_share", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
+PENDING = "pending"  # the boundary was left before its record was made: a run that continues from here begins with it
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
 
@@ -93,13 +94,13 @@ _UNKNOWN = Share()
 
 
 class _Lease:
-    """Who owns the handles: the states whose turn it is."""
+    """Tracks who owns the handles: the states whose turn it is, and no state while an update is being applied."""
 
     __slots__ = ("clock", "cut", "groups", "joint", "newest", "parameters", "saved_on", "share", "turn")
 
     def __init__(self) -> None:
-        self.turn = 0
-        self.newest: TrainState | None = None  # what the last step has made, to find if something raises behind it
+        self.turn: int | None = 0  # None: the optimizer has begun to change the parameters, and has not returned
+        self.newest: TrainState | None = None  # what the last step has made, to find if something raises after it
         self.groups = -1
         self.parameters: list[Any] = []  # what all_parameters returned when there were so many groups
         self.joint: Any = None  # what makes the gradients of several processes one
@@ -236,7 +237,7 @@ class TrainState:
         }  # fmt: skip
         if self.slots:
             facts["slots"] = f"[{', '.join(self.slots)}]"
-        if self.history.records:
+        if len(self.history):
             facts["history"] = _show.counted(len(self.history), "record")
         if self.stop is not None:
             facts["stop"] = repr(self.stop)
@@ -249,7 +250,7 @@ class TrainState:
         return _show.record_text(self._title(), self._facts())
 
     def _repr_html_(self) -> str:
-        latest = self.history[-1].metrics if self.history.records else {}
+        latest = self.history[-1].metrics if len(self.history) else {}
         shown = {"latest": ", ".join(f"{name} {_show.number(value)}" for name, value in latest.items())} if latest else {}
         return _show.facts(self._title(), {**self._facts(), **shown, "device": self.backend.device})
 
@@ -263,10 +264,15 @@ def check_fresh(state: TrainState) -> None:
 
     Raises:
         StaleStateError: it has; the message says how to keep a copy.
-        TypeError: it is no state.
+        TypeError: it is not a state.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"expected a TrainState, as TrainState.create(model, optimizer) makes it; got {_describe(state)}")
+    if is_torn(state):
+        raise StaleStateError(
+            f"the update of this state (step {state.step}, epoch {state.epoch}) failed half-way: its weights are between two "
+            "updates. Go back to a checkpoint, resume(folder, TrainState.create(model, optimizer)), or to a snapshot."
+        )
     if state._lease.turn != state._turn:
         raise StaleStateError(
             f"this state (step {state.step}, epoch {state.epoch}) has been advanced: its model and optimizer "
@@ -274,6 +280,21 @@ def check_fresh(state: TrainState) -> None:
             f"newer state. Use what the last call returned (state = fit(step, state, ...)), or keep a copy beforehand: "
             f"before = snapshot(state)."
         )
+
+
+def is_fresh(state: TrainState) -> bool:
+    """Return whether a state owns its model and optimizer."""
+    return state._lease.turn == state._turn
+
+
+def is_torn(state: TrainState) -> bool:
+    """Return whether an update of this model and optimizer was begun and has not ended: no state owns them."""
+    return state._lease.turn is None
+
+
+def release(state: TrainState) -> None:
+    """Let no state own the handles, from before an optimizer changes a parameter until :func:`advance`."""
+    state._lease.turn = None
 
 
 def advance(state: TrainState, applied: bool) -> TrainState:
@@ -289,9 +310,9 @@ def advance(state: TrainState, applied: bool) -> TrainState:
 
 
 def advance_to(state: TrainState) -> TrainState:
-    """Return a state, and make it the owner of the handles."""
-    state._lease.turn += 1
-    return attrs.evolve(state, turn=state._lease.turn)
+    """Return a fresh state as a new one, and make it the owner of the handles."""
+    state._lease.turn = turn = state._turn + 1
+    return attrs.evolve(state, turn=turn)
 
 
 def consumed(state: TrainState, batches: int, samples: int, metrics: Mapping[str, Metric]) -> TrainState:

@@ -26,7 +26,7 @@ from fnloop._joint import Joint, Weight, joint_of
 from fnloop._metrics import absorb, absorb_loss, combine
 from fnloop._processes import any_process, summed
 from fnloop._sharded import local_part
-from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters, share_of
+from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters, release, share_of
 from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap
 
 __all__ = [
@@ -339,6 +339,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
                 out = attrs.evolve(out, skip="left out by another process")
             applied = out.skip is None
             if applied:
+                release(new)  # until the update is whole, no state owns what the optimizer changes
                 _apply(new.optimizer)
         finally:
             for p in params:
@@ -369,6 +370,7 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
             raise ValueError(f"{type(state.optimizer).__name__} can't leave an update out ({replies[-1][1].skip})")
         return _of_all(state, replies[-1][1])
 
+    release(state)  # an optimizer may change the parameters before, between and after its evaluations
     state.optimizer.step(closure)  # type: ignore[arg-type]
     new, out = replies[0]
     return advance(new, applied=True), out

@@ -745,3 +745,21 @@ def test_what_was_restored_does_not_hang_on_the_files_that_it_came_from(shelf, t
 
 if __name__ == "__main__":
     serve()
+
+
+# --- terminated
+
+
+@pytest.mark.parametrize(("moment", "attempts"), [("training", 10), ("evaluation", 2)])
+def test_a_run_with_workers_that_is_terminated_twice_is_saved(moment, attempts, tmp_path):
+    """All processes of the run get both signals: the second one kills its workers, while it saves or evaluates."""
+    script = Path(__file__).parent / "terminated.py"
+    out = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), moment, str(attempts)], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    ended = [json.loads(line) for line in out.splitlines()]
+    assert len(ended) == attempts
+    for end in ended:
+        assert (end["status"], end["error"], end["stop"]) == (0, "", "SIGTERM")
+        assert end["saved"] == end["step"] >= 2
+        assert end["epoch"] == 0  # in the evaluation of the first epoch too: a run that continues repeats it

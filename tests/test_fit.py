@@ -51,7 +51,7 @@ def test_a_second_call_with_the_same_target_says_that_there_is_nothing_to_do(cap
     with caplog.at_level(logging.WARNING, "fnloop"):
         again = fit(state, epochs=2)
     assert again is state
-    assert "nothing to do: the state is at epoch 2, step 6, and the target is epochs=2" in caplog.text
+    assert "nothing to do: the state is at epoch 2, step 6, and the target is epochs=2. Targets are absolute" in caplog.text
 
 
 def test_without_a_target_it_is_the_rest_of_the_epoch_or_one_more():
@@ -90,7 +90,7 @@ def test_a_bad_target_is_named(bad):
 )
 def test_loaders_come_in_many_forms(loaders, keys):
     if keys is None:
-        with pytest.raises(ValueError, match="gave no batch in epoch 0"):
+        with pytest.raises(ValueError, match="gave no batch in epoch 1"):
             fit(loaders=loaders)
     else:
         assert fit(loaders=loaders).history.keys() == keys
@@ -106,7 +106,7 @@ def test_an_iterator_can_be_read_once():
     iterator = iter([ONE] * 3)
     state = fit(loaders=iterator)
     assert state.step == 3
-    with pytest.raises(ValueError, match=r"gave no batch in epoch 1\. An iterator can be read once: pass a list"):
+    with pytest.raises(ValueError, match=r"gave no batch in epoch 2\. An iterator can be read once: pass a list"):
         fit(state, loaders=iterator)
     with pytest.raises(ValueError, match="which can't start again: pass a function"):
         fit(fit(steps=2), loaders=iter([ONE] * 3))
@@ -178,7 +178,7 @@ def test_a_record_in_the_middle_of_an_epoch_has_the_running_mean():
 
 def test_an_interrupted_epoch_has_the_mean_of_all_of_it():
     state = fit(fit(steps=2))
-    assert state.history["train/loss"] == (-1.0,)
+    assert [(r.step, r.metrics["train/loss"], r.closing) for r in state.history] == [(2, -0.5, True), (3, -1.0, False)]
 
 
 @pytest.mark.parametrize("wrong", [2, "epoch", lambda state: True])
@@ -340,7 +340,7 @@ def test_a_hook_that_stops_lets_the_others_finish():
 def test_a_stopped_run_stays_stopped_until_it_is_told_to_go_on(caplog):
     state = fit(hooks=(lambda state: attrs.evolve(state, stop="enough"),))
     assert fit(state) is state
-    assert "stopped (enough); to go on all the same, pass attrs.evolve(state, stop=None)" in caplog.text
+    assert "nothing to do: the run was stopped (enough). To continue, pass attrs.evolve(state, stop=None)" in caplog.text
     assert fit(attrs.evolve(state, stop=None)).epoch == 1
 
 
@@ -533,7 +533,7 @@ def test_an_exception_keeps_its_type_says_where_and_carries_the_state(error):
     with pytest.raises(type(error)) as caught:
         fl.fit(fl.pipeline(fl.clip(9.0))(raising(error)), toy(), NUMBERS, epochs=2, hooks=())
     assert caught.value is error
-    assert caught.value.__notes__ == ["while in the loss function explode, train, epoch 0, batch 1, step 1"]
+    assert caught.value.__notes__ == ["while in the loss function explode, train, epoch 1, batch 1, step 1"]
     assert (error.state.step, error.state.batch, error.state.run) == (1, 1, None)
     assert fit(error.state, NUMBERS).model.w.item() == -6.0
     del error.__notes__
@@ -559,7 +559,7 @@ def failing_middleware(ring):
 def test_the_note_names_the_middleware():
     with pytest.raises(Boom) as error:
         fl.fit(fl.pipeline(failing_middleware("gradient"), fl.clip(1.0))(toy_loss), toy(), NUMBERS, hooks=())
-    assert error.value.__notes__ == ["while in fails(2.0), train, epoch 0, batch 1, step 1"]
+    assert error.value.__notes__ == ["while in fails(2.0), train, epoch 1, batch 1, step 1"]
 
 
 class Uncombinable:
@@ -599,20 +599,348 @@ def test_the_note_names_loaders_and_hooks():
 
     with pytest.raises(Boom) as error:
         fit(loaders=broken)
-    assert error.value.__notes__ == ["while in the training loader, train, epoch 0, batch 1, step 1"]
+    assert error.value.__notes__ == ["while in the training loader, train, epoch 1, batch 1, step 1"]
     with pytest.raises(Boom) as error:
         fit(loaders=([ONE], broken))
-    assert error.value.__notes__ == ["while in the valid loader, epoch 1, batch 0, step 1"]
+    assert error.value.__notes__ == ["while in the valid loader, epoch 1, batch 1, step 1"]
     with pytest.raises(Boom) as error:
         fl.fit(fl.pipeline()(raising(Boom())), toy(), ([ONE], NUMBERS), hooks=())
-    assert error.value.__notes__ == ["while in the loss function explode, valid, epoch 1, batch 0, step 1"]
+    assert error.value.__notes__ == ["while in the loss function explode, valid, epoch 1, batch 1, step 1"]
 
     def bad_hook(state):
         raise Boom
 
     with pytest.raises(Boom) as error:
         fit(hooks=(bad_hook,))
-    assert error.value.__notes__ == ["while in bad_hook, train, epoch 0, batch 1, step 1"]
+    assert error.value.__notes__ == ["while in bad_hook, train, epoch 1, batch 1, step 1"]
+
+
+# --- an update that fails half-way
+
+
+def two_weights(optimizer):
+    """Two weights whose gradients are the batch: plain descent with lr=1 takes it off both."""
+    model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(1)), "b": torch.nn.Parameter(torch.zeros(1))})
+    loss = lambda model, batch: ((model["a"] + model["b"]) * batch).mean()
+    return fl.TrainState.create(model, optimizer(model.parameters())), fl.pipeline()(loss)
+
+
+def half_way(error, at=2):
+    """Descent that fails between its first and its second weight, in its n-th step."""
+
+    class HalfWay(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            for p in self.param_groups[0]["params"]:
+                with torch.no_grad():
+                    p -= p.grad
+                if self.steps == at:
+                    error()
+
+    return lambda parameters: HalfWay(parameters, lr=1.0)
+
+
+def boom():
+    raise Boom
+
+
+def alarm():
+    """Raise as torch does for a worker that has died: from the handler of a signal."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: boom())
+    try:
+        os.kill(os.getpid(), signal.SIGALRM)
+        sum(range(10**6))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(boom, Boom), (alarm, Boom), (raise_interrupt, KeyboardInterrupt)], ids=["step", "signal", "ctrl-c"]
+)
+def test_an_update_that_fails_half_way_leaves_no_state(error, kind):
+    state, make = two_weights(half_way(error))
+    kept = []
+    keep = lambda state: (kept.append((state, fl.snapshot(state))), state)[1]
+    with pytest.raises(kind) as caught:
+        fl.fit(make, state, NUMBERS, hooks=(keep,))
+    assert not hasattr(caught.value, "state")
+    where, torn = caught.value.__notes__
+    assert where == "while in the optimizer's step, train, epoch 1, batch 1, step 1"
+    assert "between two updates, so this exception has no attribute state. Go back to a checkpoint or to a snapshot" in torn
+    (last, snapshot) = kept[-1]
+    assert [p.item() for p in last.model.values()] == [-3.0, -1.0]  # torn: one weight has made two steps
+    for use in (lambda: fl.fit(make, last, NUMBERS), lambda: fl.snapshot(last), lambda: make(last, NUMBERS[0])):
+        with pytest.raises(fl.StaleStateError, match=r"of this state \(step 1, epoch 0\) failed half-way.*checkpoint"):
+            use()
+    again = fl.fit(make, attrs.evolve(snapshot, optimizer=torch.optim.SGD(snapshot.model.parameters(), lr=1.0)), NUMBERS)
+    assert [p.item() for p in again.model.values()] == [-6.0, -6.0]
+
+
+def test_a_bare_step_that_fails_half_way_leaves_no_state():
+    state, make = two_weights(half_way(boom, at=1))
+    with pytest.raises(Boom):
+        make(state, NUMBERS[0])
+    with pytest.raises(fl.StaleStateError, match="failed half-way"):
+        make(state, NUMBERS[0])
+
+
+@pytest.mark.parametrize(
+    ("member", "fails", "kind"),
+    [((), True, Boom), ((fl.amp("fp16", init_scale=2.0**127),), False, ValueError)],
+    ids=["loss function", "fp16 overflow"],
+)
+def test_an_exception_while_lbfgs_looks_for_its_step_leaves_no_state(member, fails, kind):
+    """LBFGS has tried other weights when it evaluates the loss for the second time."""
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(model.w.item())
+        if fails and len(calls) == 2:
+            raise Boom
+        return (model(batch) - 3).square().mean()
+
+    model = Toy(w=5.0)
+    state = fl.TrainState.create(model, torch.optim.LBFGS(model.parameters(), max_iter=4))
+    with pytest.raises(kind) as caught:
+        fl.fit(fl.pipeline(*member)(loss_fn), state, [ONE], hooks=())
+    assert not hasattr(caught.value, "state")
+    assert "between two updates" in caught.value.__notes__[-1]
+
+
+def test_an_update_that_is_left_out_changes_nothing_and_keeps_its_state():
+    leaves_out = fl.Middleware("leaves_out", gradient=lambda step: lambda state, batch: skipping(*step(state, batch)))
+    skipping = lambda state, out: (state, attrs.evolve(out, skip="no reason"))
+    with pytest.raises(Boom) as caught:
+        fl.fit(fl.pipeline(leaves_out, failing_middleware("step"))(toy_loss), toy(), NUMBERS, hooks=())
+    assert (caught.value.state.step, caught.value.state.skipped, caught.value.state.batch) == (0, 2, 2)
+    assert fit(attrs.evolve(caught.value.state, slots={}), NUMBERS).model.w.item() == -3.0  # the third batch alone
+
+
+def test_a_hook_that_uses_the_state_up_and_fails_leaves_none():
+    with pytest.raises(Boom) as caught:
+        fit(hooks=(lambda state: (step(state, ONE), boom()),))
+    assert not hasattr(caught.value, "state")
+
+
+# --- a boundary that fails
+
+
+def failing_once(at):
+    """Batches to evaluate whose n-th pass fails, once."""
+    passes = []
+
+    def batches():
+        passes.append(1)
+        yield torch.tensor([2.0])
+        if len(passes) == at:
+            raise Boom
+        yield torch.tensor([4.0])
+
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("when_to", "fails_at", "position"),
+    [
+        (fl.every(epochs=1), 1, (3, 0, 3)),
+        (fl.every(epochs=1), 2, (6, 1, 3)),
+        (fl.every(steps=3), 1, (3, 0, 3)),  # the end of an epoch, by its steps
+        (fl.every(steps=2), 1, (2, 0, 2)),  # within an epoch
+        (fl.every(epochs=2), 1, (6, 1, 3)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("interrupt", [False, True], ids=["exception", "ctrl-c"])
+def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(when_to, fails_at, position, interrupt, monkeypatch):
+    if interrupt:
+        monkeypatch.setitem(globals(), "Boom", KeyboardInterrupt)
+    settings = {"epochs": 2, "evaluate_every": when_to}
+    whole = fit(loaders=(NUMBERS, failing_once(0)), **settings)
+    loaders = (NUMBERS, failing_once(fails_at))
+    if interrupt:
+        state = fit(loaders=loaders, **settings)
+        assert state.stop == "interrupted"
+    else:
+        with pytest.raises(Boom) as caught:
+            fit(loaders=loaders, **settings)
+        state = caught.value.state
+    assert (state.step, state.epoch, state.batch) == position
+    assert list(state.metrics) == ["loss"]
+    assert_same(fit(state, loaders, **settings), whole)
+
+
+def test_a_run_that_continues_from_a_file_after_a_failed_evaluation_repeats_it(tmp_path):
+    whole = fit(loaders=(NUMBERS, failing_once(0)), epochs=2)
+    loaders = (NUMBERS, failing_once(1))
+    with pytest.raises(Boom) as caught:
+        fit(loaders=loaders, epochs=2)
+    restored = fl.restore(fl.save(caught.value.state, tmp_path / "a"), toy())
+    assert_same(fit(restored, loaders, epochs=2), whole)
+
+
+def test_a_hook_that_fails_does_so_after_the_record():
+    with pytest.raises(Boom) as caught:
+        fit(loaders=([ONE] * 3, [ONE]), hooks=(lambda state: state if state.step < 3 else boom(),))
+    assert caught.value.__notes__ == ["while in <lambda>, train, epoch 1, batch 3, step 3"]  # the epoch that has just ended
+    state = caught.value.state
+    assert (state.epoch, state.batch, len(state.history)) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+def test_a_loader_to_evaluate_that_dies_of_the_signal_that_stops_the_run_is_no_error(how, reason):
+    def dies():
+        yield ONE
+        how()
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    state = fit(loaders=([ONE] * 3, dies), epochs=2)
+    assert (state.step, state.epoch, state.batch, state.stop, len(state.history)) == (3, 0, 3, reason, 0)
+    whole = fit(loaders=([ONE] * 3, [ONE]), epochs=2)
+    assert_same(fit(state, ([ONE] * 3, [ONE]), epochs=2), whole)
+
+
+class Told:
+    """A hook that wants to know of a failure."""
+
+    def __init__(self, fails=False):
+        self.fails, self.told = fails, []
+
+    def __call__(self, state):
+        return state
+
+    def failed(self, state, error):
+        self.told.append((state.step, state.run, type(error), list(error.__notes__)))
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_hooks_are_told_of_a_failure_and_cannot_hide_it():
+    first, second = Told(fails=True), Told()
+    with pytest.raises(Boom) as caught:
+        fl.fit(fl.pipeline()(raising(Boom())), toy(), NUMBERS, hooks=(fl.every(epochs=9)(first), second))
+    note = "while in the loss function explode, train, epoch 1, batch 1, step 1"
+    assert first.told == [(1, None, Boom, [note])]
+    assert second.told[0][:3] == (1, None, Boom)
+    assert caught.value.__notes__[0] == note
+    assert "failed too: OSError: disk full" in caught.value.__notes__[1]
+
+
+def test_hooks_are_not_told_without_a_state_nor_of_an_interruption():
+    hook = Told()
+    state, make = two_weights(half_way(boom))
+    with pytest.raises(Boom):
+        fl.fit(make, state, NUMBERS, hooks=(hook,))
+    with pytest.raises(KeyboardInterrupt):
+        fl.fit(interrupting(2, lambda: (press(), press())), toy(), NUMBERS, hooks=(hook,))
+    assert hook.told == []
+
+
+# --- closing records
+
+
+def ends(history):
+    """Where records were made, what they say of the two loaders, and whether they are closing ones."""
+    return [(r.step, r.metrics.get("train/loss"), r.metrics.get("valid/loss"), r.closing) for r in history]
+
+
+@pytest.mark.parametrize(
+    ("settings", "records"),
+    [
+        # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n updates is -(n - 1) / 2
+        ({"steps": 2}, [(2, -0.5, -2.0, True)]),
+        ({"steps": 3}, [(3, -1.0, -3.0, False)]),  # an epoch's end has its record anyway
+        ({"steps": 5}, [(3, -1.0, -3.0, False), (5, -3.5, -5.0, True)]),
+        ({"steps": 2, "evaluate_every": None}, [(2, -0.5, None, True)]),
+        ({"steps": 2, "evaluate_every": fl.every(steps=2)}, [(2, -0.5, -2.0, False)]),
+        ({"steps": 2, "evaluate_every": fl.every(steps=1)}, [(1, 0.0, -1.0, False), (2, -0.5, -2.0, False)]),
+        ({"epochs": 1, "evaluate_every": fl.every(epochs=2)}, [(3, -1.0, None, False)]),
+    ],
+    ids=repr,
+)
+def test_a_run_that_ends_between_two_records_makes_one_at_its_end(settings, records):
+    assert ends(fit(loaders=([ONE] * 3, [ONE]), **settings).history) == records
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_run_that_a_hook_stops_makes_a_record_too(at):
+    stop = fl.when(lambda state: state.step == at)(lambda state: attrs.evolve(state, stop="enough"))
+    state = fit(loaders=([ONE] * 3, [ONE]), epochs=2, hooks=(stop,))
+    assert (state.step, state.stop, "record" in state.news) == (at, "enough", True)
+    assert ends(state.history)[-1][0] == at
+    assert state.history[-1].metrics["valid/loss"] == -at
+    assert state.history[-1].closing is (at != 3)
+
+
+def test_an_endless_stream_ends_with_a_record():
+    def endless():
+        while True:
+            yield ONE
+
+    assert ends(fit(loaders=(endless, [ONE]), steps=4).history) == [(4, -1.5, -4.0, True)]
+
+
+@pytest.mark.parametrize("how", [press, terminate, raise_interrupt])
+def test_an_interrupted_run_makes_no_record(how):
+    assert fl.fit(interrupting(2, how), toy(), (NUMBERS, [ONE]), epochs=1, hooks=()).history == fl.History()
+
+
+def test_a_closing_record_resets_nothing_and_stays_where_it_is():
+    loaders = ([ONE] * 3, [ONE])
+    part = fit(loaders=loaders, steps=2)
+    assert part.metrics["loss"].compute() == -0.5
+    assert fit(part, loaders, steps=2) is part
+    state = fit(part, loaders, epochs=2)
+    assert [(r.step, r.closing) for r in state.history] == [(2, True), (3, False), (6, False)]
+    assert_same(state, fit(loaders=loaders, epochs=2))
+
+
+def test_hooks_see_the_closing_record_at_the_target_and_flush_sees_that_of_a_stop():
+    class Sees:
+        def __init__(self):
+            self.seen, self.flushed = [], []
+
+        def __call__(self, state):
+            self.seen.append(("record" in state.news, len(state.history)))
+            return state
+
+        def flush(self, state):
+            self.flushed.append(("record" in state.news, len(state.history)))
+            return state
+
+    hook = Sees()
+    fit(loaders=[ONE] * 5, steps=2, hooks=(hook,))
+    assert (hook.seen, hook.flushed) == ([(False, 0), (True, 1)], [(True, 1)])
+    hook = Sees()
+    fit(loaders=[ONE] * 5, hooks=(hook, fl.when(lambda s: s.step == 2)(lambda s: attrs.evolve(s, stop="enough"))))
+    assert (hook.seen, hook.flushed) == ([(False, 0), (False, 0)], [(True, 1)])
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
+def test_an_evaluation_that_fails_at_the_end_of_a_run_loses_nothing(stops):
+    loaders = ([ONE] * 5, failing_once(1))
+    stop = fl.when(lambda state: stops and state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    with pytest.raises(Boom) as caught:
+        fit(loaders=loaders, steps=2 + stops, hooks=(stop,))
+    state = caught.value.state
+    assert (state.step, state.batch, state.model.w.item(), state.stop) == (2, 2, -2.0, "enough" if stops else None)
+    if not stops:
+        assert ends(fit(state, loaders, steps=2).history) == [(2, -0.5, -6.0, True)]  # of -4 and -8
+
+
+def test_a_closing_record_says_so_in_tables_and_files(tmp_path):
+    state = fit(loaders=[ONE] * 3, steps=2)
+    (row,) = state.history.to_dicts()
+    assert row == {"epoch": 0, "step": 2, "train/loss": -0.5, "seconds": row["seconds"], "closing": True}
+    assert fl.restore(fl.save(state, tmp_path / "a"), toy()).history == state.history
+    assert all("closing" not in row for row in fit(loaders=[ONE] * 3).history.to_dicts())
+
+
+def test_the_seconds_of_records_never_fall(monkeypatch):
+    clock = iter([100.0, 109.0, 50.0, 60.0])
+    monkeypatch.setattr("fnloop._fit.time.monotonic", lambda: next(clock, 61.0))
+    assert [r.seconds for r in fit(epochs=3).history] == [9.0, 9.0, 9.0]
 
 
 def test_a_stop_iteration_in_a_dataset_does_not_end_the_epoch_quietly():
@@ -710,7 +1038,7 @@ def test_an_error_in_the_evaluation_loader_names_the_loader():
 
     with pytest.raises(OSError, match="gone") as caught:
         fl.fit(fl.pipeline()(toy_loss), toy(), {"train": [torch.ones(1)], "valid": broken}, hooks=())
-    assert caught.value.__notes__ == ["while in the valid loader, epoch 1, batch 0, step 1"]
+    assert caught.value.__notes__ == ["while in the valid loader, epoch 1, batch 1, step 1"]
 
 
 def test_an_error_in_making_a_slot_has_a_note_and_the_state():
@@ -720,7 +1048,7 @@ def test_an_error_in_making_a_slot_has_a_note_and_the_state():
     member = fl.Middleware("a", init=init)
     with pytest.raises(OSError, match="no slot") as caught:
         fl.fit(fl.pipeline(member)(toy_loss), toy(w=3.0), [torch.ones(1)], hooks=())
-    assert caught.value.__notes__ == ["while in what a middleware keeps, train, epoch 0, batch 0, step 0"]
+    assert caught.value.__notes__ == ["while in what a middleware keeps, train, epoch 1, batch 0, step 0"]
     assert caught.value.state.model.w.item() == 3.0
 
 

@@ -5,13 +5,15 @@ import io
 import math
 import pickle
 import sys
+import threading
 
 import attrs
 import pytest
 import torch
 
-from fnloop import History, Record
-from fnloop._history import better
+from fnloop import History, Record, early_stop, halt_on_nonfinite
+from fnloop._history import Fold, better
+from fnloop.testing import toy
 
 NAN, INF = math.nan, math.inf
 
@@ -94,6 +96,134 @@ def test_metrics_of_a_record_are_floats_whatever_was_given():
     record = Record(1, 10, {"an int": 2, "a tensor": torch.tensor(0.5)})
     assert record.metrics == {"an int": 2.0, "a tensor": 0.5}
     assert all(type(value) is float for value in record.metrics.values())
+
+
+# --- the log that histories share
+
+
+def test_appending_shares_the_log_and_a_second_continuation_copies_it():
+    start = history(1, 2)
+    left = start.append(Record(3, 30, {"valid/loss": 3}))
+    right = start.append(Record(3, 31, {"a": 4}))
+    longer = left.append(Record(4, 40, {"b": 5}))
+    assert start._log is left._log is longer._log
+    assert right._log is not start._log
+    assert [[r.step for r in h] for h in (start, left, right, longer)] == [
+        [10, 20],
+        [10, 20, 30],
+        [10, 20, 31],
+        [10, 20, 30, 40],
+    ]
+    assert (start.keys(), right.keys(), longer.keys()) == (("valid/loss",), ("valid/loss", "a"), ("valid/loss", "b"))
+    assert ("b" in start, "b" in longer, "a" in longer) == (False, True, False)
+    assert (start[-1].step, longer[-1].step, longer[-4].step) == (20, 40, 10)
+    assert (start == history(1, 2), start == left, left == longer[:3]) == (True, False, True)
+    assert [r.step for r in reversed(left)] == [30, 20, 10]
+    assert [r.step for r in left._since(1)] == [20, 30]
+
+
+@pytest.mark.parametrize("index", [2, -3])
+def test_an_index_outside_is_an_error_though_the_log_goes_further(index):
+    start = history(1, 2)
+    start.append(Record(3, 30, {}))
+    with pytest.raises(IndexError, match=rf"no record {index} in a history of 2 records"):
+        start[index]
+
+
+def test_many_threads_may_continue_one_history():
+    start = history(1)
+    made = [None] * 8
+
+    def extend(n):
+        mine = start
+        for step in range(200):
+            mine = mine.append(Record(n, step, {f"{n}": step}))
+        made[n] = mine
+
+    threads = [threading.Thread(target=extend, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n, mine in enumerate(made):
+        assert [(r.epoch, r.step) for r in mine[1:]] == [(n, step) for step in range(200)]
+        assert mine.keys() == ("valid/loss", f"{n}")
+
+
+@pytest.mark.parametrize("remade", [copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h)), History])
+def test_a_copy_has_what_is_its_own_and_no_more(remade):
+    start = history(1, 2)
+    start.append(Record(3, 30, {"a": 1}))
+    made = remade(start)
+    assert (made, len(made), made.keys()) == (start, 2, ("valid/loss",))
+    assert made.append(Record(3, 31, {}))[-1].step == 31
+
+
+@pytest.mark.parametrize("wrong", [5, [5], [{"valid/loss": 1}], [None]])
+def test_a_history_is_made_of_records(wrong):
+    with pytest.raises(TypeError, match=r"records?, Record\(epoch, step, metrics\); got"):
+        History(wrong)
+
+
+def test_the_metrics_of_a_record_are_a_mapping():
+    with pytest.raises(TypeError, match=r'metrics as a mapping, such as \{"valid/loss": 0\.5\}; got None'):
+        Record(1, 1, None)
+
+
+def test_a_fold_looks_at_new_records_only_and_follows_from_the_history_alone():
+    looked = []
+
+    def add(total, record):
+        looked.append(record.step)
+        return total + record.metrics["valid/loss"]
+
+    total, start = Fold(add, 0), history(1, 2)
+    more = start.append(Record(3, 30, {"valid/loss": 4}))
+    assert (total(start), looked) == (3, [10, 20])
+    assert (total(more), looked) == (7, [10, 20, 30])
+    assert (total(more), looked) == (7, [10, 20, 30])
+    looked.clear()
+    assert (total(start), looked) == (3, [10, 20])  # shorter: from the start
+    looked.clear()
+    fork = start.append(Record(3, 31, {"valid/loss": 8}))
+    assert (total(fork), looked) == (11, [10, 20, 31])  # another log
+
+
+@pytest.mark.parametrize("n", [10, 10_000])
+def test_a_record_costs_the_same_however_many_there_are(n):
+    """What is touched when one is appended, by a count: no record of those before."""
+    made, stop = history(*range(n)), early_stop("valid/loss", patience=n + 1)
+    state = attrs.evolve(toy(), history=made, news=frozenset({"record"}))
+    stop(state)
+    touched = []
+
+    class Watched(list):
+        def __getitem__(self, index):
+            touched.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self):
+            touched.extend(range(len(self)))
+            return super().__iter__()
+
+    made._log.records = Watched(made._log.records)
+    longer = made.append(Record(n + 1, n + 1, {"valid/loss": 0.0, "train/loss": 0.0}))
+    assert longer.keys() == ("valid/loss", "train/loss")
+    assert stop(attrs.evolve(state, history=longer)).stop is None
+    halt_on_nonfinite()(attrs.evolve(state, step=n + 1, history=longer))
+    assert touched
+    assert all(index in (n, slice(n, n + 1)) for index in touched)
+
+
+# --- closing records
+
+
+def test_closing_records_are_shown_and_compared_as_what_they_are():
+    made = History([Record(0, 5, {"valid/loss": 2}, closing=True), Record(1, 10, {"valid/loss": 1})])
+    assert [row.split() for row in repr(made).splitlines()[1:]] == [["0", "5", "2", "0.0"], ["1", "10", "1", "0.0"]]
+    assert [row.get("closing") for row in made.to_dicts()] == [True, None]
+    assert Record(0, 5, {}) != Record(0, 5, {}, closing=True)
+    assert "closing" in made[0]._repr_html_() and "closing" not in made[1]._repr_html_()
 
 
 # --- reading
@@ -359,6 +489,9 @@ def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_
         ("F1_macro", {}, "best 2"),
         ("loss", {"mode": "max"}, "best 2"),
         ("accuracy", {"mode": {"accuracy": "min"}}, "best 1"),
+        ("error", {}, "best 1"),
+        ("bleu", {}, None),  # its name says nothing
+        ("loss_of_accuracy", {}, None),  # or two things
         ("score", {"mode": {"score": "max"}}, "best 2"),
         ("score", {"mode": {"valid/score": "max"}}, "best 2"),  # by its whole name
         ("accuracy", {"mode": {"valid/accuracy": "min"}}, "best 1"),
@@ -367,7 +500,7 @@ def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_
 )
 def test_a_plot_marks_the_lowest_or_the_highest_as_the_metric_wants(metric, settings, best):
     (axis,) = plot(history(1, 2, key=f"valid/{metric}"), **settings).axes
-    assert [label for label in lines(axis) if label.startswith("best")] == [best]
+    assert [label for label in lines(axis) if label.startswith("best")] == [best] * (best is not None)
 
 
 @pytest.mark.parametrize("mode", ["low", {"loss": "low"}, {"valid/loss": "low"}])

@@ -168,7 +168,7 @@ def test_frames_of_torchmetrics_are_called_from_hidden_ones():
 def test_the_note_names_a_predicate_that_says_when_to_evaluate():
     with pytest.raises(Mistake) as caught:
         MISTAKES["evaluate_every"]()
-    assert caught.value.__notes__ == ["while in when(mistake), train, epoch 0, batch 1, step 1"]
+    assert caught.value.__notes__ == ["while in when(mistake), train, epoch 1, batch 1, step 1"]
 
 
 # --- what is rendered
@@ -208,7 +208,7 @@ def test_ipython_shows_the_users_line_and_the_note(mode, tmp_path):
     (arrow,) = [line for line in after.splitlines() if line.startswith("---->")]
     assert arrow.endswith("return ((model(x) - y) ** 2).mean() + undefined")
     assert after.rstrip().endswith(
-        "NameError: name 'undefined' is not defined\nwhile in the loss function loss_fn, train, epoch 0, batch 0, step 0"
+        "NameError: name 'undefined' is not defined\nwhile in the loss function loss_fn, train, epoch 1, batch 0, step 0"
     )
 
 
@@ -236,4 +236,4 @@ def test_pytest_shows_the_users_lines_and_the_note(tmp_path):
     assert done.returncode == 1 and "2 failed" in done.stdout
     assert "fnloop/" not in done.stdout, done.stdout
     assert done.stdout.count(">       assert batch.mean() == 2.0") == 2
-    assert "while in the loss function loss_fn, train, epoch 0, batch 0, step 0" in done.stdout
+    assert "while in the loss function loss_fn, train, epoch 1, batch 0, step 0" in done.stdout

@@ -11,7 +11,7 @@ from fnloop._checkpoint import contents, position_of
 from fnloop._checks import described, folder_path, integer, metric_name
 from fnloop._files import CheckpointError, Contents, manifest_of, write
 from fnloop._folders import candidates, claim, prune, release
-from fnloop._history import better
+from fnloop._monitor import better, check_monitored, mode_of
 from fnloop._processes import main_only
 from fnloop._state import RECORD, TrainState
 
@@ -79,8 +79,9 @@ class checkpoint:
                 raise TypeError(f"checkpoint expects {name} as True or False; got {described(value)}")
         self.background, self.on_exception = background, on_exception
         self.best = None if best is None else metric_name("checkpoint", "best", best)
-        better(0.0, 0.0, mode or "min")  # checks the mode
-        self.mode = mode or "min"
+        if mode is not None:
+            better(0.0, 0.0, mode)  # checks it
+        self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
         self._owed = False  # whether a save was due since the last evaluation, which the metric is not known of
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -113,7 +114,8 @@ class checkpoint:
 
     def __call__(self, state: TrainState) -> TrainState:
         self._wait()
-        self._check_best(state)
+        if self.best is not None and RECORD in state.news:
+            check_monitored("checkpoint", self.best, state)
         if self._saved is None or self._saved() is not state:
             self._saved, self._owed = weakref.ref(state), not self._has_value(state)
             what = contents(state)
@@ -162,14 +164,6 @@ class checkpoint:
     def _has_value(self, state: TrainState) -> bool:
         """Return whether the metric that the best are kept by was measured at this boundary, or none was asked for."""
         return self.best is None or (RECORD in state.news and self.best in state.history[-1].metrics)
-
-    def _check_best(self, state: TrainState) -> None:
-        """Raise if an evaluation has other metrics than the one that the best are kept by."""
-        if self.best is None or RECORD not in state.news or self.best in state.history:
-            return
-        metrics, loader = state.history[-1].metrics, self.best.split("/", 1)[0]
-        if any(name.startswith(f"{loader}/") for name in metrics):
-            raise KeyError(f"checkpoint: there is no metric {self.best!r}; there are: {', '.join(metrics)}")
 
     def _write_and_note(self, what: Contents, name: str) -> None:
         try:

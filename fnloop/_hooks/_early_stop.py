@@ -6,7 +6,9 @@ import math
 
 import attrs
 
-from fnloop._history import better
+from fnloop._checks import integer, metric_name, number
+from fnloop._history import Fold, Record
+from fnloop._monitor import better, check_monitored, mode_of
 from fnloop._processes import merged
 from fnloop._state import RECORD, UPDATE, TrainState
 from fnloop._types import Call
@@ -18,26 +20,30 @@ __all__ = ["early_stop", "halt_on_nonfinite"]
 class early_stop:
     """Stop when a metric has not improved for ``patience`` evaluations.
 
-    A function of the history: it keeps nothing, so it holds after a resume. NaN is worse than anything.
+    A function of the history: what it keeps is a cache of it, so it holds after a resume. NaN is worse than anything. Closing
+    records, which a run makes where it ends between two evaluations, do not count.
 
     Args:
         key: the metric, such as "valid/loss".
-        patience: evaluations without improvement after which to stop; at least 1.
+        patience: evaluations without improvement after which to stop; at least 1, which others call 0.
         min_delta: by how much better a value must be to be an improvement; equal is none.
-        mode: "min" if lower is better, "max" if higher.
+        mode: "min" if lower is better, "max" if higher. None is by the name after the loader's: "loss" and "error" are to fall;
+            "acc", "f1", "auc", "precision" and "recall" are to rise. A name that does not say it needs a mode.
         reference: what a value is compared with: "accepted", the last value that was an improvement, so that small
             gains add up; or "best", the best value so far, so that each gain must exceed ``min_delta`` by itself.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as it is worse than this, or NaN.
         min_epochs: never stop before so many epochs are completed.
         min_steps: never stop before so many updates are applied.
+        check_finite: stop as soon as the metric is NaN or infinite.
 
     Returns:
         A hook.
 
     Raises:
-        ValueError: a setting is out of range.
-        KeyError: at the first evaluation: there is no such metric; the message names those that there are.
+        ValueError: a setting is out of range, or mode is None and the name does not say it.
+        KeyError: when a run starts: there is no such loader. At its first evaluation: there is no such metric. The message
+            names those that there are.
 
     Example:
         >>> import fnloop as fl, torch
@@ -46,7 +52,7 @@ class early_stop:
         >>> stop = early_stop("train/loss", patience=2, mode="max")
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), worse, epochs=100, hooks=(stop,))
         >>> state.epoch, state.stop
-        (3, 'early_stop: train/loss has not improved on 0 for 2 evaluations')
+        (3, 'early_stop: train/loss has not improved on 0 for 2 evaluations (higher is better)')
 
     Source: Prechelt, 1998, https://doi.org/10.1007/3-540-49430-8_3
     """
@@ -54,68 +60,74 @@ class early_stop:
     key: str
     patience: int = 3
     min_delta: float = 0.0
-    mode: str = "min"
+    mode: str | None = None
     reference: str = attrs.field(default="accepted", kw_only=True)
     stopping_threshold: float | None = attrs.field(default=None, kw_only=True)
     divergence_threshold: float | None = attrs.field(default=None, kw_only=True)
     min_epochs: int = attrs.field(default=0, kw_only=True)
     min_steps: int = attrs.field(default=0, kw_only=True)
+    check_finite: bool = attrs.field(default=True, kw_only=True)
+    _waited: Fold = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.key, str):
-            raise TypeError(f'early_stop expects the name of a metric, such as "valid/loss"; got {self.key!r}')
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise ValueError(f"early_stop expects patience >= 1, a number of evaluations; got {self.patience!r}")
-        if not self.min_delta >= 0:
-            raise ValueError(f"early_stop expects min_delta >= 0; got {self.min_delta!r}. Its direction follows from mode")
+        metric_name("early_stop", "key", self.key)
+        of = "a number of evaluations"
+        if self.patience == 0 and not isinstance(self.patience, bool):
+            of += " (1 is what others call 0: stop at the first one without improvement)"
+        integer("early_stop", "patience", self.patience, of)
+        number("early_stop", "min_delta", self.min_delta, "in the direction of mode", least=0)
         if self.reference not in ("accepted", "best"):
             raise ValueError(f'early_stop expects reference="accepted" or "best"; got {self.reference!r}')
-        better(0.0, 0.0, self.mode)  # checks the mode
+        mode_of("early_stop", self.key, self.mode)  # checks it
+        object.__setattr__(self, "_waited", Fold(self._wait))
+
+    @property
+    def monitors(self) -> str:
+        """The metric that is watched."""
+        return self.key
 
     def __repr__(self) -> str:
-        settings = {f.name: getattr(self, f.name) for f in attrs.fields(early_stop)}
-        changed = {f.name: settings[f.name] for f in attrs.fields(early_stop) if settings[f.name] != f.default}
+        fields = [f for f in attrs.fields(early_stop) if f.init]
+        changed = {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
         key = changed.pop("key")
         return repr(Call(early_stop, (key,), changed))
 
     def __call__(self, state: TrainState) -> TrainState:
-        if RECORD not in state.news or not self._evaluated(state):
+        if RECORD not in state.news or not check_monitored("early_stop", self.key, state) or state.history[-1].closing:
             return state
-        if state.epoch < self.min_epochs or state.step < self.min_steps:
+        reason = self._verdict(state)
+        if reason is None or state.epoch < self.min_epochs or state.step < self.min_steps:
             return state
-        reason = self._verdict(state.history[self.key])
-        return attrs.evolve(state, stop=f"early_stop: {self.key} {reason}") if reason else state
+        return attrs.evolve(state, stop=f"early_stop: {self.key} {reason}")
 
-    def _evaluated(self, state: TrainState) -> bool:
-        """Say whether the newest record has the metric; if it should have it and has not, say what there is."""
-        metrics = state.history[-1].metrics
-        if self.key in metrics:
-            return True
-        loader = self.key.split("/", 1)[0]
-        expected = ("train", *(state.run.evaluated if state.run else ()))  # a record may have nothing of one of them
-        waits = loader in expected and not any(name.startswith(f"{loader}/") for name in metrics)
-        if not waits and self.key not in state.history.keys():  # noqa: SIM118  # no mapping
-            raise KeyError(f"early_stop: there is no metric {self.key!r}; there are: {', '.join(metrics)}")
-        return False
+    def _wait(self, before: tuple[float, int] | None, record: Record) -> tuple[float, int] | None:
+        """Return what the next value is compared with, and how many did not improve on it."""
+        if record.closing or self.key not in record.metrics:
+            return before
+        value, mode = record.metrics[self.key], mode_of("early_stop", self.key, self.mode)
+        if before is None:
+            return value, 0
+        reference, waited = before
+        margin = -self.min_delta if mode == "min" else self.min_delta
+        improved = better(value, reference + margin, mode)
+        if improved or (self.reference == "best" and better(value, reference, mode)):
+            reference = value
+        return reference, 0 if improved else waited + 1
 
-    def _improves(self, value: float, reference: float) -> bool:
-        margin = -self.min_delta if self.mode == "min" else self.min_delta
-        return better(value, reference + margin, self.mode)
-
-    def _verdict(self, values: tuple[float, ...]) -> str | None:
-        newest = values[-1]
-        if self.stopping_threshold is not None and better(newest, self.stopping_threshold, self.mode):
-            return f"reached {newest:g}, better than {self.stopping_threshold:g}"
-        if self.divergence_threshold is not None and better(self.divergence_threshold, newest, self.mode):
-            return f"diverged to {newest:g}, worse than {self.divergence_threshold:g}"
-        reference, waited = values[0], 0
-        for value in values[1:]:
-            improved = self._improves(value, reference)
-            waited = 0 if improved else waited + 1
-            if improved or (self.reference == "best" and better(value, reference, self.mode)):
-                reference = value
+    def _verdict(self, state: TrainState) -> str | None:
+        """Return why to stop, or None."""
+        newest, mode = state.history[-1].metrics[self.key], mode_of("early_stop", self.key, self.mode)
+        direction = "(lower is better)" if mode == "min" else "(higher is better)"
+        if self.check_finite and not math.isfinite(newest):
+            return f"is not finite: {newest}"
+        if self.stopping_threshold is not None and better(newest, self.stopping_threshold, mode):
+            return f"reached {newest:g}, better than {self.stopping_threshold:g} {direction}"
+        if self.divergence_threshold is not None and better(self.divergence_threshold, newest, mode):
+            return f"diverged to {newest:g}, worse than {self.divergence_threshold:g} {direction}"
+        reference, waited = self._waited(state.history)
         if waited >= self.patience:
-            return f"has not improved on {reference:g} for {waited} evaluations"
+            evaluations = "1 evaluation" if waited == 1 else f"{waited} evaluations"
+            return f"has not improved on {reference:g} for {evaluations} {direction}"
         return None
 
 
@@ -141,14 +153,13 @@ class halt_on_nonfinite:
         >>> batches = [torch.tensor([float("nan")])] * 3
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=(halt_on_nonfinite(),))
         >>> state.stop
-        'halt_on_nonfinite: the training loss became nan between steps 1 and 3'
+        'halt_on_nonfinite: the training loss became nan between steps 1 and 3; to stop at once: halt_on_nonfinite(steps=1)'
     """
 
     steps: int = 100
 
     def __attrs_post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"halt_on_nonfinite expects steps >= 1, the updates between two looks; got {self.steps!r}")
+        integer("halt_on_nonfinite", "steps", self.steps, "the updates between two looks")
 
     def __call__(self, state: TrainState) -> TrainState:
         if RECORD in state.news:
@@ -159,6 +170,10 @@ class halt_on_nonfinite:
             return state
         if math.isfinite(loss):
             return state
-        before = max((r.step for r in state.history if r.step < state.step), default=0)  # all that is known for certain
-        interval = f"between steps {before + 1} and {state.step}" if before + 1 < state.step else f"at step {state.step}"
-        return attrs.evolve(state, stop=f"halt_on_nonfinite: the training loss became {loss} {interval}")
+        # The last report is all that is known for certain; another run may have made it, without this hook.
+        before = next((r.step for r in reversed(state.history) if r.step < state.step and not r.closing), 0)
+        reason = f"halt_on_nonfinite: the training loss became {loss} "
+        if before + 1 == state.step:
+            return attrs.evolve(state, stop=f"{reason}at step {state.step}")
+        offer = "; to stop at once: halt_on_nonfinite(steps=1)" if self.steps > 1 else ""
+        return attrs.evolve(state, stop=f"{reason}between steps {before + 1} and {state.step}{offer}")

@@ -78,14 +78,14 @@ class live_plot:
         return repr(Call(live_plot, (str(self.file),) if self.file else (), changed))
 
     def __call__(self, state: TrainState) -> TrainState:
-        if state.backend.rank == 0 and state.history is not self._drawn and state.history.keys():
-            self._waiting = state.history
-            if time.monotonic() >= self._next:
-                self._draw()
+        self._look(state)
+        if self._waiting is not None and time.monotonic() >= self._next:
+            self._draw()
         return state
 
     def flush(self, state: TrainState) -> TrainState:
         """Draw the last report, when the run ends."""
+        self._look(state)
         self._draw()
         return state
 
@@ -94,6 +94,11 @@ class live_plot:
         with contextlib.suppress(Exception):  # what ended the run is more important
             self._draw()
         self._output, self._waiting, self._drawn, self._next = _show.Display(), None, None, 0.0
+
+    def _look(self, state: TrainState) -> None:
+        """Let a history that has not been drawn wait for its turn."""
+        if state.backend.rank == 0 and state.history is not self._drawn and state.history.keys():
+            self._waiting = state.history
 
     def _draw(self) -> None:
         if self._waiting is None:

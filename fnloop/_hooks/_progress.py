@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fnloop import _show
-from fnloop._history import History, table
+from fnloop._history import History, Record, table
 from fnloop._metrics import Last, read
 from fnloop._state import EPOCH, RECORD, TrainState
 
@@ -98,12 +98,16 @@ class _Lines:
 
     def __init__(self, file: TextIO) -> None:
         self.file = file
+        self.printed: Record | None = None  # the last one
 
     def boundary(self, state: TrainState, done: int) -> None:
         if RECORD in state.news:
+            self.printed = state.history[-1]
             print(_line(state), file=self.file, flush=True)
 
-    def flush(self, state: TrainState, done: int) -> None: ...
+    def flush(self, state: TrainState, done: int) -> None:
+        if RECORD in state.news and state.history[-1].closing and state.history[-1] is not self.printed:
+            self.boundary(state, done)
 
     def close(self) -> None: ...
 
@@ -151,6 +155,8 @@ class _Cell:
         self.output = _show.Display()
         self.history = History()
         self.first: int | None = None  # how many records there were before this run
+        self.names: dict[str, None] = {}  # of the metrics since then, and in how many records they were found
+        self.known = 0
         self.epoch, self.done, self.total = "", 0, None  # of the bar
         self.facts = ""
         self.began, self.initial, self.seen = 0.0, 0, 0.0  # when the epoch began, how far it was then, the last boundary
@@ -163,7 +169,8 @@ class _Cell:
             self.first, self.began, self.initial = len(state.history) - (RECORD in state.news), now, done
         elif epoch != self.epoch:
             self.began, self.initial = self.seen, 0
-        self.history, self.seen, self.over = state.history, now, False
+        self.seen, self.over = now, False
+        self.read(state.history)
         self.epoch, self.done, self.total = epoch, done, state.run and state.run.steps_per_epoch
         if now >= self.next:
             self.facts, self.next = _facts(state), now + self.refresh
@@ -171,7 +178,8 @@ class _Cell:
 
     def flush(self, state: TrainState, done: int) -> None:
         """Draw the end of the run, and why it came, if that is before the target."""
-        self.history, self.over = state.history, True
+        self.read(state.history)
+        self.over = True
         if EPOCH not in state.news:
             self.facts = _facts(state)
         self.draw(bar=EPOCH not in state.news, note=f"stopped: {state.stop}" if state.stop else "")
@@ -180,10 +188,20 @@ class _Cell:
         if not self.over:
             self.draw(note="the run ended here")
 
+    def read(self, history: History) -> None:
+        """Take note of the records that are new."""
+        if len(history) < self.known:  # a hook has gone back to a snapshot
+            self.names, self.known = {}, self.first or 0
+        if len(history) > self.known:
+            new = history._since(max(self.known, self.first or 0))
+            self.names.update(dict.fromkeys(name for record in new for name in record.metrics))
+            self.known = len(history)
+        self.history = history
+
     def draw(self, bar: bool = True, note: str = "") -> None:
         html, text = [], []
-        if records := self.history[self.first :]:
-            rows = table(records, ROWS)
+        if len(self.history) > (self.first or 0):
+            rows = table(self.history, ROWS, self.first or 0, [*self.names])
             html.append(_show.table(rows))
             text.append(_show.table_text(rows, fixed=2))
         if bar:

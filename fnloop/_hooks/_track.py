@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from fnloop._history import Record
 from fnloop._metrics import Last, read
 from fnloop._state import RECORD, TrainState
 from fnloop._tracker import read_tracker
@@ -76,6 +77,7 @@ class track:
         given = {"folder": folder, "project": project}  # and nothing else: there may be keys among the settings
         self._call = Call(track, (self._tracker.name,), {k: v for k, v in given.items() if v is not None})
         self._open = self._configured = False
+        self._sent: Record | None = None  # the last one
 
     def __repr__(self) -> str:
         return repr(self._call)
@@ -85,8 +87,13 @@ class track:
             if not self._open:
                 self._start(state)
             if RECORD in state.news:
-                record = state.history[-1]
-                self._tracker.log({**record.metrics, **_rates(state, record.metrics)}, record.step)
+                self._log(state)
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Send the record that the end of the run has made, if it has made one."""
+        if self._open and RECORD in state.news and state.history[-1].closing:
+            self._log(state)
         return state
 
     def close(self) -> None:
@@ -97,6 +104,12 @@ class track:
                 self._tracker.finish()
             except Exception as error:
                 logging.getLogger("fnloop").error("%r: could not be closed: %s", self, error)
+
+    def _log(self, state: TrainState) -> None:
+        record = state.history[-1]
+        if record is not self._sent:
+            self._sent = record
+            self._tracker.log({**record.metrics, **_rates(state, record.metrics)}, record.step)
 
     def _start(self, state: TrainState) -> None:
         self._tracker.start(state.step)

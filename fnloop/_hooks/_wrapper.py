@@ -5,8 +5,11 @@ A hook is a function ``state -> state``. An object that is one may also have:
     begin(state) -> state   called before the first update of a run; ``state.run`` is known. It may raise.
     poll(state) -> state    called at a boundary where ``every`` or ``when`` does not call the hook
     flush(state) -> state   called after the last boundary of a run, and on SIGUSR1
-    failed(state, error)    called when a run fails, with the last consistent state
+    failed(state, error)    called when a run in one process fails by an Exception, with the last consistent state, if there is
+                            one. The exception has its note already, and is raised afterwards in any case.
     close()                 called when the run is left, by an exception too
+    monitors                the name of the metric that it watches, such as "valid/loss", or None
+    reports                 names of metrics that it adds to records itself
 """
 
 from __future__ import annotations

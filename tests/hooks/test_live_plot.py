@@ -74,7 +74,7 @@ def test_it_draws_a_history_once(tmp_path, drawn, clock):
 
 def test_it_draws_what_was_reported_between_its_turns(tmp_path, drawn):
     run(fl.every(steps=3)(live_plot(tmp_path / "run.svg", refresh=0)))  # an epoch has two
-    assert records(drawn) == [1, 3, 4]
+    assert records(drawn) == [1, 3, 4, 5]  # the last report of a run is always drawn
 
 
 def test_an_exception_leaves_the_last_report_drawn(tmp_path, drawn, clock):
@@ -112,8 +112,13 @@ def test_its_settings_are_those_of_plot(tmp_path, drawn):
     assert drawn == [(1, {"mode": "max", "x": "epoch"})]
 
 
-def test_without_a_record_or_a_metric_there_is_no_picture(tmp_path):
-    run(live_plot(tmp_path / "run.svg"), epochs=None, steps=1)
+def test_a_record_that_a_stopped_run_makes_at_its_end_is_drawn(tmp_path, drawn):
+    stop = fl.when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough"))
+    fl.fit(STEP, toy(), [ONE] * 2, epochs=5, hooks=(live_plot(tmp_path / "run.svg", refresh=0), stop))
+    assert records(drawn) == [1, 2]
+
+
+def test_without_a_metric_there_is_no_picture(tmp_path):
     skips = fl.Middleware("skips", forward=lambda step: lambda state, batch: skipped(*step(state, batch)))
     state = fl.fit(fl.pipeline(skips)(toy_loss), toy(), [ONE], hooks=(live_plot(tmp_path / "run.svg"),))
     assert [record.metrics for record in state.history] == [{}]

@@ -149,7 +149,22 @@ def test_a_run_that_a_hook_stops_finishes_its_bar_there(clock, stops_first):
     fl.fit(STEP, toy(), [ONE] * 4, hooks=(stop, show) if stops_first else (show, stop))
     (bar,) = file.bars()
     assert "| 2/4 [" in bar
-    assert bar.endswith(", loss -0.5, lr 1]")  # the mean of 0 and -1
+    assert bar.endswith(", train/loss -0.5, lr 1]")  # the mean of 0 and -1
+
+
+@pytest.mark.parametrize("stops_first", [True, False], ids=["before it", "behind it"])
+def test_a_run_that_a_hook_stops_prints_its_record_once(stops_first):
+    file = io.StringIO()
+    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    show = progress(file=file)
+    fl.fit(STEP, toy(), ([ONE] * 4, [ONE]), hooks=(stop, show) if stops_first else (show, stop))
+    assert file.getvalue() == "epoch 1  step 2  train/loss -0.5  valid/loss -2\n"
+
+
+def test_a_run_that_reaches_its_steps_within_an_epoch_prints_its_record_once():
+    file = io.StringIO()
+    fl.fit(STEP, toy(), ([ONE] * 4, [ONE]), steps=2, hooks=(progress(file=file),))
+    assert file.getvalue() == "epoch 1  step 2  train/loss -0.5  valid/loss -2\n"
 
 
 def test_a_run_that_reaches_its_steps_within_an_epoch_finishes_its_bar_there(clock):
@@ -157,7 +172,7 @@ def test_a_run_that_reaches_its_steps_within_an_epoch_finishes_its_bar_there(clo
     fl.fit(STEP, toy(), [ONE] * 10, steps=4, hooks=(progress(file=file),))
     (bar,) = file.bars()
     assert "| 4/10 [" in bar
-    assert bar.endswith(", loss -1.5, lr 1]")  # the mean of 0, -1, -2 and -3
+    assert bar.endswith(", train/loss -1.5, lr 1]")  # the mean of 0, -1, -2 and -3
 
 
 def test_a_run_that_goes_on_within_an_epoch_counts_from_there(clock):
@@ -277,6 +292,17 @@ def test_in_a_cell_the_table_grows_above_the_bar(cell, clock):
     assert last_but_one[-1] == "epoch 2/2: 100% 4/4 [00:04<00:00,  1.00step/s, train/loss -5.5, lr 1]"
 
 
+def test_a_cell_has_a_column_for_every_metric_of_its_run_and_none_of_another(cell, clock):
+    """The middle of 25 records is left out, and the only ones with a metric of "valid" are there."""
+    hook, hours = progress(), 13
+    state = fl.fit(STEP, toy(), {"train": [ONE], "test": [ONE]}, hooks=())
+    seldom = fl.when(lambda state: state.step == hours)
+    fl.fit(STEP, state, {"train": [ONE], "valid": [ONE]}, epochs=26, hooks=(hook,), evaluate_every=seldom)
+    head, *rows = cell.outputs[0][-1]
+    assert head.split() == ["epoch", "step", "train/loss", "valid/loss", "seconds"]
+    assert [row.split()[0] for row in rows] == [*map(str, range(2, 12)), "…", *map(str, range(17, 27))]
+
+
 def test_a_cell_shows_the_records_of_its_own_run(cell, clock):
     hook = progress()
     state = fl.fit(STEP, toy(), [ONE], epochs=2, hooks=(hook,))
@@ -295,7 +321,9 @@ def test_a_cell_leaves_out_the_middle_of_a_long_run(cell, clock):
 def test_a_run_that_is_stopped_says_why_below_its_bar(cell, clock):
     stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
     fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(), stop))
-    assert cell.outputs[0][-1] == ["epoch 1/1:  50% 2/4 [00:00<?, ?step/s, loss -0.5, lr 1]", "stopped: enough"]
+    *table, bar, note = cell.outputs[0][-1]
+    assert [line.split()[:3] for line in table] == [["epoch", "step", "train/loss"], ["0", "2", "-0.5"]]
+    assert (bar, note) == ("epoch 1/1:  50% 2/4 [00:00<?, ?step/s, train/loss -0.5, lr 1]", "stopped: enough")
 
 
 def test_an_exception_leaves_the_bar_at_the_last_update(cell, clock):

@@ -213,6 +213,14 @@ def test_rarely_called_it_sends_the_records_of_those_moments():
     assert [call[0] for call in CALLS if isinstance(call[0], int)] == [2, 4]
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
+def test_the_record_at_the_end_of_a_run_is_sent_once(stops):
+    stop = fl.when(lambda state: stops and state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    fl.fit(fl.pipeline()(toy_loss), toy(), (ONE * 5, ONE), steps=2 + stops, hooks=(fl.track(Fake), stop))
+    sent = [call for call in CALLS if isinstance(call[0], int)]
+    assert sent == [(2, {"train/loss": -0.5, "valid/loss": -2.0, "train/lr": 1.0})]
+
+
 def test_only_the_first_process_sends():
     train(fl.track(Fake), attrs.evolve(toy(), backend=Backend("cpu", rank=1, world_size=1)))
     assert CALLS == []

@@ -1,0 +1,94 @@
+"""A run with workers, all of whose processes are sent SIGTERM twice; run as a script, it prints how each attempt ended.
+
+Schedulers signal a job again and again. The first signal stops the run, the second one kills the workers.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+
+class Slow(Dataset):
+    """Ones, each of which takes its time."""
+
+    def __init__(self, n, seconds):
+        self.n, self.seconds = n, seconds
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        time.sleep(self.seconds)
+        return torch.ones(())
+
+
+class Lingers:
+    """A hook that takes its time to finish, in which workers die; and says when a run may be signalled."""
+
+    def __init__(self, pipe, moment):
+        self.pipe, self.moment = pipe, moment
+
+    def __call__(self, state):
+        if self.moment == "training" and state.step == 2:
+            os.write(self.pipe, b".")
+        return state
+
+    def flush(self, state):
+        for _ in range(100):
+            time.sleep(0.001)
+        return state
+
+
+def train(folder, moment, pipe):
+    """Train until the signal comes, and return what is left of it."""
+
+    def loss_fn(model, batch):
+        if moment == "evaluation" and not model.training:
+            os.write(pipe, b".")
+        return toy_loss(model, batch)
+
+    loaders = {name: DataLoader(Slow(n, 0.002), 2, num_workers=2) for name, n in (("train", 20), ("valid", 2000))}
+    hooks = (Lingers(pipe, moment), fl.every(epochs=1)(fl.checkpoint(folder)))
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, epochs=1000, hooks=hooks)
+    saved = fl.resume(folder, toy())
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return {"stop": state.stop, "step": state.step, "saved": saved.step, "epoch": saved.epoch}
+
+
+def attempt(folder, moment, between=0.005):
+    """Train in a process of its own session, signal all of it twice, and return how it ended."""
+    ready, pipe = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            Path(folder, "result").write_text(json.dumps(train(Path(folder, "runs"), moment, pipe)))
+        except BaseException:
+            Path(folder, "error").write_text(traceback.format_exc())
+        finally:
+            os._exit(0)
+    os.read(ready, 1)
+    for _ in range(2):
+        os.killpg(pid, signal.SIGTERM)
+        time.sleep(between)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found = {path.name: path.read_text() for path in Path(folder).iterdir() if path.is_file()}
+    return {"status": status, "error": found.get("error", ""), **json.loads(found.get("result", "{}"))}
+
+
+if __name__ == "__main__":
+    folder, moment, attempts = sys.argv[1:]
+    torch.set_num_threads(1)
+    for n in range(int(attempts)):
+        Path(folder, str(n)).mkdir()
+        print(json.dumps(attempt(Path(folder, str(n)), moment)), flush=True)
