@@ -25,12 +25,13 @@ from fnloop._sharded import is_sharded
 from fnloop._types import Metric
 
 __all__ = [
-    "EPOCH", "RECORD", "UPDATE", "RunInfo", "Share", "StaleStateError", "TrainState",
+    "EPOCH", "RECORD", "SCHEDULED", "UPDATE", "RunInfo", "Share", "StaleStateError", "TrainState",
     "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "fenced", "look_again", "newest", "now",
     "parameters", "put", "share_of", "snapshot", "suspended", "tell_share", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
+SCHEDULED = "scheduled_"  # group["scheduled_lr"]: what a schedule has set group["lr"] to, to see if another hand has since
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
 

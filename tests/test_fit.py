@@ -415,7 +415,8 @@ def test_a_hook_that_goes_back_goes_back_in_the_data_too(at):
         fl.when(lambda state: state.step == at)(fl.once(lambda state: kept[0], name="back")),
     )
     state = fl.fit(halving, toy(), loaders, epochs=2, hooks=hooks)
-    assert_same(attrs.evolve(state, slots={}), fl.fit(halving, toy(), loaders, epochs=2, hooks=()))
+    slots = {name: value for name, value in state.slots.items() if not name.startswith("once:")}
+    assert_same(attrs.evolve(state, slots=slots), fl.fit(halving, toy(), loaders, epochs=2, hooks=()))
 
 
 @pytest.mark.parametrize(
