@@ -108,9 +108,6 @@ def _keep_scheduled(group: dict[str, Any]) -> None:
 # --- what a graph takes for granted
 
 
-_APART = ("params", SCHEDULED)  # what is looked at elsewhere, and what no update reads
-
-
 class Watch:
     """What graphs of a model and an optimizer take for granted: they wouldn't notice if it changed.
 
@@ -124,7 +121,8 @@ class Watch:
         self.modules = list(self.model.modules())
         every = (*self.model.parameters(), *self.model.buffers(), *parameters(state))
         self.tensors = list({id(t): t for t in every if t.layout is torch.strided}.values())
-        self.settings = [(group, key) for group in groups for key in group if not key.startswith(_APART)]
+        settings = ((group, key) for group in groups for key in group)
+        self.settings = [(group, key) for group, key in settings if key != "params" and not key.startswith(SCHEDULED)]
         self.numbers = [(vars(m).get, [k for k, v in vars(m).items() if isinstance(v, NUMBER)]) for m in self.modules]
         self.take()
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fnloop._checks import described
 from fnloop._metrics import Last
 from fnloop._state import SCHEDULED, UPDATE, RunInfo, TrainState, put
 from fnloop._steps import report
@@ -44,7 +46,8 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
         A middleware of the step ring.
 
     Raises:
-        TypeError: ``fn`` is not a function.
+        TypeError: ``fn`` is not a function, or ``field`` not a name. When it runs: ``fn`` returns something else than a
+            number.
         ValueError: when it runs: the groups have no such number, ``fn`` needs a length that isn't known, or a group has
             another value than the schedule had set and the same initial value. A tensor that was changed in place
             is not seen, as that takes a host read.
@@ -58,6 +61,10 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
         -2.5
     """
     check_schedule("schedule", fn)
+    if not isinstance(field, str) or not field:
+        raise TypeError(
+            f'schedule expects field as the name of a number of the parameter groups, such as "lr"; got {described(field)}'
+        )
     name, initial = f"schedule({field})", f"initial_{field}"
     last, last_initial = SCHEDULED + field, SCHEDULED + initial
 
@@ -91,11 +98,17 @@ def schedule(fn: Callable[[int, int | None], float], field: str = "lr") -> Any:
 def _factor(fn: Callable[[int, int | None], float], state: TrainState, total: int | None) -> float:
     __tracebackhide__ = True
     try:
-        return fn(state.step, total)
+        factor = fn(state.step, total)
     except (TypeError, ValueError) as error:
         if total is None:
             raise ValueError(_unknown_length(f"schedule({name_of(fn)})", state)) from error
         raise
+    if type(factor) is not float and not isinstance(factor, Real | Tensor):
+        raise TypeError(
+            f"schedule({name_of(fn)}) must return a number, the factor on the initial value; at step {state.step} of {total} "
+            f"it returned {described(factor)}"
+        )
+    return factor
 
 
 def _check_own(group: dict[str, Any], field: str, name: str) -> None:

@@ -1,6 +1,8 @@
 import textwrap
+from fractions import Fraction
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -105,12 +107,30 @@ def test_a_loader_without_length_asks_for_steps():
     [
         (lambda: fl.schedule(schedules.cosine), TypeError, r"Call it: cosine\(\)"),
         (lambda: fl.schedule(0.5), TypeError, r"such as cosine\(\); got 0.5"),
+        *((lambda f=field: fl.schedule(fractions, field=f), TypeError, 'such as "lr"; got') for field in (None, 5, "", ["lr"])),
+        *(
+            (lambda k=k: schedules.cosine(k=k), ValueError, "cosine expects k")
+            for k in ("x", None, 0, -1.0, True, float("nan"))
+        ),
+        (lambda: schedules.polynomial("x"), ValueError, "polynomial expects power as a number > 0"),
         (lambda: fl.torch_scheduler("cosine"), TypeError, r"torch_scheduler\(lambda opt, run: ...\)"),
     ],
 )
 def test_mistakes_are_found_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("bad", [None, "x", [1.0]])
+def test_what_is_not_a_factor_is_named(bad):
+    with pytest.raises(TypeError, match=r"schedule\(<lambda>\) must return a number.* at step 0 of 1 it returned"):
+        fl.fit(fl.pipeline(fl.schedule(lambda i, total: bad))(toy_loss), toy(), [ONE], hooks=())
+
+
+@pytest.mark.parametrize("factor", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)], ids=repr)
+def test_any_real_number_is_a_factor(factor):
+    state = fl.fit(fl.pipeline(fl.schedule(lambda i, total: factor))(toy_loss), toy(), [ONE] * 2, hooks=())
+    assert state.model.w.item() == -1.0
 
 
 def test_an_unknown_field_names_those_that_there_are():
