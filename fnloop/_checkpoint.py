@@ -42,7 +42,7 @@ from fnloop._monitor import better
 from fnloop._processes import any_process, gather_objects, main_only
 from fnloop._rng import SEED_BITS, HostGenerators
 from fnloop._sharded import full, like_sharded
-from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended, unwrap
+from fnloop._state import RECORD, SCHEDULED, TrainState, advance_to, check_fresh, suspended, unwrap
 
 __all__ = ["CheckpointError", "best", "contents", "latest", "position_of", "restore", "resume", "save"]
 
@@ -483,6 +483,9 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
     def load() -> None:
         for group, values in zip(optimizer.param_groups, settings, strict=False):
             for key, value in values.items():
+                if key.startswith(SCHEDULED):  # may be the very tensor that the learning rate is
+                    group[key] = value
+                    continue
                 held, now = group.get(key), group.get(key.removeprefix("initial_"))
                 if isinstance(held, Tensor):
                     held.copy_(value)
@@ -490,6 +493,7 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
                     group[key] = torch.full_like(now, value)  # as a schedule has made it
                 else:
                     group[key] = value
+            _take_scheduled(group, values)
         for name, (p, _) in parameters.items():
             if f"parameter.{name}" in read.optimizer:
                 p.data.copy_(like_sharded(read.optimizer[f"parameter.{name}"], p))
@@ -498,6 +502,16 @@ def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path
             optimizer.state[parameters[name][0]] = value
 
     return load
+
+
+def _take_scheduled(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Let a group know what a schedule had set when it was saved, and nothing of what one has set in the meantime."""
+    for key in [key for key in group if key.startswith(SCHEDULED)]:
+        field, value = key.removeprefix(SCHEDULED), values.get(key)
+        if value is None:
+            del group[key]
+        else:
+            group[key] = group[field] if value == values.get(field) else value
 
 
 def _on_device(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from fnloop._deal import Deal, Dealt
 from fnloop._joint import Borrowed
 from fnloop._map_style import hardy_workers, is_sized, killable, length_of, map_style, tell_epoch
 from fnloop._processes import agreed, any_process
-from fnloop._rng import FETCH, ORDER, fold_in, own_generator, position_all
+from fnloop._rng import FETCH, ORDER, Generators, fold_in, own_generator, position_all, times_positioned
 
 __all__ = [
     "Loaders", "Source",
@@ -272,7 +272,8 @@ def windows(
     """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches, on the device.
 
     Without an epoch, for evaluation, the order is always the same, and nobody is told of an epoch. Who asks for a window while
-    the one before is still worked on has it fetched and copied meanwhile; with prefetch n > 1, n - 1 more are.
+    the one before is still worked on has it fetched and copied meanwhile; with prefetch n > 1, n - 1 more are, and
+    nothing else is different.
     """
     batches = source.batches(epoch, batch, samples)
     if needs_placing(device):
@@ -283,19 +284,50 @@ def windows(
     return fed if prefetch == 1 else _ahead(fed, prefetch)
 
 
-def _ahead(things: Iterator[Any], n: int) -> Iterator[Any]:
-    """Yield each thing when n of them are there; what goes wrong comes behind those that were there before."""
+class _Fetched(NamedTuple):
+    """What one fetch has given.
+
+    Args:
+        thing: a window, or ``_END``.
+        generators: as the fetch has left them, if it has positioned them.
+        error: what went wrong, or None.
+    """
+
+    thing: Any
+    generators: Generators | None
+    error: Exception | None = None
+
+
+def _fetched(things: Iterator[Any]) -> _Fetched:
     __tracebackhide__ = True
-    queue: deque[Any] = deque()
+    before, thing, error = times_positioned(), _END, None
     try:
-        for thing in things:
-            queue.append(thing)
-            if len(queue) == n:
-                yield queue.popleft()
-    except Exception:
-        yield from queue
-        raise
-    yield from queue
+        thing = next(things, _END)
+    except Exception as raised:
+        error = raised
+    return _Fetched(thing, Generators.capture() if times_positioned() != before else None, error)
+
+
+def _ahead(things: Iterator[Any], n: int) -> Iterator[Any]:
+    """Yield each thing when n of them are there; what goes wrong comes after those that were there before.
+
+    The generators are with each as they would be if it had been fetched just now: as its own fetch has left them, or, where a
+    fetch does not set them (in workers, of a list), as the caller has left them.
+    """
+    __tracebackhide__ = True
+    queue: deque[_Fetched] = deque()
+    while True:
+        found = Generators.capture()
+        try:
+            while len(queue) < n and not (queue and queue[-1].thing is _END):
+                queue.append(_fetched(things))
+        finally:  # an interruption too: a run goes on from here
+            ((queue and queue[0].generators) or found).install()
+        if queue[0].error is not None:
+            raise queue[0].error
+        if queue[0].thing is _END:
+            return
+        yield queue.popleft().thing
 
 
 def _placer(device: torch.device) -> Callable[[Any], Any]:

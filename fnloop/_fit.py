@@ -35,7 +35,7 @@ from fnloop._metrics import Max, absorb, absorb_loss, read
 from fnloop._monitor import check_names
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
 from fnloop._processes import at_home, gather_objects, is_lost, merged, sync_buffers
-from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
+from fnloop._rng import COMPUTE, alone, fold_in, isolated, mix, position_all, positioner, seed_host
 from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
 from fnloop._state import (
     EPOCH,
@@ -91,7 +91,8 @@ def fit(
         evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``,
             ``when(predicate)``, or None for never. A record is appended to the history then, and at every end of an
             epoch; its "train/..." metrics are the means since the epoch began.
-        prefetch: how many windows of batches are fetched, and copied to the device, ahead of the one that is worked on.
+        prefetch: how many windows of batches are fetched, and copied to the device, ahead of the one that is worked on. It
+            changes no number.
 
     Returns:
         The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted"
@@ -101,6 +102,7 @@ def fit(
     Raises:
         StaleStateError: the state has been advanced already.
         TypeError, ValueError: an argument is not what it should be.
+        RuntimeError: another thread is in a ``fit``, ``run``, ``evaluate`` or ``predict``.
         Exception: whatever the loss function, a loader or a hook raises, with a note of where in the run it happened,
             and with the last consistent state as its attribute ``state``.
 
@@ -115,7 +117,7 @@ def fit(
     __tracebackhide__ = True
     checked = _checked(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)
     try:
-        with listening(state.backend.world_size == 1) as signals:
+        with alone(), listening(state.backend.world_size == 1) as signals:  # between two epochs too
             for state in _run(*checked, signals=signals):  # noqa: B007
                 pass
     except RuntimeError as error:

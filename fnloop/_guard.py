@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnloop._encode import as_number
 from fnloop._rng import HostGenerators
-from fnloop._state import TrainState, parameters
+from fnloop._state import SCHEDULED, TrainState, parameters
 from fnloop._types import Output
 
 __all__ = [
@@ -74,6 +74,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Given]:
             rate = torch.as_tensor(rate, dtype=None if isinstance(rate, Tensor) else torch.float32, device=device)
             shared = any(rate is other.get("lr") for other in optimizer.param_groups if other is not group)
             group["lr"] = rate.clone() if shared else rate  # each is filled by itself
+            _keep_scheduled(group)
         if "capturable" in group:
             group["capturable"] = True
         elif "fused" in group:
@@ -91,10 +92,17 @@ def undo_capturable(optimizer: Optimizer, given: list[Given]) -> None:
         group.update(settings)
         if isinstance(rate, Tensor):
             group["lr"] = rate if isinstance(settings["lr"], Tensor) else as_number(rate)
+            _keep_scheduled(group)
         if not (settings.get("capturable", True) or settings.get("fused")):
             for p in group["params"]:
                 values = optimizer.state.get(p, {})
                 values.update({k: v.cpu() for k, v in values.items() if k == "step"})
+
+
+def _keep_scheduled(group: dict[str, Any]) -> None:
+    """Let a schedule take a learning rate for its own that was put into another form."""
+    if f"{SCHEDULED}lr" in group:
+        group[f"{SCHEDULED}lr"] = group["lr"]
 
 
 # --- what a graph takes for granted
@@ -113,7 +121,8 @@ class Watch:
         self.modules = list(self.model.modules())
         every = (*self.model.parameters(), *self.model.buffers(), *parameters(state))
         self.tensors = list({id(t): t for t in every if t.layout is torch.strided}.values())
-        self.settings = [(group, key) for group in groups for key in group if key != "params"]
+        settings = ((group, key) for group in groups for key in group)
+        self.settings = [(group, key) for group, key in settings if key != "params" and not key.startswith(SCHEDULED)]
         self.numbers = [(vars(m).get, [k for k, v in vars(m).items() if isinstance(v, NUMBER)]) for m in self.modules]
         self.take()
 

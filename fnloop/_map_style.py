@@ -81,14 +81,21 @@ class _Fetch(torch.utils.data.Dataset):
 
     def _batch(self, index: Any) -> Any:
         __tracebackhide__ = True
-        if self.together:
-            return self.collate(self.dataset.__getitems__(index))
-        if self.batched:
-            samples = []
-            for i in index:  # a comprehension would be a frame in the traceback, and map ends at a StopIteration
-                samples.append(self.dataset[i])
+        what, of = type(self.dataset).__name__, index
+        try:
+            if self.together:
+                samples = self.dataset.__getitems__(index)
+            elif self.batched:
+                samples = []
+                for of in index:  # a comprehension would be a frame in the traceback, and map ends at a StopIteration
+                    samples.append(self.dataset[of])
+            else:
+                samples = self.dataset[index]
+            what, of = f"the collate_fn of {what}", index
             return self.collate(samples)
-        return self.collate(self.dataset[index])
+        except StopIteration as error:  # which, in a worker, torch would take for the end of the data
+            which = f"samples {of}" if isinstance(of, list) else f"sample {of}"
+            raise RuntimeError(f"{what} raised StopIteration for {which}: an iterator that it reads is at its end") from error
 
 
 def map_style(loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: Deal) -> Iterator[Any]:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,8 +27,9 @@ import numpy as np
 import torch
 
 __all__ = [
-    "COMPUTE", "FETCH", "ORDER", "SEED_BITS", "HostGenerators",
-    "fold_in", "isolated", "mix", "new_seed", "own_generator", "position_all", "positioner", "seed_host",
+    "COMPUTE", "FETCH", "ORDER", "SEED_BITS", "Generators", "HostGenerators",
+    "alone", "fold_in", "isolated", "mix", "new_seed", "own_generator", "position_all", "positioner", "seed_host",
+    "times_positioned",
 ]  # fmt: skip
 
 SEED_BITS = (1 << 64) - 1
@@ -88,6 +91,21 @@ class HostGenerators(NamedTuple):
         np.random.set_state(self.numpy)
 
 
+class Generators(NamedTuple):
+    """Every global generator on the host: all that :func:`position_all` sets."""
+
+    torch: torch.Tensor
+    host: HostGenerators
+
+    @classmethod
+    def capture(cls) -> Generators:
+        return cls(torch.default_generator.get_state(), HostGenerators.capture())
+
+    def install(self) -> None:
+        torch.default_generator.set_state(self.torch)
+        self.host.install()
+
+
 def seed_host(seed: int) -> None:
     """Seed python's and numpy's global generators."""
     np.random.seed(seed & 0xFFFFFFFF)
@@ -113,25 +131,64 @@ def positioner(device: torch.device) -> Callable[[int], Any]:
     return position
 
 
+_times = 0  # that position_all was called
+
+
 def position_all(seed: int) -> None:
     """Set every global generator that the loading of a batch may draw from to a seed."""
+    global _times
+    _times += 1
     torch.default_generator.manual_seed(seed)
     seed_host(seed)
 
 
+def times_positioned() -> int:
+    """Return how often :func:`position_all` was called: what has called it in the meantime has set the generators."""
+    return _times
+
+
+_inside: dict[int, int] = {}  # the process, which may be a fork of another -> the thread that has its generators
+
+
 @contextlib.contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
-    """Give the caller's global generators back as they were."""
-    on_device = None if device.type == "cpu" else torch.get_device_module(device)
-    state, host = torch.get_rng_state(), HostGenerators.capture()
-    device_state = on_device.get_rng_state(device) if on_device else None
+def alone() -> Iterator[None]:
+    """Let no other thread borrow the global generators meanwhile; this one may, any number of times.
+
+    Raises:
+        RuntimeError: another thread has borrowed them.
+    """
+    process, thread = os.getpid(), threading.get_ident()
+    nested = _inside.get(process) == thread
+    if not nested and _inside.setdefault(process, thread) != thread:
+        raise RuntimeError(
+            "fit, run, evaluate and predict position the global random generators, and one of them is at work in another "
+            "thread of this process: each would change the numbers of the other. Call them one after the other, or each in a "
+            "process of its own"
+        )
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        host.install()
-        if on_device:
-            on_device.set_rng_state(device_state, device)
+        if not nested:
+            del _inside[process]
+
+
+@contextlib.contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Give the caller's global generators back as they were.
+
+    Raises:
+        RuntimeError: another thread has borrowed them.
+    """
+    with alone():
+        on_device = None if device.type == "cpu" else torch.get_device_module(device)
+        generators = Generators.capture()
+        device_state = on_device.get_rng_state(device) if on_device else None
+        try:
+            yield
+        finally:
+            generators.install()
+            if on_device:
+                on_device.set_rng_state(device_state, device)
 
 
 @contextlib.contextmanager

@@ -26,13 +26,15 @@ from fnloop._sharded import is_sharded
 from fnloop._types import Metric
 
 __all__ = [
-    "EPOCH", "PENDING", "RECORD", "UPDATE", "RunInfo", "Share", "StaleStateError", "TrainState",
+    "EPOCH", "PENDING", "RECORD", "SCHEDULED", "UPDATE", "RunInfo", "Share",
+    "StaleStateError", "TrainState",
     "advance", "advance_to", "all_parameters", "check_fresh", "consumed", "fenced", "is_fresh", "is_torn", "look_again",
     "newest", "now", "parameters", "put", "release", "share_of", "snapshot", "suspended", "tell_share", "unwrap",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
 PENDING = "pending"  # the boundary was left before its record was made: a run that continues from here begins with it
+SCHEDULED = "scheduled_"  # group["scheduled_lr"]: what a schedule has set group["lr"] to, to see if another hand has since
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
 

@@ -23,6 +23,7 @@ from typing import Any
 import attrs
 
 from fnloop import _plot, _show
+from fnloop._checks import number
 from fnloop._types import Call, name_of
 
 __all__ = [
@@ -200,8 +201,7 @@ def cosine(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0, k: 
 
     Source: Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983; k-decay: https://arxiv.org/abs/2004.05909
     """
-    if not k > 0:
-        raise ValueError(f"cosine expects k > 0, got {k!r}")
+    number("cosine", "k", k, "the exponent of k-decay", above=0)
     return _phases("cosine", lambda t: (1 + math.cos(math.pi * t**k)) / 2, warmup, cooldown, min_ratio)
 
 
@@ -226,8 +226,7 @@ def polynomial(power: float = 2.0, warmup: Length = 0, cooldown: Length = 0, min
         >>> [polynomial(2.0)(i, 4) for i in range(4)]
         [1.0, 0.5625, 0.25, 0.0625]
     """
-    if not power > 0:
-        raise ValueError(f"polynomial expects power > 0, got {power!r}")
+    number("polynomial", "power", power, "the exponent", above=0)
     return _phases("polynomial", lambda t: (1 - t) ** power, warmup, cooldown, min_ratio)
 
 

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnloop._data import open_source, windows
 from fnloop._fit import evaluate, fit, predict
-from fnloop._hooks._every import when
+from fnloop._hooks._every import every, when
 from fnloop._pipeline import Pipeline, PipelineStep, pipeline
 from fnloop._state import TrainState, parameters, snapshot
 from fnloop._types import Batch, LossFn, Middleware, Output
@@ -389,7 +389,8 @@ def law_purity(pipe: Pipeline, problem: Problem) -> None:
     Example:
         >>> law_purity(pipeline(), stochastic())
     """
-    step, state = pipe(problem.loss_fn), _fit(pipe, problem, problem.state(), epochs=1)
+    pause = every(epochs=1)(lambda state: attrs.evolve(state, stop="paused"))  # not epochs=1: for a scheduler, another length
+    step, state = pipe(problem.loss_fn), attrs.evolve(_fit(pipe, problem, problem.state(), hooks=(pause,)), stop=None)
     before, again = snapshot(state), snapshot(state)
     generators = _generators()
 

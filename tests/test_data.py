@@ -5,6 +5,7 @@ import sys
 import types
 from collections import namedtuple
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -335,3 +336,179 @@ print(fl.fit(fl.pipeline()(toy_loss), toy(), loader, steps=2, hooks=()).step)
 def test_a_worker_that_is_stuck_does_not_keep_python_from_its_end():
     found = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "2\n"
+
+
+# --- prefetch changes no number
+
+
+class Halves(IterableDataset):
+    """Nine numbers, each with what the generators draw."""
+
+    def __iter__(self):
+        for i in range(9):
+            yield torch.tensor([i + random.random() + np.random.rand()]) + torch.rand(1)
+
+
+class Backwards(torch.utils.data.Sampler):
+    """A sampler that draws from a global generator."""
+
+    def __iter__(self):
+        yield from sorted(range(9), key=lambda i: random.random())
+
+    def __len__(self):
+        return 9
+
+
+class Lazily(Backwards):
+    """The same, and at every index."""
+
+    def __iter__(self):
+        left = list(range(9))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+def streamed():
+    for i in range(9):
+        yield torch.tensor([i + random.random()])
+
+
+SOURCES = {
+    "list": lambda: [torch.tensor([float(i)]) for i in range(9)],
+    "map-style": lambda: loader(noisy=True, batch_size=2),
+    "map-style, dropping": lambda: loader(noisy=True, batch_size=2, drop_last=True),
+    "map-style, one by one": lambda: loader(noisy=True, batch_size=None, shuffle=False),
+    "map-style, a sampler": lambda: DataLoader(Numbers(9, noisy=True), 2, sampler=Backwards()),
+    "map-style, a sampler that draws lazily": lambda: DataLoader(Numbers(9, noisy=True), 2, sampler=Lazily()),
+    "workers": lambda: loader(noisy=True, batch_size=2, num_workers=1),
+    "workers, a sampler that draws lazily": lambda: DataLoader(Numbers(9, noisy=True), 2, sampler=Lazily(), num_workers=2),
+    "generator function": lambda: streamed,
+    "IterableDataset": lambda: DataLoader(Halves(), 2),
+    "IterableDataset, workers": lambda: DataLoader(Halves(), 2, num_workers=1),
+}
+
+
+def drawing(drawn):
+    """Return a loss function, and a hook, that draw from every generator; all that is drawn goes into a list."""
+
+    def draw():
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(1))))
+        return sum(drawn[-1])
+
+    def loss_fn(model, batch):
+        return toy_loss(model, batch.float() * draw())
+
+    def hook(state):
+        if state.step % 3 == 1 or "epoch" in state.news:
+            draw()
+        return state
+
+    return loss_fn, hook
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in SOURCES for case in range(1 if "workers" in name else 4)])
+def test_prefetch_changes_no_number(name, case, tmp_path):
+    chance = random.Random(f"{name} {case}")
+    window, split, evaluated = chance.choice([1, 1, 2]), chance.randrange(1, 7), chance.random() < 0.5
+
+    def trained(*parts):
+        """Train two epochs in parts, each with its prefetch; all but the last end at some update, and are saved."""
+        drawn = []
+        loss_fn, hook = drawing(drawn)
+        step = fl.pipeline(*([fl.accumulate(window)] if window > 1 else []))(loss_fn)
+        state = toy()
+        for part, prefetch in enumerate(parts, 1):
+            end = [fl.when(lambda s, part=part: s.step == part * split)(lambda s: attrs.evolve(s, stop="part"))]
+            loaders = (SOURCES[name](), [torch.ones(1)] * 2 if evaluated else None)
+            hooks = (hook, *end) if part < len(parts) else (hook,)
+            state = fl.fit(step, state, loaders, epochs=2, hooks=hooks, evaluate_every=fl.every(steps=2), prefetch=prefetch)
+            if part < len(parts):
+                state = attrs.evolve(fl.restore(fl.save(state, tmp_path / "a"), toy()), stop=None)
+        return state, drawn
+
+    whole, drawn = trained(1)
+    for prefetch in (2, 3):
+        state, again = trained(prefetch)
+        assert again == drawn
+        assert_same(state, whole)
+    for parts in ((1, 1), (2, 2), (1, 3), (3, 2, 1)):
+        if split * len(parts) < 9:
+            state, again = trained(*parts)
+            assert again == drawn, parts
+            assert_same(state, whole)
+
+
+def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
+    """Ctrl-C comes while the third window is fetched ahead; the second is there, with what its own fetch has left."""
+
+    def batches():
+        for i in range(3):
+            if i == 2 and interrupted:
+                interrupted.clear()
+                raise KeyboardInterrupt
+            yield torch.tensor([random.random()])
+
+    drawn, interrupted = [], []
+    step = fl.pipeline()(drawing(drawn)[0])
+    whole = fl.fit(step, toy(), batches, hooks=(), prefetch=2)
+    straight, drawn[:], interrupted = [*drawn], [], [True]
+    state = fl.fit(step, toy(), batches, hooks=(), prefetch=2)
+    assert (state.stop, state.step) == ("interrupted", 1)
+    state = fl.fit(step, state, batches, epochs=1, hooks=(), prefetch=2)
+    assert drawn == straight
+    assert_same(state, whole)
+
+
+def test_one_window_ahead_looks_at_no_generator(monkeypatch):
+    from fnloop import _data
+
+    class Refusing:
+        def capture(self):
+            raise AssertionError
+
+    monkeypatch.setattr(_data, "Generators", Refusing())
+    assert fl.fit(fl.pipeline()(toy_loss), toy(), loader(), hooks=()).step == 4
+
+
+# --- a dataset that raises StopIteration
+
+
+class AtItsEnd(Dataset):
+    """One that reads a handle, which is used up at one sample."""
+
+    def __init__(self, n=8):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return next(iter(())) if i == 3 else torch.ones(())
+
+
+class AllAtOnce(AtItsEnd):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def collate_none(samples):
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda w: DataLoader(AtItsEnd(), 2, num_workers=w), "AtItsEnd raised StopIteration for sample 3"),
+        (lambda w: DataLoader(AtItsEnd(), None, num_workers=w), "AtItsEnd raised StopIteration for sample 3"),
+        (lambda w: DataLoader(AllAtOnce(), 2, num_workers=w), r"AllAtOnce raised StopIteration for samples \[2, 3\]"),
+        (
+            lambda w: DataLoader(AtItsEnd(3), 3, collate_fn=collate_none, num_workers=w),
+            r"the collate_fn of AtItsEnd raised StopIteration for samples \[0, 1, 2\]",
+        ),
+    ],
+    ids=["dataset", "without batches", "__getitems__", "collate_fn"],
+)
+def test_a_stop_iteration_in_a_dataset_is_an_error_with_any_number_of_workers(make, message, workers):
+    with pytest.raises(RuntimeError, match=message):
+        fl.fit(fl.pipeline()(toy_loss), toy(), make(workers), hooks=())

@@ -1,7 +1,10 @@
+import contextlib
 import logging
 import os
 import random
 import signal
+import threading
+import time
 
 import attrs
 import numpy as np
@@ -415,7 +418,8 @@ def test_a_hook_that_goes_back_goes_back_in_the_data_too(at):
         fl.when(lambda state: state.step == at)(fl.once(lambda state: kept[0], name="back")),
     )
     state = fl.fit(halving, toy(), loaders, epochs=2, hooks=hooks)
-    assert_same(attrs.evolve(state, slots={}), fl.fit(halving, toy(), loaders, epochs=2, hooks=()))
+    slots = {name: value for name, value in state.slots.items() if not name.startswith("once:")}
+    assert_same(attrs.evolve(state, slots=slots), fl.fit(halving, toy(), loaders, epochs=2, hooks=()))
 
 
 @pytest.mark.parametrize(
@@ -1070,3 +1074,130 @@ def test_all_hooks_are_closed_whatever_goes_wrong_with_one():
     with pytest.raises(OSError, match="stuck"):
         fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(Closes("a"), Closes("b")))
     assert closed == ["a", "b"]
+
+
+# --- threads
+
+
+def thread_of(task):
+    """Return a thread that is at work, and a list with what it has raised."""
+    raised = []
+
+    def work():
+        try:
+            task()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, raised
+
+
+def drawing_loss(model, batch):
+    return (model.w * batch).mean() * random.random() * torch.rand(())
+
+
+BORROWERS = {
+    "fit": lambda: fl.fit(step, toy(), [ONE], hooks=()),
+    "run": lambda: list(fl.run(step, toy(), [ONE], hooks=())),
+    "evaluate": lambda: fl.evaluate(step, toy(), [ONE]),
+    "predict": lambda: list(fl.predict(lambda model, batch: batch, toy(), [ONE])),
+    "step.evaluate": lambda: step.evaluate(toy(), ONE),
+}
+
+
+@pytest.mark.parametrize("name", BORROWERS)
+def test_while_one_thread_is_in_a_run_another_is_refused_and_neither_number_changes(name):
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(state):
+        entered.set()
+        assert leave.wait(10)
+        return state
+
+    def long_run():
+        states.append(fl.fit(fl.pipeline()(drawing_loss), toy(), [ONE] * 4, epochs=2, hooks=(fl.every(epochs=1)(hold),)))
+
+    alone, states, before = fl.fit(fl.pipeline()(drawing_loss), toy(), [ONE] * 4, epochs=2, hooks=()), [], generators()
+    thread, raised = thread_of(long_run)
+    assert entered.wait(10)
+    with pytest.raises(
+        RuntimeError, match=r"one of them is at work in another thread.*one after the other, or each in a process"
+    ):
+        BORROWERS[name]()
+    leave.set()
+    thread.join()
+    assert raised == []
+    assert_same(states[0], alone)
+    assert generators() == before
+    BORROWERS[name]()  # now it is free
+
+
+def test_a_run_that_raises_lets_go():
+    thread, raised = thread_of(lambda: fl.fit(fl.pipeline()(raising(Boom("x"), at=1.0)), toy(), [ONE], hooks=()))
+    thread.join()
+    assert isinstance(raised[0], Boom)
+    fit()
+    thread, raised = thread_of(fit)  # and one after the other, in threads of their own
+    thread.join()
+    assert raised == []
+
+
+def test_another_thread_is_refused_between_two_epochs_of_a_fit_too():
+    started, states = threading.Event(), []
+
+    class Slow(list):
+        """A loader that gives other threads a chance at every beginning of an epoch."""
+
+        def __iter__(self):
+            started.set()
+            time.sleep(0.01)
+            return super().__iter__()
+
+    thread, raised = thread_of(lambda: states.append(fl.fit(step, toy(), Slow([ONE]), epochs=10, hooks=())))
+    assert started.wait(10)
+    refused = 0
+    while thread.is_alive() and not states:
+        with contextlib.suppress(RuntimeError):
+            fit()
+            continue
+        refused += 1
+    thread.join()
+    assert raised == [] and states[0].epoch == 10
+    assert refused > 0
+
+
+def test_nested_runs_and_interleaved_ones_of_one_thread_are_right():
+    make = fl.pipeline()(drawing_loss)
+    alone = [fl.fit(make, toy(w=w), [ONE] * 3, epochs=3, hooks=()) for w in (1.0, 2.0)]
+    one, two = (fl.run(make, toy(w=w), [ONE] * 3, epochs=3, hooks=()) for w in (1.0, 2.0))
+    for pair in zip(one, two, strict=True):
+        fl.evaluate(make, pair[0], [ONE])
+    for state, expected in zip(pair, alone, strict=True):
+        assert_same(state, expected)
+
+    def nested(state):
+        fl.fit(make, toy(), [ONE], hooks=())
+        return state
+
+    assert_same(fl.fit(make, toy(w=1.0), [ONE] * 3, epochs=3, hooks=(fl.every(epochs=1)(nested),)), alone[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_fork_of_a_process_that_is_in_a_run_may_run_by_itself():
+    def fork(state):
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                thread, raised = thread_of(fit)  # its own, and the one that was in a run is not there
+                thread.join()
+                status = len(raised)
+            finally:
+                os._exit(status)
+        statuses.append(os.waitpid(child, 0)[1])
+        return state
+
+    statuses = []
+    fit(hooks=(fl.once(fork),))
+    assert statuses == [0]

@@ -3,12 +3,13 @@
 import copy
 import inspect
 import itertools  # noqa: F401  # this one, and others below, for what is in the table
+import math
 import os
 import random
 import re
 from pathlib import Path
 
-import attrs  # noqa: F401
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR  # no
 from torch.utils.data import DataLoader, Subset, TensorDataset  # noqa: F401
 
 import fnloop as fl
+from fnloop.testing import toy, toy_loss
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -84,10 +86,20 @@ def right_hand_sides():
     (table,) = (cell.source for cell in COMING if cell.id == "table")
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ") and "you wrote" not in line]
     assert all(len(row) == 2 for row in rows), "a | in the code of a row"
-    return [code for _, right in rows for code in re.findall(r"`([^`]+)`", right) if code not in WORDS]
+    return [code for _, right in rows for code in re.findall(r"`([^`]+)`", right) if code not in (*WORDS, "reduce_on_plateau")]
 
 
-WORDS = ("fit", "except", ".state", "state.run", "state -> state", "evaluate_every=", "fully_shard(model)", "fl.schedule")
+WORDS = (
+    "fit",
+    "except",
+    ".state",
+    "state.run",
+    "state -> state",
+    "evaluate_every=",
+    "fully_shard(model)",
+    "fl.schedule",
+    "reduce_on_plateau",
+)
 
 
 def names(folder):
@@ -104,7 +116,7 @@ def names(folder):
     state = fl.fit(step, fl.TrainState.create(model, optimizer), (train, valid), epochs=1, hooks=(saves,))
     hook, other_loss_fn, out = (lambda state: state), loss_fn, fl.Output(torch.tensor(0.0), 1)
     path, saved, device, number_of_tokens, batch = folder / "file", fl.latest(folder), "cpu", 3, next(iter(train))
-    plateau, average = ReduceLROnPlateau(optimizer), torch.optim.swa_utils.AveragedModel(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
     return globals() | locals()
 
 
@@ -154,3 +166,69 @@ def use(value, known):
     updates = state.step + 2
     state = fl.fit(state=state, steps=updates, **settings)
     assert state.step == updates or state.stop
+
+
+# --- recipes
+
+
+def recipe(book, cell, name):
+    """Return a function that a cell of a notebook defines."""
+    (source,) = (c.source for c in BOOKS[book].cells if c.id == cell)
+    known = {"fl": fl, "attrs": attrs, "math": math}
+    exec(re.search(rf"^def {name}\(.*?(?=^\S|\Z)", source, re.S | re.M)[0], known)
+    return known[name]
+
+
+ONE = torch.ones(1)
+LOSSES = (1.0, 0.5, 0.5, 0.75, 0.25, 0.25, 0.5, 0.5)  # of eight epochs
+
+
+def plateau_hooks(reduce_on_plateau, seen):
+    """Return hooks: the losses above as the history, what is to be tested, and the learning rate noted."""
+
+    def report(state):
+        record = fl.Record(state.epoch, state.step, {"valid/loss": LOSSES[state.epoch - 1]}, 0.0)
+        return attrs.evolve(state, history=state.history.append(record))
+
+    def note(state):
+        seen.append(state.optimizer.param_groups[0]["lr"])
+        return state
+
+    return tuple(map(fl.every(epochs=1), (report, reduce_on_plateau("valid/loss", factor=0.5, patience=1), note)))
+
+
+@pytest.mark.parametrize("kept", [None, "snapshot", "checkpoint"])
+@pytest.mark.parametrize("split", range(1, 8))
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_plateau_hook_does_what_torchs_does_wherever_the_run_is_split(kept, split, scheduled, tmp_path):
+    other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    plateau = ReduceLROnPlateau(other, factor=0.5, patience=1, threshold=0.0)
+    expected = [plateau.step(loss) or other.param_groups[0]["lr"] for loss in LOSSES]
+    assert expected == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
+
+    members = (fl.schedule(lambda i, total: 0.5),) if scheduled else ()
+    step, seen = fl.pipeline(*members)(toy_loss), []
+    hooks = plateau_hooks(recipe("coming_from_a_trainer", "plateau", "reduce_on_plateau"), seen)
+    state = first = fl.fit(step, toy(), [ONE], epochs=split, hooks=hooks)
+    rate = seen[-1]
+    state = fl.snapshot(state) if kept == "snapshot" else state
+    state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if kept == "checkpoint" else state
+    state = fl.fit(step, state, [ONE], epochs=8, hooks=hooks)
+    assert seen == [rate * (0.5 if scheduled else 1) for rate in expected]
+    if kept == "snapshot":  # the other branch keeps its own
+        assert first.optimizer.param_groups[0]["lr"] == rate
+    # Update i used the rate that epoch i - 1 ended with.
+    assert state.model.w.item() == -sum([1.0, *expected[:-1]]) * (0.5 if scheduled else 1)
+
+
+def test_the_fork_recipe_sets_the_learning_rate_or_is_refused():
+    fork = recipe("interrupt_fork_resume", "fork", "fork")
+    step = fl.pipeline(fl.clip(float("inf")))(toy_loss)
+    trunk = fl.fit(step, toy(), [ONE], hooks=())
+    assert fl.fit(step, fork(trunk, 0.25), [ONE], hooks=()).model.w.item() == -1.25
+    assert fl.fit(step, trunk, [ONE], hooks=()).model.w.item() == -2.0
+
+    step = fl.pipeline(fl.schedule(lambda i, total: 0.5))(toy_loss)
+    trunk = fl.fit(step, toy(), [ONE], hooks=())
+    with pytest.raises(ValueError, match=r'write group\["initial_lr"\] = ...'):
+        fl.fit(step, fork(trunk, 0.25), [ONE], hooks=())

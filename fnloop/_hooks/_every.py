@@ -62,7 +62,7 @@ class every:
 
     Raises:
         TypeError: not exactly one of the three is given.
-        ValueError: it isn't above 0, or epochs is neither whole nor below 1. When a run starts: a fraction of an
+        ValueError: it isn't above 0, or epochs is neither whole nor a fraction from 1e-6. When a run starts: a fraction of an
             epoch is asked for, and the training loader has no length.
 
     Example:
@@ -92,6 +92,8 @@ class every:
             raise ValueError(f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)")
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}")
+        if name == "epochs" and value < _LEAST:
+            raise ValueError(f"every expects epochs >= {_LEAST:g}; got {value!r}. For every update, write every(steps=1)")
 
     def __repr__(self) -> str:
         name, value = next((k, v) for k in ("epochs", "steps", "seconds") if (v := getattr(self, k)) is not None)
@@ -128,16 +130,25 @@ class every:
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]
             return False
-        parts = _parts(str(self.epochs), state.run.steps_per_epoch)  # type: ignore[arg-type]
-        return math.ceil(state.batch / state.run.window) in parts
+        done, updates = math.ceil(state.batch / state.run.window), state.run.steps_per_epoch
+        return _is_due(_as_typed(self.epochs), done, updates)  # type: ignore[arg-type]
+
+
+_LEAST = 1e-6  # of an epoch
 
 
 @functools.lru_cache
-def _parts(fraction: str, updates: int) -> frozenset[int]:
-    """Return after which updates of an epoch a fraction of it is due; the fraction is what was typed, not its binary
-    float."""
-    part = Fraction(fraction)
-    return frozenset(math.ceil(k * updates * part) for k in range(1, math.floor(1 / part) + 1))
+def _as_typed(epochs: float) -> tuple[int, int]:
+    """Return a fraction as it was typed, not as its binary float: numerator and denominator."""
+    return Fraction(str(epochs)).as_integer_ratio()
+
+
+def _is_due(part: tuple[int, int], done: int, updates: int) -> bool:
+    """Return whether a part of an epoch is over after so many of its updates: whether ``done`` is ceil(k · updates · part)
+    for a whole k."""
+    a, b = part
+    k = done * b // (updates * a)  # the largest with k · updates · part <= done
+    return 1 <= k <= b // a and k * updates * a > (done - 1) * b
 
 
 @attrs.frozen(repr=False)

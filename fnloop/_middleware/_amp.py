@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._checks import described, integer, number
 from fnloop._processes import largest
 from fnloop._sharded import local_part
 from fnloop._state import TrainState, parameters
@@ -44,14 +45,14 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
 
     Args:
         precision: "bf16", "fp16", or None, which changes nothing.
-        init_scale: the first loss scale, for "fp16".
+        init_scale: the first loss scale, for "fp16", from 2**-24 to 2**127.
         growth_interval: updates without overflow after which the scale doubles, for "fp16".
 
     Returns:
         A middleware of the forward ring; for "fp16" of the gradient and the step ring too.
 
     Raises:
-        ValueError: there is no such precision, or a setting isn't above 0. When composing: "fp16" is listed behind a
+        ValueError: there is no such precision, or a setting is out of its range. When composing: "fp16" is listed behind a
             middleware that would see scaled gradients.
 
     Example:
@@ -61,12 +62,12 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
 
     Source: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740; the defaults are those of torch.amp.GradScaler.
     """
+    if precision is not None and (not isinstance(precision, str) or precision not in _DTYPES):
+        raise ValueError(f'amp expects "bf16", "fp16" or None; got {described(precision)}')
+    number("amp", "init_scale", init_scale, "the first loss scale", least=SMALLEST, most=LARGEST)
+    integer("amp", "growth_interval", growth_interval, "the updates without overflow after which the scale doubles")
     if precision is None:
         return Middleware("amp")
-    if precision not in _DTYPES:
-        raise ValueError(f'amp expects "bf16", "fp16" or None; got {precision!r}')
-    if not (init_scale > 0 and growth_interval > 0):
-        raise ValueError(f"amp expects init_scale > 0 and growth_interval > 0; got {init_scale} and {growth_interval}")
     dtype = _DTYPES[precision]
 
     def forward(step: Step) -> Step:

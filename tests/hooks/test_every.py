@@ -1,6 +1,9 @@
 """every, when, once: at which updates of a real run a hook is called."""
 
 import functools
+import math
+import time
+from fractions import Fraction
 from types import SimpleNamespace
 
 import attrs
@@ -440,3 +443,32 @@ def test_a_gate_is_equal_to_one_from_the_same_call_whether_it_was_used_or_not():
 def test_a_wrong_argument_is_an_error_when_it_is_made(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+# --- fractions, exactly
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 1e-3, 0.1, 0.25, 0.3, 1 / 3, 0.5, 0.7, 0.9, 0.999, 0.999999])
+@pytest.mark.parametrize("updates", [1, 2, 3, 7, 10, 64, 1000])
+def test_when_a_fraction_is_due_is_what_the_definition_says(fraction, updates):
+    part = Fraction(str(fraction))
+    count = math.floor(1 / part)
+    ks = range(1, count + 1) if count <= 2000 else ()  # with more parts than updates each update ends one
+    expected = {math.ceil(k * updates * part) for k in ks} or set(range(1, updates + 1))
+    run = fl.RunInfo(steps_per_epoch=updates)
+    state = attrs.evolve(toy(), run=run)
+    gate = every(epochs=fraction)
+    assert {n for n in range(1, updates + 1) if gate.due(attrs.evolve(state, batch=n))} == expected
+
+
+@pytest.mark.parametrize("bad", [1e-8, 9e-7, 5e-324])
+def test_a_fraction_that_no_epoch_has_is_refused_when_it_is_made(bad):
+    with pytest.raises(ValueError, match=r"every expects epochs >= 1e-06; got .* write every\(steps=1\)"):
+        every(epochs=bad)
+
+
+def test_the_smallest_fraction_costs_nothing():
+    notes = Notes()
+    start = time.perf_counter()
+    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 5, hooks=(every(epochs=1e-6)(notes),))
+    assert (notes.steps, time.perf_counter() - start < 1.0) == ([1, 2, 3, 4, 5], True)

@@ -148,12 +148,28 @@ def test_half_parameters_are_refused():
         fl.pipeline(fl.amp("fp16"))(toy_loss)(state, torch.ones(1).half())
 
 
-@pytest.mark.parametrize("bad", ["float16", "fp8", 16, True])
+@pytest.mark.parametrize("bad", ["float16", "fp8", 16, True, [], {}, torch.bfloat16])
 def test_an_unknown_precision_is_named(bad):
-    with pytest.raises(ValueError, match='expects "bf16", "fp16" or None'):
+    with pytest.raises(ValueError, match='amp expects "bf16", "fp16" or None; got'):
         fl.amp(bad)
 
 
-def test_settings_are_above_zero():
-    with pytest.raises(ValueError, match="init_scale > 0"):
-        fl.amp("fp16", init_scale=0)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", None])
+@pytest.mark.parametrize(
+    "bad", [0, -1.0, 1e300, float("inf"), float("nan"), True, "x", None, 2.0**-25, 2.0**128, torch.tensor(8.0)]
+)
+def test_a_loss_scale_is_a_number_in_its_range(bad, precision):
+    with pytest.raises(ValueError, match=r"amp expects init_scale"):
+        fl.amp(precision, init_scale=bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, 2000.0, float("nan"), "x", None, torch.tensor(3)], ids=repr)
+def test_a_growth_interval_is_a_whole_number(bad):
+    with pytest.raises(ValueError, match=r"amp expects growth_interval"):
+        fl.amp("fp16", growth_interval=bad)
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 1, 2.0**127])
+def test_the_ends_of_the_range_are_in_it(scale):
+    step = fl.pipeline(fl.amp("fp16", init_scale=scale))(toy_loss)
+    assert fl.fit(step, toy(), batches(0.5), hooks=()).slots["amp"].scale.item() == scale
