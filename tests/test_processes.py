@@ -14,6 +14,7 @@ import random
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -26,6 +27,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -1183,6 +1185,33 @@ def tree(found):
     if isinstance(found, list | tuple):
         return [tree(v) for v in found]
     return found.tolist() if isinstance(found, torch.Tensor) else found.compute() if hasattr(found, "compute") else found
+
+
+def spread(folder):
+    """Create states of models that are spread over four processes in every way; return what came of each."""
+    mesh = partial(dist.device_mesh.init_device_mesh, "cpu")
+    created()  # joins the processes
+    grid = mesh((2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def both(model):
+        fully_shard(parallelize_module(model, grid["tensor"], plan), mesh=grid["data"])
+
+    ways = {
+        "tensor and data": both,
+        "tensor": lambda model: parallelize_module(model, mesh((4,)), plan),
+        "data": fully_shard,
+        "data in two groups": lambda model: fully_shard(model, mesh=mesh((2, 2), mesh_dim_names=("replicate", "shard"))),
+    }
+    return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
+
+
+def test_tensor_parallelism_is_refused_and_hybrid_sharding_is_not(tmp_path):
+    for found in processes.results(tmp_path, 4, spread):
+        assert found["data"] == found["data in two groups"] == 0
+        for way in ("tensor and data", "tensor"):
+            assert str(found[way]).startswith("NotImplementedError: the parameter 0.weight is spread as "), found[way]
+            assert "Leave parallelize_module out" in found[way]
 
 
 REFUSED = {
