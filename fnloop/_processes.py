@@ -21,11 +21,13 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
 from fnloop._backend import Backend, accelerator, backend_of, device_in, fully_sharded, launched, needs_placing, on_host, place
 from fnloop._encode import Saved
 from fnloop._metrics import fetched
+from fnloop._rendezvous import default_store, own_store
 from fnloop._sharded import check_sharded, is_sharded, local_part
 
 __all__ = [
@@ -133,7 +135,9 @@ def _control() -> Any:
     threading.Thread(target=_look_out, name="fnloop", daemon=True).start()
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_settle)
-    return dist.new_group(backend="gloo")
+    store = own_store(distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    with default_store(store):
+        return dist.new_group(backend="gloo")
 
 
 _waiting: list[tuple[str, float]] = []  # what this process waits for the others in, and since when

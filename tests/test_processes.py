@@ -41,7 +41,7 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop import _processes, _signals
+from fnloop import _processes, _rendezvous, _signals
 from fnloop.testing import Toy, toy
 
 pytestmark = pytest.mark.slow
@@ -1063,6 +1063,76 @@ def test_a_run_is_killed_and_goes_on_on_2_and_3_and_1(tmp_path):
     assert found["began"] >= 18 and found["counters"] == expected["counters"] == [28, 4, 0]
     assert difference(expected["weights"], found["weights"]) < 1e-12
     assert difference(expected["history"], found["history"]) < 1e-12
+
+
+def restarting(folder, kills, joined_before=False):
+    """Train or go on; at each (step, rank) that was not reached before, that process is killed."""
+    if joined_before:
+        dist.init_process_group("gloo")
+
+    def bomb(state):
+        mark = folder / f"killed at {state.step} by {rank()}"
+        if [state.step, rank()] in kills and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return state
+
+    torch.manual_seed(0)
+    train, step = loader(shuffle=True), fl.pipeline(fl.clip(0.5))(entropy)
+    state = fl.resume(folder / "saved", created())
+    hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved", keep=2)), bomb)
+    state = fl.fit(step, state, train, epochs=4, hooks=hooks)
+    return {**come_to(state), "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT")}
+
+
+def restarted(folder, kills, *arguments, environment=None, launcher=processes.TORCHRUN):
+    """Kill a job of two processes so often, and return what it comes to, started again by torchrun."""
+    by = (*launcher, "--max-restarts", str(len(kills)))
+    found = processes.launch(
+        folder, 2, restarting, kills, *arguments, by=by, timeout=60 + 15 * len(kills), environment=environment
+    )
+    assert found.codes == [0], "\n".join(found.errors)
+    assert [one.pop("attempt") for one in found.results] == [str(len(kills))] * 2
+    return found.results
+
+
+def test_a_job_that_torchrun_restarts_ends_with_the_bits_of_one_that_was_left_alone(tmp_path):
+    expected = processes.results(tmp_path / "alone", 2, restarting, [])
+    assert expected[0].pop("attempt") is expected[1].pop("attempt") is None
+    assert expected[0]["counters"] == [28, 4, 0]
+    assert restarted(tmp_path / "killed", [[9, 1], [18, 0]]) == expected
+
+
+def agreeing(folder, stale):
+    """Agree on an attempt three times in one store, in which dead processes have left what they wrote."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank() == 0)
+    if stale and rank() == 0:
+        keys = dist.PrefixStore("fnloop", store)
+        for n in range(world()):  # an attempt that died when all but one had confirmed
+            keys.set(f"word of {n}", f"dead {n}")
+            keys.set(f"answer to dead {n}", "dead 0")
+            keys.set(f"dead 0 confirmed by {n}", "")
+        keys.set("dead 0 is complete", "")
+    words = [_rendezvous.agree_on_attempt(store, rank(), world()) for _ in range(3)]
+    store.add("done", 1)
+    while rank() == 0 and store.add("done", 0) < world():
+        time.sleep(0.01)
+    return words
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_attempt_is_agreed_on_by_the_living(tmp_path, stale):
+    first, *others = processes.results(tmp_path, 3, agreeing, stale)
+    assert others == [first, first]
+    assert len({*first, "dead 0"}) == 4
+
+
+def test_who_waits_for_a_process_that_does_not_come_says_so():
+    store, moment = dist.HashStore(), timedelta(seconds=0.1)
+    with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] did not come to join process 0"):
+        _rendezvous.agree_on_attempt(store, 0, 3, moment)
+    with pytest.raises(TimeoutError, match="process 1 has waited for all others to join it"):
+        _rendezvous.agree_on_attempt(store, 1, 3, moment)
 
 
 def test_a_sharded_loader_goes_on_in_the_middle_of_an_epoch_on_as_many_processes_only(tmp_path):
