@@ -39,11 +39,16 @@ from fnloop._signals import INTERRUPTED, TERMINATED, Council, Signals, listening
 from fnloop._state import EPOCH, RECORD, RunInfo, Share, TrainState, check_fresh, look_again, newest, suspended, tell_share
 from fnloop._steps import OPTIMIZER, consume
 from fnloop._types import Batch, Metric, Middleware, name_of
+from fnloop._watch import ADVICE, APART, verdict
 
 __all__ = ["evaluate", "fit", "predict", "run"]
 
 _log = logging.getLogger("fnloop")
 _END = object()
+_LOST = (
+    "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader there "
+    "decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
+)
 
 
 def fit(
@@ -438,10 +443,8 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
         where = f"{name_of(where) if callable(where) else where}, train"
     error.add_note(f"while in {where}, epoch {state.epoch}, batch {state.batch}, step {state.step}")
     if state.backend.world_size > 1 and is_lost(error):
-        error.add_note(
-            "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader "
-            "there decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
-        )
+        found = verdict()
+        error.add_note(f"{APART}: {found}. {ADVICE}" if found else _LOST)
     with contextlib.suppress(AttributeError):
         error.state = suspended(state)  # type: ignore[attr-defined]
 

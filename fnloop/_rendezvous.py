@@ -21,7 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 
 __all__ = ["agree_on_attempt", "default_store", "join_settings", "own_store"]
 
-PAUSE = 0.01  # seconds between two looks
+PAUSE = 0.01  # seconds between two looks of the first process
+LOOK = timedelta(seconds=1)  # that the others wait before they look again
 
 
 def join_settings() -> dict[str, Any]:
@@ -89,13 +90,11 @@ def _lead(store: Any, mine: str, size: int, deadline: float) -> str:
 
 
 def _follow(store: Any, mine: str, rank: int, deadline: float) -> str:
-    while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(dist.DistStoreError):  # one that timed out
-            store.wait([f"answer to {mine}"], timedelta(seconds=left))
+    while time.monotonic() < deadline:
+        with contextlib.suppress(dist.DistStoreError):  # a wait that timed out: the answer may be another one by now
+            store.wait([f"answer to {mine}"], LOOK)
             attempt = store.get(f"answer to {mine}").decode()
             store.set(f"{attempt} confirmed by {rank}", "")
-            store.wait([f"{attempt} is complete"], timedelta(seconds=min(left, 1)))  # then see if there is another answer
+            store.wait([f"{attempt} is complete"], LOOK)
             return attempt
-    raise TimeoutError(
-        f"process {rank} has waited for all others to join it: look for what ended or holds process 0, or another"
-    )
+    raise TimeoutError(f"process {rank} has waited for all others to join it: look for what ended or holds one of them")

@@ -41,7 +41,7 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop import _processes, _rendezvous, _signals
+from fnloop import _processes, _rendezvous, _signals, _watch
 from fnloop.testing import Toy, toy
 
 pytestmark = pytest.mark.slow
@@ -887,24 +887,111 @@ def facts_of_backend(folder):
     return [backend.device.type, backend.rank, backend.world_size, backend.main, backend.precision]
 
 
-def apart(folder, way):
+def apart(folder, way, hold=2):
     """Decide by something that one process alone knows."""
-    _signals.LIMIT = timedelta(seconds=3)
+    _watch.HOLD, _watch.GRACE, _watch.LAST = hold, min(hold, _watch.GRACE), min(hold, _watch.LAST)
 
     def hook(state):
         if state.step == 5 and rank() == 1:
-            return attrs.evolve(state, stop="mine") if way == "stop" else attrs.evolve(state, skipped=1)
+            (folder / "apart").write_text(str(time.time()))
+            return attrs.evolve(state, skipped=1) if way == "skip" else attrs.evolve(state, stop="mine")
         return state
 
-    fitted(loader(size=1), hooks=(hook,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) if way == "buffers" else network()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    window = fl.accumulate(2) if way == "weights" else fl.clip(1.0)
+    try:
+        fl.fit(fl.pipeline(window)(by_tokens if way == "weights" else entropy), state, loader(size=2), epochs=9, hooks=(hook,))
+    finally:
+        if way == "caught" and rank() == 1:
+            time.sleep(60)
 
 
-@pytest.mark.parametrize("way", ["skip", "stop"])
-def test_processes_that_come_apart_fail(tmp_path, way):
-    found = processes.launch(tmp_path, 2, apart, way, timeout=60)
+def waited(folder, found):
+    """Return the seconds from the moment that the processes came apart until the last one ended."""
+    return max(found.ended) - float((folder / "apart").read_text())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("way", ["skip", "stop", "buffers", "weights"])
+def test_processes_that_come_apart_fail(tmp_path, way, n):
+    found = processes.launch(tmp_path, n, apart, way, timeout=60)
     assert all(found.codes), found  # 1, or what gloo's threads make of it when Python has gone
-    assert "RuntimeError: the processes have come apart" in found.errors[1]
-    assert ("another process has ended or stopped" if way == "stop" else "have come apart") in found.errors[0]
+    assert waited(tmp_path, found) < 20
+    if way != "weights":  # sums of other sizes, of which gloo may end a process
+        assert "RuntimeError: the processes have come apart" in found.errors[1]
+        assert all("the processes have come apart: " in error for error in found.errors), found.errors
+    if way == "stop":
+        said = "process 1 waits in the end of its run (mine) after step 5, and process 0 is in an update after step 5"
+        assert all(said in error for error in found.errors), found.errors
+
+
+def test_a_process_that_waits_for_a_failed_one_ends_by_itself(tmp_path):
+    """What torch itself would do after half an hour, where the failed one lives on."""
+    with pytest.raises(TimeoutError) as error:
+        processes.launch(tmp_path, 2, apart, "caught", timeout=30)
+    assert "Process 0 still waits, and is ended" in str(error.value)
+
+
+def slow(folder):
+    """Be slow in one process, in all places, for longer than processes that wait in different places are given."""
+    _watch.HOLD, _watch.GRACE, _watch.LAST = 1, 0, 0
+
+    def pause(state):
+        time.sleep(5 * (state.step == 2))
+        return state
+
+    def stream():
+        for n, batch in enumerate(batches(6)):
+            time.sleep(5 * (rank() == 1 and n in (3, 6)))  # the seventh is the last one
+            yield batch
+
+    state = created()
+    if rank() == 0:
+        dist.send(torch.ones(1), 1)  # which gloo counts too
+        dist.send(torch.ones(1), 1)
+    elif rank() == 1:
+        dist.recv(torch.ones(1), 0)
+        dist.recv(torch.ones(1), 0)
+    hooks = (fl.on_main(pause), fl.checkpoint(folder / "saved"))
+    state = fl.fit(fl.pipeline()(entropy), state, {"train": stream, "valid": batches(3)}, epochs=1, hooks=hooks)
+    if rank() == 0:
+        time.sleep(5)
+    return fl.reduce({"steps": state.step}, "sum")
+
+
+def test_a_slow_process_is_waited_for(tmp_path):
+    assert processes.results(tmp_path, 3, slow, timeout=90) == [{"steps": 9}] * 3
+
+
+def place(waits, control, counts, inside=False):
+    """Return the place of a process that has begun so many exchanges, one of them in what it waits in."""
+    behind = control - (waits is not None)
+    return {"waits": waits, "behind": behind, "step": 5, "control": control, "counts": counts, "inside": inside}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "meet"),
+    [
+        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 8}, inside=True), False),  # in another exchange of gradients
+        (place("the end", 4, {"0": 7}), place(None, 4, {"0": 8}, inside=True), False),
+        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 8}), True),  # further by what it has sent to one, and in a loader
+        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 7}, inside=True), True),  # in the backward of the same update
+        (place("the end", 4, {"0": 7}), place(None, 5, {"0": 8}, inside=True), True),  # it has ended the exchange
+        (place("the end", 4, {"0": 7, "2": 1}), place(None, 3, {"0": 7, "3": 5}, inside=True), True),  # groups of others
+        (place("the end", 4, {"0": 7}), place("buffers", 4, {"0": 7}), False),
+        (place("the end", 4, {"0": 7}), place("the end", 4, {"0": 7}), True),
+        (place("the end", 4, {"0": 7}), place("the end", 4, {"0": 9}), True),  # what was sent to one before
+        (place("the end", 4, {"0": 7}), place("buffers", 3, {"0": 7}), True),  # behind, not elsewhere
+        (place(None, 4, {"0": 7}, inside=True), place(None, 4, {"0": 9}, inside=True), True),  # none of fnloop's
+    ],
+)
+def test_what_never_meets(first, second, meet):
+    assert _watch.never_meet({0: first, 1: second}, 2) == (None if meet else (0, 1))
+    third = place(None, 3, {"0": 7})  # works, or has not been heard of
+    slow = None if meet or second["waits"] else (0, 1)
+    assert _watch.never_meet({0: first, 1: second, 2: third}, 3) == _watch.never_meet({0: first, 1: second}, 3) == slow
 
 
 def test_the_weights_that_are_compared_are_those_that_have_a_norm():
