@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -45,7 +45,7 @@ def _outlives_attempts() -> bool:
 @contextlib.contextmanager
 def default_store(store: Any) -> Iterator[None]:
     """Let new groups meet in this store."""
-    world, group = distributed_c10d._world, dist.group.WORLD
+    world, group = distributed_c10d._world, cast(Any, dist.group.WORLD)
     backend, usual = world.pg_map[group]
     world.pg_map[group] = backend, store
     try:

@@ -31,7 +31,7 @@ def check_sharded(model: nn.Module) -> None:
             f"some parameters of this model are sharded, and others are not ({', '.join(whole[:3])}, ...): nobody would "
             f"average the gradients of those. Call fully_shard(model) on the whole model last"
         )
-    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, kind)}
+    sharded: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, kind)}
     sizes = {p.device_mesh.size() for p in sharded.values()}
     if sizes != {dist.get_world_size()}:
         raise NotImplementedError(

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -51,16 +51,25 @@ _waiting: list[tuple[str, float, int]] = []  # what this process waits for the o
 _watch: Watch | None = None
 
 
-@contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
-    """Note that this process waits for all others."""
-    outermost = not _waiting
-    if outermost:
-        _waiting.append((what, time.monotonic(), 0 if _watch is None else _begun(_watch.group)))
-    try:
-        yield
-    finally:
-        if outermost:
+class together:
+    """Note that this process waits for all others, within a ``with`` block.
+
+    Args:
+        what: what it waits in, as an error says it; the same in every process.
+    """
+
+    __slots__ = ("_outermost", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._outermost = not _waiting
+        if self._outermost:
+            _waiting.append((self._what, time.monotonic(), 0 if _watch is None else _begun(_watch.group)))
+
+    def __exit__(self, *_: object) -> None:
+        if self._outermost:
             _waiting.clear()
 
 
@@ -69,19 +78,25 @@ def finish(work: Any, what: str = "an exchange") -> None:
 
     Args:
         work: the exchange.
-        what: what it is, unless :func:`together` says so.
+        what: what it is, unless :class:`together` says so.
 
     Raises:
         RuntimeError: the other processes never come, since they wait for this one in another place.
     """
-    with together(what):
-        while not work.is_completed():
-            with contextlib.suppress(RuntimeError):  # of the time that is up, or the exchange's own, which is raised below
-                work.wait(timedelta(seconds=PERIOD))
-            if found := verdict():
-                time.sleep(GRACE)
-                raise RuntimeError(f"{APART}: {found}. {ADVICE}")
-        work.wait()
+    if not work.is_completed():
+        with together(what):
+            _wait(work)
+    work.wait()  # raises what went wrong in it
+
+
+def _wait(work: Any) -> None:
+    while not work.is_completed():
+        if _watch is not None and _watch.verdict:
+            _watch.told = True
+            time.sleep(GRACE)
+            raise RuntimeError(f"{APART}: {_watch.verdict}. {ADVICE}")
+        with contextlib.suppress(RuntimeError):  # of the time that is up, or the exchange's own, which finish raises
+            work.wait(timedelta(seconds=PERIOD))
 
 
 def verdict() -> str | None:
@@ -94,7 +109,7 @@ def begin_watch(store: Any, group: Any) -> None:
 
     Args:
         store: what all processes can read and write.
-        group: the group of what is waited for in :func:`together`.
+        group: the group of what is waited for in :class:`together`.
     """
     global _watch
     _watch = Watch(store.clone(), group, dist.get_rank(), dist.get_world_size())
@@ -115,7 +130,7 @@ class Watch(threading.Thread):
 
     Args:
         store: what all processes can read and write.
-        group: the group of what is waited for in :func:`together`.
+        group: the group of what is waited for in :class:`together`.
         rank: the number of this process.
         size: how many there are.
     """
@@ -125,6 +140,7 @@ class Watch(threading.Thread):
         self.store, self.group, self.rank, self.size = dist.PrefixStore("places", store), group, rank, size
         self.ended = threading.Event()
         self.verdict: str | None = None
+        self.told = False  # whether an error of this process says so
         self._said = 0.0  # the wait that was spoken of
         self._place, self._since = "", time.monotonic()
         self._shown: str | None = None
@@ -172,7 +188,7 @@ class Watch(threading.Thread):
             self._judge(now)
         if self.verdict is None and self.store.check(["verdict"]):
             self.verdict, self._since = self.store.get("verdict").decode(), now
-        elif self.verdict is not None and still > GRACE + LAST:
+        elif self.verdict is not None and not self.told and still > GRACE + LAST:
             blocked = json.loads(place)
             if blocked["waits"] is not None or blocked["inside"]:
                 self._end()
@@ -195,7 +211,8 @@ class Watch(threading.Thread):
     def _end(self) -> None:
         """End this process: it waits for one that has failed, in a collective that nothing interrupts."""
         _log.error("%s: %s. Process %d still waits, and is ended", APART, self.verdict, self.rank)
-        faulthandler.dump_traceback(sys.__stderr__)
+        with contextlib.suppress(Exception):  # a notebook's stderr is not a file
+            faulthandler.dump_traceback()
         os._exit(1)
 
 
