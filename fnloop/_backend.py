@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fnloop._rendezvous import join_settings
+
 __all__ = [
     "Backend", "accelerator", "backend_of", "beside", "device_in", "fully_sharded", "launched", "needs_placing", "on_host",
     "place", "tensors_in", "trackers",
@@ -78,13 +80,21 @@ def accelerator() -> Any:
     from accelerate.state import PartialState
 
     made = bool(PartialState._shared_state)  # by the user: its settings stand
-    found = Accelerator() if made or torch.accelerator.is_available() else Accelerator(cpu=True)
+    cpu = not (made or torch.accelerator.is_available())
+    engine = _is_set("ACCELERATE_USE_DEEPSPEED")  # joins the processes itself; it is refused later
+    if not (made or engine) and (settings := join_settings()):
+        PartialState(cpu or _is_set("ACCELERATE_USE_CPU"), **settings)  # which Accelerator uses as it is
+    found = Accelerator(cpu=cpu)
     if found.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
             f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, but accelerate was set up in this script before as "
             f"if it were alone. Make it Accelerator(cpu=True) where there is no GPU, or leave it to TrainState.create"
         )
     return found
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes", "y", "on", "t")
 
 
 def backend_of(accelerator: Any) -> Backend:

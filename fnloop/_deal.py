@@ -18,7 +18,8 @@ import attrs
 
 from fnloop._backend import tensors_in
 from fnloop._joint import Borrowed
-from fnloop._processes import APART, ORDER, agreed
+from fnloop._processes import ORDER, agreed
+from fnloop._watch import APART
 
 __all__ = ["Deal", "Dealt"]
 

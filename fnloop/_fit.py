@@ -55,12 +55,17 @@ from fnloop._state import (
 )  # fmt: skip
 from fnloop._steps import consume
 from fnloop._types import Batch, Metric, Middleware, name_of
+from fnloop._watch import ADVICE, APART, verdict
 
 __all__ = ["evaluate", "fit", "predict", "run"]
 
 _log = logging.getLogger("fnloop")
 _END = object()
 LOADER = "the training loader"
+_LOST = (
+    "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader there "
+    "decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
+)
 
 
 def fit(
@@ -540,10 +545,8 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
     epoch = state.epoch + (EPOCH not in state.news)  # the one that is running, or has just ended
     error.add_note(f"while in {where}, epoch {epoch}, batch {batch}, step {state.step}")
     if state.backend.world_size > 1 and is_lost(error):
-        error.add_note(
-            "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader "
-            "there decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
-        )
+        found = verdict()
+        error.add_note(f"{APART}: {found}. {ADVICE}" if found else _LOST)
     if is_torn(state):
         error.add_note(
             "the optimizer was changing the weights: they are between two updates, so this exception has no attribute state. "

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import os
 import pickle
 import sys
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
 from fnloop._backend import Backend, accelerator, backend_of, device_in, fully_sharded, launched, needs_placing, on_host, place
 from fnloop._encode import Saved
 from fnloop._metrics import fetched
+from fnloop._rendezvous import default_store, own_store
 from fnloop._sharded import check_sharded, is_sharded, local_part
+from fnloop._watch import begin_watch, end_watch, finish, together
 
 __all__ = [
-    "APART", "ORDER",
+    "ORDER",
     "agreed", "agreeing", "any_process", "at_home", "broadcast", "exchanges", "gather", "gather_objects", "is_lost", "join",
-    "largest", "main_only", "merged", "on_leaving", "others", "reduce", "summed", "sync_buffers", "together",
+    "largest", "main_only", "merged", "on_leaving", "others", "reduce", "summed", "sync_buffers",
 ]  # fmt: skip
 
-PATIENCE = 30  # seconds that a process waits for the others before it says so
-APART = "the processes have come apart"
 ORDER = (
     "each has the data in another order. A sampler draws from a generator of its own: seed it, the same in every process; or "
     "leave the order to fnloop, DataLoader(dataset, batch_size, shuffle=True)"
@@ -130,42 +128,13 @@ def _world() -> tuple[int, int]:
 def _control() -> Any:
     """Return a group on the host that nobody else uses: what is said there can't get between gradients."""
     atexit.register(_leave)
-    threading.Thread(target=_look_out, name="fnloop", daemon=True).start()
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_settle)
-    return dist.new_group(backend="gloo")
-
-
-_waiting: list[tuple[str, float]] = []  # what this process waits for the others in, and since when
-
-
-@contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
-    """Note that this process waits for all others."""
-    outermost = not _waiting
-    if outermost:
-        _waiting.append((what, time.monotonic()))
-    try:
-        yield
-    finally:
-        if outermost:
-            _waiting.clear()
-
-
-def _look_out() -> None:
-    """Say so, once, where the others don't come for long."""
-    said = None
-    while True:
-        time.sleep(1)
-        for what, since in _waiting[:]:
-            if time.monotonic() - since > PATIENCE and said != since:
-                said = since
-                _log.warning(
-                    "process %d has waited %d s in %s for the others. Every process has to come there: look for what only some "
-                    "do ('if rank == 0', on_main(...), a hook that stops by what only one of them knows, a loader that is of "
-                    "another length in each)",
-                    dist.get_rank(), PATIENCE, what,
-                )  # fmt: skip
+    store = own_store(distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    with default_store(store):
+        group = dist.new_group(backend="gloo")
+    begin_watch(store, group)
+    return group
 
 
 def is_lost(error: BaseException) -> bool:
@@ -182,6 +151,7 @@ def _leave() -> None:
 
     Not behind an exception: others may be waiting for this process, and are told by its end.
     """
+    end_watch()
     if dist.is_initialized() and not hasattr(sys, "last_type"):
         _settle()
         _recent.clear()  # here, and not when there is no Python any more
@@ -204,7 +174,8 @@ def _broadcast_tensors(tensors: list[Tensor]) -> None:
 
 def sync_buffers(model: nn.Module) -> None:
     """Give every process the buffers of the main one (running statistics of BatchNorm and the like)."""
-    _broadcast_tensors([local_part(b).detach() for b in model.buffers()])
+    with together("an exchange of the model's buffers"):
+        _broadcast_tensors([local_part(b).detach() for b in model.buffers()])
 
 
 _recent: deque[Any] = deque(maxlen=64)
@@ -234,6 +205,14 @@ def exchanges() -> int:
     return group._get_sequence_number_for_group()
 
 
+def _finish(work: Any, value: Tensor, what: str) -> None:
+    """Wait for an exchange of a value: on the host; or on its device, while the host continues."""
+    if value.device.type == "cpu":
+        finish(work, what)
+    else:
+        work.wait()
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Return what every process gave, by rank; tensors come to the host."""
     size = _world()[1]
@@ -253,7 +232,7 @@ def _gathered(mine: Tensor, size: int) -> list[Tensor]:
     """Return the bytes that every process gave, with zeros behind them to so many."""
     parts = [torch.empty(size, dtype=torch.uint8) for _ in range(dist.get_world_size())]
     padded = nn.functional.pad(mine, (0, size - len(mine)))
-    _begun(dist.all_gather(parts, padded, group=_control(), async_op=True)).wait()
+    finish(_begun(dist.all_gather(parts, padded, group=_control(), async_op=True)))
     return parts
 
 
@@ -261,13 +240,13 @@ def _pickled(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(on_host(value))), dtype=torch.uint8)
 
 
-def agreeing(numbers: Iterable[float]) -> Callable[..., list[float]]:
-    """Begin to find the largest of each number over all processes; call what is returned for them, with a limit or none."""
+def agreeing(numbers: Iterable[float]) -> Callable[[], list[float]]:
+    """Begin to find the largest of each number over all processes; call what is returned for them."""
     values = torch.tensor([*numbers], dtype=torch.float64)
     work = _begun(dist.all_reduce(values, op=dist.ReduceOp.MAX, group=_control(), async_op=True))
 
-    def wait(limit: timedelta | None = None) -> list[float]:
-        work.wait() if limit is None else work.wait(limit)
+    def wait() -> list[float]:
+        finish(work, "an agreement")
         return values.tolist()
 
     return wait
@@ -277,8 +256,7 @@ def agreed(numbers: Iterable[float]) -> list[float]:
     """Return the largest of each number over all processes."""
     if _world()[1] == 1:
         return [*map(float, numbers)]
-    with together("an agreement"):
-        return agreeing(numbers)()
+    return agreeing(numbers)()
 
 
 def any_process(fact: bool) -> bool:
@@ -292,7 +270,7 @@ def summed(value: float | Tensor) -> Callable[[], Any]:
     work = _begun(dist.all_reduce(total, group=_group(total.device), async_op=True))
 
     def wait() -> Any:
-        work.wait()
+        _finish(work, total, "a sum")
         return total if isinstance(value, Tensor) else total.item()
 
     return wait
@@ -301,7 +279,8 @@ def summed(value: float | Tensor) -> Callable[[], Any]:
 def largest(value: Tensor) -> Tensor:
     """Return the largest of a number over all processes, on the device."""
     value = value.clone()
-    _begun(dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_group(value.device), async_op=True)).wait()
+    work = _begun(dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_group(value.device), async_op=True))
+    _finish(work, value, "an agreement")
     return value
 
 
@@ -453,9 +432,9 @@ def broadcast(tree: Any, source: int = 0) -> Any:
     data = _pickled(tree) if rank == source else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(data)])
     with together("fnloop.broadcast"):
-        _begun(dist.broadcast(length, source, group=_control(), async_op=True)).wait()
+        finish(_begun(dist.broadcast(length, source, group=_control(), async_op=True)))
         data = data if rank == source else torch.empty(int(length), dtype=torch.uint8)
-        _begun(dist.broadcast(data, source, group=_control(), async_op=True)).wait()
+        finish(_begun(dist.broadcast(data, source, group=_control(), async_op=True)))
     return at_home(tree, tree if rank == source else pickle.loads(data.numpy().tobytes()))
 
 

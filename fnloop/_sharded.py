@@ -23,7 +23,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_sharded(model: nn.Module) -> None:
-    """Raise unless every parameter of a model is spread over all processes."""
+    """Raise unless ``fully_shard``, and nothing else, spreads every parameter of a model over all processes."""
     kind: Any = _dtensor()
     whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, kind)]
     if whole:
@@ -31,14 +31,28 @@ def check_sharded(model: nn.Module) -> None:
             f"some parameters of this model are sharded, and others are not ({', '.join(whole[:3])}, ...): nobody would "
             f"average the gradients of those. Call fully_shard(model) on the whole model last"
         )
-    sharded: list[Any] = [p for p in model.parameters() if isinstance(p, kind)]
-    sizes = {p.device_mesh.size() for p in sharded}
+    sharded: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, kind)}
+    sizes = {p.device_mesh.size() for p in sharded.values()}
     if sizes != {dist.get_world_size()}:
         raise NotImplementedError(
             f"this model is sharded over meshes of {sorted(sizes)} of {dist.get_world_size()} processes; fnloop gives each "
-            f"process "
-            f"its own share of the data, so every parameter must be sharded or replicated over all of them (fully_shard)"
+            f"process its own share of the data, so every parameter must be sharded or replicated over all of them "
+            f"(fully_shard)"
         )
+    managed = {id(p) for root in roots(model) for p in root.parameters()}
+    for name, p in sharded.items():
+        if id(p) not in managed or not _is_data_parallel(p.placements):
+            raise NotImplementedError(
+                f"the parameter {name} is spread as {p.placements} over a mesh of {tuple(p.device_mesh.shape)}, which "
+                f"fully_shard alone does not do: with tensor parallelism several processes need the same batch, and fnloop "
+                f"gives each process its own share of the data. Leave parallelize_module out, and call fully_shard(model) "
+                f"over all processes, or over a mesh of two dimensions (replicate, shard)"
+            )
+
+
+def _is_data_parallel(placements: Any) -> bool:
+    """Return whether a parameter is spread as ``fully_shard`` does it: sharded, or replicated in groups that shard."""
+    return placements[-1].is_shard() and (len(placements) == 1 or (len(placements) == 2 and placements[0].is_replicate()))
 
 
 def roots(model: nn.Module) -> list[Any]:

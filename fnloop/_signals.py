@@ -12,28 +12,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from fnloop._processes import APART, ORDER, agreeing, together
+from fnloop._processes import ORDER, agreeing
 from fnloop._sharded import is_sharded
 from fnloop._state import TrainState
+from fnloop._watch import ADVICE, APART, here, together
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Council", "Signals", "listening"]
 
 INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
 _CHILD = getattr(signal, "SIGCHLD", None)  # which a process gets when one that it started has ended
 PERIOD = 0.1  # seconds between two exchanges, in the long run
-LIMIT = timedelta(minutes=5)  # that a process which stops waits for the others
-ADVICE = (
-    "What a middleware or a hook decides must be the same everywhere: decide by the history, by counters, or by "
-    "fnloop.reduce(...)"
-)
-
 ROUNDING = 1e-3  # by what norms may differ between processors of different kinds
 _DRIFT = (
     "the norm of the weight {} is from {:g} to {:g}. What a hook or a middleware does to weights must be the same everywhere: "
@@ -151,10 +145,11 @@ class Council:
         self._time = 0.0  # what all agree on, in seconds
         self._met, self._next, self._gap = 0, 1, 1  # boundaries so far, at the next exchange, and between two
         self._asked, self._since = 0, 0  # boundaries at the last exchange, and between it and the one before
-        self._answer: Callable[[timedelta | None], list[float]] | None = None
+        self._answer: Callable[[], list[float]] | None = None
         self._sent = [False, False]  # what was asked for in it
         self._marks: list[str] = []  # and what else
         state._lease.clock = self.clock
+        here.step, here.thread = state.step, threading.get_ident()
 
     def clock(self) -> float:
         """Return the seconds since the run began, as of the last exchange."""
@@ -163,6 +158,7 @@ class Council:
     def meet(self, state: TrainState, signals: Signals) -> None:
         """Hear the last answer and ask again, if it is time to."""
         self._met += 1
+        here.step = state.step
         if self._met < self._next:
             return
         self._hear(signals)
@@ -181,16 +177,9 @@ class Council:
             RuntimeError: this process has stopped, and the others don't come; or they have other weights, or other data.
         """
         self._hear(signals)
-        try:
-            with together("the end of an epoch"):
-                self._ask(state, signals, {**_norms(state), ORDER: order})
-                self._hear(signals, None if state.stop is None else LIMIT)
-        except RuntimeError as error:
-            if state.stop is None or "imed out" not in str(error):
-                raise
-            raise RuntimeError(
-                f"{APART}: this one has stopped ({state.stop}) at step {state.step}, others go on. {ADVICE}"
-            ) from error
+        with together("the end of an epoch" if state.stop is None else f"the end of its run ({state.stop})"):
+            self._ask(state, signals, {**_norms(state), ORDER: order})
+            self._hear(signals)
 
     def _ask(self, state: TrainState, signals: Signals, marks: Mapping[str, float]) -> None:
         """Begin an exchange; also of marks that have to be the same everywhere, by what to say where they aren't."""
@@ -201,10 +190,10 @@ class Council:
         self._asked, self._since = self._met, self._met - self._asked
         self._next = self._met + self._gap
 
-    def _hear(self, signals: Signals, limit: timedelta | None = None) -> None:
+    def _hear(self, signals: Signals) -> None:
         if self._answer is None:
             return
-        (stop, save, now, *same), self._answer = self._answer(limit), None
+        (stop, save, now, *same), self._answer = self._answer(), None
         most, least = same[: len(same) // 2], [-c for c in same[len(same) // 2 :]]
         if most[:3] != least[:3]:
             counters = [[*map(int, values[:3])] for values in (least, most)]

@@ -14,6 +14,7 @@ import random
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -26,6 +27,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -39,7 +41,7 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop import _processes, _signals
+from fnloop import _processes, _rendezvous, _signals, _watch
 from fnloop.testing import Toy, toy
 
 pytestmark = pytest.mark.slow
@@ -885,24 +887,111 @@ def facts_of_backend(folder):
     return [backend.device.type, backend.rank, backend.world_size, backend.main, backend.precision]
 
 
-def apart(folder, way):
+def apart(folder, way, hold=2):
     """Decide by something that one process alone knows."""
-    _signals.LIMIT = timedelta(seconds=3)
+    _watch.HOLD, _watch.GRACE, _watch.LAST = hold, min(hold, _watch.GRACE), min(hold, _watch.LAST)
 
     def hook(state):
         if state.step == 5 and rank() == 1:
-            return attrs.evolve(state, stop="mine") if way == "stop" else attrs.evolve(state, skipped=1)
+            (folder / "apart").write_text(str(time.time()))
+            return attrs.evolve(state, skipped=1) if way == "skip" else attrs.evolve(state, stop="mine")
         return state
 
-    fitted(loader(size=1), hooks=(hook,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) if way == "buffers" else network()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    window = fl.accumulate(2) if way == "weights" else fl.clip(1.0)
+    try:
+        fl.fit(fl.pipeline(window)(by_tokens if way == "weights" else entropy), state, loader(size=2), epochs=9, hooks=(hook,))
+    finally:
+        if way == "caught" and rank() == 1:
+            time.sleep(60)
 
 
-@pytest.mark.parametrize("way", ["skip", "stop"])
-def test_processes_that_come_apart_fail(tmp_path, way):
-    found = processes.launch(tmp_path, 2, apart, way, timeout=60)
+def waited(folder, found):
+    """Return the seconds from the moment that the processes came apart until the last one ended."""
+    return max(found.ended) - float((folder / "apart").read_text())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("way", ["skip", "stop", "buffers", "weights"])
+def test_processes_that_come_apart_fail(tmp_path, way, n):
+    found = processes.launch(tmp_path, n, apart, way, timeout=60)
     assert all(found.codes), found  # 1, or what gloo's threads make of it when Python has gone
-    assert "RuntimeError: the processes have come apart" in found.errors[1]
-    assert ("another process has ended or stopped" if way == "stop" else "have come apart") in found.errors[0]
+    assert waited(tmp_path, found) < 20
+    if way != "weights":  # sums of other sizes, of which gloo may end a process
+        assert "RuntimeError: the processes have come apart" in found.errors[1]
+        assert all("the processes have come apart: " in error for error in found.errors), found.errors
+    if way == "stop":
+        said = "process 1 waits in the end of its run (mine) after step 5, and process 0 is in an update after step 5"
+        assert all(said in error for error in found.errors), found.errors
+
+
+def test_a_process_that_waits_for_a_failed_one_ends_by_itself(tmp_path):
+    """What torch itself would do after half an hour, where the failed one lives on."""
+    with pytest.raises(TimeoutError) as error:
+        processes.launch(tmp_path, 2, apart, "caught", timeout=30)
+    assert "Process 0 still waits, and is ended" in str(error.value)
+
+
+def slow(folder):
+    """Be slow in one process, in all places, for longer than processes that wait in different places are given."""
+    _watch.HOLD, _watch.GRACE, _watch.LAST = 1, 0, 0
+
+    def pause(state):
+        time.sleep(5 * (state.step == 2))
+        return state
+
+    def stream():
+        for n, batch in enumerate(batches(6)):
+            time.sleep(5 * (rank() == 1 and n in (3, 6)))  # the seventh is the last one
+            yield batch
+
+    state = created()
+    if rank() == 0:
+        dist.send(torch.ones(1), 1)  # which gloo counts too
+        dist.send(torch.ones(1), 1)
+    elif rank() == 1:
+        dist.recv(torch.ones(1), 0)
+        dist.recv(torch.ones(1), 0)
+    hooks = (fl.on_main(pause), fl.checkpoint(folder / "saved"))
+    state = fl.fit(fl.pipeline()(entropy), state, {"train": stream, "valid": batches(3)}, epochs=1, hooks=hooks)
+    if rank() == 0:
+        time.sleep(5)
+    return fl.reduce({"steps": state.step}, "sum")
+
+
+def test_a_slow_process_is_waited_for(tmp_path):
+    assert processes.results(tmp_path, 3, slow, timeout=90) == [{"steps": 9}] * 3
+
+
+def place(waits, control, counts, inside=False):
+    """Return the place of a process that has begun so many exchanges, one of them in what it waits in."""
+    behind = control - (waits is not None)
+    return {"waits": waits, "behind": behind, "step": 5, "control": control, "counts": counts, "inside": inside}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "meet"),
+    [
+        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 8}, inside=True), False),  # in another exchange of gradients
+        (place("the end", 4, {"0": 7}), place(None, 4, {"0": 8}, inside=True), False),
+        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 8}), True),  # further by what it has sent to one, and in a loader
+        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 7}, inside=True), True),  # in the backward of the same update
+        (place("the end", 4, {"0": 7}), place(None, 5, {"0": 8}, inside=True), True),  # it has ended the exchange
+        (place("the end", 4, {"0": 7, "2": 1}), place(None, 3, {"0": 7, "3": 5}, inside=True), True),  # groups of others
+        (place("the end", 4, {"0": 7}), place("buffers", 4, {"0": 7}), False),
+        (place("the end", 4, {"0": 7}), place("the end", 4, {"0": 7}), True),
+        (place("the end", 4, {"0": 7}), place("the end", 4, {"0": 9}), True),  # what was sent to one before
+        (place("the end", 4, {"0": 7}), place("buffers", 3, {"0": 7}), True),  # behind, not elsewhere
+        (place(None, 4, {"0": 7}, inside=True), place(None, 4, {"0": 9}, inside=True), True),  # none of fnloop's
+    ],
+)
+def test_what_never_meets(first, second, meet):
+    assert _watch.never_meet({0: first, 1: second}, 2) == (None if meet else (0, 1))
+    third = place(None, 3, {"0": 7})  # works, or has not been heard of
+    slow = None if meet or second["waits"] else (0, 1)
+    assert _watch.never_meet({0: first, 1: second, 2: third}, 3) == _watch.never_meet({0: first, 1: second}, 3) == slow
 
 
 def test_the_weights_that_are_compared_are_those_that_have_a_norm():
@@ -1063,6 +1152,76 @@ def test_a_run_is_killed_and_goes_on_on_2_and_3_and_1(tmp_path):
     assert difference(expected["history"], found["history"]) < 1e-12
 
 
+def restarting(folder, kills, joined_before=False):
+    """Train or go on; at each (step, rank) that was not reached before, that process is killed."""
+    if joined_before:
+        dist.init_process_group("gloo")
+
+    def bomb(state):
+        mark = folder / f"killed at {state.step} by {rank()}"
+        if [state.step, rank()] in kills and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return state
+
+    torch.manual_seed(0)
+    train, step = loader(shuffle=True), fl.pipeline(fl.clip(0.5))(entropy)
+    state = fl.resume(folder / "saved", created())
+    hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved", keep=2)), bomb)
+    state = fl.fit(step, state, train, epochs=4, hooks=hooks)
+    return {**come_to(state), "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT")}
+
+
+def restarted(folder, kills, *arguments, environment=None, launcher=processes.TORCHRUN):
+    """Kill a job of two processes so often, and return what it comes to, started again by torchrun."""
+    by = (*launcher, "--max-restarts", str(len(kills)))
+    found = processes.launch(
+        folder, 2, restarting, kills, *arguments, by=by, timeout=60 + 15 * len(kills), environment=environment
+    )
+    assert found.codes == [0], "\n".join(found.errors)
+    assert [one.pop("attempt") for one in found.results] == [str(len(kills))] * 2
+    return found.results
+
+
+def test_a_job_that_torchrun_restarts_ends_with_the_bits_of_one_that_was_left_alone(tmp_path):
+    expected = processes.results(tmp_path / "alone", 2, restarting, [])
+    assert expected[0].pop("attempt") is expected[1].pop("attempt") is None
+    assert expected[0]["counters"] == [28, 4, 0]
+    assert restarted(tmp_path / "killed", [[9, 1], [18, 0]]) == expected
+
+
+def agreeing(folder, stale):
+    """Agree on an attempt three times in one store, in which dead processes have left what they wrote."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank() == 0)
+    if stale and rank() == 0:
+        keys = dist.PrefixStore("fnloop", store)
+        for n in range(world()):  # an attempt that died when all but one had confirmed
+            keys.set(f"word of {n}", f"dead {n}")
+            keys.set(f"answer to dead {n}", "dead 0")
+            keys.set(f"dead 0 confirmed by {n}", "")
+        keys.set("dead 0 is complete", "")
+    words = [_rendezvous.agree_on_attempt(store, rank(), world()) for _ in range(3)]
+    store.add("done", 1)
+    while rank() == 0 and store.add("done", 0) < world():
+        time.sleep(0.01)
+    return words
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_attempt_is_agreed_on_by_the_living(tmp_path, stale):
+    first, *others = processes.results(tmp_path, 3, agreeing, stale)
+    assert others == [first, first]
+    assert len({*first, "dead 0"}) == 4
+
+
+def test_who_waits_for_a_process_that_does_not_come_says_so():
+    store, moment = dist.HashStore(), timedelta(seconds=0.1)
+    with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] did not come to join process 0"):
+        _rendezvous.agree_on_attempt(store, 0, 3, moment)
+    with pytest.raises(TimeoutError, match="process 1 has waited for all others to join it"):
+        _rendezvous.agree_on_attempt(store, 1, 3, moment)
+
+
 def test_a_sharded_loader_goes_on_in_the_middle_of_an_epoch_on_as_many_processes_only(tmp_path):
     def state():
         return created()
@@ -1183,6 +1342,33 @@ def tree(found):
     if isinstance(found, list | tuple):
         return [tree(v) for v in found]
     return found.tolist() if isinstance(found, torch.Tensor) else found.compute() if hasattr(found, "compute") else found
+
+
+def spread(folder):
+    """Create states of models that are spread over four processes in every way; return what came of each."""
+    mesh = partial(dist.device_mesh.init_device_mesh, "cpu")
+    created()  # joins the processes
+    grid = mesh((2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def both(model):
+        fully_shard(parallelize_module(model, grid["tensor"], plan), mesh=grid["data"])
+
+    ways = {
+        "tensor and data": both,
+        "tensor": lambda model: parallelize_module(model, mesh((4,)), plan),
+        "data": fully_shard,
+        "data in two groups": lambda model: fully_shard(model, mesh=mesh((2, 2), mesh_dim_names=("replicate", "shard"))),
+    }
+    return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
+
+
+def test_tensor_parallelism_is_refused_and_hybrid_sharding_is_not(tmp_path):
+    for found in processes.results(tmp_path, 4, spread):
+        assert found["data"] == found["data in two groups"] == 0
+        for way in ("tensor and data", "tensor"):
+            assert str(found[way]).startswith("NotImplementedError: the parameter 0.weight is spread as "), found[way]
+            assert "Leave parallelize_module out" in found[way]
 
 
 REFUSED = {
