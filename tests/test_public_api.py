@@ -18,8 +18,8 @@ ROOT = Path(fnloop.__file__).parent
 LAYERS = [
     "_show", "_plot", "_checks", "_types", "_hints", "_rng", "_encode", "_metrics", "_history", "_files",
     "_backend", "_sharded", "_processes", "_tracker", "_state", "_signals", "_joint", "_deal", "_map_style",
-    "_data", "_steps", "_pipeline", "_guard", "_capture", "_checkpoint", "schedules", "_middleware", "_hooks",
-    "_fit", "testing", "__init__",
+    "_data", "_steps", "_pipeline", "_guard", "_capture", "_optimizer_state", "_resumable", "_checkpoint",
+    "schedules", "_middleware", "_hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {
     "matplotlib",

@@ -12,6 +12,7 @@ from fnloop._checkpoint import contents
 from fnloop._files import Contents, prune, write
 from fnloop._history import better
 from fnloop._processes import main_only
+from fnloop._resumable import check_resumable
 from fnloop._state import RECORD, TrainState
 
 __all__ = ["checkpoint"]
@@ -39,7 +40,8 @@ class checkpoint:
 
     Raises:
         ValueError: keep, keep_best or mode is out of range.
-        CheckpointError: when it saves: something in the state can't be saved.
+        CheckpointError: before the first update: a run with this optimizer could not be resumed. When it saves: something in
+            the state can't be saved.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -92,6 +94,11 @@ class checkpoint:
                 what = self._buffers = what.copied(self._buffers)
                 self._writer = threading.Thread(target=self._write_and_note, args=(what, state), name="checkpoint")
                 self._writer.start()
+        return state
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Check that the optimizer can be resumed, before it has made an update."""
+        check_resumable(state)
         return state
 
     def flush(self, state: TrainState) -> TrainState:
