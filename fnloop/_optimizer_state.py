@@ -339,6 +339,7 @@ def _own_loader(
     def load() -> None:
         try:
             optimizer.load_state_dict(_containers_copied(expected))
+            _undo_casts(expected, optimizer.state_dict())
             found = difference(expected, optimizer.state_dict(), "state_dict")
         except Exception as error:
             raise CheckpointError(
@@ -352,6 +353,26 @@ def _own_loader(
             )
 
     return load
+
+
+def _undo_casts(expected: Any, held: Any) -> None:
+    """Put tensors back that ``load_state_dict`` has cast to the dtype of their parameter, as torch's does.
+
+    What ``state_dict`` returns has the dicts and lists that the optimizer holds, if it has not made others.
+    """
+    if isinstance(expected, Mapping) and isinstance(held, Mapping):
+        pairs = [(key, expected[key]) for key in expected if key in held]
+    elif isinstance(expected, list | deque) and isinstance(held, list | deque) and len(expected) == len(held):
+        pairs = list(enumerate(expected))
+    else:
+        return
+    for key, value in pairs:
+        now: Any = held[key]  # type: ignore[index]
+        if isinstance(value, Tensor) and isinstance(now, Tensor):
+            if value.dtype != now.dtype and value.shape == now.shape:
+                held[key] = value.to(now.device)  # type: ignore[index]
+        else:
+            _undo_casts(value, now)
 
 
 def _device_of(*groups: Mapping[str, Any]) -> torch.device:
@@ -477,10 +498,9 @@ def _check_state(owned: Owned, name: str, value: Mapping[str, Any], path: Any) -
             else:
                 right = tensor is None or isinstance(tensor, int | float)
             if not right:
-                found = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
                 raise CheckpointError(
-                    f"{path}: {key} of {name} in the optimizer's state is {found}, which {owned.kind} cannot continue with: "
-                    f"the parameter is {p.dtype} of shape {tuple(p.shape)}"
+                    f"{path}: {key} of {name} in the optimizer's state is {_described(tensor)}, which {owned.kind} cannot "
+                    f"continue with: the parameter is {_described(p)}"
                 )
 
 
@@ -576,7 +596,7 @@ def difference(a: Any, b: Any, path: str) -> str | None:
 
     Example:
         >>> difference({"a": [1.0, torch.zeros(1)]}, {"a": [1.0, torch.ones(1)]}, "state")
-        'state.a.1 is tensor([0.]) in one, and tensor([1.]) in the other'
+        'state.a.1 differs'
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b).to(a.device))
@@ -591,11 +611,16 @@ def difference(a: Any, b: Any, path: str) -> str | None:
     else:
         plain = all(x is None or isinstance(x, PLAIN) for x in (a, b))
         same = not plain or (type(a) is type(b) and (a is b or bool(np.all(a == b)) or (a != a and b != b)))
-    return None if same else f"{path} is {_described(a)} in one, and {_described(b)} in the other"
+    if same:
+        return None
+    one, other = _described(a), _described(b)
+    return f"{path} differs" if one == other else f"{path} is {one} in one, and {other} in the other"
 
 
 def _described(value: Any) -> str:
-    return described(value).removesuffix(" (Tensor)")
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return described(value)
 
 
 def _bits(tensor: Tensor) -> Tensor:

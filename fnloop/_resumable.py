@@ -15,7 +15,7 @@ import types
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ EDGE = 4  # how long the copies' parameters are in each dimension, at most
 WHOLE = 8  # a group of so many parameters is copied as a whole; of a larger one, one parameter of each kind
 SMALL = 4096  # a tensor of so many elements is copied as it is, unless it has the shape of a parameter
 LARGE = 20_000  # objects: an optimizer that holds more, a whole model perhaps, is not copied
-BEFORE, AFTER, LONG = 3, 3, 24  # updates before a save, after a restore, and after one if there is reason for doubt
+BEFORE, AFTER, LONG = 3, 3, 12  # updates before a save, after a restore, and after one if there is reason for doubt
 
 
 def check_resumable(state: TrainState) -> None:
@@ -100,9 +100,12 @@ def _fault(owned: Owned, position: Any) -> str | None:
         optimizer_loader(two, facts, tensors, {})()
     except CheckpointError as error:
         return str(error).removeprefix("the checkpoint: ")
-    left = _attributes_left(one, two)
-    if counts := [found for found in left if found.number]:
-        return f"its state_dict leaves out an attribute: after a restore {counts[0].what}"
+    left = list(_attributes_left(one, two))
+    for name, was, now in left:
+        if isinstance(was, int | float) and isinstance(
+            now, int | float
+        ):  # a counter: it may matter after any number of updates
+            return f"its attribute {name} is no part of its state_dict: it was {was}, and is {now} after a restore"
     last = BEFORE + (LONG if left else AFTER)
     for number in range(BEFORE, last):
         _update(one, number, position)
@@ -127,21 +130,13 @@ def _saved(owned: Owned) -> tuple[Any, dict[str, Tensor]]:
     return facts, whole
 
 
-class _Left(NamedTuple):
-    """An attribute that a restore has left as it was: a number, which counts something, or what may be made anew at will."""
-
-    number: bool
-    what: str
-
-
-def _attributes_left(one: Owned, two: Owned) -> list[_Left]:
-    found = []
+def _attributes_left(one: Owned, two: Owned) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the attributes that a restore has left as they were, with what they should be and what they are."""
     for before, after in zip(optimizers_in(one.optimizer), optimizers_in(two.optimizer), strict=True):
-        for name, value in vars(before).items():
-            other = vars(after).get(name)
-            if name not in ("state", "param_groups", "defaults") and (what := difference(value, other, f"its {name}")):
-                found.append(_Left(isinstance(value, int | float) and isinstance(other, int | float), what))
-    return found
+        for name, was in vars(before).items():
+            now = getattr(after, name, None)
+            if name not in ("state", "param_groups", "defaults") and difference(was, now, name):
+                yield name, was, now
 
 
 def _parameters(owned: Owned) -> list[Tensor]:
