@@ -7,6 +7,7 @@ middleware's ``init`` for a slot, the next batch for a metric.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -52,24 +53,18 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         >>> list(tensors)
         ['slots.seen']
     """
-    if value is None or isinstance(value, bool | str):
-        return value
+    if isinstance(value, enum.Enum):
+        raise TypeError(f"{path} is a {type(value).__name__}, an enum, which would come back as a plain value: keep its value")
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biufc":
-            raise TypeError(f"{path} is an array of {value.dtype}, which a checkpoint can't hold: keep a list")
-        kept = value.astype(np.int64) if value.dtype.kind == "u" else value.astype(value.dtype.newbyteorder("="))
-        return {"$array": _put(tensors, path, torch.from_numpy(np.ascontiguousarray(kept))), "dtype": str(value.dtype)}
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_meta:
-            kind = "meta" if value.is_meta else f"{value.layout} {value.dtype}"
-            raise TypeError(f"{path} is a tensor ({kind}), which safetensors can't hold")
-        return {"$tensor": _put(tensors, path, as_safetensor(value)), **_form(value)}
+    if isinstance(value, np.ndarray | Tensor):
+        return _encode_tensor(value, tensors, path)
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, deque):
@@ -97,6 +92,25 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
             f"objects with a state_dict there"
         )
     return {"$saved": _kind(value), "parts": encode(parts, tensors, path)}
+
+
+def _encode_tensor(value: np.ndarray | Tensor, tensors: dict[str, Tensor], path: str) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            raise TypeError(f"{path} is an array of {value.dtype}, which a checkpoint can't hold: keep a list")
+        kept = value.astype(np.int64) if value.dtype.kind == "u" else value.astype(value.dtype.newbyteorder("="))
+        return {"$array": _put(tensors, path, torch.from_numpy(np.ascontiguousarray(kept))), "dtype": str(value.dtype)}
+    if kind := _unheld(value):
+        raise TypeError(f"{path} is a tensor ({kind}), which safetensors can't hold")
+    return {"$tensor": _put(tensors, path, as_safetensor(value)), **_form(value)}
+
+
+def _unheld(tensor: Tensor) -> str:
+    """Return why a file cannot hold a tensor, or nothing. A sharded one is whole before it is written."""
+    cls = type(tensor)
+    if hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor":
+        return cls.__name__
+    return "meta" if tensor.is_meta else "" if tensor.layout is torch.strided else f"{tensor.layout} {tensor.dtype}"
 
 
 def as_safetensor(tensor: Tensor) -> Tensor:

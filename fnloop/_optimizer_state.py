@@ -123,7 +123,8 @@ def optimizer_facts(owned: Owned, tensors: dict[str, Tensor]) -> dict[str, Any]:
     Raises:
         TypeError, CheckpointError: something in it cannot be saved; the message says where it is.
     """
-    optimizer, facts = owned.optimizer, {"class": owned.kind}
+    optimizer = owned.optimizer
+    facts: dict[str, Any] = {"class": owned.kind}
     for name, (p, _) in owned.parameters().items():
         if name in owned.foreign:
             tensors[f"parameter.{name}"] = as_safetensor(p)

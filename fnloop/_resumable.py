@@ -86,16 +86,15 @@ def _fault(owned: Owned, position: Any) -> str | None:
     """Return what goes wrong if an optimizer is saved and restored, or None. It raises where that cannot be found out."""
     numbers = torch.Generator().manual_seed(0)
     one, two = _tiny(owned, numbers), _tiny(owned, numbers)
-    if hasattr(one.optimizer, "train"):
-        one.optimizer.train()  # those without a schedule want to be told
+    getattr(one.optimizer, "train", bool)()  # those that need no schedule want to be told
     for number in range(BEFORE):
         _update(one, number, position)
     try:
         facts, tensors = _saved(one)
     except (TypeError, CheckpointError) as error:
         return str(error)
-    for mine, other in zip(_parameters(two), _parameters(one), strict=True):
-        mine.data.copy_(other.data)
+    for name, p in _weights(two).items():
+        p.data.copy_(_weights(one)[name])
     try:
         optimizer_loader(two, facts, tensors, {})()
     except CheckpointError as error:
@@ -114,12 +113,15 @@ def _fault(owned: Owned, position: Any) -> str | None:
         except Exception as error:
             return f"an update after a restore raises {type(error).__name__}: {error}"
         if number == last - 2:
-            _halve_rates(one), _halve_rates(two)
-    weights = [{owner.names[id(p)]: p for p in _parameters(owner)} for owner in (one, two)]
-    what = "in a run that was saved and restored, the"
-    if fault := difference(*weights, "weights") or difference(_saved(one), _saved(two), "state"):
-        return f"{what} {fault} without the restore"
-    return None
+            _halve_rates(one)
+            _halve_rates(two)
+    weights = difference(_weights(one), _weights(two), "weights")
+    fault = weights or difference(_saved(one), _saved(two), "state")
+    return f"a few updates after a restore, {fault}" if fault else None
+
+
+def _weights(owned: Owned) -> dict[str, Tensor]:
+    return {name: p for name, (p, _) in owned.parameters().items()}
 
 
 def _saved(owned: Owned) -> tuple[Any, dict[str, Tensor]]:
@@ -139,21 +141,15 @@ def _attributes_left(one: Owned, two: Owned) -> Iterator[tuple[str, Any, Any]]:
                 yield name, was, now
 
 
-def _parameters(owned: Owned) -> list[Tensor]:
-    return [p for p, _ in owned.parameters().values()]
-
-
 def _update(owned: Owned, number: int, position: Any) -> None:
     """Make an update with random gradients, and with the generators positioned as in a run."""
     numbers = torch.Generator().manual_seed(number)
-    for p in _parameters(owned):
+    for p in _weights(owned).values():
         p.grad = torch.randn(p.shape, generator=numbers, dtype=_wide(p)).to(p.device, p.dtype) if p.requires_grad else None
     position(number)
     seed_host(number)
-    if wants_closure(type(owned.optimizer)):
-        owned.optimizer.step(lambda: torch.ones((), device=p.device, requires_grad=True))
-    else:
-        owned.optimizer.step()
+    update: Any = owned.optimizer.step
+    update(lambda: torch.ones(())) if wants_closure(type(owned.optimizer)) else update()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -235,6 +231,8 @@ def _cut_tensors(value: Any, memo: dict[int, Any], seen: set[int], shapes: set[t
         if len(seen) > LARGE:
             raise NotImplementedError
         if isinstance(item, Tensor):
+            if type(item) not in (Tensor, nn.Parameter, nn.Buffer):  # a share of one, or compressed
+                raise NotImplementedError
             whole = item.numel() <= small and tuple(item.shape) not in shapes
             part = item if whole else item[tuple(slice(0, EDGE) for _ in item.shape)]
             memo[id(item)] = part.detach().clone().requires_grad_(item.requires_grad)
@@ -243,10 +241,18 @@ def _cut_tensors(value: Any, memo: dict[int, Any], seen: set[int], shapes: set[t
         elif isinstance(item, list | tuple | set | frozenset | deque):
             waiting += item
         elif isinstance(item, types.FunctionType):
-            held = [cell.cell_contents for cell in item.__closure__ or ()]
-            if any(isinstance(inner, Tensor | nn.Module | Optimizer) for inner in held):
+            if item.__closure__ and _reaches([cell.cell_contents for cell in item.__closure__]):
                 raise NotImplementedError
         elif not isinstance(item, types.ModuleType | types.BuiltinFunctionType | types.MethodType) and hasattr(
             item, "__dict__"
         ):
             waiting += vars(item).values()
+
+
+def _reaches(values: Any) -> bool:
+    """Return whether there is a tensor, a module or an optimizer in containers."""
+    if isinstance(values, Mapping):
+        values = [*values.keys(), *values.values()]
+    if isinstance(values, list | tuple | set | frozenset | deque):
+        return any(map(_reaches, values))
+    return isinstance(values, Tensor | nn.Module | Optimizer)

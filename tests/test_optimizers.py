@@ -1,6 +1,7 @@
 """Every optimizer resumes bit for bit, or is refused by name before the first update."""
 
 import copy
+import enum
 import functools
 import importlib
 import importlib.util
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fnloop as fl
 from fnloop import _files, _optimizer_state, schedules
@@ -407,7 +409,7 @@ def test_a_period_that_begins_anew_is_found():
                 for p in group["params"]:
                     p.data *= 0 if len(self.updates) % 10 == 0 else 1
 
-    with pytest.raises(fl.CheckpointError, match=r"in a run that was saved and restored, the weights.w differs"):
+    with pytest.raises(fl.CheckpointError, match=r"a few updates after a restore, weights.w differs"):
         check_resumable(toy_state(Periodic))
 
 
@@ -429,7 +431,7 @@ def test_a_schedule_that_does_not_reach_the_restored_groups_is_found():
         def load_state_dict(self, saved):
             self.reach.inner.load_state_dict(saved)
 
-    with pytest.raises(fl.CheckpointError, match=r"the weights.w differs"):
+    with pytest.raises(fl.CheckpointError, match=r"after a restore, weights.w differs"):
         check_resumable(toy_state(Hidden))
 
 
@@ -469,6 +471,37 @@ def test_where_no_copy_can_be_tried_nothing_is_said():
                 raise RuntimeError("a closure is needed")
 
     check_resumable(toy_state(Wants))
+
+
+def test_a_function_that_might_reach_the_real_parameters_is_not_tried():
+    class Closed(SGD):
+        def __init__(self, params):
+            params = list(params)
+            super().__init__(params, lr=1.0)
+            self.zero = lambda: [p.data.zero_() for p in params]
+
+        def step(self, closure=None):
+            self.zero()
+
+    state = toy_state(Closed, w=7.0)
+    check_resumable(state)
+    assert state.model.w.item() == 7.0
+
+
+def test_hooks_that_add_to_a_state_dict_take_part(tmp_path):
+    def new(tag, lr=1.0):
+        state = toy_state(lambda params: SGD(params, lr=lr, momentum=0.5))
+        tags = [tag]
+        state.optimizer.register_state_dict_post_hook(lambda optimizer, saved: {**saved, "tag": tags[0]})
+        state.optimizer.register_load_state_dict_pre_hook(lambda optimizer, saved: tags.__setitem__(0, saved["tag"]))
+        return state, tags
+
+    half = fl.fit(toy_step, new("a")[0], [ONE] * 2, hooks=())
+    state, tags = new("b", lr=0.5)
+    check_resumable(state)
+    restored = fl.restore(fl.save(half, tmp_path / "a"), state)
+    assert tags == ["a"] and restored.optimizer.param_groups[0]["lr"] == 1.0
+    assert_same(restored, half)
 
 
 # --- how it is stored
@@ -541,6 +574,16 @@ def test_more_plain_data_survives(value):
     encoded = json.loads(json.dumps(encode(value, tensors, "x")))
     back = decode(encoded, {name: tensor.contiguous() for name, tensor in tensors.items()})
     assert _optimizer_state.difference(value, back, "") is None and getattr(back, "maxlen", 3) == 3
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@pytest.mark.parametrize("value", [Level.LOW, TwoTensor(torch.ones(1), torch.ones(1))], ids=["enum", "compressed"])
+def test_what_would_come_back_as_something_else_is_refused(value):
+    with pytest.raises(TypeError, match=r"x\.a is a (Level|tensor \(TwoTensor\))"):
+        encode({"a": value}, {}, "x")
 
 
 @pytest.mark.parametrize("strides", [[1, 100], [0, 0], [1 << 40, 1], [-1, 1], [1]])
