@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fnloop._backend import Backend
 from fnloop._checks import described, folder_path, metric_name
-from fnloop._encode import Saved, as_number, decode, encode
+from fnloop._checks import listed as _first
+from fnloop._encode import Saved, as_safetensor, decode, encode, from_safetensor
 from fnloop._files import (
     FORMAT,
     MANIFEST,
@@ -39,15 +40,16 @@ from fnloop._history import History, Record
 from fnloop._joint import everywhere
 from fnloop._metrics import MONOIDS, Mean, wide
 from fnloop._monitor import better
+from fnloop._optimizer_state import bare_name as _bare
+from fnloop._optimizer_state import optimizer_facts, optimizer_loader, owned_by
 from fnloop._processes import any_process, gather_objects, main_only
 from fnloop._rng import SEED_BITS, HostGenerators
 from fnloop._sharded import full, like_sharded
-from fnloop._state import RECORD, SCHEDULED, TrainState, advance_to, check_fresh, suspended, unwrap
+from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended, unwrap
 
 __all__ = ["CheckpointError", "best", "contents", "latest", "position_of", "restore", "resume", "save"]
 
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
-EXECUTION = ("foreach", "fused", "capturable")  # how an optimizer computes: no part of what it computes
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 _log = logging.getLogger("fnloop")
 
@@ -89,7 +91,7 @@ def contents(state: TrainState) -> Contents:
             "processes": state.backend.world_size,
             "measured": _measured(state),
             "model": _model_facts(state, model, slots),
-            "optimizer": _optimizer_facts(state, optimizer),
+            "optimizer": optimizer_facts(owned_by(state), optimizer),
             "slots": _encoded("slots", state.slots, slots),
             "metrics": encode({**state.metrics, **everywhere(state, state.metrics)}, slots, "metrics"),
             "shares": [encode(own, slots, f"shares.{rank}") for rank, own in enumerate(_shares(state))],
@@ -160,49 +162,21 @@ def _versions() -> dict[str, str]:
 
 
 def _model_facts(state: TrainState, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Any]:
-    module, extra = unwrap(state), {}
+    module, extra, pairs = unwrap(state), {}, []
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor):
             encode(value, {}, name)  # checks that it can be held
-            tensors[_bare(name)] = value.detach()
+            tensors[_bare(name)] = as_safetensor(value)
+            pairs += [_bare(name)] if value.dtype is torch.complex128 else []
         else:
             extra[_bare(name)] = encode(value, others, f"model.{_bare(name)}")  # a module's get_extra_state
     return {
         "class": type(module).__name__,
         "extra_state": extra,
+        **({"complex": pairs} if pairs else {}),
         "frozen": [_bare(name) for name, p in module.named_parameters() if not p.requires_grad],
         "evaluating": [_bare(name) for name, m in module.named_modules() if not m.training],
     }
-
-
-def _bare(name: str) -> str:
-    """Return a name in the model without what torch.compile has put into it."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
-
-
-def _named_parameters(state: TrainState) -> dict[int, str]:
-    """Return id to name of every parameter that the optimizer updates; one that the model hasn't is named by position."""
-    names = {id(p): _bare(name) for name, p in unwrap(state).named_parameters()}
-    for i, group in enumerate(state.optimizer.param_groups):
-        for j, p in enumerate(group["params"]):
-            names.setdefault(id(p), f"param_groups.{i}.{j}")
-    return names
-
-
-def _optimizer_facts(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    names = _named_parameters(state)
-    own = {id(p) for p in unwrap(state).parameters()}
-    groups, state_of = [], {}
-    for i, group in enumerate(state.optimizer.param_groups):
-        settings = {k: as_number(v) for k, v in group.items() if k not in ("params", "param_names", *EXECUTION)}
-        settings = encode(settings, tensors, f"param_groups.{i}")
-        groups.append({"params": [names[id(p)] for p in group["params"]], **settings})
-        for p in group["params"]:
-            if id(p) not in own:
-                tensors[f"parameter.{names[id(p)]}"] = p.detach()
-            if p in state.optimizer.state:
-                state_of[names[id(p)]] = encode(dict(state.optimizer.state[p]), tensors, names[id(p)])
-    return {"class": type(state.optimizer).__name__, "param_groups": groups, "state": state_of}
 
 
 def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
@@ -305,7 +279,8 @@ def _restored(read: Contents, state: TrainState, parts: Sequence[str], strict: b
         if "model" in parts:
             loads.append(_match_model(read, state, strict, path, flags="counters" in parts))
         if "optimizer" in parts:
-            loads.append(_match_optimizer(read, state, strict, path))
+            shapes = {name: tensor.shape for name, tensor in _model_tensors(read).items()}
+            loads.append(optimizer_loader(owned_by(state), read.facts["optimizer"], read.optimizer, shapes, strict, path))
         kept = {k: v.clone() for k, v in unwrap(state).state_dict().items() if isinstance(v, Tensor)} if loads else {}
         try:
             for load in loads:
@@ -389,7 +364,7 @@ def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, fl
     module, facts = unwrap(state), read.facts["model"]
     spelled = {_bare(k): k for k in module.state_dict()}
     mine = {_bare(k): v for k, v in module.state_dict().items()}
-    saved = {**read.model, **{k: decode(v, read.slots) for k, v in facts["extra_state"].items()}}
+    saved = {**_model_tensors(read), **{k: decode(v, read.slots) for k, v in facts["extra_state"].items()}}
     missing, unexpected = [k for k in mine if k not in saved], [k for k in saved if k not in mine]
     both = [k for k in mine if k in saved and isinstance(saved[k], Tensor) and isinstance(mine[k], Tensor)]
     differ = [k for k in both if saved[k].shape != mine[k].shape]
@@ -421,110 +396,14 @@ def _match_model(read: Contents, state: TrainState, strict: bool, path: Path, fl
     return load
 
 
+def _model_tensors(read: Contents) -> dict[str, Tensor]:
+    """Return the tensors of the model that were saved, those of complex128 as such."""
+    pairs = read.facts["model"].get("complex", ())
+    return {name: from_safetensor(tensor) if name in pairs else tensor for name, tensor in read.model.items()}
+
+
 def _spread(value: Any, template: Any) -> Any:
     return like_sharded(value, template) if isinstance(value, Tensor) and isinstance(template, Tensor) else value
-
-
-def _first(names: Sequence[str], n: int = 3) -> str:
-    return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
-
-
-def _match_optimizer(read: Contents, state: TrainState, strict: bool, path: Path) -> Callable[[], None]:
-    facts, optimizer = read.facts["optimizer"], state.optimizer
-    if facts["class"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{path} has the state of {facts['class']}, and the optimizer is {type(optimizer).__name__}. Make "
-            "that one, or leave "
-            f"it out: restore(path, state, only=('model',))"
-        )
-    names = _named_parameters(state)
-    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    saved = [group["params"] for group in facts["param_groups"]]
-    if strict and mine != saved:
-        flat, theirs = {n for g in mine for n in g}, {n for g in saved for n in g}
-        difference = f"only here: {_first(sorted(flat - theirs))}; only there: {_first(sorted(theirs - flat))}"
-        if flat == theirs:
-            difference = "the same parameters in other groups, or in another order"
-        raise CheckpointError(f"{path} has an optimizer of other parameters: {difference}. Make its groups as they were")
-    parameters = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-    shape_of = {**{k: v.shape for k, v in read.model.items()}}
-    shape_of.update({k.removeprefix("parameter."): v.shape for k, v in read.optimizer.items() if k.startswith("parameter.")})
-    wrong = [k for k, (p, _) in parameters.items() if k in shape_of and shape_of[k] != p.shape]
-    if wrong and strict:
-        shapes = [f"{k}: {tuple(shape_of[k])} saved, {tuple(parameters[k][0].shape)} here" for k in wrong]
-        raise CheckpointError(f"{path} has the optimizer's state of parameters of another shape: {_first(shapes)}")
-    skip = ("params", *EXECUTION)
-    settings = [decode({k: v for k, v in g.items() if k not in skip}, read.optimizer) for g in facts["param_groups"]]
-    for group, values in zip(optimizer.param_groups, settings, strict=False):
-        for key, value in values.items():
-            held = group.get(key)
-            if isinstance(held, Tensor) and (
-                not isinstance(value, Tensor | int | float) or getattr(value, "ndim", 0) != held.ndim
-            ):
-                raise CheckpointError(
-                    f"{path}: {key} of a parameter group is {value!r}, and a tensor of shape {tuple(held.shape)} here"
-                )
-            if (
-                not isinstance(held, Tensor)
-                and held is not None
-                and type(value) is not type(held)
-                and not (isinstance(held, int | float) and isinstance(value, int | float | Tensor))
-                and value is not None
-            ):
-                raise CheckpointError(f"{path}: {key} of a parameter group is {value!r}, and {held!r} here")
-    state_of = {
-        name: _on_device(decode(value, read.optimizer), *parameters[name])
-        for name, value in facts["state"].items()
-        if name in parameters and name not in wrong
-    }
-    if not all(isinstance(value, dict) for value in state_of.values()):
-        raise CheckpointError(f"{path}: the optimizer's state isn't a mapping")
-
-    def load() -> None:
-        for group, values in zip(optimizer.param_groups, settings, strict=False):
-            for key, value in values.items():
-                if key.startswith(SCHEDULED):  # may be the very tensor that the learning rate is
-                    group[key] = value
-                    continue
-                held, now = group.get(key), group.get(key.removeprefix("initial_"))
-                if isinstance(held, Tensor):
-                    held.copy_(value)
-                elif held is None and isinstance(now, Tensor) and isinstance(value, int | float):
-                    group[key] = torch.full_like(now, value)  # as a schedule has made it
-                else:
-                    group[key] = value
-            _take_scheduled(group, values)
-        for name, (p, _) in parameters.items():
-            if f"parameter.{name}" in read.optimizer:
-                p.data.copy_(like_sharded(read.optimizer[f"parameter.{name}"], p))
-        optimizer.state.clear()
-        for name, value in state_of.items():
-            optimizer.state[parameters[name][0]] = value
-
-    return load
-
-
-def _take_scheduled(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Let a group know what a schedule had set when it was saved, and nothing of what one has set in the meantime."""
-    for key in [key for key in group if key.startswith(SCHEDULED)]:
-        field, value = key.removeprefix(SCHEDULED), values.get(key)
-        if value is None:
-            del group[key]
-        else:
-            group[key] = group[field] if value == values.get(field) else value
-
-
-def _on_device(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """Move an optimizer's state to where its parameter is; a step count stays on the host, unless it is wanted there."""
-    if isinstance(value, Tensor):
-        value = value.to(parameter.device)
-        return like_sharded(value, parameter) if value.shape == parameter.shape else value
-    if isinstance(value, list | tuple):
-        return type(value)(_on_device(v, parameter, group) for v in value)
-    if isinstance(value, dict):
-        on_host = not (group.get("capturable") or group.get("fused"))
-        return {k: v if k == "step" and on_host else _on_device(v, parameter, group) for k, v in value.items()}
-    return value
 
 
 # --- folders of them

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["described", "folder_path", "integer", "metric_name", "number", "typed_path"]
+__all__ = ["described", "folder_path", "integer", "listed", "metric_name", "number", "typed_path"]
 
 
 def described(value: Any, most: int = 60) -> str:
@@ -22,6 +23,11 @@ def described(value: Any, most: int = 60) -> str:
     text = text if len(text) <= most else f"{text[: most - 3]}..."
     plain = value is None or isinstance(value, bool | int | float | str | bytes | list | tuple | dict | set)
     return text if plain else f"{text} ({type(value).__name__})"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def integer(

@@ -7,9 +7,10 @@ middleware's ``init`` for a slot, the next batch for a metric.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Saved", "as_number", "decode", "encode", "like", "waits"]
+__all__ = ["Saved", "as_number", "as_safetensor", "decode", "encode", "from_safetensor", "like", "waits"]
 
 
 @attrs.frozen(eq=False)
@@ -37,8 +38,8 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """Return a value as JSON, having put the tensors in it into ``tensors`` under names that begin with ``path``.
 
     Args:
-        value: None, bool, int, float, str, tensors and arrays, in lists, tuples and mappings; records of attrs; objects with
-            a ``state_dict``.
+        value: None, bool, int, float, str, dtypes, tensors and arrays, in lists, tuples, deques and mappings; records of
+            attrs; objects with a ``state_dict``.
         tensors: where the tensors go.
         path: where the value is, for names and messages.
 
@@ -52,24 +53,22 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         >>> list(tensors)
         ['slots.seen']
     """
-    if value is None or isinstance(value, bool | str):
-        return value
+    if isinstance(value, enum.Enum):
+        raise TypeError(f"{path} is a {type(value).__name__}, an enum, which would come back as a plain value: keep its value")
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biufc":
-            raise TypeError(f"{path} is an array of {value.dtype}, which a checkpoint can't hold: keep a list")
-        kept = value.astype(np.int64) if value.dtype.kind == "u" else value.astype(value.dtype.newbyteorder("="))
-        return {"$array": _put(tensors, path, torch.from_numpy(np.ascontiguousarray(kept))), "dtype": str(value.dtype)}
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_meta or value.dtype is torch.complex128:
-            kind = "meta" if value.is_meta else f"{value.layout} {value.dtype}"
-            raise TypeError(f"{path} is a tensor ({kind}), which safetensors can't hold")
-        return {"$tensor": _put(tensors, path, value.detach())}
+    if isinstance(value, np.ndarray | Tensor):
+        return _encode_tensor(value, tensors, path)
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, deque):
+        return {"$deque": encode(list(value), tensors, path), "most": value.maxlen}
     if isinstance(value, Counter):
         return {"$counter": encode(dict(value), tensors, path)}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -93,6 +92,66 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
             f"objects with a state_dict there"
         )
     return {"$saved": _kind(value), "parts": encode(parts, tensors, path)}
+
+
+def _encode_tensor(value: np.ndarray | Tensor, tensors: dict[str, Tensor], path: str) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            raise TypeError(f"{path} is an array of {value.dtype}, which a checkpoint can't hold: keep a list")
+        kept = value.astype(np.int64) if value.dtype.kind == "u" else value.astype(value.dtype.newbyteorder("="))
+        return {"$array": _put(tensors, path, torch.from_numpy(np.ascontiguousarray(kept))), "dtype": str(value.dtype)}
+    if kind := _unheld(value):
+        raise TypeError(f"{path} is a tensor ({kind}), which safetensors can't hold")
+    return {"$tensor": _put(tensors, path, as_safetensor(value)), **_form(value)}
+
+
+def _unheld(tensor: Tensor) -> str:
+    """Return why a file cannot hold a tensor, or nothing. A sharded one is whole before it is written."""
+    cls = type(tensor)
+    if hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor":
+        return cls.__name__
+    return "meta" if tensor.is_meta else "" if tensor.layout is torch.strided else f"{tensor.layout} {tensor.dtype}"
+
+
+def as_safetensor(tensor: Tensor) -> Tensor:
+    """Return a tensor as safetensors can hold it: of complex128, which it cannot, pairs of float64.
+
+    Example:
+        >>> as_safetensor(torch.tensor([1 + 2j], dtype=torch.complex128))
+        tensor([[1., 2.]], dtype=torch.float64)
+    """
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype is torch.complex128 else tensor
+
+
+def from_safetensor(tensor: Tensor) -> Tensor:
+    """Return the complex128 tensor that :func:`as_safetensor` was given.
+
+    Example:
+        >>> from_safetensor(as_safetensor(torch.tensor([1 + 2j], dtype=torch.complex128))).tolist()
+        [(1+2j)]
+    """
+    return torch.view_as_complex(tensor.contiguous())
+
+
+def _form(tensor: Tensor) -> dict[str, Any]:
+    """Return what the file does not say of a tensor: that it is complex128, and its strides if they are unusual and dense."""
+    form: dict[str, Any] = {"complex": True} if tensor.dtype is torch.complex128 else {}
+    if not tensor.is_contiguous():
+        strides = torch.empty_like(tensor, device="meta").stride()  # contiguous, unless the tensor fills its memory
+        if strides != torch.empty(tensor.shape, device="meta").stride():
+            form["strides"] = list(strides)
+    return form
+
+
+def _formed(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+    """Return a tensor with the strides that it had."""
+    if strides is None:
+        return tensor
+    made = torch.empty_strided(tensor.shape, strides, device="meta")
+    if torch.empty_like(made).stride() != made.stride():  # far apart: it would take any amount of memory
+        raise ValueError(f"strides {strides} do not belong to a tensor of shape {tuple(tensor.shape)}")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
@@ -133,7 +192,14 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return tensors[value["$tensor"]]
+        tensor = tensors[value["$tensor"]]
+        return _formed(from_safetensor(tensor) if value.get("complex") else tensor, value.get("strides"))
+    if "$dtype" in value:
+        if not isinstance(dtype := getattr(torch, value["$dtype"], None), torch.dtype):
+            raise ValueError(f"there is no torch.{value['$dtype']}, a dtype, in this version of torch")
+        return dtype
+    if "$deque" in value:
+        return deque(decode(value["$deque"], tensors), value["most"])
     if "$array" in value:
         return tensors[value["$array"]].numpy().astype(value["dtype"])
     if "$float" in value:

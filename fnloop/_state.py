@@ -34,7 +34,7 @@ __all__ = [
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # what a boundary may bring, see TrainState.news
 PENDING = "pending"  # the boundary was left before its record was made: a run that continues from here begins with it
-SCHEDULED = "scheduled_"  # group["scheduled_lr"]: what a schedule has set group["lr"] to, to see if another hand has since
+SCHEDULED = "set_by_schedule_"  # group["set_by_schedule_lr"]: what it has set group["lr"] to; another hand may have since
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
 

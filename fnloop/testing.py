@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -316,7 +317,7 @@ def _assert_equal(a: Any, b: Any, path: str, rtol: float) -> None:
         assert list(a) == list(b), f"{path}: keys {list(a)} != {list(b)}"
         for key in a:
             _assert_equal(a[key], b[key], f"{path}.{key}", rtol)
-    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    elif isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
         assert len(a) == len(b), f"{path}: {len(a)} items != {len(b)}"
         for i, pair in enumerate(zip(a, b, strict=True)):
             _assert_equal(*pair, f"{path}[{i}]", rtol)

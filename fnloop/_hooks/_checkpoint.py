@@ -13,6 +13,7 @@ from fnloop._files import CheckpointError, Contents, manifest_of, write
 from fnloop._folders import candidates, claim, prune, release
 from fnloop._monitor import better, check_monitored, mode_of
 from fnloop._processes import main_only
+from fnloop._resumable import check_resumable
 from fnloop._state import RECORD, TrainState
 
 __all__ = ["checkpoint"]
@@ -98,11 +99,12 @@ class checkpoint:
         return f"checkpoint({self._typed!r}, keep={self.keep}{best})"
 
     def begin(self, state: TrainState) -> TrainState:
-        """Claim the folder for this run.
+        """Claim the folder for this run, and check that the optimizer can be resumed.
 
         Raises:
-            CheckpointError: another run has checkpoints there.
+            CheckpointError: another run has checkpoints there, or the optimizer can't be resumed.
         """
+        check_resumable(state)
         self._owed = main_only(lambda: self._claim(state), "the hook checkpoint")
         return state
 

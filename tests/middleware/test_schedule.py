@@ -328,7 +328,7 @@ def test_a_rate_set_by_another_hand_is_refused_before_the_update(between, tmp_pa
     assert 'write group["initial_lr"] = ...' in text
     assert (state.step, state.model.w.item()) == reached  # nothing has happened
     for group in state.optimizer.param_groups:  # what the message says
-        group["initial_lr"], group["lr"] = 0.5, group["scheduled_lr"]
+        group["initial_lr"], group["lr"] = 0.5, group["set_by_schedule_lr"]
     state = fl.fit(fl.pipeline(fl.schedule(lambda i, total: 0.5))(toy_loss), state, [ONE], steps=state.step + 1, hooks=())
     assert state.model.w.item() == reached[1] - 0.25
 
@@ -379,7 +379,7 @@ def test_a_checkpoint_is_no_other_hand(lr, old, tmp_path):
     if old:
         kept = attrs.evolve(kept, slots={})
         for group in kept.optimizer.param_groups:
-            for key in [key for key in group if key.startswith("scheduled_")]:
+            for key in [key for key in group if key.startswith("set_by_schedule_")]:
                 del group[key]
     path = fl.save(kept, tmp_path / "a")
     for state in (new(), halved(new(), 5)):
