@@ -1,9 +1,9 @@
 """What a checkpoint holds of an optimizer, how it comes back, and whether it came back.
 
-There are two ways. *By name*: the groups, and the state of each parameter under its name, which any change of their order
-would be noticed by. That is for an optimizer that keeps all it has in ``state`` and ``param_groups``, as those of torch do.
-*By its own state_dict*, whole, for one that has a ``state_dict`` or a ``load_state_dict`` of its own. What it reports after
-loading has to equal what was saved, bit for bit.
+There are two ways. *By name*: the settings of the groups, and the state of each parameter under its name. That is for an
+optimizer that keeps all it has in ``state`` and ``param_groups``, as those of torch do. *By its own state_dict*: for one that
+has a ``state_dict`` or a ``load_state_dict`` of its own, whole. What it reports after loading has to equal what was saved, bit
+for bit.
 
 Whether that is all that its updates depend on cannot be read off a class: ``_resumable`` tries it on a tiny copy.
 """
@@ -109,7 +109,7 @@ def saves_itself(optimizer: Optimizer) -> bool:
     return (
         cls.state_dict is not Optimizer.state_dict
         or cls.load_state_dict is not Optimizer.load_state_dict
-        or "state" not in vars(optimizer)  # a property: of what, nobody knows
+        or "state" not in vars(optimizer)  # a property, of which state_dict may know more
         or any(getattr(optimizer, name, None) for name in hooks)
     )
 
@@ -131,8 +131,8 @@ def optimizer_facts(owned: Owned, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if saves_itself(optimizer):
         if owned.sharded:
             raise CheckpointError(
-                f"{owned.kind} has a state_dict of its own, and the model is sharded over processes: of such an optimizer "
-                f"nobody knows which tensors are shares. Use one of torch.optim, or a model that is not sharded"
+                f"{owned.kind} has a state_dict of its own, and the model is sharded over processes: which of its tensors are "
+                f"shares cannot be known. Use an optimizer of torch.optim, or a model that is not sharded"
             )
         facts["param_groups"] = [{"params": names} for names in owned.groups()]
         facts["state_dict"] = _no_objects(_encode_own(optimizer.state_dict(), tensors, "state_dict"), "state_dict")
@@ -549,7 +549,7 @@ def _put_back_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Leave an optimizer as it was if loading fails; and if not, let its groups be the objects that they were.
 
     An optimizer around another one holds its groups, and so may a schedule or a graph. What torch's ``load_state_dict`` puts
-    there are others.
+    there are new ones.
     """
     every = list(optimizers_in(optimizer))
     attributes = [dict(vars(inner)) for inner in every]

@@ -1,8 +1,8 @@
 """Whether an optimizer can be resumed, tried on a tiny copy of it before the first update.
 
 An optimizer may keep what its updates depend on in attributes that no ``state_dict`` mentions, or in objects that cannot be
-saved. That would be noticed at the first checkpoint, or never. So a copy with tiny parameters is updated a few times, saved
-and restored into a second copy, and both are updated further: the bits have to agree. Nothing outside of the copies changes.
+saved. A user would notice at the first checkpoint, or never. So a copy with tiny parameters is updated a few times, saved and
+restored into a second copy, and both are updated further: the bits have to agree. Nothing outside of the copies changes.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ def _fault(owned: Owned, position: Any) -> str | None:
         return str(error).removeprefix("the checkpoint: ")
     left = list(_attributes_left(one, two))
     for name, was, now in left:
-        if isinstance(was, int | float) and isinstance(
-            now, int | float
-        ):  # a counter: it may matter after any number of updates
+        if isinstance(was, int | float) and isinstance(now, int | float):  # a count, which may matter at a later update
             return f"its attribute {name} is no part of its state_dict: it was {was}, and is {now} after a restore"
     last = BEFORE + (LONG if left else AFTER)
     for number in range(BEFORE, last):

@@ -115,11 +115,11 @@ TIMM = words("""
     nvnovograd.NvNovoGrad radam.RAdamLegacy rmsprop_tf.RMSpropTF sgdp.SGDP sgdw.SGDW
 """)
 PYTORCH_OPTIMIZER = words("""
-    ADOPT APOLLO ASGD BCOS CAME DASH FOCUS FTRL LARS MADGRAD MARS MSVAG PID PNM QHM RACS ROSE SCION SGD SGDP SGDW SM3 SRMM
+    ADOPT APOLLO ASGD BCOS CAME DASH FOCUS FTRL LARS MADGRAD MARS MSVAG PID PNM QHM RACS ROSE SCION SGDP SGDW SM3 SRMM
     SWATS TAM VSGD AccSGD AdEMAMix AdaBelief AdaBound AdaDelta AdaFactor AdaGC AdaMax AdaMod AdaNorm AdaPNM AdaShift
-    AdaSmooth AdaTAM Adai Adalite AdamC AdamG AdamP AdamS AdamW AdamWSN Adan AggMo Aida Alice Amos Ano ApolloDQN AvaGrad
+    AdaSmooth AdaTAM Adai Adalite AdamC AdamG AdamP AdamS AdamWSN Adan AggMo Aida Alice Amos Ano ApolloDQN AvaGrad
     DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD DiffGrad DualAdam EXAdam EmoFact EmoLynx EmoNavi FAdam Fira
-    FlashAdamW Fromage GaLore Grams Gravity GrokFastAdamW Kate Kron LaProp Lamb Lion NAdam Nero NovoGrad PAdam Prodigy QHAdam
+    FlashAdamW Fromage GaLore Grams Gravity GrokFastAdamW Kate Kron LaProp Lamb Lion Nero NovoGrad PAdam Prodigy QHAdam
     RAdam Ranger SCIONLight SGDSaI SPlus SaRA ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD Shampoo SignSGD
     SimplifiedAdEMAMix StableAdamW Tiger Yogi
 """)
