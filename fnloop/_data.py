@@ -28,7 +28,7 @@ from fnloop._deal import Deal, Dealt
 from fnloop._joint import Borrowed
 from fnloop._map_style import hardy_workers, is_sized, killable, length_of, map_style, tell_epoch
 from fnloop._processes import agreed, any_process
-from fnloop._rng import FETCH, ORDER, Generators, fold_in, own_generator, position_all, times_positioned
+from fnloop._rng import FETCH, ORDER, Generators, fold_in, keeping, own_generator, position_all, times_positioned
 
 __all__ = [
     "Loaders", "Source",
@@ -317,12 +317,14 @@ def _ahead(things: Iterator[Any], n: int) -> Iterator[Any]:
     __tracebackhide__ = True
     queue: deque[_Fetched] = deque()
     while True:
-        found = Generators.capture()
-        try:
-            while len(queue) < n and not (queue and queue[-1].thing is _END):
-                queue.append(_fetched(things))
-        finally:  # an interruption too: a run goes on from here
-            ((queue and queue[0].generators) or found).install()
+        with keeping() as found:
+            try:
+                while len(queue) < n and not (queue and queue[-1].thing is _END):
+                    queue.append(_fetched(things))
+            finally:  # after an interruption too: a run continues from here
+                own = queue[0].generators if queue else None
+                if own or found:
+                    (own or found[0]).install()
         if queue[0].error is not None:
             raise queue[0].error
         if queue[0].thing is _END:

@@ -28,7 +28,7 @@ import torch
 
 __all__ = [
     "COMPUTE", "FETCH", "ORDER", "SEED_BITS", "Generators", "HostGenerators",
-    "alone", "fold_in", "isolated", "mix", "new_seed", "own_generator", "position_all", "positioner", "seed_host",
+    "alone", "fold_in", "isolated", "keeping", "mix", "new_seed", "own_generator", "position_all", "positioner", "seed_host",
     "times_positioned",
 ]  # fmt: skip
 
@@ -132,12 +132,15 @@ def positioner(device: torch.device) -> Callable[[int], Any]:
 
 
 _times = 0  # that position_all was called
+_kept: list[Generators] | None = None  # where it keeps what it is the first to set, if that is wanted
 
 
 def position_all(seed: int) -> None:
     """Set every global generator that the loading of a batch may draw from to a seed."""
     global _times
     _times += 1
+    if _kept is not None and not _kept:
+        _kept.append(Generators.capture())
     torch.default_generator.manual_seed(seed)
     seed_host(seed)
 
@@ -145,6 +148,18 @@ def position_all(seed: int) -> None:
 def times_positioned() -> int:
     """Return how often :func:`position_all` was called: what has called it in the meantime has set the generators."""
     return _times
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[list[Generators]]:
+    """Keep the generators as they are before :func:`position_all` sets them, in the list that is given; if it does."""
+    global _kept
+    outer, kept = _kept, []
+    _kept = kept
+    try:
+        yield kept
+    finally:
+        _kept = outer
 
 
 _inside: dict[int, int] = {}  # the process, which may be a fork of another -> the thread that has its generators

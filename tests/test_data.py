@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop import _backend
+from fnloop import _backend, _rng
 from fnloop._backend import place
 from fnloop._data import open_source
 from fnloop.testing import assert_same, toy, toy_loss
@@ -459,15 +459,19 @@ def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
     assert_same(state, whole)
 
 
-def test_one_window_ahead_looks_at_no_generator(monkeypatch):
-    from fnloop import _data
+@pytest.mark.parametrize(("make", "prefetch"), [(loader, 1), (lambda: [torch.ones(1)] * 4, 3)], ids=["one", "a list"])
+def test_where_a_fetch_ahead_sets_no_generator_none_is_looked_at(make, prefetch, monkeypatch):
+    def looking():
+        looks.append(prefetch)
+        return capture()
 
-    class Refusing:
-        def capture(self):
-            raise AssertionError
-
-    monkeypatch.setattr(_data, "Generators", Refusing())
-    assert fl.fit(fl.pipeline()(toy_loss), toy(), loader(), hooks=()).step == 4
+    looks, capture = [], _rng.Generators.capture
+    monkeypatch.setattr(_rng.Generators, "capture", looking)
+    assert fl.fit(fl.pipeline()(toy_loss), toy(), make(), epochs=1, hooks=()).step == 4
+    usual = len(looks)  # what the run itself borrows and gives back
+    looks.clear()
+    assert fl.fit(fl.pipeline()(toy_loss), toy(), make(), epochs=1, hooks=(), prefetch=prefetch).step == 4
+    assert len(looks) == usual == 1
 
 
 # --- a dataset that raises StopIteration
