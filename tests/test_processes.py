@@ -962,7 +962,7 @@ def slow(folder):
 
 
 def test_a_slow_process_is_waited_for(tmp_path):
-    assert processes.results(tmp_path, 3, slow, timeout=90) == [{"steps": 9}] * 3
+    assert processes.results(tmp_path, 3, slow, timeout=180) == [{"steps": 9}] * 3
 
 
 def place(waits, control, counts, inside=False):
@@ -1176,7 +1176,7 @@ def restarted(folder, kills, *arguments, environment=None, launcher=processes.TO
     """Kill a job of two processes so often, and return what it comes to, started again by torchrun."""
     by = (*launcher, "--max-restarts", str(len(kills)))
     found = processes.launch(
-        folder, 2, restarting, kills, *arguments, by=by, timeout=60 + 15 * len(kills), environment=environment
+        folder, 2, restarting, kills, *arguments, by=by, timeout=120 + 30 * len(kills), environment=environment
     )
     assert found.codes == [0], "\n".join(found.errors)
     assert [one.pop("attempt") for one in found.results] == [str(len(kills))] * 2
