@@ -281,7 +281,7 @@ class _Run:
         _check_names([hook.slot for hook in every_hook if isinstance(hook, once)])
         _check_folders([hook.folder for hook in every_hook if isinstance(hook, checkpoint)])
         check_names(every_hook, self.info.evaluated)
-        if hasattr(evaluate_every, "check"):
+        if evaluate_every is not None and hasattr(evaluate_every, "check"):
             evaluate_every.check(self.info)
         self.is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
         self.last_step = math.inf if steps is None else steps
