@@ -45,7 +45,7 @@ from fnloop._optimizer_state import optimizer_facts, optimizer_loader, owned_by
 from fnloop._processes import any_process, gather_objects, main_only
 from fnloop._rng import SEED_BITS, HostGenerators
 from fnloop._sharded import full, like_sharded
-from fnloop._state import RECORD, TrainState, advance_to, check_fresh, suspended, unwrap
+from fnloop._state import PENDING, RECORD, UPDATE, TrainState, advance_to, check_fresh, suspended, unwrap
 
 __all__ = ["CheckpointError", "best", "contents", "latest", "position_of", "restore", "resume", "save"]
 
@@ -90,6 +90,7 @@ def contents(state: TrainState) -> Contents:
             **{name: getattr(state, name) for name in COUNTERS},
             "processes": state.backend.world_size,
             "measured": _measured(state),
+            "news": sorted(state.news & {UPDATE, PENDING}) if PENDING in state.news else [],
             "model": _model_facts(state, model, slots),
             "optimizer": optimizer_facts(owned_by(state), optimizer),
             "slots": _encoded("slots", state.slots, slots),
@@ -321,6 +322,8 @@ def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[st
     generators = [own and HostGenerators.from_parts(own).checked() for own in decode(facts["generators"], slots) or ()]
     if "counters" in parts:
         fields.update(counters, generators=_own(generators, state.backend))
+        if facts.get("news"):
+            fields["news"] = frozenset(facts["news"])
     shares = [{k: _metric(v, device) for k, v in decode(own, slots).items()} for own in facts.get("shares", ())]
     if "metrics" in parts and len(shares) == state.backend.world_size:
         fields["metrics"] = shares[state.backend.rank]

@@ -3,8 +3,9 @@
     position the generators -> step -> fetch the next window -> epoch over? -> evaluate, if due -> record -> hooks
 
 The next window is fetched while the device still works on the step, and tells whether the epoch is over. A boundary
-is the moment behind an update; hooks and evaluation happen there and nowhere else, so there is no half-done state to
-be in.
+is the moment after an update; hooks and evaluation happen there and nowhere else. A run always has a consistent state
+to continue from: that before the update, that before the boundary until its record is there, and then that of each
+hook; but for an update that fails while the optimizer changes the weights.
 """
 
 from __future__ import annotations
@@ -91,25 +92,28 @@ def fit(
         epochs: train until ``state.epoch`` is this; absolute, so that a second call with it does nothing.
         steps: train until ``state.step`` is this; absolute. The smaller of the two wins. With neither, one pass: to
             the end of the running epoch, or one epoch more.
-        hooks: functions ``state -> state``, called in this order behind every update (and the evaluation there, if
+        hooks: functions ``state -> state``, called in this order after every update (and the evaluation there, if
             one is due); ``every(epochs=1)(hook)`` makes one rarer. None is ``(progress(), halt_on_nonfinite())``.
         evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``,
             ``when(predicate)``, or None for never. A record is appended to the history then, and at every end of an
-            epoch; its "train/..." metrics are the means since the epoch began.
+            epoch; its "train/..." metrics are the means since the epoch began. Where the run ends between two records, at its
+            target or because a hook stops it, a closing record is appended, with an evaluation unless that is never.
         prefetch: how many windows of batches are fetched, and copied to the device, ahead of the one that is worked on. It
             changes no number.
 
     Returns:
         The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted"
-        after Ctrl-C, which ends the run behind the running update. The model keeps its training flags, except that
+        after Ctrl-C, which ends the run after the running update. The model keeps its training flags, except that
         one in evaluation mode as a whole is put into training mode.
 
     Raises:
         StaleStateError: the state has been advanced already.
         TypeError, ValueError: an argument is not what it should be.
+        KeyError: a hook watches a metric of a loader that this run neither trains on nor evaluates.
         RuntimeError: another thread is in a ``fit``, ``run``, ``evaluate`` or ``predict``.
         Exception: whatever the loss function, a loader or a hook raises, with a note of where in the run it happened,
-            and with the last consistent state as its attribute ``state``.
+            and with the last consistent state as its attribute ``state``. There is none if ``optimizer.step()`` has
+            failed, which leaves weights between two updates.
 
     Example:
         >>> import fnloop as fl, torch
@@ -284,7 +288,7 @@ class _Run:
         _check_names([hook.slot for hook in every_hook if isinstance(hook, once)])
         _check_folders([hook.folder for hook in every_hook if isinstance(hook, checkpoint)])
         check_names(every_hook, self.info.evaluated)
-        if hasattr(evaluate_every, "check"):
+        if evaluate_every is not None and hasattr(evaluate_every, "check"):
             evaluate_every.check(self.info)
         self.is_due = evaluate_every.due if evaluate_every is not None else lambda state: False
         self.last_step = math.inf if steps is None else steps

@@ -129,13 +129,13 @@ class History:
             length = len(log.records)
         else:
             raise TypeError(f"History expects records, Record(epoch, step, metrics); got {described(records)}")
-        self.__attrs_init__(log, length)
+        self.__attrs_init__(log, length)  # type: ignore[attr-defined]
 
     @classmethod
     def _of(cls, log: _Log, length: int) -> History:
         """Return the history of the first records of a log."""
         made = cls.__new__(cls)
-        made.__attrs_init__(log, length)
+        made.__attrs_init__(log, length)  # type: ignore[attr-defined]
         return made
 
     @property

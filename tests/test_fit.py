@@ -775,13 +775,15 @@ def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(when_to, fail
     assert_same(fit(state, loaders, **settings), whole)
 
 
-def test_a_run_that_continues_from_a_file_after_a_failed_evaluation_repeats_it(tmp_path):
-    whole = fit(loaders=(NUMBERS, failing_once(0)), epochs=2)
+@pytest.mark.parametrize("when_to", [fl.every(epochs=1), fl.every(steps=3), fl.every(steps=2)], ids=repr)
+def test_a_run_that_continues_from_a_file_after_a_failed_evaluation_repeats_it(when_to, tmp_path):
+    settings = {"epochs": 2, "evaluate_every": when_to}
+    whole = fit(loaders=(NUMBERS, failing_once(0)), **settings)
     loaders = (NUMBERS, failing_once(1))
     with pytest.raises(Boom) as caught:
-        fit(loaders=loaders, epochs=2)
+        fit(loaders=loaders, **settings)
     restored = fl.restore(fl.save(caught.value.state, tmp_path / "a"), toy())
-    assert_same(fit(restored, loaders, epochs=2), whole)
+    assert_same(fit(restored, loaders, **settings), whole)
 
 
 def test_a_hook_that_fails_does_so_after_the_record():

@@ -42,7 +42,7 @@ from torch.utils.data import (
 
 import fnloop as fl
 from fnloop import _processes, _rendezvous, _signals, _watch
-from fnloop.testing import Toy, toy
+from fnloop.testing import Toy, assert_same, toy
 
 pytestmark = pytest.mark.slow
 SIZE, BATCH = 41, 6  # samples, and those of an update of all processes together: it divides neither by 2 nor by 3, nor by 6
@@ -736,7 +736,27 @@ def nonfinite(folder):
     return outcome(fitted(loader(), hooks=(fl.halt_on_nonfinite(steps=1),), loss=loss))
 
 
+def close_at_target(folder):
+    return closed(steps=3)
+
+
+def close_by_a_stop(folder):
+    return closed(hooks=(fl.when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough")),))
+
+
+def closed(**settings):
+    """End within an epoch: with a record of what was trained on, and of what is evaluated. Then continue as if it had not."""
+    state, whole = fitted(loader(), valid=loader(), **settings), fitted(loader(), valid=loader())
+    kept = [[r.step, r.closing, r.metrics["train/loss"], r.metrics["valid/loss"]] for r in state.history]
+    evaluated = fl.evaluate(fl.pipeline()(entropy), state, loader())["loss"]
+    state = fl.fit(fl.pipeline()(entropy), attrs.evolve(state, stop=None), (loader(), loader()), epochs=1, hooks=())
+    assert_same(state, whole)
+    return {**outcome(state), "kept": kept, "evaluated": evaluated}
+
+
 DECISIONS = {
+    "closing, at the target": close_at_target,
+    "closing, by a stop": close_by_a_stop,
     "early stop": stop_early,
     "SIGTERM": terminate,
     "SIGTERM to all": lambda folder: terminate_group(folder, samples),
@@ -775,6 +795,13 @@ def decided(request, launched):
 
 def test_early_stop_is_the_same_everywhere(decided):
     assert decided[0]["early stop"]["stop"].startswith("early_stop: valid/loss has not improved")
+
+
+def test_a_run_that_ends_between_two_records_makes_one_at_its_end(decided):
+    one, two = (decided[0][f"closing, {why}"] for why in ("at the target", "by a stop"))
+    ((step, closing, _, valid),) = one["kept"]
+    assert (step, closing, valid) == (3, True, one["evaluated"])
+    assert two["kept"] == one["kept"]
 
 
 def test_a_signal_to_one_process_stops_all_behind_one_update_and_is_saved_once(decided):

@@ -1,0 +1,109 @@
+"""What a record costs, behind ten others and behind a hundred thousand.
+
+    python tests/benchmarks/history.py      # a table, and the ratios of the last to the first column
+
+Each number is the median of several measurements, in microseconds of processor time per record:
+
+* append: ``history.append(record)``, for records of four metrics;
+* early_stop: one call of the hook at a boundary with a new record;
+* fit: a whole run with a record at every update (``evaluate_every=every(steps=1)``, one batch to evaluate) and
+  ``early_stop``, per update. It starts from a state that has so many records already.
+
+A cost that does not depend on the length of the history has the ratio 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import attrs
+import torch
+
+import fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+LENGTHS = (10, 1_000, 100_000)
+RECORDS, ROUNDS = 200, 9  # what is timed at once, and how often
+ONE = torch.ones(1)
+NAMES = ("train/loss", "train/grad_norm", "valid/loss", "valid/accuracy")
+
+
+def record(step: int) -> fl.Record:
+    """Return a record of falling losses, so that nothing stops."""
+    return fl.Record(0, step, dict.fromkeys(NAMES, -float(step)), step / 1000)
+
+
+def history(length: int) -> fl.History:
+    """Return a history of so many records."""
+    return fl.History(map(record, range(1, length + 1)))
+
+
+def appending(length: int) -> Callable[[], None]:
+    """Return what appends records to a history, each time to the last one."""
+    made, new = [history(length)], [record(length + i) for i in range(1, RECORDS + 1)]
+
+    def run() -> None:
+        longer = made.pop()
+        for one in new:
+            longer = longer.append(one)
+        made.append(longer)
+
+    return run
+
+
+def stopping(length: int) -> Callable[[], None]:
+    """Return what calls early_stop after each of several new records, which it has not seen before."""
+    stop, longer, states = fl.early_stop("valid/loss", patience=10**9), history(length), []
+    state = attrs.evolve(toy(), history=longer, news=frozenset({"update", "record"}))
+    stop(state)
+    for i in range(1, ROUNDS * RECORDS + 1):
+        longer = longer.append(record(length + i))
+        states.append(attrs.evolve(state, history=longer))
+    left = iter(states)
+
+    def run() -> None:
+        for one in itertools.islice(left, RECORDS):
+            stop(one)
+
+    return run
+
+
+def fitting(length: int) -> Callable[[], None]:
+    """Return what trains with a record at every update."""
+    step = fl.pipeline()(toy_loss)
+    hooks = (fl.early_stop("valid/loss", patience=10**9),)
+    state = attrs.evolve(toy(lr=1e-6), history=history(length), step=length)
+    loaders = {"train": [ONE] * RECORDS, "valid": [ONE]}
+    reached = [fl.fit(step, state, loaders, epochs=1, hooks=hooks, evaluate_every=fl.every(steps=1))]
+
+    def run() -> None:
+        state = reached.pop()
+        reached.append(fl.fit(step, state, loaders, hooks=hooks, evaluate_every=fl.every(steps=1)))
+
+    return run
+
+
+def microseconds(run: Callable[[], None]) -> float:
+    """Return the median time of one record."""
+    times = []
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        run()
+        times.append((time.process_time() - began) / RECORDS * 1e6)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    torch.set_num_threads(1)
+    print(f"{'':12}" + "".join(f"{length:>12,}" for length in LENGTHS) + f"{'ratio':>12}")
+    for name, make in (("append", appending), ("early_stop", stopping), ("fit", fitting)):
+        found = [microseconds(make(length)) for length in LENGTHS]
+        print(f"{name:12}" + "".join(f"{value:12.1f}" for value in found) + f"{found[-1] / found[0]:12.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
