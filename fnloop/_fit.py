@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 import torch
 
+from fnloop import _checks
 from fnloop._backend import Backend
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, sharded, updates_in, windows
 from fnloop._hints import hint_at_fused
@@ -151,17 +152,17 @@ def _checked(
 ) -> Any:
     """Return the arguments of a run, having checked them."""
     _check_step(step, "fit")
-    check_fresh(state)
+    check_fresh(state, "fit")
     found = read_loaders(loaders)
     for name, target in (("epochs", epochs), ("steps", steps)):
-        if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
-            raise ValueError(f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
-        raise ValueError(f"fit expects prefetch as an int >= 1, the windows that are fetched ahead; got {prefetch!r}")
+        if target is not None:
+            _checks.integer("fit", name, target, f"the target for state.{name[:-1]}, or None", least=0)
+    _checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
     hooks = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
     if evaluate_every is not None and (isinstance(evaluate_every, type) or not hasattr(evaluate_every, "due")):
         raise TypeError(
-            f"fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got {evaluate_every!r}"
+            "fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; "
+            f"got {_checks.described(evaluate_every)}"
         )
     if epochs is None and steps is None:
         epochs = state.epoch + 1
@@ -499,10 +500,12 @@ def _check_folders(folders: list[Any]) -> None:
 
 
 def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
-    if callable(hooks) or not isinstance(hooks, Sequence):
-        raise TypeError(f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}")
+    if callable(hooks) or isinstance(hooks, str | bytes) or not isinstance(hooks, Sequence):
+        raise TypeError(
+            f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {_checks.described(hooks)}"
+        )
     for hook in hooks:
-        if isinstance(hook, type) or not callable(hook):
+        if isinstance(hook, type | torch.nn.Module) or not callable(hook):
             call = f" Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
             raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}.{call}")
         if hasattr(hook, "due") and not isinstance(hook, Gated):
@@ -535,7 +538,9 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
 
     Raises:
         StaleStateError: the state has been advanced.
+        TypeError: an argument is not what it should be.
         ValueError: the loader gave no batch.
+        Exception: whatever the loss function, a metric or the loader raises, with a note of the batch.
 
     Example:
         >>> import fnloop as fl, torch
@@ -545,7 +550,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     """
     __tracebackhide__ = True
     _check_step(step, "evaluate")
-    check_fresh(state)
+    check_fresh(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
         return read(merged(_measure(step, step.meet(state, "forward"), _opened(loader, state))))
@@ -570,20 +575,23 @@ def predict(
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError: ``fn`` is no function.
+        TypeError: an argument is not what it should be.
+        Exception: whatever ``fn`` or the loader raises, with a note of the batch.
 
     Example:
         >>> from fnloop.testing import toy
         >>> list(predict(lambda model, batch: (model.w * batch).tolist(), toy(w=2.0), [torch.ones(2), torch.ones(1)]))
         [[2.0, 2.0], [2.0]]
     """
-    if not callable(fn) or isinstance(fn, TrainState | PipelineStep):
+    if not callable(fn) or isinstance(fn, TrainState | PipelineStep | torch.nn.Module | type):
         raise TypeError(
-            f"predict expects a function (model, batch) -> anything first; got {name_of(fn)}. Write "
+            f"predict expects a function (model, batch) -> anything first; got {_checks.described(fn)}. Write "
             "predict(lambda model, batch: model(batch), state, loader)"
         )
-    check_fresh(state)
+    _checks.function("predict", "fn", fn, "a function (model, batch) -> anything", 2)
+    check_fresh(state, "predict")
     check_loader(loader, "prediction", alone=True)
+    _checks.flag("predict", "gather", gather, "whether every process yields the results of all")
     return _predict(fn, state, loader, gather)
 
 

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import attrs
 
-from fnloop import _plot, _show
+from fnloop import _checks, _plot, _show
 
 __all__ = ["History", "Record", "better", "check_plot", "table"]
 
@@ -29,8 +29,8 @@ def better(value: float, than: float, mode: str) -> bool:
         >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min"), better(math.inf, math.nan, "min")
         (True, False, True)
     """
-    if mode not in ("min", "max"):
-        raise ValueError(f'mode expects "min" (lower is better) or "max" (higher is better); got {mode!r}')
+    if not isinstance(mode, str) or mode not in ("min", "max"):
+        raise ValueError(f'mode expects "min" (lower is better) or "max" (higher is better); got {_checks.described(mode)}')
     if math.isnan(value):
         return False
     return math.isnan(than) or (value < than if mode == "min" else value > than)
@@ -248,8 +248,8 @@ def table(history: History, most: int = 40) -> list[Sequence[str]]:
 
 def check_plot(mode: Any, x: Any) -> None:
     """Raise ValueError unless these are arguments of :meth:`History.plot`."""
-    if x not in ("step", "epoch"):
-        raise ValueError(f'x expects "step" or "epoch"; got {x!r}')
+    if not isinstance(x, str) or x not in ("step", "epoch"):
+        raise ValueError(f'x expects "step" or "epoch"; got {_checks.described(x)}')
     for wanted in mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,):
         better(0.0, 0.0, wanted)  # checks it
 

@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._checks import described, function, scalar
 from fnloop._encode import Saved, like
 from fnloop._types import Batch, Metric, name_of
 
@@ -53,6 +54,9 @@ class Mean:
         total: the sum of value × weight, a float or a scalar tensor.
         weight: the sum of weights, a number or a scalar tensor.
 
+    Raises:
+        TypeError: one of them is something else, such as a vector.
+
     Example:
         >>> Mean(6.0, 2).combine(Mean(2.0, 2)).compute()
         2.0
@@ -61,8 +65,19 @@ class Mean:
     total: Number
     weight: Number
 
+    def __attrs_post_init__(self) -> None:
+        if self.total.__class__ is not Tensor or self.total.ndim:
+            scalar("Mean", "total", self.total)
+        if self.weight.__class__ is not int:
+            scalar("Mean", "weight", self.weight)
+
     def combine(self, other: Mean) -> Mean:
-        """Return the mean of both, each with its weight."""
+        """Return the mean of both, each with its weight.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def compute(self) -> float:
@@ -81,6 +96,12 @@ class Mean:
         return Mean(wide(self.total), wide(self.weight))
 
 
+def _check_kind(mine: Any, other: Any) -> None:
+    if not isinstance(other, type(mine)):
+        name = type(mine).__name__
+        raise TypeError(f"{name}.combine expects other as a {name}; got {described(other)}")
+
+
 def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number) -> Number:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         like = a if isinstance(a, Tensor) else b
@@ -91,6 +112,10 @@ def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number
 @attrs.frozen(eq=False)
 class _Value:
     value: Number
+
+    def __attrs_post_init__(self) -> None:
+        if self.value.__class__ is not Tensor or self.value.ndim:
+            scalar(type(self).__name__, "value", self.value)
 
     def compute(self) -> float:
         """Return the value."""
@@ -104,13 +129,21 @@ class Sum(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Sum(3).combine(Sum(4)).compute()
         7.0
     """
 
     def combine(self, other: Sum) -> Sum:
-        """Return the sum of both."""
+        """Return the sum of both.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Sum(self.value + other.value)
 
     def absorb(self, other: Sum) -> Sum:
@@ -129,13 +162,21 @@ class Min(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Min(3).combine(Min(4)).compute()
         3.0
     """
 
     def combine(self, other: Min) -> Min:
-        """Return the smaller of both."""
+        """Return the smaller of both.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Min(_of_numbers(min, torch.minimum, self.value, other.value))
 
 
@@ -146,13 +187,21 @@ class Max(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Max(3).combine(Max(4)).compute()
         4.0
     """
 
     def combine(self, other: Max) -> Max:
-        """Return the larger of both."""
+        """Return the larger of both.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Max(_of_numbers(max, torch.maximum, self.value, other.value))
 
 
@@ -163,13 +212,21 @@ class Last(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Last(3).combine(Last(4)).compute()
         4.0
     """
 
     def combine(self, other: Last) -> Last:
-        """Return the other."""
+        """Return the other.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return other
 
 
@@ -348,7 +405,7 @@ class from_torchmetrics:
 
     Raises:
         ImportError: torchmetrics is not installed (the extra ``fnloop[torchmetrics]``).
-        TypeError: ``metric`` is no torchmetrics metric.
+        TypeError: ``metric`` is not a torchmetrics metric, or ``inputs`` is not a function (aux, batch).
 
     Example:
         >>> from torchmetrics.classification import MulticlassF1Score
@@ -367,8 +424,10 @@ class from_torchmetrics:
             raise ImportError("from_torchmetrics needs torchmetrics: pip install 'fnloop[torchmetrics]'") from error
         if not isinstance(self.metric, Torchmetric):
             raise TypeError(
-                f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {self.metric!r}"
+                f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {described(self.metric)}"
             )
+        wanted = "a function (aux, batch) -> a tuple of the arguments of metric.update"
+        function("from_torchmetrics", "inputs", self.inputs, wanted, 2)
 
     def __repr__(self) -> str:
         return f"from_torchmetrics({self.metric!r}, {name_of(self.inputs)})"

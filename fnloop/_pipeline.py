@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fnloop import _show
 from fnloop._backend import place
+from fnloop._checks import described, function
 from fnloop._encode import like, waits
 from fnloop._rng import fold_in, isolated, position_all, positioner
 from fnloop._sharded import is_sharded, reshard
@@ -114,7 +115,7 @@ def _check_member(member: Any) -> None:
     if isinstance(member, Pipeline):
         raise TypeError(f"pipeline expects middleware, got {member!r}. To join two, write pipeline(*p.middleware, ...)")
     hint = f" A loss function goes into the second call: pipeline(...)({name})." if callable(member) else ""
-    raise TypeError(f"pipeline expects middleware, such as clip(1.0); got {name_of(member)} ({type(member).__name__}).{hint}")
+    raise TypeError(f"pipeline expects middleware, such as clip(1.0); got {described(member)}.{hint}")
 
 
 def _is_ours(member: Middleware) -> bool:
@@ -135,9 +136,7 @@ def _check_loss_fn(loss_fn: Any) -> None:
             f"criterion, write supervised({name}(...)); else write def loss_fn(model, batch): ..."
         )
     if not callable(loss_fn):
-        raise TypeError(
-            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {loss_fn!r:.60} ({type(loss_fn).__name__})"
-        )
+        raise TypeError(f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {described(loss_fn)}")
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
@@ -261,7 +260,7 @@ class PipelineStep:
             StaleStateError: the state has been advanced already.
         """
         __tracebackhide__ = True
-        check_fresh(state)
+        check_fresh(state, "step")
         state, out = self.train(self.meet(state), place(batch, state.backend.device))
         return consume(state, out, (1 if self.window == 1 else len(batch)) * state.backend.world_size), out
 
@@ -276,7 +275,7 @@ class PipelineStep:
             Loss, weight, aux and metrics of the batch.
         """
         __tracebackhide__ = True
-        check_fresh(state)
+        check_fresh(state, "step.evaluate")
         with isolated(state.backend.device), evaluating(state.model):
             return self.forward(self.meet(state, "forward"), place(batch, state.backend.device))[1]
 
@@ -320,8 +319,9 @@ def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
     if isinstance(criterion, type) or not callable(criterion):
         called = f"{criterion.__name__}()" if isinstance(criterion, type) else "nn.CrossEntropyLoss()"
         raise TypeError(
-            f"supervised expects a criterion (output, target) -> loss; got {criterion!r}. Write supervised({called})"
+            f"supervised expects a criterion (output, target) -> loss; got {described(criterion)}. Write supervised({called})"
         )
+    function("supervised", "criterion", criterion, "a function (output, target) -> loss", 2, also=nn.Module)
     return _Supervised(criterion)
 
 
