@@ -113,8 +113,8 @@ def _iterates(loader: Any) -> bool:
 
 def _loads(value: Any) -> bool:
     """Return whether something in a tuple is a loader, and not a part of a batch."""
-    batches = isinstance(value, list | tuple) and value and isinstance(value[0], Tensor | list | tuple | Mapping)
-    return isinstance(value, DataLoader | IterableDataset | sharded) or bool(batches)
+    batches = isinstance(value, list) and bool(value) and isinstance(value[0], list | tuple | Mapping)
+    return isinstance(value, DataLoader | IterableDataset | sharded) or batches
 
 
 @attrs.frozen

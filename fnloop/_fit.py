@@ -32,7 +32,7 @@ from fnloop._hooks._every import Gated, Hook, every, once
 from fnloop._hooks._progress import progress
 from fnloop._hooks._wrapper import layers
 from fnloop._joint import Borrowed, Talk, everywhere, joint_of, lent, without_last
-from fnloop._metrics import Max, absorb, absorb_loss, read
+from fnloop._metrics import Max, Mean, absorb, absorb_loss, read
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
 from fnloop._processes import at_home, gather_objects, is_lost, merged, sync_buffers
 from fnloop._rng import COMPUTE, fold_in, isolated, mix, position_all, positioner, seed_host
@@ -45,6 +45,7 @@ __all__ = ["evaluate", "fit", "predict", "run"]
 
 _log = logging.getLogger("fnloop")
 _END = object()
+_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
 
 def fit(
@@ -379,36 +380,53 @@ def _checked_state(hook: Hook, new: Any) -> TrainState:
     return new
 
 
-def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str, Metric]:
-    """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
+def _measure(step: PipelineStep, state: TrainState, source: Source, alone: bool = False) -> dict[str, Metric]:
+    """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate.
+
+    Where that is all that is done (``alone``), an exception gets a note of the batch; a run has a note of its own.
+    """
     __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
-    backend, seed, n, batch = state.backend, fold_in(state.seed, COMPUTE), 0, None
+    backend, seed, n, borrowed = state.backend, fold_in(state.seed, COMPUTE), 0, False
+    own = False  # whether a batch was this process's own
     position = positioner(backend.device)
     position_all(seed)
     joint = joint_of(state)
     if joint is not None:
         sync_buffers(state.model)
+    batches = windows(source, 1, backend.device, None)
     with evaluating(state.model):
-        for n, batch in enumerate(windows(source, 1, backend.device, None), 1):
-            position(mix(seed, (n - 1) * backend.world_size + backend.rank))  # of the batch, whichever process has it
-            if joint is None:
-                _, out = step.forward(state, batch)
-            elif joint.evaluation.leaves_out(type(batch) is Borrowed):
-                continue
-            else:
-                _, out = joint.evaluation.hear(step.forward, state, batch.batch if type(batch) is Borrowed else batch)
-            if type(batch) is Borrowed:
-                continue
-            metrics = absorb(metrics, out.metrics) if out.metrics else metrics
-            metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+        while True:
+            where: str | None = "the loader"
+            try:
+                if (batch := next(batches, _END)) is _END:
+                    break
+                where = None
+                position(mix(seed, n * backend.world_size + backend.rank))  # of the batch, whichever process has it
+                borrowed, n = type(batch) is Borrowed, n + 1
+                own = own or not borrowed
+                if joint is None:
+                    _, out = step.forward(state, batch)
+                elif joint.evaluation.leaves_out(borrowed):
+                    continue
+                else:
+                    _, out = joint.evaluation.hear(step.forward, state, batch.batch if borrowed else batch)
+                if borrowed or (out.weight.__class__ is int and not out.weight):  # it has no item
+                    continue
+                metrics = absorb(metrics, out.metrics) if out.metrics else metrics
+                metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+            except Exception as error:
+                layer = where or step.layer_of(error)
+                if alone:
+                    error.add_note(f"while in {layer}, evaluate, batch {n - (where is None)}")
+                raise
     if not n:
-        raise ValueError("the loader to evaluate gave no batch")
+        raise ValueError("the loader to evaluate gave no batch." + _ONCE)
     if backend.world_size > 1:
         source.dealt.check()
-    if type(batch) is Borrowed:
+    if borrowed:
         metrics = without_last(metrics)
-    return {"loss": metrics.pop("loss"), **metrics} if metrics else {}
+    return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics} if own else {}
 
 
 def _flushed(hooks: Sequence[Hook], state: TrainState) -> TrainState:
@@ -432,6 +450,7 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
     """Say where in the run an exception happened, and attach the last consistent state."""
     layer = step.layer_of(error)
     if where is None:
+        step.explain(error)
         where = f"{layer}, train"
     elif state.run is not None and where in state.run.evaluated:
         where = f"{layer}, {where}" if layer != STEP else f"the {where} loader"
@@ -453,7 +472,7 @@ def _no_batches(state: TrainState, source: Source) -> str:
         together = f"{source.batch_size} × {source.processes} processes" if source.processes > 1 else f"{source.batch_size}"
         why = f" It has {source.samples} samples, and with drop_last an update takes {together}: make batches smaller."
     elif state.epoch:
-        why = " An iterator can be read once: pass a list, or a function that makes one."
+        why = _ONCE
     return f"the training loader gave no batch in epoch {state.epoch}.{why}"
 
 
@@ -553,7 +572,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     check_fresh(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
-        return read(merged(_measure(step, step.meet(state, "forward"), _opened(loader, state))))
+        return read(merged(_measure(step, step.meet(state, "forward"), _opened(loader, state), alone=True)), vectors=True)
 
 
 def predict(
@@ -608,17 +627,23 @@ def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loa
     else:
         talk.needed = False
     for n in itertools.count():
-        check_fresh(state)
-        with isolated(backend.device), evaluating(state.model):
-            batch = next(batches, _END)
-            if batch is _END:
-                if processes > 1 and gather:
-                    source.dealt.check()
-                return
-            position(fold_in(seed, n * processes + backend.rank))
-            result: Any = None
-            if not talk.leaves_out(type(batch) is Borrowed):
-                result = talk.hear(fn, state.model, batch.batch if type(batch) is Borrowed else batch)
+        check_fresh(state, "predict")
+        where = "the loader"
+        try:
+            with isolated(backend.device), evaluating(state.model):
+                batch = next(batches, _END)
+                if batch is _END:
+                    if processes > 1 and gather:
+                        source.dealt.check()
+                    return
+                where = name_of(fn)
+                position(fold_in(seed, n * processes + backend.rank))
+                result: Any = None
+                if not talk.leaves_out(type(batch) is Borrowed):
+                    result = talk.hear(fn, state.model, batch.batch if type(batch) is Borrowed else batch)
+        except Exception as error:
+            error.add_note(f"while in {where}, predict, batch {n}")
+            raise
         results = [] if type(batch) is Borrowed else [result]
         if processes > 1 and gather:
             results = [at_home(result, theirs) for share in gather_objects(results) for theirs in share]

@@ -81,8 +81,17 @@ class Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def compute(self) -> float:
-        """Return the mean; NaN if nothing was weighed."""
+        """Return the mean; NaN if nothing was weighed.
+
+        Raises:
+            ValueError: a weight was NaN, infinite or negative.
+        """
         total, weight = float(self.total), float(self.weight)
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"the weights of a mean are numbers of items, finite and at least 0; their sum is {weight:g}. A loss function "
+                'gives them in aux["weight"]: one of them was NaN, infinite or negative, and counted as 0 in the gradients'
+            )
         return total / weight if weight else math.nan
 
     def absorb(self, other: Mean) -> Mean:
@@ -259,21 +268,28 @@ def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 def absorb_loss(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
     """Add a batch's mean loss to a running mean, with one kernel where the weight is a number."""
-    if running is None:
-        return Mean(wide(loss).mul_(weight), wide(weight))
     if isinstance(weight, Tensor):
-        return Mean(running.total.add_(wide(loss).mul_(weight)), running.weight + wide(weight))
+        weight = wide(weight)
+        weight = torch.where(weight >= 0, weight, math.nan)  # a negative one could not be seen in the sum
+    if running is None:
+        return Mean(wide(loss).mul_(weight), weight)
+    if isinstance(weight, Tensor):
+        return Mean(running.total.add_(wide(loss).mul_(weight)), running.weight + weight)
     return Mean(running.total.add_(loss, alpha=weight), running.weight + weight)
 
 
-def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
+def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, float]:
     """Compute every metric, fetching from the device once.
 
     Args:
         metrics: name to metric.
+        vectors: whether a metric may compute something else than a number, which a history could not hold.
 
     Returns:
         Name to float.
+
+    Raises:
+        TypeError: a metric is not a number.
 
     Example:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
@@ -283,7 +299,13 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, metric in fetched(metrics).items():
         if not isinstance(metric, Saved):  # which was never met again in its epoch: what it was made from isn't known
-            values[name] = metric.compute()
+            values[name] = value = metric.compute()
+            if not (vectors or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
+                try:
+                    float(value)  # a number of numpy's, say
+                except (TypeError, ValueError, RuntimeError) as error:
+                    found = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else described(value)
+                    raise TypeError(f"a metric of a run such as {name!r} is one number, but it computes {found}") from error
     return values
 
 

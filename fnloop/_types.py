@@ -53,7 +53,10 @@ class LossFn(Protocol):
         """Return the mean loss over the items of ``batch``, a scalar, and what else is worth knowing (``aux``).
 
         ``aux["weight"]`` overrides the number of items that the loss is the mean of (by default the leading dimension
-        of the batch): an int, or a scalar tensor on the device such as a token count.
+        of the batch): an int, or a scalar tensor on the device such as a token count. An int of 0 leaves the batch out, and
+        no update is made if that leaves none of its window. A tensor of 0 adds nothing to the gradient, but the update is
+        made, with a gradient of zero if all are 0: to leave it out, the host would have to wait for the device. NaN, infinite
+        and negative tensors count as 0, and the next report raises a ValueError that names them.
         """
         ...
 
@@ -104,15 +107,20 @@ class Output:
 
     def __repr__(self) -> str:
         skip = f", skip={self.skip!r}" if self.skip else ""
-        weight = int(self.weight) if isinstance(self.weight, Tensor) else self.weight
+        weight = _plain(self.weight)
         aux, metrics = ", ".join(self.aux), ", ".join(self.metrics)
         return f"Output(loss={float(self.loss):.6g}, weight={weight}, aux=[{aux}], metrics=[{metrics}]{skip})"
 
     def _repr_html_(self) -> str:
-        shown = {"loss": _show.number(float(self.loss)), "weight": _show.number(int(self.weight))}
+        shown = {"loss": _show.number(float(self.loss)), "weight": _show.number(_plain(self.weight))}
         shown |= {name: _show.number(metric.compute()) for name, metric in self.metrics.items()}
         shown |= {f"aux[{name!r}]": _show.described(value) for name, value in self.aux.items()}
         return _show.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
+
+
+def _plain(weight: int | Tensor) -> float:
+    value = float(weight)
+    return int(value) if value.is_integer() else value
 
 
 def name_of(value: Any) -> str:

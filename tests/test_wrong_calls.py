@@ -169,7 +169,7 @@ MIDDLEWARE = {
 
 METRICS = {
     "Mean(total)": Entry(lambda v: fl.Mean(v, 1).compute(), "-1 0 1.5 nan inf True"),
-    "Mean(weight)": Entry(lambda v: fl.Mean(1.0, v).compute(), "-1 0 1.5 nan inf True"),
+    "Mean(weight)": Entry(lambda v: fl.Mean(1.0, v).compute(), "0 1.5 True", ("weights",)),
     "Mean.combine(other)": Entry(lambda v: fl.Mean(1.0, 1).combine(v)),
     **{
         f"{m.__name__}(value)": Entry(lambda v, m=m: m(v).compute(), "-1 0 1.5 nan inf True")
@@ -267,7 +267,7 @@ LENGTH = "0"  # of a part of a run; 1.5 is no fraction
 SCHEDULES = {
     **{
         f"schedules.{name}({argument})": Entry(
-            lambda v, make=getattr(schedules, name), argument=argument: make(**{argument: v}), accepts
+            lambda v, n=name, argument=argument: getattr(schedules, n)(**{argument: v}), accepts
         )
         for name, arguments in {
             "linear": {"warmup": LENGTH, "cooldown": LENGTH, "min_ratio": "0"},
