@@ -388,6 +388,7 @@ def _measure(step: PipelineStep, state: TrainState, source: Source, alone: bool 
     __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
     backend, seed, n, borrowed = state.backend, fold_in(state.seed, COMPUTE), 0, False
+    batch: Any = None
     own = False  # whether a batch was this process's own
     position = positioner(backend.device)
     position_all(seed)

@@ -269,8 +269,8 @@ def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 def absorb_loss(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
     """Add a batch's mean loss to a running mean, with one kernel where the weight is a number."""
     if isinstance(weight, Tensor):
-        weight = wide(weight)
-        weight = torch.where(weight >= 0, weight, math.nan)  # a negative one could not be seen in the sum
+        given: Any = wide(weight)
+        weight = torch.where(given >= 0, given, math.nan)  # a negative one could not be seen in the sum
     if running is None:
         return Mean(wide(loss).mul_(weight), weight)
     if isinstance(weight, Tensor):

@@ -32,6 +32,7 @@ from fnloop._types import RINGS, Batch, LossFn, Middleware, Output, Step, name_o
 
 __all__ = ["STEP", "Pipeline", "PipelineStep", "evaluating", "pipeline", "supervised"]
 
+_NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename  # where a decorated function is called from
 STEP = "the step"  # where a run was, if it was in none of its layers
 
 # --- composition
@@ -295,7 +296,7 @@ class PipelineStep:
             decorated = [
                 name
                 for outside, inside in itertools.pairwise(codes)
-                if outside.co_filename == torch.utils._contextlib.__file__
+                if outside.co_filename == _NO_GRAD
                 for code, name, is_theirs in found
                 if is_theirs and code is inside
             ]

@@ -198,7 +198,7 @@ class Total:
         self.loss: Tensor | None = None
         self.last: Output | None = None
         self.metrics: Mapping[str, Metric] = {}
-        self._wrong: Tensor | None = None  # whether a weight on the device was none
+        self._sums: tuple[Tensor, Tensor] | None = None  # of the tensors, as given and as counted: the same if all were right
         self._weighed: tuple[Output | None, Weight] = (None, 0)
 
     def share(self, out: Output) -> Weight | None:
@@ -216,9 +216,8 @@ class Total:
             return out.weight
         if self._weighed[0] is not out:
             given = _floating(out.weight, out.loss)
-            weight = _counting(given.detach())
-            wrong = weight != given
-            self._wrong = wrong if self._wrong is None else self._wrong.logical_or_(wrong)
+            weight = _counting(given)
+            self._sums = (given, weight) if self._sums is None else (self._sums[0] + given, self._sums[1] + weight)
             self._weighed = out, weight
         return self._weighed[1]
 
@@ -242,7 +241,7 @@ class Total:
         assert self.loss is not None and self.last is not None and self.weight is not None
         weight: Any = self.weight
         items = torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1
-        reported = weight if self._wrong is None else torch.where(self._wrong, math.nan, weight)  # which the next read refuses
+        reported = weight if self._sums is None else torch.where(self._sums[0] == self._sums[1], weight, math.nan)
         return Output(self.loss / items, reported, self.last.aux, self.metrics)
 
 
@@ -519,11 +518,15 @@ def _items_in(batch: Batch, name: str) -> int:
     Raises:
         ValueError: they have several, or there is no tensor.
     """
-    if batch.__class__ is Tensor:
+    if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
-    items = None
+    if batch.__class__ in (tuple, list) and len(batch) == 2 and batch[0].__class__ is batch[1].__class__ is Tensor:
+        x, y = batch  # the usual case
+        if x.ndim and y.ndim and (size := x.size(0)) == y.size(0):
+            return size
+    items: int | None = None
     for part in batch.values() if batch.__class__ is dict else batch if batch.__class__ in (list, tuple) else (None,):
-        if part.__class__ is not Tensor:
+        if not isinstance(part, Tensor):
             items = None
             break  # something else, such as a list in a tuple: look into it
         if part.ndim:

@@ -256,6 +256,11 @@ def test_a_bad_tensor_of_a_weight_destroys_nothing_and_is_reported(bad, n):
     assert state.step == 4 // n and state.model.w.item() == -2.0 * state.step
 
 
+def test_a_window_may_mix_numbers_and_tensors():
+    state = fit(fl.accumulate(2), loss=weighted, data=[(X[0], 1), (X[1], torch.tensor(1))])
+    assert (state.model.w.item(), math.isfinite(state.history.latest("train/loss"))) == (-3.0, True)
+
+
 def test_a_weight_on_the_device_is_not_read():
     step = fl.pipeline(fl.accumulate(2))(weighted)
     with no_host_reads():
