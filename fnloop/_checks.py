@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["described", "folder_path", "integer", "listed", "metric_name", "number", "typed_path"]
+from torch import Tensor, nn
+
+__all__ = [
+    "choice", "described", "flag", "folder_path", "function", "instance", "integer", "listed", "mapping", "metric_name",
+    "number", "scalar", "text", "typed_path",
+]  # fmt: skip
 
 
 def described(value: Any, most: int = 60) -> str:
@@ -39,10 +46,10 @@ def integer(
         ValueError: it is too small, or not an int (``wrong_type``, for those that raise TypeError then).
     """
     of = f", {meaning}" if meaning else ""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(f"{owner} expects {name} as an int >= {least}{of}; got {described(value)}")
-    if value < least:
-        raise ValueError(f"{owner} expects {name} >= {least}{of}; got {value}")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least:
+        error = ValueError if whole else wrong_type
+        raise error(f"{owner} expects {name} as an int >= {least}{of}; got {described(value)}")
     return value
 
 
@@ -70,6 +77,108 @@ def number(
         raise ValueError(f"{owner} expects {name} as a number{f' {wanted}' if wanted else ''}{of}; got {described(value)}")
     if not (least <= value <= most and value > above) or (finite and not math.isfinite(value)):
         raise ValueError(f"{owner} expects {name} {wanted}{of}; got {value}")
+    return value
+
+
+def flag(owner: str, name: str, value: Any, meaning: str = "") -> bool:
+    """Return a bool, having checked that it is one.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner} expects {name} as True or False{f', {meaning}' if meaning else ''}; got {described(value)}")
+    return value
+
+
+def choice(owner: str, name: str, value: Any, options: Iterable[str], also: str = "") -> str:
+    """Return one of several words, having checked that it is one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    known = list(options)
+    if not isinstance(value, str) or value not in known:
+        wanted = ", ".join(f'"{option}"' for option in known)
+        raise ValueError(f"{owner} expects {name} as one of {wanted}{also}; got {described(value)}")
+    return value
+
+
+def text(owner: str, name: str, value: Any, meaning: str) -> str:
+    """Return a str that is not empty, having checked that it is one.
+
+    Raises:
+        TypeError: it is not a str.
+        ValueError: it is empty.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{owner} expects {name} as {meaning}, a str; got {described(value)}")
+    if not value:
+        raise ValueError(f"{owner} expects {name} as {meaning}; got an empty str")
+    return value
+
+
+def mapping(owner: str, name: str, value: Any, meaning: str) -> Mapping[Any, Any]:
+    """Return a mapping, having checked that it is one.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{owner} expects {name} as a mapping, {meaning}; got {described(value)}")
+    return value
+
+
+def instance(owner: str, name: str, value: Any, kind: type, meaning: str) -> Any:
+    """Return a value, having checked that it is of a class.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{owner} expects {name} as {meaning}; got {described(value)}")
+    return value
+
+
+def function(owner: str, name: str, value: Any, meaning: str, arguments: int, *, also: Any = ()) -> Any:
+    """Return a function, having checked that it can be called with a number of arguments.
+
+    Args:
+        owner: what was called.
+        name: the name of its argument.
+        value: the function.
+        meaning: what it is to be: "a function (aux, batch) -> scalar".
+        arguments: how many positional arguments it will be given.
+        also: whether a class (``type``) or a module (``nn.Module``) is right too, since it can be called.
+
+    Raises:
+        TypeError: it is not a function, or takes other arguments.
+    """
+    if not callable(value) or (isinstance(value, type | nn.Module) and not isinstance(value, also)):
+        hint = f". Call it: {value.__name__}(...)" if isinstance(value, type) else ""
+        raise TypeError(f"{owner} expects {name} as {meaning}; got {described(value)}{hint}")
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        signature = inspect.signature(value)
+        try:
+            signature.bind(*(None,) * arguments)
+        except TypeError as error:
+            called = getattr(value, "__name__", type(value).__name__)
+            raise TypeError(f"{owner} expects {name} as {meaning}; {called} takes {signature}") from error
+    return value
+
+
+def scalar(owner: str, name: str, value: Any) -> Any:
+    """Return a number or a tensor that holds one, having checked that it is one, without a read from the device.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if isinstance(value, Tensor):
+        if value.ndim or value.is_complex():
+            found = f"shape {tuple(value.shape)}" if value.ndim else f"dtype {value.dtype}"
+            raise TypeError(f"{owner} expects {name} as a number or a scalar tensor; got a tensor of {found}: add .sum()")
+    elif not isinstance(value, int | float):
+        raise TypeError(f"{owner} expects {name} as a number or a scalar tensor; got {described(value)}")
     return value
 
 
@@ -108,11 +217,11 @@ def typed_path(owner: str, name: str, value: Any, example: str = "runs/a") -> st
     return text
 
 
-def folder_path(owner: str, name: str, value: Any) -> Path:
+def folder_path(owner: str, name: str, value: Any, example: str = "runs/a") -> Path:
     """Return an absolute path, with ``~`` expanded, so that a later change of the working directory does not move it.
 
     Raises:
         TypeError, ValueError: as :func:`typed_path`.
     """
-    text = typed_path(owner, name, value)
+    text = typed_path(owner, name, value, example)
     return Path(os.path.abspath(os.path.expanduser(text)))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -24,11 +24,13 @@ from torch.utils.data import (
 )
 
 from fnloop._backend import beside, needs_placing, place, tensors_in
+from fnloop._checks import described, function
 from fnloop._deal import Deal, Dealt
 from fnloop._joint import Borrowed
 from fnloop._map_style import hardy_workers, is_sized, killable, length_of, map_style, tell_epoch
 from fnloop._processes import agreed, any_process
 from fnloop._rng import FETCH, ORDER, Generators, fold_in, keeping, own_generator, position_all, times_positioned
+from fnloop._types import name_of
 
 __all__ = [
     "Loaders", "Source",
@@ -57,11 +59,16 @@ def read_loaders(loaders: Any) -> Loaders:
     """
     if isinstance(loaders, Mapping):
         if "train" not in loaders:
-            raise ValueError(f'the loaders need one named "train" to train on; got {list(loaders)}')
+            raise ValueError(f'fit expects loaders with one named "train" to train on; got {described(list(loaders))}')
         evaluated = {name: loader for name, loader in loaders.items() if name != "train"}
         for name in evaluated:
             if not isinstance(name, str) or not name or "/" in name:
                 raise ValueError(f"a loader's name is the prefix of its metrics: a str without a slash; got {name!r}")
+    elif isinstance(loaders, tuple) and len(loaders) > 2 and not isinstance(loaders[0], Tensor):
+        raise TypeError(
+            f"fit expects loaders as a pair (train, valid), or as a mapping with names; got a tuple of {len(loaders)}. "
+            'Write {"train": train, "valid": valid, "test": test}'
+        )
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         train, valid = loaders
         if isinstance(train, Tensor) or isinstance(valid, Tensor):
@@ -80,21 +87,34 @@ def read_loaders(loaders: Any) -> Loaders:
 
 def check_loader(loader: Any, name: str, alone: bool = False) -> None:
     """Raise TypeError unless batches can be had from a loader."""
-    if alone and isinstance(loader, Mapping):
+    if isinstance(loader, Mapping):
+        hint = "take one of them" if alone else f'name each: {{"train": ..., "{name if name != "train" else "other"}": ...}}'
         raise TypeError(
-            f"the {name} loader must be one iterable of batches; got a mapping with {list(loader)}: take one of them"
+            f"the {name} loader must be one iterable of batches; got a mapping with {described(list(loader))}: {hint}"
         )
+    if isinstance(loader, tuple) and any(map(_loads, loader)):
+        hint = "take one of them" if alone else "write a mapping with names"
+        raise TypeError(f"the {name} loader must be one iterable of batches; got a tuple of {len(loader)} loaders: {hint}")
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a DataLoader")
     if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
         raise TypeError(f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a mapping with names")
-    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    if isinstance(loader, str | bytes) or not (iterable or callable(loader)):
-        raise TypeError(
-            f"the {name} loader must be an iterable of batches (a DataLoader, a list, ...) or a function that "
-            "returns one; "
-            f"got {loader!r:.80} ({type(loader).__name__})"
-        )
+    wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
+    if isinstance(loader, str | bytes | type | nn.Module) or not (_iterates(loader) or callable(loader)):
+        hint = f". Call it: {loader.__name__}(...)" if isinstance(loader, type) else ""
+        raise TypeError(f"the {name} loader must be {wanted}; got {described(loader)}{hint}")
+    if not _iterates(loader):
+        function(f"the {name} loader", "itself", loader, wanted, 0)
+
+
+def _iterates(loader: Any) -> bool:
+    return hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+
+
+def _loads(value: Any) -> bool:
+    """Return whether something in a tuple is a loader, and not a part of a batch."""
+    batches = isinstance(value, list) and bool(value) and isinstance(value[0], list | tuple | Mapping)
+    return isinstance(value, DataLoader | IterableDataset | sharded) or batches
 
 
 @attrs.frozen
@@ -211,7 +231,7 @@ class sharded:
         A loader for ``fit``, ``evaluate`` and ``predict``.
 
     Raises:
-        TypeError: it is no loader.
+        TypeError: it is not a loader.
 
     Example:
         >>> import fnloop as fl, torch
@@ -355,8 +375,13 @@ def _iterated(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator
             stack.enter_context(hardy_workers(loader))
         iterable: Any = loader
         position_all(order)
-        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        if not _iterates(loader):
             iterable = iterable()
+            if not _iterates(iterable):
+                raise TypeError(
+                    f"the loader {name_of(loader)} must return an iterable of batches; it returned {described(iterable)}. "
+                    "Did you forget to return or yield?"
+                )
         batches = killable(iter(iterable))
         if start and batches is loader:
             raise ValueError(

@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 
+from fnloop import _checks
 from fnloop._backend import Backend
 from fnloop._data import Loaders, Source, check_loader, open_source, read_loaders, sharded, updates_in, windows
 from fnloop._hints import hint_at_fused
@@ -32,7 +33,7 @@ from fnloop._hooks._every import Gated, Hook, every, once
 from fnloop._hooks._progress import progress
 from fnloop._hooks._wrapper import layers
 from fnloop._joint import Borrowed, Talk, everywhere, joint_of, lent, without_last
-from fnloop._metrics import Max, absorb, absorb_loss, read
+from fnloop._metrics import Max, Mean, absorb, absorb_loss, read
 from fnloop._monitor import check_names
 from fnloop._pipeline import STEP, Pipeline, PipelineStep, evaluating
 from fnloop._processes import at_home, gather_objects, is_lost, merged, sync_buffers
@@ -67,6 +68,7 @@ _LOST = (
     "another process has ended or stopped by itself: its own traceback says why. If it has none, a hook or a loader there "
     "decided by what only it knew: decide by the history, by counters, or by fnloop.reduce(...)"
 )
+_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
 
 def fit(
@@ -179,17 +181,17 @@ def _checked(
 ) -> Any:
     """Return the arguments of a run, having checked them."""
     _check_step(step, "fit")
-    check_fresh(state)
+    check_fresh(state, "fit")
     found = read_loaders(loaders)
     for name, target in (("epochs", epochs), ("steps", steps)):
-        if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
-            raise ValueError(f"fit expects {name} as an int >= 0, the target for state.{name[:-1]}, or None; got {target!r}")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
-        raise ValueError(f"fit expects prefetch as an int >= 1, the windows that are fetched ahead; got {prefetch!r}")
+        if target is not None:
+            _checks.integer("fit", name, target, f"the target for state.{name[:-1]}, or None", least=0)
+    _checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
     hooks = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
     if evaluate_every is not None and (isinstance(evaluate_every, type) or not hasattr(evaluate_every, "due")):
         raise TypeError(
-            f"fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; got {evaluate_every!r}"
+            "fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or None; "
+            f"got {_checks.described(evaluate_every)}"
         )
     if epochs is None and steps is None:
         epochs = state.epoch + 1
@@ -488,36 +490,54 @@ def _checked_state(hook: Hook, new: Any) -> TrainState:
     return new
 
 
-def _measure(step: PipelineStep, state: TrainState, source: Source) -> dict[str, Metric]:
-    """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate."""
+def _measure(step: PipelineStep, state: TrainState, source: Source, alone: bool = False) -> dict[str, Metric]:
+    """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate.
+
+    Where that is all that is done (``alone``), an exception gets a note of the batch; a run has a note of its own.
+    """
     __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
-    backend, seed, n, batch = state.backend, fold_in(state.seed, COMPUTE), 0, None
+    backend, seed, n, borrowed = state.backend, fold_in(state.seed, COMPUTE), 0, False
+    batch: Any = None
+    own = False  # whether a batch was this process's own
     position = positioner(backend.device)
     position_all(seed)
     joint = joint_of(state)
     if joint is not None:
         sync_buffers(state.model)
+    batches = windows(source, 1, backend.device, None)
     with evaluating(state.model):
-        for n, batch in enumerate(windows(source, 1, backend.device, None), 1):
-            position(mix(seed, (n - 1) * backend.world_size + backend.rank))  # of the batch, whichever process has it
-            if joint is None:
-                _, out = step.forward(state, batch)
-            elif joint.evaluation.leaves_out(type(batch) is Borrowed):
-                continue
-            else:
-                _, out = joint.evaluation.hear(step.forward, state, batch.batch if type(batch) is Borrowed else batch)
-            if type(batch) is Borrowed:
-                continue
-            metrics = absorb(metrics, out.metrics) if out.metrics else metrics
-            metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+        while True:
+            where: str | None = "the loader"
+            try:
+                if (batch := next(batches, _END)) is _END:
+                    break
+                where = None
+                position(mix(seed, n * backend.world_size + backend.rank))  # of the batch, whichever process has it
+                borrowed, n = type(batch) is Borrowed, n + 1
+                own = own or not borrowed
+                if joint is None:
+                    _, out = step.forward(state, batch)
+                elif joint.evaluation.leaves_out(borrowed):
+                    continue
+                else:
+                    _, out = joint.evaluation.hear(step.forward, state, batch.batch if borrowed else batch)
+                if borrowed or (out.weight.__class__ is int and not out.weight):  # it has no item
+                    continue
+                metrics = absorb(metrics, out.metrics) if out.metrics else metrics
+                metrics["loss"] = absorb_loss(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+            except Exception as error:
+                layer = where or step.layer_of(error)
+                if alone:
+                    error.add_note(f"while in {layer}, evaluate, batch {n - (where is None)}")
+                raise
     if not n:
-        raise ValueError("the loader to evaluate gave no batch")
+        raise ValueError("the loader to evaluate gave no batch." + _ONCE)
     if backend.world_size > 1:
         source.dealt.check()
-    if type(batch) is Borrowed:
+    if borrowed:
         metrics = without_last(metrics)
-    return {"loss": metrics.pop("loss"), **metrics} if metrics else {}
+    return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics} if own else {}
 
 
 def _flushed(hooks: Sequence[Hook], state: TrainState) -> TrainState:
@@ -541,6 +561,7 @@ def _explain(error: BaseException, state: TrainState, step: PipelineStep, where:
     """Say where in the run an exception happened, and attach the last consistent state; return it, if there is one."""
     layer = step.layer_of(error)
     if where is None:
+        step.explain(error)
         where = f"{layer}, train"
     elif state.run is not None and where in state.run.evaluated:
         where = f"{layer}, {where}" if layer != STEP else f"the {where} loader"
@@ -580,7 +601,7 @@ def _no_batches(state: TrainState, source: Source) -> str:
         together = f"{source.batch_size} × {source.processes} processes" if source.processes > 1 else f"{source.batch_size}"
         why = f" It has {source.samples} samples, and with drop_last an update takes {together}: make batches smaller."
     elif state.epoch:
-        why = " An iterator can be read once: pass a list, or a function that makes one."
+        why = _ONCE
     return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
 
 
@@ -626,10 +647,12 @@ def _check_folders(folders: list[Any]) -> None:
 
 
 def _check_hooks(hooks: Any) -> tuple[Hook, ...]:
-    if callable(hooks) or not isinstance(hooks, Sequence):
-        raise TypeError(f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {name_of(hooks)}")
+    if callable(hooks) or isinstance(hooks, str | bytes) or not isinstance(hooks, Sequence):
+        raise TypeError(
+            f"fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got {_checks.described(hooks)}"
+        )
     for hook in hooks:
-        if isinstance(hook, type) or not callable(hook):
+        if isinstance(hook, type | torch.nn.Module) or not callable(hook):
             call = f" Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
             raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}.{call}")
         if hasattr(hook, "due") and not isinstance(hook, Gated):
@@ -662,7 +685,9 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
 
     Raises:
         StaleStateError: the state has been advanced.
+        TypeError: an argument is not what it should be.
         ValueError: the loader gave no batch.
+        Exception: whatever the loss function, a metric or the loader raises, with a note of the batch.
 
     Example:
         >>> import fnloop as fl, torch
@@ -672,10 +697,10 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     """
     __tracebackhide__ = True
     _check_step(step, "evaluate")
-    check_fresh(state)
+    check_fresh(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
-        return read(merged(_measure(step, step.meet(state, "forward"), _opened(loader, state))))
+        return read(merged(_measure(step, step.meet(state, "forward"), _opened(loader, state), alone=True)), vectors=True)
 
 
 def predict(
@@ -697,20 +722,23 @@ def predict(
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError: ``fn`` is no function.
+        TypeError: an argument is not what it should be.
+        Exception: whatever ``fn`` or the loader raises, with a note of the batch.
 
     Example:
         >>> from fnloop.testing import toy
         >>> list(predict(lambda model, batch: (model.w * batch).tolist(), toy(w=2.0), [torch.ones(2), torch.ones(1)]))
         [[2.0, 2.0], [2.0]]
     """
-    if not callable(fn) or isinstance(fn, TrainState | PipelineStep):
+    if not callable(fn) or isinstance(fn, TrainState | PipelineStep | torch.nn.Module | type):
         raise TypeError(
-            f"predict expects a function (model, batch) -> anything first; got {name_of(fn)}. Write "
+            f"predict expects a function (model, batch) -> anything first; got {_checks.described(fn)}. Write "
             "predict(lambda model, batch: model(batch), state, loader)"
         )
-    check_fresh(state)
+    _checks.function("predict", "fn", fn, "a function (model, batch) -> anything", 2)
+    check_fresh(state, "predict")
     check_loader(loader, "prediction", alone=True)
+    _checks.flag("predict", "gather", gather, "whether every process yields the results of all")
     return _predict(fn, state, loader, gather)
 
 
@@ -727,17 +755,23 @@ def _predict(fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loa
     else:
         talk.needed = False
     for n in itertools.count():
-        check_fresh(state)
-        with isolated(backend.device), evaluating(state.model):
-            batch = next(batches, _END)
-            if batch is _END:
-                if processes > 1 and gather:
-                    source.dealt.check()
-                return
-            position(fold_in(seed, n * processes + backend.rank))
-            result: Any = None
-            if not talk.leaves_out(type(batch) is Borrowed):
-                result = talk.hear(fn, state.model, batch.batch if type(batch) is Borrowed else batch)
+        check_fresh(state, "predict")
+        where = "the loader"
+        try:
+            with isolated(backend.device), evaluating(state.model):
+                batch = next(batches, _END)
+                if batch is _END:
+                    if processes > 1 and gather:
+                        source.dealt.check()
+                    return
+                where = name_of(fn)
+                position(fold_in(seed, n * processes + backend.rank))
+                result: Any = None
+                if not talk.leaves_out(type(batch) is Borrowed):
+                    result = talk.hear(fn, state.model, batch.batch if type(batch) is Borrowed else batch)
+        except Exception as error:
+            error.add_note(f"while in {where}, predict, batch {n}")
+            raise
         results = [] if type(batch) is Borrowed else [result]
         if processes > 1 and gather:
             results = [at_home(result, theirs) for share in gather_objects(results) for theirs in share]

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 import attrs
 
-from fnloop import _plot, _show
+from fnloop import _checks, _plot, _show
 from fnloop._checks import described
 from fnloop._monitor import better, mode_by_name
 
@@ -365,8 +365,8 @@ def _row(r: Record, names: Sequence[str]) -> list[str]:
 
 def check_plot(mode: Any, x: Any) -> None:
     """Raise ValueError unless these are arguments of :meth:`History.plot`."""
-    if x not in ("step", "epoch"):
-        raise ValueError(f'x expects "step" or "epoch"; got {x!r}')
+    if not isinstance(x, str) or x not in ("step", "epoch"):
+        raise ValueError(f'x expects "step" or "epoch"; got {_checks.described(x)}')
     for wanted in mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,):
         better(0.0, 0.0, wanted)  # checks it
 

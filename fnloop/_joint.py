@@ -141,6 +141,7 @@ class Joint:
         self._waits = False  # whether DDP waits for every parameter, used or not
         self._known: bool | None = None  # whether weights are the sizes of the batches, in every process
         self._reference: Tensor | None = None
+        self._counts: bool | None = None  # whether weights are numbers on the host, in every process
         on_leaving.add(self)
         self._has_buffers = any(True for _ in state.model.buffers())
 
@@ -150,7 +151,7 @@ class Joint:
 
     def renew(self) -> None:
         """Begin a run: its data may be others."""
-        self._known = self._reference = None
+        self._known = self._reference = self._counts = None
 
     def draw(self, state: TrainState, together: bool) -> None:
         """Position torch's generators: in forward and backward each process has its own, behind them all draw the same."""
@@ -258,6 +259,12 @@ class Joint:
                 f"{'what aux says' if 'weight' in out.aux else out.weight}: return aux['weight'], the number of items, for "
                 f"every batch"
             )
+
+    def counts_on_host(self, out: Output) -> bool:
+        """Return whether weights are ints in every process, so that a window without an item can be told from others."""
+        if self._counts is None:
+            self._counts = not any_process(isinstance(out.weight, Tensor))
+        return self._counts
 
     def reference(self, weight: Tensor) -> Tensor:
         """Return what shares are relative to, the same everywhere: a power of two, so that it changes no bit of the mean."""

@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._checks import described, function, scalar
 from fnloop._encode import Saved, like
 from fnloop._types import Batch, Metric, name_of
 
@@ -53,6 +54,9 @@ class Mean:
         total: the sum of value × weight, a float or a scalar tensor.
         weight: the sum of weights, a number or a scalar tensor.
 
+    Raises:
+        TypeError: one of them is something else, such as a vector.
+
     Example:
         >>> Mean(6.0, 2).combine(Mean(2.0, 2)).compute()
         2.0
@@ -61,13 +65,33 @@ class Mean:
     total: Number
     weight: Number
 
+    def __attrs_post_init__(self) -> None:
+        if self.total.__class__ is not Tensor or self.total.ndim:
+            scalar("Mean", "total", self.total)
+        if self.weight.__class__ is not int:
+            scalar("Mean", "weight", self.weight)
+
     def combine(self, other: Mean) -> Mean:
-        """Return the mean of both, each with its weight."""
+        """Return the mean of both, each with its weight.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def compute(self) -> float:
-        """Return the mean; NaN if nothing was weighed."""
+        """Return the mean; NaN if nothing was weighed.
+
+        Raises:
+            ValueError: a weight was NaN, infinite or negative.
+        """
         total, weight = float(self.total), float(self.weight)
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"the weights of a mean are numbers of items, finite and at least 0; their sum is {weight:g}. A loss function "
+                'gives them in aux["weight"]: one of them was NaN, infinite or negative, and counted as 0 in the gradients'
+            )
         return total / weight if weight else math.nan
 
     def absorb(self, other: Mean) -> Mean:
@@ -81,6 +105,12 @@ class Mean:
         return Mean(wide(self.total), wide(self.weight))
 
 
+def _check_kind(mine: Any, other: Any) -> None:
+    if not isinstance(other, type(mine)):
+        name = type(mine).__name__
+        raise TypeError(f"{name}.combine expects other as a {name}; got {described(other)}")
+
+
 def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number) -> Number:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         like = a if isinstance(a, Tensor) else b
@@ -91,6 +121,10 @@ def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number
 @attrs.frozen(eq=False)
 class _Value:
     value: Number
+
+    def __attrs_post_init__(self) -> None:
+        if self.value.__class__ is not Tensor or self.value.ndim:
+            scalar(type(self).__name__, "value", self.value)
 
     def compute(self) -> float:
         """Return the value."""
@@ -104,13 +138,21 @@ class Sum(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Sum(3).combine(Sum(4)).compute()
         7.0
     """
 
     def combine(self, other: Sum) -> Sum:
-        """Return the sum of both."""
+        """Return the sum of both.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Sum(self.value + other.value)
 
     def absorb(self, other: Sum) -> Sum:
@@ -129,13 +171,21 @@ class Min(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Min(3).combine(Min(4)).compute()
         3.0
     """
 
     def combine(self, other: Min) -> Min:
-        """Return the smaller of both."""
+        """Return the smaller of both.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Min(_of_numbers(min, torch.minimum, self.value, other.value))
 
 
@@ -146,13 +196,21 @@ class Max(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Max(3).combine(Max(4)).compute()
         4.0
     """
 
     def combine(self, other: Max) -> Max:
-        """Return the larger of both."""
+        """Return the larger of both.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return Max(_of_numbers(max, torch.maximum, self.value, other.value))
 
 
@@ -163,13 +221,21 @@ class Last(_Value):
     Args:
         value: a number or a scalar tensor.
 
+    Raises:
+        TypeError: it is something else, such as a vector.
+
     Example:
         >>> Last(3).combine(Last(4)).compute()
         4.0
     """
 
     def combine(self, other: Last) -> Last:
-        """Return the other."""
+        """Return the other.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        _check_kind(self, other)
         return other
 
 
@@ -202,21 +268,28 @@ def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 def absorb_loss(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
     """Add a batch's mean loss to a running mean, with one kernel where the weight is a number."""
-    if running is None:
-        return Mean(wide(loss).mul_(weight), wide(weight))
     if isinstance(weight, Tensor):
-        return Mean(running.total.add_(wide(loss).mul_(weight)), running.weight + wide(weight))
+        given: Any = wide(weight)
+        weight = torch.where(given >= 0, given, math.nan)  # a negative one could not be seen in the sum
+    if running is None:
+        return Mean(wide(loss).mul_(weight), weight)
+    if isinstance(weight, Tensor):
+        return Mean(running.total.add_(wide(loss).mul_(weight)), running.weight + weight)
     return Mean(running.total.add_(loss, alpha=weight), running.weight + weight)
 
 
-def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
+def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, float]:
     """Compute every metric, fetching from the device once.
 
     Args:
         metrics: name to metric.
+        vectors: whether a metric may compute something else than a number, which a history could not hold.
 
     Returns:
         Name to float.
+
+    Raises:
+        TypeError: a metric is not a number.
 
     Example:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
@@ -226,7 +299,13 @@ def read(metrics: Mapping[str, Metric]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, metric in fetched(metrics).items():
         if not isinstance(metric, Saved):  # which was never met again in its epoch: what it was made from isn't known
-            values[name] = metric.compute()
+            values[name] = value = metric.compute()
+            if not (vectors or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
+                try:
+                    float(value)  # a number of numpy's, say
+                except (TypeError, ValueError, RuntimeError) as error:
+                    found = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else described(value)
+                    raise TypeError(f"a metric of a run such as {name!r} is one number, but it computes {found}") from error
     return values
 
 
@@ -348,7 +427,7 @@ class from_torchmetrics:
 
     Raises:
         ImportError: torchmetrics is not installed (the extra ``fnloop[torchmetrics]``).
-        TypeError: ``metric`` is no torchmetrics metric.
+        TypeError: ``metric`` is not a torchmetrics metric, or ``inputs`` is not a function (aux, batch).
 
     Example:
         >>> from torchmetrics.classification import MulticlassF1Score
@@ -367,8 +446,10 @@ class from_torchmetrics:
             raise ImportError("from_torchmetrics needs torchmetrics: pip install 'fnloop[torchmetrics]'") from error
         if not isinstance(self.metric, Torchmetric):
             raise TypeError(
-                f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {self.metric!r}"
+                f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {described(self.metric)}"
             )
+        wanted = "a function (aux, batch) -> a tuple of the arguments of metric.update"
+        function("from_torchmetrics", "inputs", self.inputs, wanted, 2)
 
     def __repr__(self) -> str:
         return f"from_torchmetrics({self.metric!r}, {name_of(self.inputs)})"

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fnloop._checks import described
+
 __all__ = ["better", "check_monitored", "check_names", "mode_by_name", "mode_of"]
 
 FALLING, RISING = ("loss", "error"), ("acc", "f1", "auc", "auroc", "precision", "recall")
@@ -23,8 +25,8 @@ def better(value: float, than: float, mode: str) -> bool:
         >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min"), better(math.inf, math.nan, "min")
         (True, False, True)
     """
-    if mode not in ("min", "max"):
-        raise ValueError(f'mode expects "min" (lower is better) or "max" (higher is better); got {mode!r}')
+    if not isinstance(mode, str) or mode not in ("min", "max"):
+        raise ValueError(f'mode expects "min" (lower is better) or "max" (higher is better); got {described(mode)}')
     if math.isnan(value):
         return False
     return math.isnan(than) or (value < than if mode == "min" else value > than)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,15 +22,17 @@ from torch import Tensor, nn
 
 from fnloop import _show
 from fnloop._backend import place
+from fnloop._checks import described, function
 from fnloop._encode import like, waits
 from fnloop._rng import fold_in, isolated, position_all, positioner
 from fnloop._sharded import is_sharded, reshard
 from fnloop._state import TrainState, check_fresh, put
-from fnloop._steps import OPTIMIZER, Backward, consume, forward, update
+from fnloop._steps import OPTIMIZER, Backward, NoGradientError, consume, forward, update
 from fnloop._types import RINGS, Batch, LossFn, Middleware, Output, Step, name_of
 
 __all__ = ["STEP", "Pipeline", "PipelineStep", "evaluating", "pipeline", "supervised"]
 
+_NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename  # where a decorated function is called from
 STEP = "the step"  # where a run was, if it was in none of its layers
 
 # --- composition
@@ -114,7 +117,7 @@ def _check_member(member: Any) -> None:
     if isinstance(member, Pipeline):
         raise TypeError(f"pipeline expects middleware, got {member!r}. To join two, write pipeline(*p.middleware, ...)")
     hint = f" A loss function goes into the second call: pipeline(...)({name})." if callable(member) else ""
-    raise TypeError(f"pipeline expects middleware, such as clip(1.0); got {name_of(member)} ({type(member).__name__}).{hint}")
+    raise TypeError(f"pipeline expects middleware, such as clip(1.0); got {described(member)}.{hint}")
 
 
 def _is_ours(member: Middleware) -> bool:
@@ -135,15 +138,26 @@ def _check_loss_fn(loss_fn: Any) -> None:
             f"criterion, write supervised({name}(...)); else write def loss_fn(model, batch): ..."
         )
     if not callable(loss_fn):
-        raise TypeError(
-            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {loss_fn!r:.60} ({type(loss_fn).__name__})"
-        )
+        raise TypeError(f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {described(loss_fn)}")
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
             signature.bind(None, None)
         except TypeError as error:
             raise TypeError(f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}") from error
+
+
+def _check_reply(reply: Any, name: str) -> None:
+    """Raise unless a step has returned ``(state, out)``."""
+    if reply.__class__ is tuple and len(reply) == 2 and isinstance(reply[0], TrainState) and isinstance(reply[1], Output):
+        return
+    if isinstance(reply, tuple | list):
+        given = f"a {type(reply).__name__} of ({', '.join(type(part).__name__ for part in reply)})"
+    elif isinstance(reply, TrainState | Output):
+        given = f"the {type(reply).__name__} alone"
+    else:
+        given = described(reply)
+    raise TypeError(f"{name} must return (state, out); it returned {given}. Write: return state, out")
 
 
 def _rings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
@@ -178,10 +192,13 @@ class PipelineStep:
         self.pipeline, self.loss_fn = pipeline, loss_fn
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self.layers: dict[Any, str] = {}  # code object -> what runs there, to say where an exception came from
+        self._chain: list[tuple[Any, str, bool]] = []  # code object, what runs there, whether it is the user's; innermost first
         listed = any(m.name == "amp" for m in pipeline.middleware)
         called = functools.reduce(lambda fn, m: m.loss_fn(fn) if m.loss_fn else fn, pipeline.middleware, loss_fn)
         name = name_of(loss_fn)
-        self.forward = self._ring("forward", self._layer(forward(called, name, listed), f"the loss function {name}"))
+        innermost = self._layer(forward(called, name, listed), f"the loss function {name}")
+        self._innermost: Any = None if all(map(_is_ours, pipeline.middleware)) else functools.partial(innermost)
+        self.forward = self._ring("forward", self._innermost or innermost)
         backward = Backward(self._ring("loss", self.forward), may_skip=self._may_skip("forward", "loss"))
         step = self._ring("gradient", self._layer(backward, "backward"))
         step = self._layer(update(step, may_skip=self._may_skip("gradient")), OPTIMIZER)
@@ -193,11 +210,53 @@ class PipelineStep:
         for member in self.pipeline.middleware:
             wrap = getattr(member, ring)
             if wrap is not None:
-                step = wrap(step)
+                inside, step = step, wrap(step)
                 if not callable(step):
-                    raise TypeError(f"{member!r} must wrap a step into a step, but its {ring} ring returned {step!r}")
-                self._layer(step, repr(member))
+                    raise TypeError(
+                        f"{member!r} must wrap a step into a step, but its {ring} ring returned {described(step)}. "
+                        "Did you forget to return the inner function?"
+                    )
+                if step is not inside:
+                    self._layer(step, repr(member), theirs := not _is_ours(member))
+                    step = self._checked_once(step, member, ring) if theirs else step
         return step
+
+    def _checked_once(self, step: Step, member: Middleware, ring: str) -> Step:
+        """Return a step of the user's whose first reply is checked. From then on the step is called without a frame between."""
+
+        def first(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            with self._calls_noted() as calls:
+                reply = step(state, batch)
+            _check_reply(reply, f"{member!r}, in its {ring} ring,")
+            if not calls and reply[1].skip is None and state.backend.world_size == 1:
+                raise ValueError(
+                    f"{member!r} did not call the step that it wraps, so nothing was trained: write state, out = "
+                    'step(state, batch); or, to leave an update out, return an Output with skip="why"'
+                )
+            link.__setstate__((step, (), {}, vars(link)))  # type: ignore[attr-defined]
+            return reply
+
+        link = functools.partial(first)
+        vars(link).update(getattr(step, "__dict__", {}))
+        return link
+
+    @contextlib.contextmanager
+    def _calls_noted(self) -> Iterator[list[int]]:
+        """Note whether the loss function is called."""
+        calls: list[int] = []
+        called = self._innermost.func
+
+        def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            calls.append(1)
+            return called(state, batch)
+
+        self._innermost.__setstate__((noting, (), {}, None))
+        try:
+            yield calls
+        finally:
+            self._innermost.__setstate__((called, (), {}, None))
 
     def _may_skip(self, *rings: str) -> bool:
         """Say whether a middleware of these rings may leave a batch or an update out by what it sees: ours don't."""
@@ -211,12 +270,41 @@ class PipelineStep:
             trace = trace.tb_next
         return layer
 
-    def _layer(self, step: Step, name: str) -> Step:
-        code = getattr(step, "__code__", None) or getattr(type(step).__call__, "__code__", None)
+    def _layer(self, step: Step, name: str, theirs: bool = False) -> Step:
+        step_itself = inspect.unwrap(step)  # past torch.no_grad(), say, whose code is the same for all that it decorates
+        code = getattr(step_itself, "__code__", None) or getattr(type(step_itself).__call__, "__code__", None)
         if code is not None:  # two middleware of one factory share their code
             known = self.layers.get(code)
             self.layers[code] = name if known in (None, name) else f"{known} or {name}"
+            self._chain.append((code, name, theirs))
         return step
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an exception what the layers of the step know about it: which middleware is to blame."""
+        codes, trace = [], error.__traceback__
+        while trace is not None:
+            codes.append(trace.tb_frame.f_code)
+            trace = trace.tb_next
+        waiting, found = [*self._chain], []
+        for code in codes:  # from the outermost to the innermost
+            if any(code is layer[0] for layer in waiting):
+                while waiting[-1][0] is not code:
+                    waiting.pop()
+                found.append(waiting.pop())
+        theirs = [name for _, name, is_theirs in found if is_theirs]
+        if isinstance(error, NoGradientError) and theirs:
+            decorated = [
+                name
+                for outside, inside in itertools.pairwise(codes)
+                if outside.co_filename == _NO_GRAD
+                for code, name, is_theirs in found
+                if is_theirs and code is inside
+            ]
+            error.args = (f"{error}. Is {' or '.join(decorated or theirs)} under torch.no_grad()? Only its own work may be",)
+        inner = waiting[-1] if waiting else None
+        unpacked = isinstance(error, TypeError | ValueError) and "unpack" in str(error)
+        if unpacked and inner and inner[2] and codes and codes[-1] is (found[-1][0] if found else codes[-1]):
+            error.add_note(f"{inner[1]} must return (state, out), and has returned something else: write return state, out")
 
     def __repr__(self) -> str:
         return f"{self.pipeline!r}({name_of(self.loss_fn)})"
@@ -261,8 +349,12 @@ class PipelineStep:
             StaleStateError: the state has been advanced already.
         """
         __tracebackhide__ = True
-        check_fresh(state)
-        state, out = self.train(self.meet(state), place(batch, state.backend.device))
+        check_fresh(state, "step")
+        try:
+            state, out = self.train(self.meet(state), place(batch, state.backend.device))
+        except Exception as error:
+            self.explain(error)
+            raise
         return consume(state, out, (1 if self.window == 1 else len(batch)) * state.backend.world_size), out
 
     def evaluate(self, state: TrainState, batch: Batch) -> Output:
@@ -276,7 +368,7 @@ class PipelineStep:
             Loss, weight, aux and metrics of the batch.
         """
         __tracebackhide__ = True
-        check_fresh(state)
+        check_fresh(state, "step.evaluate")
         with isolated(state.backend.device), evaluating(state.model):
             return self.forward(self.meet(state, "forward"), place(batch, state.backend.device))[1]
 
@@ -320,8 +412,9 @@ def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
     if isinstance(criterion, type) or not callable(criterion):
         called = f"{criterion.__name__}()" if isinstance(criterion, type) else "nn.CrossEntropyLoss()"
         raise TypeError(
-            f"supervised expects a criterion (output, target) -> loss; got {criterion!r}. Write supervised({called})"
+            f"supervised expects a criterion (output, target) -> loss; got {described(criterion)}. Write supervised({called})"
         )
+    function("supervised", "criterion", criterion, "a function (output, target) -> loss", 2, also=nn.Module)
     return _Supervised(criterion)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
+from fnloop import _checks
 from fnloop._backend import Backend, accelerator, backend_of, device_in, fully_sharded, launched, needs_placing, on_host, place
 from fnloop._encode import Saved
 from fnloop._metrics import fetched
@@ -386,8 +387,7 @@ def reduce(tree: Any, how: str = "mean") -> Any:
         {'loss': tensor([1., 3.]), 'n': 2.0}
     """
     ways = {"mean": torch.mean, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
-    if how not in ways:
-        raise ValueError(f"reduce expects how as one of {', '.join(ways)}; got {how!r}")
+    _checks.choice("reduce", "how", how, ways)
 
     def reduced(parts: list[Any]) -> Any:
         first = parts[0]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fnloop import _show
 from fnloop._backend import Backend
+from fnloop._checks import described
 from fnloop._history import History
 from fnloop._processes import broadcast, join
 from fnloop._rng import SEED_BITS, HostGenerators, new_seed
@@ -207,14 +208,14 @@ class TrainState:
             TrainState(step=0, epoch=0, batch=0, model=Linear (3 parameters), optimizer=SGD, seed=0)
         """
         if not isinstance(model, nn.Module):
-            raise TypeError(f"TrainState.create expects a torch.nn.Module first; got {_describe(model)}")
+            raise TypeError(f"TrainState.create expects model as a torch.nn.Module; got {described(model)}")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"TrainState.create expects an optimizer second, such as torch.optim.SGD(model.parameters(), lr=0.1); "
-                f"got {_describe(optimizer)}"
+                f"got {described(optimizer)}"
             )
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_BITS):
-            raise ValueError(f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {seed!r}")
+            raise ValueError(f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {described(seed)}")
         theirs = {id(p) for p in model.parameters()}
         if theirs and not any(id(p) in theirs for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
@@ -224,17 +225,16 @@ class TrainState:
                 f"{type(optimizer).__name__}(model.parameters(), ...)"
             )
         if not (backend is None or isinstance(backend, Backend) or hasattr(backend, "distributed_type")):
-            raise TypeError(f"backend expects an accelerate.Accelerator, or None; got {_describe(backend)}")
+            raise TypeError(f"backend expects an accelerate.Accelerator, or None; got {described(backend)}")
         model, optimizer, facts = join(model, optimizer, backend)
         drawn = (new_seed() if seed is None else seed, secrets.token_hex(8))
         of_the_run = broadcast(drawn) if facts.world_size > 1 else drawn
         return cls(model, optimizer, seed=of_the_run[0], run_id=of_the_run[1], backend=facts)
 
     def _facts(self) -> dict[str, Any]:
-        size = sum(p.numel() for p in self.model.parameters())
         facts = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
-            "model": f"{type(self.model).__name__} ({_show.counted(size, 'parameter')})",
+            "model": f"{type(self.model).__name__} ({_sizes(self.model)})",
             "optimizer": type(self.optimizer).__name__, "seed": self.seed,
         }  # fmt: skip
         if self.slots:
@@ -257,19 +257,26 @@ class TrainState:
         return _show.facts(self._title(), {**self._facts(), **shown, "device": self.backend.device})
 
 
-def _describe(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} ({type(value).__name__})"
+def _sizes(model: nn.Module) -> str:
+    """Say how many parameters a model has, and how many of them are trained, if some are not."""
+    params = list(model.parameters())
+    if any(map(nn.parameter.is_lazy, params)):
+        return "parameters of sizes that its first batch decides"
+    size, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+    return _show.counted(size, "parameter") + (f", {trained:,} trained" if trained < size else "")
 
 
-def check_fresh(state: TrainState) -> None:
-    """Raise if a state has been advanced.
+def check_fresh(state: TrainState, owner: str = "fnloop") -> None:
+    """Raise if a state has been advanced; ``owner`` is what was called with it.
 
     Raises:
         StaleStateError: it has; the message says how to keep a copy.
         TypeError: it is not a state.
     """
     if not isinstance(state, TrainState):
-        raise TypeError(f"expected a TrainState, as TrainState.create(model, optimizer) makes it; got {_describe(state)}")
+        raise TypeError(
+            f"{owner} expected a TrainState, as TrainState.create(model, optimizer) makes it; got {described(state)}"
+        )
     if is_torn(state):
         raise StaleStateError(
             f"the update of this state (step {state.step}, epoch {state.epoch}) failed half-way: its weights are between two "
@@ -414,7 +421,7 @@ def snapshot(state: TrainState) -> TrainState:
         >>> state.model.w.item(), before.model.w.item()
         (-1.0, 0.0)
     """
-    check_fresh(state)
+    check_fresh(state, "snapshot")
     if is_sharded(state.model):
         raise NotImplementedError(
             "a model that is sharded over processes can't be copied: keep a checkpoint instead, save(state, path)"
@@ -438,12 +445,17 @@ def unwrap(state: TrainState) -> nn.Module:
     Returns:
         The module that was given to :meth:`TrainState.create`.
 
+    Raises:
+        TypeError: it is not a state.
+
     Example:
         >>> from fnloop.testing import toy
         >>> state = toy()
         >>> unwrap(state) is state.model            # nothing is wrapped around it here
         True
     """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"unwrap expects state as a TrainState; got {described(state)}")
     model = state.model
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):

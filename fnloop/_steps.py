@@ -21,20 +21,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fnloop._backend import tensors_in
-from fnloop._data import leading
+from fnloop._checks import described
 from fnloop._joint import Joint, Weight, joint_of
 from fnloop._metrics import absorb, absorb_loss, combine
-from fnloop._processes import any_process, summed
+from fnloop._processes import agreeing, any_process, summed, together
 from fnloop._sharded import local_part
 from fnloop._state import TrainState, advance, all_parameters, check_fresh, consumed, parameters, release, share_of
 from fnloop._types import Batch, LossFn, Metric, Output, Step, Wrap
 
 __all__ = [
-    "OPTIMIZER", "Backward", "Total",
+    "OPTIMIZER", "Backward", "NoGradientError", "Total",
     "at_least_float32", "consume", "decided", "divide", "forward", "linear", "report", "update", "wants_closure",
 ]  # fmt: skip
 
 OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
+_NO_ITEM = "the batch has no item: its weight is 0"  # why it is left out
 
 # --- the three steps in the middle
 
@@ -58,12 +59,16 @@ def forward(loss_fn: LossFn, name: str, listed: bool = True) -> Step:
             with _configured(state):
                 reply = loss_fn(state.model, batch)
         loss: Any
-        loss, aux = reply if type(reply) is tuple and len(reply) == 2 else (reply, {})
-        if not checked:
-            _check_reply(reply, loss, aux, batch, name)
+        aux: Any
+        loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
+        if not checked or loss.__class__ is not Tensor or loss.ndim or aux.__class__ is not dict:
+            _check_reply(reply, loss, aux, name)
             checked = True
-        weight = aux["weight"] if "weight" in aux else leading(batch)
-        return state, Output(loss, weight, aux)
+        weight = aux["weight"] if "weight" in aux else _items_in(batch, name)
+        if weight.__class__ is int and weight > 0:
+            return state, Output(loss, weight, aux)
+        _check_weight(weight, name)
+        return state, Output(loss, weight, aux, {}, None if isinstance(weight, Tensor) else _NO_ITEM)
 
     return forward
 
@@ -117,7 +122,7 @@ class Backward:
 
     def _over_processes(self, joint: Joint, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        total, known, items, before, rounds = Total(), False, None, None, len(window)
+        total, known, items, before, rounds, applied = Total(), False, None, None, len(window), None
         size, borrowed = share_of(state)
         joint.open(state)
         for n, batch in enumerate(window, 1):
@@ -147,13 +152,15 @@ class Backward:
                 if rounds > 1 or not known:
                     total.add(out)
             if last:
+                skippable = self.may_skip or (not known and joint.counts_on_host(out))
                 items = None if known else summed(_counted(out, 0 if total.weight is None else total.weight))
                 start = joint.join(state, start, touch=rounds > 1)
+                applied = agreeing([total.weight is not None]) if skippable else None
             start.backward()
         joint.finish(state, touched=rounds > 1)
         joint.borrows = not mine
         joint.draw(state, together=True)
-        if self.may_skip and not any_process(total.weight is not None):
+        if applied is not None and not _heard(applied)[0]:
             return state, Output(out.loss.detach(), 0, out.aux, {}, out.skip or "left out by every process")
         if known:
             joint.items = size * rounds * joint.size
@@ -191,26 +198,35 @@ class Total:
         self.loss: Tensor | None = None
         self.last: Output | None = None
         self.metrics: Mapping[str, Metric] = {}
+        self._sums: tuple[Tensor, Tensor] | None = None  # of the tensors, as given and as counted: the same if all were right
+        self._weighed: tuple[Output | None, Weight] = (None, 0)
 
     def share(self, out: Output) -> Weight | None:
         """Return weight / reference, or None where that is 1."""
-        weight = out.weight
+        weight = self._weight(out)
         if self.reference is None:
-            self.reference = max(weight, 1) if not isinstance(weight, Tensor) else _floating(weight, out.loss).clamp(min=1)
-        if isinstance(self.reference, Tensor) and not isinstance(weight, Tensor):
+            self.reference = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+        if isinstance(self.reference, Tensor) or isinstance(weight, Tensor):
             return weight / self.reference
-        if not isinstance(weight, Tensor):
-            return None if weight is self.reference or weight == self.reference else weight / self.reference
-        return _floating(weight, out.loss) / self.reference
+        return None if weight is self.reference or weight == self.reference else weight / self.reference
+
+    def _weight(self, out: Output) -> Weight:
+        """Return what a micro-batch weighs: 0 if its tensor is NaN, infinite or negative, which is remembered on the device."""
+        if not isinstance(out.weight, Tensor):
+            return out.weight
+        if self._weighed[0] is not out:
+            given = _floating(out.weight, out.loss)
+            weight = _counting(given)
+            self._sums = (given, weight) if self._sums is None else (self._sums[0] + given, self._sums[1] + weight)
+            self._weighed = out, weight
+        return self._weighed[1]
 
     def add(self, out: Output) -> None:
         """Count a micro-batch; one that is skipped is left out of the window."""
         __tracebackhide__ = True
         if out.skip is not None:
             return
-        loss, weight = out.loss.detach(), out.weight
-        if isinstance(weight, Tensor):
-            weight = _floating(weight, loss)
+        loss, weight = out.loss.detach(), self._weight(out)
         if self.loss is None or self.weight is None:
             self.loss, self.weight = at_least_float32(loss) * weight, weight
         elif isinstance(weight, Tensor):
@@ -225,13 +241,24 @@ class Total:
         assert self.loss is not None and self.last is not None and self.weight is not None
         weight: Any = self.weight
         items = torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1
-        return Output(self.loss / items, weight, self.last.aux, self.metrics)
+        reported = weight if self._sums is None else torch.where(self._sums[0] == self._sums[1], weight, math.nan)
+        return Output(self.loss / items, reported, self.last.aux, self.metrics)
+
+
+def _heard(agreement: Callable[..., list[float]]) -> list[float]:
+    with together("an agreement"):
+        return agreement()
 
 
 def _counted(out: Output, weight: Any = None) -> Tensor:
     """Return a weight, of a batch by default, as a tensor on the device; it may be one in another process, or an int."""
     weight = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device).detach()
-    return weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
+    return _counting(weight.to(torch.float32 if weight.device.type == "mps" else torch.float64))
+
+
+def _counting(weight: Tensor) -> Tensor:
+    """Return a weight, or 0 where it is NaN, infinite or negative."""
+    return torch.nan_to_num(weight, 0.0, 0.0, 0.0).clamp_(min=0)
 
 
 def _aside(state: TrainState) -> list[Tensor | None] | None:
@@ -440,8 +467,8 @@ def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> T
 # --- the reply of a loss function
 
 
-def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> None:
-    """Check once what a loss function returns."""
+def _check_reply(reply: Any, loss: Any, aux: Any, name: str) -> None:
+    """Check what a loss function returns: the first time, and whenever it does not look like the usual case."""
     if isinstance(reply, tuple) and len(reply) != 2:
         raise TypeError(
             f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in aux, a dict"
@@ -452,7 +479,8 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
             "reply['loss'], reply"
         )
     if not isinstance(loss, Tensor):
-        raise TypeError(f"the loss that {name} returns must be a scalar tensor; got {loss!r:.60} ({type(loss).__name__})")
+        hint = ". Did you forget 'return loss'?" if loss is None else ""
+        raise TypeError(f"the loss that {name} returns must be a scalar tensor; got {described(loss)}{hint}")
     if loss.ndim:
         raise ValueError(
             f"the loss that {name} returns must be a scalar; got shape {tuple(loss.shape)}. Return its mean over the "
@@ -465,28 +493,70 @@ def _check_reply(reply: Any, loss: Any, aux: Any, batch: Batch, name: str) -> No
             f'the aux that {name} returns beside the loss must be a mapping, such as {{"output": output}}; got '
             f"{type(aux).__name__}"
         )
-    if "weight" in aux:
-        weight = aux["weight"]
-        if isinstance(weight, bool) or not isinstance(weight, int | Tensor) or (isinstance(weight, Tensor) and weight.ndim):
-            shape = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-            raise TypeError(
-                'aux["weight"] must be the number of items that the loss is the mean of, an int or a scalar '
-                f"tensor; got {shape}"
-            )
-        return
-    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
-    if len(sizes) != 1:
-        found = (
-            f"its tensors have leading dimensions {sorted(sizes)}"
-            if sizes
-            else f"there is no tensor in a {type(batch).__name__}"
+
+
+def _check_weight(weight: Any, name: str) -> None:
+    """Raise unless this can be a number of items; the value of a tensor is on the device, and is looked at by the next read."""
+    if isinstance(weight, Tensor):
+        fine = not weight.ndim and weight.dtype is not torch.bool and not weight.is_complex()
+    else:
+        fine = isinstance(weight, int) and not isinstance(weight, bool)
+    if not fine:
+        tensor = isinstance(weight, Tensor)
+        given = f"shape {tuple(weight.shape)}, {weight.dtype}" if tensor else described(weight)
+        raise TypeError(
+            f'aux["weight"] must be the number of items that the loss of {name} is the mean of, an int or a scalar '
+            f"tensor; got {given}"
         )
+    if not isinstance(weight, Tensor) and weight < 0:
         raise ValueError(
-            f'how many items is the loss of {name} the mean of? {found}. Say it: return loss, {{"weight": number_of_items}}'
+            f'aux["weight"] must be the number of items that the loss of {name} is the mean of, at least 0; got {weight}'
         )
+
+
+def _items_in(batch: Batch, name: str) -> int:
+    """Return the number of items in a batch: the leading dimension of its tensors, if they have one.
+
+    Raises:
+        ValueError: they have several, or there is no tensor.
+    """
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else 1
+    if batch.__class__ in (tuple, list) and len(batch) == 2 and batch[0].__class__ is batch[1].__class__ is Tensor:
+        x, y = batch  # the usual case
+        if x.ndim and y.ndim and (size := x.size(0)) == y.size(0):
+            return size
+    items: int | None = None
+    for part in batch.values() if batch.__class__ is dict else batch if batch.__class__ in (list, tuple) else (None,):
+        if not isinstance(part, Tensor):
+            items = None
+            break  # something else, such as a list in a tuple: look into it
+        if part.ndim:
+            size = part.size(0)
+            if items is not None and size != items:
+                break
+            items = size
+    else:
+        if items is not None:
+            return items
+    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
+    if len(sizes) == 1:
+        return sizes.pop()
+    found = (
+        f"its tensors have leading dimensions {sorted(sizes)}" if sizes else f"there is no tensor in a {type(batch).__name__}"
+    )
+    raise ValueError(
+        f'how many items is the loss of {name} the mean of? {found}. Say it: return loss, {{"weight": number_of_items}}'
+    )
+
+
+class NoGradientError(ValueError):
+    """The loss has no gradient, since gradients are switched off while the step runs."""
 
 
 def _fail_without_gradient(state: TrainState) -> None:
+    if not torch.is_grad_enabled():
+        raise NoGradientError("the loss has no gradient: gradients are switched off while the step runs")
     trainable = any(p.requires_grad for p in state.model.parameters())
     hint = (
         "it was computed without the model's parameters, or detached (.item(), .detach(), torch.no_grad)"

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import attrs
 from torch import Tensor, nn
 
-from fnloop import _show
+from fnloop import _checks, _show
 
 __all__ = [
     "RINGS",
@@ -53,7 +53,10 @@ class LossFn(Protocol):
         """Return the mean loss over the items of ``batch``, a scalar, and what else is worth knowing (``aux``).
 
         ``aux["weight"]`` overrides the number of items that the loss is the mean of (by default the leading dimension
-        of the batch): an int, or a scalar tensor on the device such as a token count.
+        of the batch): an int, or a scalar tensor on the device such as a token count. An int of 0 leaves the batch out, and
+        no update is made if that leaves none of its window. A tensor of 0 adds nothing to the gradient, but the update is
+        made, with a gradient of zero if all are 0: to leave it out, the host would have to wait for the device. NaN, infinite
+        and negative tensors count as 0, and the next report raises a ValueError that names them.
         """
         ...
 
@@ -104,15 +107,20 @@ class Output:
 
     def __repr__(self) -> str:
         skip = f", skip={self.skip!r}" if self.skip else ""
-        weight = int(self.weight) if isinstance(self.weight, Tensor) else self.weight
+        weight = _plain(self.weight)
         aux, metrics = ", ".join(self.aux), ", ".join(self.metrics)
         return f"Output(loss={float(self.loss):.6g}, weight={weight}, aux=[{aux}], metrics=[{metrics}]{skip})"
 
     def _repr_html_(self) -> str:
-        shown = {"loss": _show.number(float(self.loss)), "weight": _show.number(int(self.weight))}
+        shown = {"loss": _show.number(float(self.loss)), "weight": _show.number(_plain(self.weight))}
         shown |= {name: _show.number(metric.compute()) for name, metric in self.metrics.items()}
         shown |= {f"aux[{name!r}]": _show.described(value) for name, value in self.aux.items()}
         return _show.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
+
+
+def _plain(weight: int | Tensor) -> float:
+    value = float(weight)
+    return int(value) if value.is_integer() else value
 
 
 def name_of(value: Any) -> str:
@@ -156,6 +164,10 @@ class Middleware:
         check: is given all middleware of a pipeline when it is composed, and raises if they can't be together; or None.
         call: the call that made it, set by :func:`middleware`; equality, repr and pickling go by it.
 
+    Raises:
+        TypeError: a part of it is not a function, or the name is not a str.
+        ValueError: the name is empty, or the window is not an int of at least 1.
+
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
@@ -182,6 +194,22 @@ class Middleware:
     loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
     check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        _checks.text("Middleware", "name", self.name, "what its slot and its errors are called")
+        owner = f"Middleware({self.name!r})"
+        for ring in RINGS:
+            if (wrap := getattr(self, ring)) is not None:
+                _checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
+        if self.init is not None:
+            _checks.function(owner, "init", self.init, "a function state -> what its slot holds, or None", 1, also=type)
+        if self.loss_fn is not None:
+            _checks.function(owner, "loss_fn", self.loss_fn, "a function loss function -> loss function, or None", 1, also=type)
+        if self.check is not None:
+            _checks.function(owner, "check", self.check, "a function of all middleware of a pipeline, or None", 1)
+        if self.call is not None:
+            _checks.instance(owner, "call", self.call, Call, "the call that made it, which middleware() sets, or None")
+        _checks.integer(owner, "window", self.window, "the batches that one call of the step takes")
 
     def _fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in attrs.fields(Middleware) if f.name != "call"}
@@ -245,13 +273,19 @@ def middleware(ring: str) -> Callable[[Callable[..., Any]], Callable[..., Middle
         (True, False)
     """
     if not isinstance(ring, str) or ring not in RINGS:
-        given = f"the function {ring.__name__}" if isinstance(ring, types.FunctionType) else repr(ring)
+        given = f"the function {ring.__name__}" if isinstance(ring, types.FunctionType) else _checks.described(ring)
         raise ValueError(
             f"middleware() expects a ring, one of {', '.join(RINGS)}; got {given}. "
             f'Write @middleware("gradient") above a function of settings that returns step -> step.'
         )
 
     def decorate(factory: Callable[..., Any]) -> Callable[..., Middleware]:
+        if not callable(factory) or isinstance(factory, type | nn.Module):
+            raise TypeError(
+                f'middleware("{ring}") decorates a function of settings that returns step -> step; '
+                f"got {_checks.described(factory)}"
+            )
+
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> Middleware:
             made: Any = factory(*args, **kwargs)

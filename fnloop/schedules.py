@@ -13,17 +13,14 @@ Lengths are updates (an int: ``warmup=100``) or fractions of the run (a float fr
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from fnloop import _plot, _show
-from fnloop._checks import number
+from fnloop import _checks, _plot, _show
 from fnloop._types import Call, name_of
 
 __all__ = [
@@ -48,6 +45,10 @@ class Schedule:
 
     def __call__(self, step: int, total_steps: int | None) -> float:
         __tracebackhide__ = True
+        if step.__class__ is not int or step < 0:
+            _checks.integer(repr(self), "step", step, "the updates applied before", least=0)
+        if total_steps is not None and total_steps.__class__ is not int:
+            _checks.integer(repr(self), "total_steps", total_steps, "the updates of the run, or None")
         return self.factor(step, total_steps)
 
     def __repr__(self) -> str:
@@ -83,7 +84,8 @@ def _schedule(make: Callable[..., Callable[[int, int | None], float]]) -> Callab
 
 def _check_length(owner: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{owner} expects {name} as updates (an int) or as a fraction of the run (a float); got {value!r}")
+        wanted = "updates (an int) or as a fraction of the run (a float)"
+        raise TypeError(f"{owner} expects {name} as {wanted}; got {_checks.described(value)}")
     if not value >= 0:
         raise ValueError(f"{owner} expects {name} >= 0; got {value!r}")
     if isinstance(value, float) and value > 1:
@@ -98,15 +100,15 @@ def _check_sum(owner: str, first: Length, last: Length) -> None:
 
 def _lengths(owner: str, name: str, values: Any) -> list[Length]:
     if not isinstance(values, list | tuple):
-        raise TypeError(f"{owner} expects {name} as a list of lengths; got {values!r}")
+        raise TypeError(f"{owner} expects {name} as a list of lengths; got {_checks.described(values)}")
     for value in values:
         _check_length(owner, name, value)
     return list(values)
 
 
 def _check_ratio(owner: str, name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{owner} expects {name} from 0 to 1, a factor on the initial value; got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{owner} expects {name} from 0 to 1, a factor on the initial value; got {_checks.described(value)}")
 
 
 def _updates(length: Length, total: int | None) -> int:
@@ -201,7 +203,7 @@ def cosine(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0, k: 
 
     Source: Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983; k-decay: https://arxiv.org/abs/2004.05909
     """
-    number("cosine", "k", k, "the exponent of k-decay", above=0)
+    _checks.number("cosine", "k", k, "the exponent of k-decay", above=0)
     return _phases("cosine", lambda t: (1 + math.cos(math.pi * t**k)) / 2, warmup, cooldown, min_ratio)
 
 
@@ -226,7 +228,7 @@ def polynomial(power: float = 2.0, warmup: Length = 0, cooldown: Length = 0, min
         >>> [polynomial(2.0)(i, 4) for i in range(4)]
         [1.0, 0.5625, 0.25, 0.0625]
     """
-    number("polynomial", "power", power, "the exponent", above=0)
+    _checks.number("polynomial", "power", power, "1 is linear", above=0)
     return _phases("polynomial", lambda t: (1 - t) ** power, warmup, cooldown, min_ratio)
 
 
@@ -304,8 +306,7 @@ def wsd(warmup: Length = 0, decay: Length = 0.1, min_ratio: float = 0.0, kind: s
     _check_length("wsd", "decay", decay)
     _check_sum("wsd", warmup, decay)
     _check_ratio("wsd", "min_ratio", min_ratio)
-    if kind not in _DECAYS:
-        raise ValueError(f"wsd expects kind as one of {', '.join(_DECAYS)}; got {kind!r}")
+    _checks.choice("wsd", "kind", kind, _DECAYS)
 
     def factor(step: int, total: int | None) -> float:
         up, total = _updates(warmup, total), _known(total)
@@ -519,13 +520,12 @@ def plot(schedules: Any, total_steps: int) -> Any:
         >>> [line.get_label() for line in figure.axes[0].lines]
         ['short', 'long']
     """
-    if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
-        raise ValueError(f"plot expects total_steps >= 1, the updates of a run; got {total_steps!r}")
+    _checks.integer("plot", "total_steps", total_steps, "the updates of a run")
     if not isinstance(schedules, Mapping):
         several = schedules if isinstance(schedules, list | tuple) else [schedules]
         schedules = {name_of(schedule): schedule for schedule in several}
     if not schedules:
-        raise ValueError("there is nothing to plot: no schedule was given")
+        raise ValueError("plot expects at least one schedule, such as cosine(); got none")
     for schedule in schedules.values():
         check_schedule("plot", schedule)
     figure, (axis,) = _plot.grid("schedules.plot", 1)
@@ -551,20 +551,12 @@ def _ints(call: Call) -> Iterator[int]:
 
 
 def _check_gamma(owner: str, gamma: Any) -> None:
-    if not isinstance(gamma, int | float) or not gamma > 0:
-        raise ValueError(f"{owner} expects gamma > 0, got {gamma!r}")
+    _checks.number(owner, "gamma", gamma, above=0)
 
 
 def check_schedule(owner: str, schedule: Any) -> None:
     """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
     wanted = "a function (step, total_steps) -> factor, such as cosine()"
-    if not callable(schedule) or isinstance(schedule, type) or hasattr(schedule, "is_schedule_factory"):
-        name = getattr(schedule, "__name__", repr(schedule))
-        hint = f". Call it: {name}()" if callable(schedule) else ""
-        raise TypeError(f"{owner} expects {wanted}; got {name}{hint}")
-    with contextlib.suppress(ValueError):  # a builtin without a signature
-        try:
-            inspect.signature(schedule).bind(0, 1)
-        except TypeError as error:
-            taken = inspect.signature(schedule)
-            raise TypeError(f"{owner} expects {wanted}; {name_of(schedule)} takes {taken}") from error
+    if hasattr(schedule, "is_schedule_factory"):
+        raise TypeError(f"{owner} expects {wanted}; got {name_of(schedule)}. Call it: {name_of(schedule)}()")
+    _checks.function(owner, "a schedule", schedule, wanted, 2)

@@ -17,6 +17,7 @@ The laws are those of the library's design; each is a function of a pipeline and
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import random
 from collections import deque
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fnloop import _checks
 from fnloop._data import open_source, windows
 from fnloop._fit import evaluate, fit, predict
 from fnloop._hooks._every import every, when
@@ -65,7 +67,8 @@ class Toy(nn.Module):
 
     def __init__(self, w: float = 0.0) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.tensor(w))
+        _check_number("Toy", "w", w)
+        self.w = nn.Parameter(torch.tensor(float(w)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w * x
@@ -85,6 +88,8 @@ def toy(w: float = 0.0, lr: float = 1.0) -> TrainState:
         >>> toy().model.w.item()
         0.0
     """
+    _check_number("toy", "w", w)
+    _checks.number("toy", "lr", lr, "the learning rate", least=0)
     model = Toy(w)
     return TrainState.create(model, torch.optim.SGD(model.parameters(), lr=lr), seed=0)
 
@@ -162,7 +167,24 @@ def spy(
         >>> out.loss.item(), inner.calls[0][1]
         (2.0, 'batch')
     """
+    _check_number("spy", "loss", loss)
+    if grad is not None:
+        _check_number("spy", "grad", grad)
+    if isinstance(weight, Tensor):
+        _checks.scalar("spy", "weight", weight)
+    else:
+        _checks.integer("spy", "weight", weight, "the number of items", least=0)
+    if aux is not None:
+        _checks.mapping("spy", "aux", aux, 'such as {"output": output}')
+    if skip is not None:
+        _checks.text("spy", "skip", skip, "why the update is to be left out")
     return Spy(loss, grad, weight, aux or {}, skip)
+
+
+def _check_number(owner: str, name: str, value: Any) -> None:
+    """Raise unless this is a number; NaN and infinities are right in a test."""
+    if not (isinstance(value, float) and not math.isfinite(value)):
+        _checks.number(owner, name, value)
 
 
 class HostReadError(AssertionError):
@@ -208,6 +230,9 @@ class Problem:
         optimizer: makes the optimizer of parameters.
         cat: joins batches into one, for the law of accumulation; None if that makes no sense here.
 
+    Raises:
+        TypeError: a part of it is something else, or there is no batch.
+
     Example:
         >>> problem = Problem(Toy, toy_loss, [torch.ones(2), torch.ones(1)])
         >>> check_laws(pipeline(), problem)
@@ -218,6 +243,17 @@ class Problem:
     batches: Sequence[Batch]
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     cat: Callable[[Sequence[Batch]], Batch] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _checks.function("Problem", "model", self.model, "a function that makes the module", 0, also=type)
+        _checks.function("Problem", "loss_fn", self.loss_fn, "a function (model, batch) -> loss", 2)
+        if not isinstance(self.batches, list | tuple) or not self.batches:
+            raise TypeError(
+                f"Problem expects batches as a list of batches, at least one; got {_checks.described(self.batches)}"
+            )
+        _checks.function("Problem", "optimizer", self.optimizer, "a function parameters -> optimizer", 1, also=type)
+        if self.cat is not None:
+            _checks.function("Problem", "cat", self.cat, "a function of a sequence of batches -> a batch, or None", 1)
 
     def state(self, seed: int = 0) -> TrainState:
         """Return a new first state; the same for the same seed."""
@@ -300,6 +336,9 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     Example:
         >>> assert_same(toy(), toy())
     """
+    for name, state in (("a", a), ("b", b)):
+        _checks.instance("assert_same", name, state, TrainState, "a TrainState")
+    _checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
     for field in ("step", "epoch", "batch", "samples", "skipped", "seed", "stop"):
         assert getattr(a, field) == getattr(b, field), f"{field}: {getattr(a, field)!r} != {getattr(b, field)!r}"
     _assert_equal(a.model.state_dict(), b.model.state_dict(), "model", rtol)
@@ -341,6 +380,12 @@ def _generators() -> tuple[Any, ...]:
 # --- laws
 
 
+def _check_law(law: str, pipe: Any, problem: Any) -> None:
+    if not isinstance(pipe, Pipeline):
+        raise TypeError(f"{law} expects pipe as what pipeline(...) returns; got {_checks.described(pipe)}")
+    _checks.instance(law, "problem", problem, Problem, "a Problem, such as small()")
+
+
 def _fit(pipe: Pipeline, problem: Problem, state: TrainState, **kwargs: Any) -> TrainState:
     loaders = {"train": problem.batches, "valid": problem.batches[:2]}
     return fit(pipe(problem.loss_fn), state, loaders, **{"epochs": 2, "hooks": (), **kwargs})
@@ -365,6 +410,7 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
     Example:
         >>> law_fold(pipeline(), small())
     """
+    _check_law("law_fold", pipe, problem)
     whole = _fit(pipe, problem, problem.state())
     for split in range(1, 2 * _updates(pipe, problem)):
         pause = when(lambda state, split=split: state.step + state.skipped == split)(
@@ -390,6 +436,7 @@ def law_purity(pipe: Pipeline, problem: Problem) -> None:
     Example:
         >>> law_purity(pipeline(), stochastic())
     """
+    _check_law("law_purity", pipe, problem)
     pause = every(epochs=1)(lambda state: attrs.evolve(state, stop="paused"))  # not epochs=1: for a scheduler, another length
     step, state = pipe(problem.loss_fn), attrs.evolve(_fit(pipe, problem, problem.state(), hooks=(pause,)), stop=None)
     before, again = snapshot(state), snapshot(state)
@@ -428,6 +475,8 @@ def law_neutral(neutral: Middleware, pipe: Pipeline, problem: Problem) -> None:
         >>> import fnloop as fl
         >>> law_neutral(fl.clip(float("inf")), pipeline(), small())
     """
+    _checks.instance("law_neutral", "neutral", neutral, Middleware, "a middleware, such as accumulate(1)")
+    _check_law("law_neutral", pipe, problem)
     plain = _fit(pipe, problem, problem.state())
     for members in ((neutral, *pipe.middleware), (*pipe.middleware, neutral)):
         with _law(f"law_neutral: {pipeline(*members)!r}"):
@@ -456,6 +505,10 @@ def law_accumulation(
         >>> import fnloop as fl
         >>> law_accumulation(pipeline(), small(), 3, fl.accumulate)
     """
+    _check_law("law_accumulation", pipe, problem)
+    _checks.integer("law_accumulation", "n", n, "the batches per update")
+    _checks.function("law_accumulation", "accumulate", accumulate, "the factory of the middleware", 1)
+    _checks.number("law_accumulation", "rtol", rtol, "the relative tolerance", least=0)
     assert problem.cat is not None, "law_accumulation needs a problem with cat"
     joined = attrs.evolve(problem, batches=[problem.cat(part) for part in partition_all(n, problem.batches)])
     parts = _fit(
@@ -488,6 +541,7 @@ def law_no_host_reads(pipe: Pipeline, problem: Problem) -> None:
         >>> import fnloop as fl
         >>> law_no_host_reads(pipeline(fl.clip(1.0)), small())
     """
+    _check_law("law_no_host_reads", pipe, problem)
     step = pipe(problem.loss_fn)
     inner = step.train
 
@@ -516,6 +570,7 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
         >>> import fnloop as fl
         >>> law_skipped_updates(pipeline(fl.schedule(fl.schedules.linear())), small())
     """
+    _check_law("law_skipped_updates", pipe, problem)
     step = pipe(problem.loss_fn)
     kept = [w for i, w in enumerate(_windows(step, problem)) if i % 2 == 0]
     batches = [batch for w in kept for batch in (w if step.window > 1 else (w,))]
@@ -568,8 +623,10 @@ def check_laws(pipe: Pipeline, problem: Problem | None = None) -> None:
     """
     if not isinstance(pipe, Pipeline):
         raise TypeError(
-            f"check_laws expects what pipeline(...) returns; got {type(pipe).__name__}. Write check_laws(pipeline(...))"
+            f"check_laws expects what pipeline(...) returns; got {_checks.described(pipe)}. Write check_laws(pipeline(...))"
         )
+    if problem is not None:
+        _checks.instance("check_laws", "problem", problem, Problem, "a Problem, such as small(), or None")
     for one in (small(), stochastic()) if problem is None else (problem,):
         law_fold(pipe, one)
         law_purity(pipe, one)

@@ -421,8 +421,8 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (lambda: linear(min_ratio=1.5), ValueError, r"linear expects min_ratio from 0 to 1, .*got 1\.5"),
         (lambda: cosine(min_ratio=-0.1), ValueError, r"cosine expects min_ratio from 0 to 1"),
         (lambda: cosine(min_ratio=None), ValueError, r"cosine expects min_ratio from 0 to 1, .*got None"),
-        (lambda: cosine(k=0), ValueError, r"cosine expects k > 0 and finite.*got 0"),
-        (lambda: polynomial(0), ValueError, r"polynomial expects power > 0 and finite.*got 0"),
+        (lambda: cosine(k=0), ValueError, r"cosine expects k > 0 and finite, the exponent of k-decay; got 0"),
+        (lambda: polynomial(0), ValueError, r"polynomial expects power > 0 and finite, 1 is linear; got 0"),
         (lambda: one_cycle(peak=1.5), ValueError, r"one_cycle expects peak as a fraction .*got 1\.5"),
         (lambda: one_cycle(start_ratio=0), ValueError, r"start_ratio > 0: the first update would change nothing"),
         (lambda: one_cycle(start_ratio=2), ValueError, r"one_cycle expects start_ratio from 0 to 1"),
@@ -430,12 +430,12 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (lambda: wsd(decay=-1), ValueError, r"wsd expects decay >= 0"),
         (lambda: wsd(warmup=-1), ValueError, r"wsd expects warmup >= 0"),
         (lambda: wsd(min_ratio=2), ValueError, r"wsd expects min_ratio from 0 to 1"),
-        (lambda: wsd(kind="exp"), ValueError, r"wsd expects kind as one of linear, sqrt, cosine; got 'exp'"),
-        (lambda: exponential(0), ValueError, r"exponential expects gamma > 0, got 0"),
-        (lambda: exponential("0.9"), ValueError, r"exponential expects gamma > 0, got '0\.9'"),
+        (lambda: wsd(kind="exp"), ValueError, r"""wsd expects kind as one of "linear", "sqrt", "cosine"; got 'exp'"""),
+        (lambda: exponential(0), ValueError, r"exponential expects gamma > 0 and finite; got 0"),
+        (lambda: exponential("0.9"), ValueError, r"exponential expects gamma as a number > 0 and finite; got '0\.9'"),
         (lambda: step_decay(0), ValueError, r"step_decay expects every > 0, got 0"),
         (lambda: step_decay(-2), ValueError, r"step_decay expects every >= 0"),
-        (lambda: step_decay(2, gamma=-1), ValueError, r"step_decay expects gamma > 0, got -1"),
+        (lambda: step_decay(2, gamma=-1), ValueError, r"step_decay expects gamma > 0 and finite; got -1"),
         (lambda: multistep([1, -3]), ValueError, r"multistep expects milestones >= 0; got -3"),
         (lambda: multistep([1], gamma=0), ValueError, r"multistep expects gamma > 0"),
         (lambda: inverse_sqrt(0), ValueError, r"inverse_sqrt expects warmup > 0, got 0"),
@@ -531,17 +531,17 @@ def test_a_plot_has_the_factor_of_each_update():
 
 @pytest.mark.parametrize("total", [0, -1, 1.5, True, None])
 def test_a_plot_needs_the_length_of_a_run(total):
-    with pytest.raises(ValueError, match="plot expects total_steps >= 1, the updates of a run; got"):
+    with pytest.raises(ValueError, match="plot expects total_steps as an int >= 1, the updates of a run; got"):
         plot(linear(), total)
 
 
 @pytest.mark.parametrize("given", [linear, [linear()] * 2 + [0.1], {"a": lambda step: 1.0}])
 def test_what_is_no_schedule_cannot_be_plotted(given):
-    with pytest.raises(TypeError, match=r"plot expects a function \(step, total_steps\) -> factor"):
+    with pytest.raises(TypeError, match=r"plot expects .*a function \(step, total_steps\) -> factor"):
         plot(given, 4)
 
 
 @pytest.mark.parametrize("none", [[], {}])
 def test_there_is_nothing_to_plot_without_a_schedule(none):
-    with pytest.raises(ValueError, match="nothing to plot: no schedule was given"):
+    with pytest.raises(ValueError, match="plot expects at least one schedule"):
         plot(none, 4)

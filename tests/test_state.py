@@ -161,7 +161,7 @@ def test_unwrap_gives_the_users_module():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda m, o: fl.TrainState.create(Toy, o), TypeError, "expects a torch.nn.Module first; got the class Toy"),
+        (lambda m, o: fl.TrainState.create(Toy, o), TypeError, "expects model as a torch.nn.Module; got the class Toy"),
         (lambda m, o: fl.TrainState.create(m, 0.1), TypeError, "expects an optimizer second"),
         (lambda m, o: fl.TrainState.create(m, torch.optim.SGD), TypeError, "got the class SGD"),
         (lambda m, o: fl.TrainState.create(m, o, seed=-1), ValueError, "seed expects an int from 0"),

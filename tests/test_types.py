@@ -127,7 +127,7 @@ def test_an_error_in_the_settings_is_that_of_the_function():
         (scaled(functools.partial(toy_loss, 1, batch=2)), "scaled(toy_loss(1, batch=2))"),
         (fl.accumulate(4), "accumulate(4)"),
         (fl.clip(1.0, norm_type=1.0), "clip(1.0, norm_type=1.0)"),
-        (fl.metric(size=len), "metric(size=len)"),
+        (fl.metric(size=max), "metric(size=max)"),
         (Middleware("mine"), "Middleware('mine')"),
         (Middleware("mine", gradient=same, window=4), "Middleware('mine', gradient=same, window=4)"),
         (Middleware("mine", None, same, init=len), "Middleware('mine', loss=same, init=len)"),

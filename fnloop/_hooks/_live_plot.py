@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fnloop import _plot, _show
+from fnloop import _checks, _plot, _show
 from fnloop._history import History, check_plot
 from fnloop._state import TrainState
 from fnloop._types import Call
@@ -34,7 +34,7 @@ class live_plot:
 
     Raises:
         ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
-        TypeError: file is no file's name.
+        TypeError: file is not the name of a file.
         ValueError: there is no notebook to draw in, and no file was given; or another argument is none of its choices.
 
     Example:
@@ -58,15 +58,14 @@ class live_plot:
     ) -> None:
         _plot.need("live_plot")
         check_plot(mode, x)
+        self._typed = file
         if file is not None:
-            if not isinstance(file, str | os.PathLike):
-                raise TypeError(f"live_plot expects the name of a file, such as 'run.png', or None; got {file!r}")
-            _plot.check_file("live_plot", Path(file))
+            file = _checks.folder_path("live_plot", "file", file, example="run.png")
+            _plot.check_file("live_plot", file)
         elif not _show.in_notebook():
             raise ValueError("live_plot draws in a notebook, and this is none. To save the picture: live_plot('run.png')")
-        if isinstance(refresh, bool) or not isinstance(refresh, int | float) or not refresh >= 0:
-            raise ValueError(f"live_plot expects refresh >= 0, seconds between two pictures; got {refresh!r}")
-        self.file, self.mode, self.x, self.refresh = None if file is None else Path(file), mode, x, refresh
+        _checks.number("live_plot", "refresh", refresh, "the seconds between two pictures", least=0)
+        self.file, self.mode, self.x, self.refresh = file, mode, x, refresh
         self._output = _show.Display()
         self._waiting: History | None = None  # what is to be drawn
         self._drawn: History | None = None
@@ -75,7 +74,7 @@ class live_plot:
     def __repr__(self) -> str:
         given = {"mode": self.mode, "x": self.x, "refresh": self.refresh}
         changed = {k: v for k, v in given.items() if v != {"x": "step", "refresh": 1.0}.get(k)}
-        return repr(Call(live_plot, (str(self.file),) if self.file else (), changed))
+        return repr(Call(live_plot, (str(self._typed),) if self.file else (), changed))
 
     def __call__(self, state: TrainState) -> TrainState:
         self._look(state)

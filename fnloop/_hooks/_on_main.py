@@ -6,8 +6,9 @@ from typing import Any
 
 import attrs
 
+from fnloop import _checks
 from fnloop._hooks._checkpoint import checkpoint
-from fnloop._hooks._every import Hook, check_hook
+from fnloop._hooks._every import Hook
 from fnloop._hooks._wrapper import Wrapper, innermost
 from fnloop._state import TrainState
 from fnloop._types import name_of
@@ -28,7 +29,7 @@ class on_main(Wrapper):
         A hook.
 
     Raises:
-        TypeError: the hook is no function, or is ``checkpoint``, which every process has to take part in.
+        TypeError: the hook is not a function, or is ``checkpoint``, which every process has to take part in.
         ValueError: when it runs: it returned another state.
 
     Example:
@@ -44,7 +45,7 @@ class on_main(Wrapper):
     hook: Hook
 
     def __attrs_post_init__(self) -> None:
-        check_hook(self.hook, "on_main")
+        _checks.function("on_main", "hook", self.hook, "a hook, a function state -> state", 1)
         if isinstance(innermost(self.hook), checkpoint):
             raise TypeError(f"{self.hook!r} needs all processes, and writes on the main one by itself: list it as it is")
 

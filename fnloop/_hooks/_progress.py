@@ -9,7 +9,7 @@ from typing import Any, Protocol, TextIO
 from torch import Tensor
 from tqdm import tqdm
 
-from fnloop import _show
+from fnloop import _checks, _show
 from fnloop._history import History, Record, table
 from fnloop._metrics import Last, read
 from fnloop._state import EPOCH, RECORD, TrainState
@@ -35,6 +35,7 @@ class progress:
         A hook.
 
     Raises:
+        TypeError: file is not an open file.
         ValueError: refresh is below 0.5.
 
     Example:
@@ -45,8 +46,11 @@ class progress:
     """
 
     def __init__(self, refresh: float = 0.5, file: TextIO | None = None) -> None:
-        if not isinstance(refresh, int | float) or not refresh >= 0.5:
-            raise ValueError(f"progress expects refresh >= 0.5 seconds, to leave the device alone; got {refresh!r}")
+        _checks.number("progress", "refresh", refresh, "the seconds between two looks, to leave the device alone", least=0.5)
+        if file is not None and not (hasattr(file, "write") and hasattr(file, "isatty")):
+            raise TypeError(
+                f"progress expects file as an open text file, such as sys.stdout, or None; got {_checks.described(file)}"
+            )
         self.refresh, self.file = refresh, file
         self._view: _View | None = None  # made at the first boundary of a run
         self._done = 0  # updates of the running epoch, skipped ones too

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from fnloop import _checks
 from fnloop._history import Record
 from fnloop._metrics import Last, read
 from fnloop._state import RECORD, TrainState
@@ -67,11 +68,10 @@ class track:
         project: str | None = None,
         **settings: Any,
     ) -> None:
-        if folder is not None and not isinstance(folder, str | os.PathLike):
-            raise TypeError(f'track expects folder as a path, such as "runs/a"; got {folder!r:.60}')
-        if project is not None and not isinstance(project, str):
-            raise TypeError(f"track expects project as a name; got {project!r:.60}")
-        folder = None if folder is None else os.fspath(folder)
+        if folder is not None:
+            folder = _checks.typed_path("track", "folder", folder)
+        if project is not None:
+            _checks.text("track", "project", project, "the name of a project")
         self.config = _flat({} if config is None else config)
         self._tracker = read_tracker(tracker, project, folder, settings)
         given = {"folder": folder, "project": project}  # and nothing else: there may be keys among the settings
@@ -129,7 +129,9 @@ def _rates(state: TrainState, known: Mapping[str, float]) -> dict[str, float]:
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one, of values that every tracker takes."""
     if not isinstance(config, Mapping):
-        raise TypeError(f"track expects config as a mapping, such as {{'lr': 0.1}}; got {config!r:.60}. Of an object: vars(it)")
+        raise TypeError(
+            f"track expects config as a mapping, such as {{'lr': 0.1}}; got {_checks.described(config)}. Of an object: vars(it)"
+        )
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

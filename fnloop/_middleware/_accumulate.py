@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from fnloop import _checks
 from fnloop._joint import joint_of
 from fnloop._processes import any_process
 from fnloop._state import TrainState, parameters
@@ -44,7 +45,7 @@ def accumulate(n: int) -> Any:
         A middleware of the gradient ring.
 
     Raises:
-        TypeError: n is no int.
+        TypeError: n is not an int.
         ValueError: n is below 1.
 
     Example:
@@ -55,10 +56,7 @@ def accumulate(n: int) -> Any:
         >>> state.model.w.item(), state.step        # the gradient is the mean, 1.5
         (-1.5, 1)
     """
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"accumulate expects the number of batches per update, an int; got {n!r} ({type(n).__name__})")
-    if n < 1:
-        raise ValueError(f"accumulate expects n >= 1, got {n}. To switch accumulation off, write accumulate(1) or leave it out")
+    _checks.integer("accumulate", "n", n, "the batches per update (1 changes nothing)", wrong_type=TypeError)
     if n == 1:
         return Middleware("accumulate")
 
@@ -114,7 +112,7 @@ def _plus(so_far: Tensor | None, grad: Tensor | None, share: Any) -> Tensor | No
 
 
 def _check_window(window: Any, n: int) -> None:
-    if isinstance(window, Tensor | Mapping | str) or not isinstance(window, Sequence):
+    if isinstance(window, Tensor | Mapping | str | bytes) or not isinstance(window, Sequence):
         raise TypeError(
             f"with accumulate({n}) a step takes a sequence of up to {n} batches; got one {type(window).__name__}. "
             f"Write step(state, [batch])"

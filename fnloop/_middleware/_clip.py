@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import utils
 
+from fnloop import _checks
 from fnloop._metrics import Mean
 from fnloop._sharded import full, local_part
 from fnloop._state import TrainState, parameters
@@ -116,7 +117,7 @@ def clip_value(limit: float) -> Any:
 
 def _check_limit(name: str, value: Any, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} expects {what}, a number above 0; got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name} expects {what} as a number > 0; got {_checks.described(value)}")
     if not float(value) > 0:
         raise ValueError(
             f"{name} expects {what} > 0; got {value}. To switch it off, leave it out, or write {name}(float('inf'))"

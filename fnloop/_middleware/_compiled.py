@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fnloop import _checks
 from fnloop._types import Middleware, middleware
 
 __all__ = ["compiled"]
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
 
 @middleware("forward")
@@ -31,7 +35,8 @@ def compiled(**options: Any) -> Any:
         A middleware that acts on the loss function of the forward ring.
 
     Raises:
-        TypeError: torch.compile has no such argument.
+        TypeError: torch.compile has no such argument, or it is of another type.
+        ValueError: torch.compile has no such mode or backend.
 
     Example:
         >>> import fnloop as fl, torch
@@ -49,6 +54,25 @@ def compiled(**options: Any) -> Any:
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise TypeError(f"compiled takes the arguments of torch.compile ({', '.join(known)}); got {name!r}.{hint}")
+    _check_options(options)
     if "isolate_recompiles" in known:  # else all steps with one loss function would share torch's limit on recompiling it
         options = {"isolate_recompiles": True, **options}
     return Middleware("compiled", loss_fn=lambda loss_fn: torch.compile(loss_fn, **options))
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise for what torch would find when it compiles, at the first batch."""
+    mode, settings = options.get("mode"), options.get("options")
+    if mode is not None:
+        _checks.choice("compiled", "mode", mode, _MODES, ", or None")
+    if settings is not None:
+        _checks.mapping("compiled", "options", settings, 'such as {"triton.cudagraphs": True}')
+    if mode is not None and settings is not None:
+        raise ValueError(f"compiled takes mode or options, not both; got {mode!r} and {_checks.described(settings)}")
+    for name in ("fullgraph", "disable"):
+        if name in options:
+            _checks.flag("compiled", name, options[name])
+    if options.get("dynamic") is not None:
+        _checks.flag("compiled", "dynamic", options["dynamic"], "or None, which lets torch find out")
+    if not callable(backend := options.get("backend", torch.compile)):
+        _checks.choice("compiled", "backend", backend, torch.compiler.list_backends(exclude_tags=()), ", or a function")

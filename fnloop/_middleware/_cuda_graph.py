@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from fnloop import _checks
 from fnloop._capture import Captured, recorder_on
 from fnloop._guard import CaptureError
 from fnloop._state import TrainState
@@ -42,6 +43,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
         A middleware of the device ring.
 
     Raises:
+        TypeError: fallback is not a bool.
         ValueError: warmup or limit is below 1. When composing: ``compiled`` makes graphs of its own.
         CaptureError: at the first window: no CUDA device. Where it is captured: a value is read to the host or changed on it;
             the message names it.
@@ -53,9 +55,9 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    for name, value in (("warmup", warmup), ("limit", limit)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"cuda_graph expects {name} as an int >= 1; got {value!r}")
+    _checks.integer("cuda_graph", "warmup", warmup, "the eager updates before a capture")
+    _checks.integer("cuda_graph", "limit", limit, "the graphs that are held")
+    _checks.flag("cuda_graph", "fallback", fallback, "whether a step that cannot be captured runs eagerly")
 
     def check(members: Sequence[Middleware]) -> None:
         for member in members:

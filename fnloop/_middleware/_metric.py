@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop import _checks
 from fnloop._metrics import MONOIDS, Mean, wide
 from fnloop._state import TrainState
 from fnloop._steps import report
@@ -30,8 +31,9 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
         A middleware of the forward ring.
 
     Raises:
-        TypeError: a metric is no function, or (at the first batch) its value is neither a scalar tensor nor a metric.
-        ValueError: there is no metric, or one is named "loss".
+        TypeError: a metric is not a function (aux, batch), or (at the first batch) its value is neither a scalar tensor nor
+            a metric.
+        ValueError: there is no metric, or one is named "loss" or has an empty name.
 
     Example:
         >>> import fnloop as fl, torch
@@ -43,10 +45,10 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
     if not functions:
         raise ValueError("metric expects at least one name and function: metric(accuracy=lambda aux, batch: ...)")
     for name, function in functions.items():
+        _checks.metric_name("metric", "a name", name)
         if name == "loss":
             raise ValueError('metric(loss=...) would replace the loss, which is always reported as "loss": choose another name')
-        if not callable(function):
-            raise TypeError(f"metric({name}=...) expects a function (aux, batch) -> scalar or Metric; got {function!r}")
+        _checks.function("metric", name, function, "a function (aux, batch) -> scalar or Metric", 2)
 
     def forward(step: Step) -> Step:
         def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -54,8 +56,13 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
             state, out = step(state, batch)
             with torch.no_grad():
                 found: dict[str, Metric] = {}
-                for name, function in functions.items():  # a comprehension would be a frame in the traceback
-                    found[name] = _read(name, function(out.aux, batch), out.weight)
+                name = ""
+                try:
+                    for name, function in functions.items():  # a comprehension would be a frame in the traceback
+                        found[name] = _read(name, function(out.aux, batch), out.weight)
+                except Exception as error:
+                    error.add_note(f"while in the metric {name!r}")
+                    raise
             return state, report(out, found, "metric")
 
         return measured
@@ -63,16 +70,11 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
     return Middleware(f"metric({', '.join(functions)})", forward=forward)
 
 
-def _plain(name: str, metric: Any) -> Metric:
-    """Return a metric of ours wide enough to sum in, and without a graph, having checked that it holds scalars."""
+def _plain(metric: Any) -> Metric:
+    """Return a metric of ours wide enough to sum in, and without a graph."""
     if type(metric) not in MONOIDS.values():
         return metric
     parts = {k: v.detach().clone() for k, v in attrs.asdict(metric, recurse=False).items() if isinstance(v, Tensor)}
-    for part in parts.values():
-        if part.ndim:
-            raise TypeError(
-                f"metric {name!r}: {type(metric).__name__} takes a scalar; got shape {tuple(part.shape)}: add .sum()"
-            )
     metric = attrs.evolve(metric, **parts) if parts else metric
     return metric.own() if hasattr(metric, "own") else metric
 
@@ -85,7 +87,7 @@ def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
             )
         return Mean(wide(value) * weight, wide(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
-        return _plain(name, value)
+        return _plain(value)
     if isinstance(value, int | float):
         return Mean(value * weight, weight)
     raise TypeError(

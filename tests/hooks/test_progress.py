@@ -475,7 +475,9 @@ def test_close_may_be_called_at_any_time():
 
 @pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan"), "1"])
 def test_a_refresh_below_half_a_second_is_an_error(refresh):
-    with pytest.raises(ValueError, match=r"refresh >= 0\.5 seconds, to leave the device alone"):
+    with pytest.raises(
+        ValueError, match=r"progress expects refresh .*>= 0\.5 .*the seconds between two looks, to leave the device alone"
+    ):
         progress(refresh)
 
 

@@ -285,7 +285,7 @@ def test_accelerates_logger_is_what_it_was():
             r"makes a InFolder\(project, logging_dir\), but got an unexpected .*'nmae'",
         ),
         ((InFolder, {"lr": 1}), {}, TypeError, r"""folder as a path, such as "runs/a"; got {'lr': 1}"""),
-        ((Fake,), {"project": 3}, TypeError, "project as a name; got 3"),
+        ((Fake,), {"project": 3}, TypeError, "project as the name of a project, a str; got 3"),
         ((Fake,), {"config": [1]}, TypeError, r"config as a mapping, such as {'lr': 0.1}; got \[1\]"),
         ((Fake,), {"config": ()}, TypeError, r"config as a mapping"),
         ((Fake,), {"config": {"a": {"b": object}}}, TypeError, r"plain data in config; got a.b=<class 'object'> \(type\)"),

@@ -122,13 +122,15 @@ def test_the_norm_of_each_micro_batch_is_averaged_where_each_is_clipped():
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_n_is_at_least_one(n):
-    with pytest.raises(ValueError, match=rf"accumulate expects n >= 1, got {n}. To switch accumulation off"):
+    with pytest.raises(
+        ValueError, match=rf"accumulate expects n as an int >= 1, the batches per update \(1 changes nothing\); got {n}"
+    ):
         fl.accumulate(n)
 
 
 @pytest.mark.parametrize("n", [2.0, "2", True, None])
 def test_n_is_an_int(n):
-    with pytest.raises(TypeError, match="number of batches per update, an int"):
+    with pytest.raises(TypeError, match="accumulate expects n as an int >= 1, the batches per update"):
         fl.accumulate(n)
 
 

@@ -125,9 +125,9 @@ def test_an_unknown_argument_is_named_when_composing():
         fl.compiled(model=toy_loss)
 
 
-def test_an_unknown_backend_is_named_by_torch_when_composing():
-    with pytest.raises(RuntimeError, match="no_such_backend"):
-        fl.pipeline(fl.compiled(backend="no_such_backend"))(toy_loss)
+def test_an_unknown_backend_is_named_when_composing():
+    with pytest.raises(ValueError, match=r"compiled expects backend as one of .*; got 'no_such_backend'"):
+        fl.compiled(backend="no_such_backend")
 
 
 def test_a_wrong_reply_is_named_by_the_function_that_was_written():

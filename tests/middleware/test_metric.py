@@ -75,7 +75,11 @@ def test_a_metric_has_no_part_in_the_gradient():
     [
         (lambda: fl.metric(), ValueError, "at least one name"),
         (lambda: fl.metric(loss=lambda a, b: 0), ValueError, "choose another name"),
-        (lambda: fl.metric(accuracy=0.5), TypeError, r"metric\(accuracy=...\) expects a function"),
+        (
+            lambda: fl.metric(accuracy=0.5),
+            TypeError,
+            r"metric expects accuracy as a function \(aux, batch\) -> scalar or Metric; got 0\.5",
+        ),
     ],
 )
 def test_mistakes_are_found_when_composing(make, error, message):
