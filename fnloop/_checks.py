@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def scalar(owner: str, name: str, value: Any) -> Any:
         if value.ndim or value.is_complex():
             found = f"shape {tuple(value.shape)}" if value.ndim else f"dtype {value.dtype}"
             raise TypeError(f"{owner} expects {name} as a number or a scalar tensor; got a tensor of {found}: add .sum()")
-    elif not isinstance(value, int | float):
+    elif not isinstance(value, Real):  # numpy's too
         raise TypeError(f"{owner} expects {name} as a number or a scalar tensor; got {described(value)}")
     return value
 

@@ -109,19 +109,21 @@ def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
 # --- writing
 
 
-def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
+def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None, *, in_own_folder: bool = False) -> Path:
     """Write contents beside a path, flush them to the disk, and rename them to it.
 
     Args:
         what: what to write.
         path: the folder to be. A checkpoint or an empty folder that is there is replaced.
         facts: more for the manifest.
+        in_own_folder: whether the path is in a folder that belongs to this run, by a name that only the hook gives. Then a
+            checkpoint whose manifest is damaged is replaced too.
 
     Raises:
         CheckpointError: there is something else at the path.
     """
     path = path.resolve()
-    _check_replaceable(path)
+    _check_replaceable(path, in_own_folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent, re.escape(path.name))
     with _beside(path) as beside:
@@ -137,9 +139,11 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None) ->
     return path
 
 
-def _check_replaceable(path: Path) -> None:
-    """Raise unless a path is free, an empty folder, or a checkpoint with nothing else in it."""
-    if not os.path.lexists(path) or _is_ours(path) or (path.is_dir() and not any(path.iterdir())):
+def _check_replaceable(path: Path, damaged: bool = False) -> None:
+    """Raise unless a path is free, an empty folder, or a checkpoint with nothing else in it: also one that is ``damaged``."""
+    if not os.path.lexists(path) or _is_ours(path):
+        return
+    if path.is_dir() and {file.name for file in path.iterdir()} <= ({*FILES, MANIFEST} if damaged else set()):
         return
     why = "is a file" if not path.is_dir() else "has files that are not a checkpoint's"
     raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path (it {why}, and was not touched)")

@@ -1018,7 +1018,7 @@ def test_in_the_background_or_not_the_same_is_saved(tmp_path, background):
         assert_same(resumed, whole)
 
 
-def full(*args):
+def full(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
@@ -1124,8 +1124,8 @@ def test_the_checkpoint_that_was_written_last_is_the_newest(tmp_path):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: fl.checkpoint("a", keep=0), ValueError, "keep >= 1"),
-        (lambda: fl.checkpoint("a", keep_best=0), ValueError, "keep_best >= 1"),
+        (lambda: fl.checkpoint("a", keep=0), ValueError, "keep as an int >= 1"),
+        (lambda: fl.checkpoint("a", keep_best=0), ValueError, "keep_best as an int >= 1"),
         (lambda: fl.checkpoint("a", best=3), TypeError, 'such as "valid/loss"'),
         (lambda: fl.checkpoint("a", mode="lowest"), ValueError, 'mode expects "min"'),
     ],

@@ -389,14 +389,15 @@ SOURCES = {
 
 
 def drawing(drawn):
-    """Return a loss function, and a hook, that draw from every generator; all that is drawn goes into a list."""
+    """Return a loss function, and a hook, that draw from every generator; what training and hooks draw goes into a list."""
 
-    def draw():
-        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(1))))
-        return sum(drawn[-1])
+    def draw(noted=True):
+        numbers = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+        drawn.extend([numbers] * noted)
+        return sum(numbers)
 
     def loss_fn(model, batch):
-        return toy_loss(model, batch.float() * draw())
+        return toy_loss(model, batch.float() * draw(model.training))  # the parts have more evaluations: closing ones
 
     def hook(state):
         if state.step % 3 == 1 or "epoch" in state.news:

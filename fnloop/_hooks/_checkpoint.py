@@ -178,7 +178,7 @@ class checkpoint:
         there = manifest_of(path)
         if there is not None and there.get("run", "") != run:
             raise CheckpointError(f"{path} is a checkpoint of another run: give each run a folder of its own")
-        written = write(what, path, {"best": self.best, "mode": self.mode} if self.best else {})
+        written = write(what, path, {"best": self.best, "mode": self.mode} if self.best else {}, in_own_folder=True)
         release(self.folder)
         prune(written, run, self.keep, self.best, self.mode, self.keep_best)
 

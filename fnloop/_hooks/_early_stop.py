@@ -72,7 +72,7 @@ class early_stop:
     def __attrs_post_init__(self) -> None:
         metric_name("early_stop", "key", self.key)
         of = "a number of evaluations"
-        if self.patience == 0 and not isinstance(self.patience, bool):
+        if type(self.patience) is int and self.patience == 0:
             of += " (1 is what others call 0: stop at the first one without improvement)"
         integer("early_stop", "patience", self.patience, of)
         number("early_stop", "min_delta", self.min_delta, "in the direction of mode", least=0)

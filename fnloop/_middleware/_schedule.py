@@ -124,10 +124,10 @@ def _check_own(group: dict[str, Any], field: str, name: str) -> None:
     )
 
 
-def _same(value: float | Tensor, other: float | Tensor) -> bool:
+def _same(value: Any, other: Any) -> bool:
     """Return whether two numbers are equal, or two tensors one and the same: what is in them is not read."""
     tensors = isinstance(value, Tensor) or isinstance(other, Tensor)
-    return value is other or (not tensors and value == other)
+    return value is other or (not tensors and bool(value == other))
 
 
 def _shown(value: float | Tensor) -> str:
@@ -271,7 +271,7 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            scheduler = state.slots.get("torch_scheduler")
+            scheduler: Any = state.slots.get("torch_scheduler")
             if made_for := getattr(scheduler, "made_for", None):  # a checkpoint of before has none
                 _check_length(made_for, scheduler, state, name)
             used = Last(_copy(state.optimizer.param_groups[0]["lr"]))

@@ -349,7 +349,11 @@ def test_a_wrong_metric_of_a_loader_that_is_evaluated_later_is_an_error_then():
     ("make", "error", "message"),
     [
         (lambda: early_stop(3), TypeError, r'the name of a metric, such as "valid/loss"; got 3'),
-        (lambda: early_stop("valid/loss", patience=0), ValueError, r"patience >= 1, .*\(1 is what others call 0: .*\); got 0"),
+        (
+            lambda: early_stop("valid/loss", patience=0),
+            ValueError,
+            r"patience as an int >= 1, .*1 is what others call 0: .*got 0",
+        ),
         (
             lambda: early_stop("valid/loss", patience=1.5),
             ValueError,
@@ -380,7 +384,7 @@ def test_a_wrong_metric_of_a_loader_that_is_evaluated_later_is_an_error_then():
             ValueError,
             r'reference="accepted" or "best"; got \'last\'',
         ),
-        (lambda: halt_on_nonfinite(0), ValueError, r"steps >= 1, the updates between two looks; got 0"),
+        (lambda: halt_on_nonfinite(0), ValueError, r"steps as an int >= 1, the updates between two looks; got 0"),
         (lambda: halt_on_nonfinite(1.0), ValueError, r"steps as an int >= 1, the updates between two looks; got 1\.0"),
         (lambda: halt_on_nonfinite(True), ValueError, r"steps as an int >= 1, the updates between two looks; got True"),
     ],
