@@ -205,6 +205,7 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
         ...     restore(path, toy()).model.w.item()
         3.0
     """
+    check_fresh(state, "save")
     target = folder_path("save", "path", path)
     what = contents(state)
     return main_only(lambda: write(what, target), "fnloop.save")
@@ -242,7 +243,7 @@ def restore(
         ...     restore(save(toy(w=3.0), f"{folder}/a"), toy(lr=0.5), only=("model",)).model.w.item()
         3.0
     """
-    check_fresh(state)
+    check_fresh(state, "restore")
     if only is not None and (isinstance(only, str) or not _are_parts(only)):
         raise ValueError(f"restore expects only= as a tuple of {', '.join(PARTS)}; got {described(only)}")
     parts = PARTS if only is None else tuple(only)
@@ -517,7 +518,7 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         >>> resume("no/such/folder", toy()).step
         0
     """
-    check_fresh(state)
+    check_fresh(state, "resume")
     where = folder_path("resume", "folder", folder)
     if state.backend.world_size > 1:  # the main process decides: others may see others
         path, _, run = main_only(lambda: _newest(where, verify), "fnloop.resume")

@@ -71,7 +71,7 @@ def ranking(oldest_first: Iterable[tuple[Path, Mapping[str, Any]]], key: str, mo
     return ranked
 
 
-def prune(written: Path, run: str, keep: int, key: str | None, mode: str, keep_best: int) -> None:
+def prune(written: Path, run: str, keep: int | None, key: str | None, mode: str, keep_best: int) -> None:
     """Remove all checkpoints of a run beside one that has just been written, but the newest and the best.
 
     A function of what is on the disk: nothing is remembered. The one that was just written is kept in any case, so there is
@@ -81,7 +81,7 @@ def prune(written: Path, run: str, keep: int, key: str | None, mode: str, keep_b
     written = written.resolve()
     valid = [(path, m) for path in reversed(candidates(written.parent)) if (m := manifest_of(path)) is not None]
     valid = [(path, m) for path, m in valid if re.fullmatch(NAME, path.name) and m.get("run", "") == run]
-    kept = {written, *(path for path, _ in valid[-keep:])}
+    kept = {written, *(path for path, _ in (valid if keep is None else valid[-keep:]))}
     if key is not None:
         kept |= {path for path, _ in ranking(valid, key, mode)[:keep_best]}
     for path, _ in valid:

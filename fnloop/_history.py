@@ -17,7 +17,7 @@ import attrs
 
 from fnloop import _checks, _plot, _show
 from fnloop._checks import described
-from fnloop._monitor import better, mode_by_name
+from fnloop._monitor import better, mode_by_name, mode_of
 
 __all__ = ["Fold", "History", "Record", "better", "check_plot", "table"]
 
@@ -35,9 +35,22 @@ class _Frozen(dict):
 
 
 def _floats(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f'Record expects metrics as a mapping, such as {{"valid/loss": 0.5}}; got {described(metrics)}')
-    return _Frozen({name: float(value) for name, value in metrics.items()})
+    _checks.mapping("Record", "metrics", metrics, 'such as {"valid/loss": 0.5}')
+    return _Frozen({name: _float(name, value) for name, value in metrics.items()})
+
+
+def _float(name: str, value: Any) -> float:
+    if type(value) is not float:
+        _checks.scalar("Record", f"metrics[{name!r}]", value)
+    return float(value)
+
+
+def _count(name: str) -> Callable[[Any], int]:
+    return lambda value: value if type(value) is int and value >= 0 else _checks.integer("Record", name, value, least=0)
+
+
+def _seconds(value: Any) -> float:
+    return _checks.number("Record", "seconds", value, least=0)
 
 
 def _to_the_bit(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -61,10 +74,10 @@ class Record:
         0.5
     """
 
-    epoch: int
-    step: int
+    epoch: int = attrs.field(converter=_count("epoch"))
+    step: int = attrs.field(converter=_count("step"))
     metrics: Mapping[str, float] = attrs.field(eq=_to_the_bit, converter=_floats)
-    seconds: float = attrs.field(default=0.0, eq=False)
+    seconds: float = attrs.field(default=0.0, eq=False, converter=_seconds)
     closing: bool = False
 
     __hash__ = None  # type: ignore[assignment]
@@ -124,7 +137,7 @@ class History:
     def __init__(self, records: Iterable[Record] = ()) -> None:
         if isinstance(records, History):
             log, length = records._log, records._length
-        elif isinstance(records, Iterable):
+        elif isinstance(records, Iterable) and not isinstance(records, str | Mapping):
             log = _Log(records)
             length = len(log.records)
         else:
@@ -188,7 +201,9 @@ class History:
 
         Raises:
             KeyError: there is none; the message lists the metrics that there are.
+            TypeError: it is not a name.
         """
+        _checks.metric_name("History", "key", key)
         found = tuple(record for record in self if key in record.metrics)
         if not found:
             known = ", ".join(self.keys()) or "none: the history is empty"
@@ -196,21 +211,26 @@ class History:
         return found
 
     def latest(self, key: str) -> float:
-        """Return the newest value of a metric."""
+        """Return the newest value of a metric.
+
+        Raises:
+            KeyError: there is no such metric; the message lists those that there are.
+        """
+        _checks.metric_name("History", "key", key)
         found = next((record for record in reversed(self) if key in record.metrics), None)
         return (found or self.having(key)[-1]).metrics[key]
 
-    def best(self, key: str, mode: str = "min") -> float:
-        """Return the best value of a metric; NaN only if there is nothing else."""
+    def best(self, key: str, mode: str | None = "min") -> float:
+        """Return the best value of a metric; NaN only if there is nothing else. With mode=None its name says what is better."""
         return self.best_record(key, mode).metrics[key]
 
-    def best_record(self, key: str, mode: str = "min") -> Record:
+    def best_record(self, key: str, mode: str | None = "min") -> Record:
         """Return the record with the best value of a metric; of equals, the oldest."""
         winner, *rest = self.having(key)
+        wanted = mode_of("History.best", key, mode)
         for record in rest:
-            if better(record.metrics[key], winner.metrics[key], mode):
+            if better(record.metrics[key], winner.metrics[key], wanted):
                 winner = record
-        better(0.0, 0.0, mode)  # a wrong mode is an error even with one record
         return winner
 
     def __len__(self) -> int:

@@ -31,7 +31,7 @@ class checkpoint:
 
     Args:
         folder: where to; made if it is not there. It is made absolute at once, with ``~`` expanded.
-        keep: how many of the newest to keep; at least 1.
+        keep: how many of the newest to keep, at least 1; None keeps all.
         best: a metric such as "valid/loss", of which the best are kept too. A checkpoint that falls between two evaluations has
             no value of it; the state of the next evaluation is saved then as well. NaN is never the best.
         mode: "min" if lower is better, "max" if higher; by default what the metric's name says.
@@ -64,7 +64,7 @@ class checkpoint:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        keep: int = 3,
+        keep: int | None = 3,
         best: str | None = None,
         mode: str | None = None,
         *,
@@ -73,7 +73,7 @@ class checkpoint:
         on_exception: bool = False,
     ) -> None:
         self.folder, self._typed = folder_path("checkpoint", "folder", folder), os.fspath(folder)
-        self.keep = integer("checkpoint", "keep", keep, "a number of checkpoints")
+        self.keep = None if keep is None else integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
         self.keep_best = integer("checkpoint", "keep_best", keep_best, "a number of checkpoints")
         for name, value in (("background", background), ("on_exception", on_exception)):
             if not isinstance(value, bool):

@@ -6,7 +6,7 @@ import math
 
 import attrs
 
-from fnloop._checks import integer, metric_name, number
+from fnloop._checks import choice, flag, integer, metric_name, number
 from fnloop._history import Fold, Record
 from fnloop._monitor import better, check_monitored, mode_of
 from fnloop._processes import merged
@@ -76,8 +76,13 @@ class early_stop:
             of += " (1 is what others call 0: stop at the first one without improvement)"
         integer("early_stop", "patience", self.patience, of)
         number("early_stop", "min_delta", self.min_delta, "in the direction of mode", least=0)
-        if self.reference not in ("accepted", "best"):
-            raise ValueError(f'early_stop expects reference="accepted" or "best"; got {self.reference!r}')
+        choice("early_stop", "reference", self.reference, ("accepted", "best"))
+        for name in ("stopping_threshold", "divergence_threshold"):
+            if getattr(self, name) is not None:
+                number("early_stop", name, getattr(self, name), "a value of the metric, or None", finite=False)
+        integer("early_stop", "min_epochs", self.min_epochs, "a number of epochs", least=0)
+        integer("early_stop", "min_steps", self.min_steps, "a number of updates", least=0)
+        flag("early_stop", "check_finite", self.check_finite)
         mode_of("early_stop", self.key, self.mode)  # checks it
         object.__setattr__(self, "_waited", Fold(self._wait))
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from fnloop import _checks
 from fnloop._hooks._wrapper import Wrapper
 from fnloop._state import EPOCH, UPDATE, RunInfo, TrainState, now, put
 from fnloop._types import name_of
@@ -176,8 +177,7 @@ class when:
     predicate: Callable[[TrainState], bool]
 
     def __attrs_post_init__(self) -> None:
-        if not callable(self.predicate):
-            raise TypeError(f"when expects a function state -> bool; got {self.predicate!r}")
+        _checks.function("when", "predicate", self.predicate, "a function state -> bool", 1, also=type)
 
     def __repr__(self) -> str:
         return f"when({name_of(self.predicate)})"
@@ -222,6 +222,8 @@ class once(Wrapper):
 
     def __attrs_post_init__(self) -> None:
         check_hook(self.hook, "once")
+        if self.name is not None:
+            _checks.text("once", "name", self.name, "what the hook is remembered by")
         if isinstance(self.hook, Gated):
             raise TypeError(f"once counts each call, due or not: write {self.hook.moment!r}(once({name_of(self.hook.hook)}))")
         if self.name is None and _where(self.hook) is None:
@@ -257,7 +259,4 @@ def _where(hook: Any) -> str | None:
 
 def check_hook(hook: Any, owner: str) -> Any:
     """Return a hook, having checked that it is one."""
-    if not callable(hook) or isinstance(hook, type):
-        call = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
-        raise TypeError(f"{owner} expects a hook, a function state -> state; got {name_of(hook)}{call}")
-    return hook
+    return _checks.function(owner, "hook", hook, "a function state -> state", 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fnloop import _checks
 from fnloop._checks import described
 from fnloop._metrics import Last
 from fnloop._state import SCHEDULED, UPDATE, RunInfo, TrainState, put
@@ -248,11 +249,7 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], Any]) -> Any:
         >>> state.model.w.item()            # 1 + 0.75
         -1.75
     """
-    if not callable(factory):
-        raise TypeError(
-            f"torch_scheduler expects a function (optimizer, run) -> scheduler; got {factory!r}. Write "
-            "torch_scheduler(lambda opt, run: ...)"
-        )
+    _checks.function("torch_scheduler", "factory", factory, "torch_scheduler(lambda opt, run: ...), a function", 2)
     name = f"torch_scheduler({name_of(factory)})"
 
     def init(state: TrainState) -> Any:

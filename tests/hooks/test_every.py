@@ -332,7 +332,7 @@ class Plain:
         return state
 
 
-@pytest.mark.parametrize("hook", [functools.partial(toy_loss), Plain()], ids=["a partial", "an object"])
+@pytest.mark.parametrize("hook", [functools.partial(fl.snapshot), Plain()], ids=["a partial", "an object"])
 def test_once_needs_a_name_for_what_shows_differently_in_another_process(hook):
     with pytest.raises(TypeError, match=r"can't be told from others in another process: once\(hook, name=\.\.\.\)"):
         once(hook)
@@ -433,11 +433,11 @@ def test_a_gate_is_equal_to_one_from_the_same_call_whether_it_was_used_or_not():
             r"steps as an int; got 0\.5\. For a part of an epoch, write every\(epochs=0\.25\)",
         ),
         (lambda: every(epochs=1.5), ValueError, r"a whole number, or as a fraction below 1; got 1\.5"),
-        (lambda: every(steps=2)(3), TypeError, r"every\(steps=2\) expects a hook, a function state -> state; got 3"),
-        (lambda: every(steps=2)(fl.progress), TypeError, r"got progress\. Call it: progress\(\.\.\.\)"),
-        (lambda: when(never)(None), TypeError, r"when\(never\) expects a hook, .*got None"),
-        (lambda: when(100), TypeError, r"when expects a function state -> bool; got 100"),
-        (lambda: once("hello"), TypeError, r"once expects a hook, .*got 'hello'"),
+        (lambda: every(steps=2)(3), TypeError, r"every\(steps=2\) expects hook as a function state -> state; got 3"),
+        (lambda: every(steps=2)(fl.progress), TypeError, r"got the class progress\. Call it: progress\(\.\.\.\)"),
+        (lambda: when(never)(None), TypeError, r"when\(never\) expects hook as .*got None"),
+        (lambda: when(100), TypeError, r"when expects predicate as a function state -> bool; got 100"),
+        (lambda: once("hello"), TypeError, r"once expects hook as .*got 'hello'"),
     ],
 )
 def test_a_wrong_argument_is_an_error_when_it_is_made(make, error, message):
