@@ -37,6 +37,7 @@ from fnloop._files import (
 )
 from fnloop._folders import candidates, claimed, ranking
 from fnloop._history import History, Record
+from fnloop._history_blocks import Encoded, line_of
 from fnloop._joint import everywhere
 from fnloop._metrics import MONOIDS, Mean, wide
 from fnloop._monitor import better
@@ -69,10 +70,14 @@ class _Whole(dict):
         super().__setitem__(name, whole if self.main else tensor)
 
 
-def contents(state: TrainState) -> Contents:
+def contents(state: TrainState, encode_history: Callable[[History], Encoded] | None = None) -> Contents:
     """Return what a checkpoint of the state holds. Its tensors are those of the state: copy them to keep them.
 
     With several processes every one has to call it, and the main one has all of it.
+
+    Args:
+        state: the state.
+        encode_history: what encodes the history, if its older records are in files beside the checkpoint.
 
     Raises:
         CheckpointError: there is something in it that a checkpoint can't hold.
@@ -99,15 +104,10 @@ def contents(state: TrainState) -> Contents:
             "generators": encode(_generators(state), slots, "generators"),
             "extra": _plain(_encoded("extra", state.extra, slots), "extra"),
         }
-        history = _history_lines(state.history)
+        history = Encoded(rest=tuple(map(line_of, state.history))) if encode_history is None else encode_history(state.history)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state can't be saved: {error}") from error
-    return Contents(model, optimizer, slots, facts, history)
-
-
-def _history_lines(history: History) -> list[str]:
-    """Return the records in JSON, one text each."""
-    return [json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False) for row in history.to_dicts()]
+    return Contents(model, optimizer, slots, {**facts, "blocks": list(history.blocks)}, history.rest)
 
 
 def _shares(state: TrainState) -> list[dict[str, Any]]:
@@ -253,7 +253,7 @@ def restore(
         raise TypeError("restore expects a path; got None, which is what latest(folder) returns where there is no checkpoint")
     source = folder_path("restore", "path", path)
     _check_shared(source, state)
-    return _restored(read_files(source), state, parts, strict, source)
+    return _restored(read_files(source, history="history" in parts), state, parts, strict, source)
 
 
 def _are_parts(only: Any) -> bool:

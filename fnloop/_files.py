@@ -22,13 +22,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-import attrs
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -38,6 +36,9 @@ try:
     import fcntl
 except ImportError:  # Windows: what a killed process left over stays
     fcntl = None
+
+from fnloop._format import FILES, FORMAT, LARGEST_MANIFEST, MANIFEST, TENSORS, CheckpointError, Contents, NewerFormatError
+from fnloop._history_blocks import check_blocks, read_blocks
 
 __all__ = [
     "FILES",
@@ -55,56 +56,6 @@ __all__ = [
     "verify",
     "write",
 ]
-
-FORMAT = 1
-TENSORS = ("model", "optimizer", "slots")
-FILES = (*(f"{name}.safetensors" for name in TENSORS), "state.json")
-MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 16 << 20  # bytes: nobody's manifest is longer, and a crafted one must not fill the memory
-
-
-class CheckpointError(Exception):
-    """A checkpoint is missing, damaged, newer than this fnloop, of another run, or of another model or optimizer."""
-
-
-class NewerFormatError(CheckpointError):
-    """A checkpoint was written by a newer fnloop. It is not damaged, so no older one is taken in its place."""
-
-
-@attrs.frozen(eq=False)
-class Contents:
-    """What a checkpoint of a state holds: three groups of tensors, and facts in JSON.
-
-    Args:
-        model, optimizer, slots: name to tensor.
-        facts: what goes into ``state.json``, without the history when it is to be written.
-        history: the records in JSON, one text each, when it is to be written.
-    """
-
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    slots: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
-    history: Sequence[str] = ()
-
-    def copied(self, buffers: Contents | None = None) -> Contents:
-        """Return a copy in host memory, into the buffers of an earlier one where they fit."""
-
-        def copy_of(name: str) -> dict[str, Tensor]:
-            old: Mapping[str, Tensor] = getattr(buffers, name) if buffers else {}
-            return {k: _copied(v, old.get(k)) for k, v in getattr(self, name).items()}
-
-        return attrs.evolve(self, **{name: copy_of(name) for name in TENSORS})
-
-
-def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-        return buffer.copy_(tensor)
-    if tensor.nbytes < 4 << 20:
-        return tensor.to("cpu", copy=True)
-    # numpy asks the system for large pages, and torch doesn't: half the time of a first copy.
-    return torch.from_numpy(np.empty(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
 
 # --- writing
 
@@ -131,7 +82,7 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None, *,
         with ThreadPoolExecutor(2) as pool:
             sums = pool.map(lambda name: _write_file(what, beside / name), FILES)
             files = dict(zip(FILES, sums, strict=True))
-        about = {name: what.facts[name] for name in ("position", "stop", "measured", "run")}
+        about = {name: what.facts[name] for name in ("position", "stop", "measured", "run", "blocks")}
         manifest = {"format_version": FORMAT, "serial": _next_serial(path), **about, **(facts or {}), "files": files}
         _write_text(beside / MANIFEST, json.dumps({**manifest, "check": _check_of(manifest)}, indent=1))
         _flush(beside)
@@ -285,12 +236,13 @@ def existing(path: Path) -> Path:
     return backup if not path.exists() and backup.exists() else path
 
 
-def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
+def verify(path: Path, *, deep: bool = True, history: bool = True) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Args:
         path: the folder.
         deep: compare the checksums of the files, not only their sizes.
+        history: whether the files beside it that older records are in have to be there.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged; the message names the file and the fault.
@@ -310,6 +262,8 @@ def verify(path: Path, *, deep: bool = True) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}")
         if deep and _sum_of(file) != facts["sha256"]:
             raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
+    if history:
+        check_blocks(path, manifest.get("blocks", ()), deep)
     return manifest
 
 
@@ -337,7 +291,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         tuple(map(float, manifest["measured"].values()))  # checks them
         tuple(map(int, manifest["position"]))
         sizes = [(manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]) for name in FILES]
-        if not all(isinstance(size, int) and isinstance(digest, str) for size, digest in sizes):
+        if not isinstance(manifest.get("blocks", []), list) or not all(
+            isinstance(size, int) and isinstance(digest, str) for size, digest in sizes
+        ):
             raise TypeError("a size or a checksum")
     except CheckpointError:
         raise
@@ -355,25 +311,23 @@ def _check_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def read_files(path: Path) -> Contents:
-    """Return what a checkpoint holds.
+def read_files(path: Path, *, history: bool = True) -> Contents:
+    """Return what a checkpoint holds, with or without the older records of its history.
 
     Raises:
         CheckpointError, OSError: as :func:`verify`.
     """
     path = existing(path)
-    verify(path)
+    blocks = verify(path, history=history).get("blocks", ())
     try:
         # Copies: what load_file returns is mapped to the file, and would change with it.
         tensors = {name: {k: v.clone() for k, v in load_file(path / f"{name}.safetensors").items()} for name in TENSORS}
-        return Contents(
-            tensors["model"],
-            tensors["optimizer"],
-            tensors["slots"],
-            facts=json.loads((path / "state.json").read_text(encoding="utf-8")),
-        )
+        facts = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if history and blocks:
+            facts["history"] = [*read_blocks(path, blocks), *facts["history"]]
     except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
+    return Contents(tensors["model"], tensors["optimizer"], tensors["slots"], facts)
 
 
 def manifest_of(path: Path) -> dict[str, Any] | None:

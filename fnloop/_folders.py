@@ -15,7 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fnloop._files import FILES, MANIFEST, CheckpointError, backup_of, clean, manifest_of, serial_of
+from fnloop._files import backup_of, clean, manifest_of, serial_of
+from fnloop._format import FILES, MANIFEST, CheckpointError
+from fnloop._history_blocks import FOLDER as BLOCKS
+from fnloop._history_blocks import remove_others
 from fnloop._monitor import better
 
 __all__ = ["candidates", "claim", "claimed", "prune", "ranking", "release", "runs_in"]
@@ -84,13 +87,21 @@ def prune(written: Path, run: str, keep: int | None, key: str | None, mode: str,
     kept = {written, *(path for path, _ in (valid if keep is None else valid[-keep:]))}
     if key is not None:
         kept |= {path for path, _ in ranking(valid, key, mode)[:keep_best]}
-    for path, _ in valid:
-        if path not in kept:
-            removing = path.with_name(f".{path.name}.removing")
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
-            shutil.rmtree(removing, ignore_errors=True)
+    for path in [path for path, _ in valid if path not in kept]:
+        removing = path.with_name(f".{path.name}.removing")
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
+        shutil.rmtree(removing, ignore_errors=True)
     clean(written.parent, NAME)
+    _prune_blocks(written.parent)
+
+
+def _prune_blocks(folder: Path) -> None:
+    """Remove the blocks of records that no checkpoint in a folder names any more. If one can't be read, all stay."""
+    if (folder / BLOCKS).is_dir():
+        manifests = [manifest_of(path) for path in candidates(folder)]
+        if all(manifest is not None for manifest in manifests):
+            remove_others(folder, (block for manifest in manifests if manifest for block in manifest.get("blocks", ())))
 
 
 # --- whose they are

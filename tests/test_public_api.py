@@ -16,10 +16,10 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 LAYERS = [
-    "_show", "_plot", "_checks", "_types", "_hints", "_rng", "_encode", "_metrics", "_monitor", "_history", "_files",
-    "_folders", "_rendezvous", "_backend", "_sharded", "_watch", "_processes", "_tracker", "_state", "_signals", "_joint",
-    "_deal", "_map_style", "_data", "_steps", "_pipeline", "_guard", "_capture", "_optimizer_state", "_resumable",
-    "_checkpoint", "schedules", "_middleware", "_hooks", "_fit", "testing", "__init__",
+    "_show", "_plot", "_checks", "_types", "_hints", "_rng", "_encode", "_metrics", "_monitor", "_history", "_format",
+    "_history_blocks", "_files", "_folders", "_rendezvous", "_backend", "_sharded", "_watch", "_processes", "_tracker",
+    "_state", "_signals", "_joint", "_deal", "_map_style", "_data", "_steps", "_pipeline", "_guard", "_capture",
+    "_optimizer_state", "_resumable", "_checkpoint", "schedules", "_middleware", "_hooks", "_fit", "testing", "__init__",
 ]  # fmt: skip
 OPTIONAL = {
     "matplotlib",

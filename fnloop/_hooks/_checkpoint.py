@@ -9,8 +9,11 @@ import weakref
 
 from fnloop._checkpoint import contents, position_of
 from fnloop._checks import described, folder_path, integer, metric_name
-from fnloop._files import CheckpointError, Contents, manifest_of, write
+from fnloop._files import manifest_of, write
 from fnloop._folders import candidates, claim, prune, release
+from fnloop._format import CheckpointError, Contents
+from fnloop._history import History
+from fnloop._history_blocks import encoder, write_blocks
 from fnloop._monitor import better, check_monitored, mode_of
 from fnloop._processes import main_only
 from fnloop._resumable import check_resumable
@@ -87,6 +90,7 @@ class checkpoint:
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
+        self._encode_history = encoder()
         self._buffers: Contents | None = None  # host memory of the copy before, to copy into again
 
     @property
@@ -120,12 +124,13 @@ class checkpoint:
             check_monitored("checkpoint", self.best, state)
         if self._saved is None or self._saved() is not state:
             self._saved, self._owed = weakref.ref(state), not self._has_value(state)
-            what = contents(state)
+            what, history = contents(state, self._encode_history), state.history
             if not self.background:
-                main_only(lambda: self._write(what, _name(state)), "the hook checkpoint")
+                main_only(lambda: self._write(what, history, _name(state)), "the hook checkpoint")
             elif state.backend.main:
                 what = self._buffers = what.copied(self._buffers)
-                self._writer = threading.Thread(target=self._write_and_note, args=(what, _name(state)), name="checkpoint")
+                arguments = (what, history, _name(state))
+                self._writer = threading.Thread(target=self._write_and_note, args=arguments, name="checkpoint")
                 self._writer.start()
         return state
 
@@ -146,7 +151,8 @@ class checkpoint:
         self._wait()
         there = manifest_of(self.folder / _name(state))
         if self.on_exception and (there is None or there["position"] != position_of(state)):
-            self._write(contents(state), f"{_name(state)}-exception_{type(error).__name__}")
+            name = f"{_name(state)}-exception_{type(error).__name__}"
+            self._write(contents(state, self._encode_history), state.history, name)
 
     def close(self) -> None:
         """Wait for the writer when the run is left. What goes wrong with that is logged, since it can't be caught any more."""
@@ -167,17 +173,18 @@ class checkpoint:
         """Return whether the metric that the best are kept by was measured at this boundary, or none was asked for."""
         return self.best is None or (RECORD in state.news and self.best in state.history[-1].metrics)
 
-    def _write_and_note(self, what: Contents, name: str) -> None:
+    def _write_and_note(self, what: Contents, history: History, name: str) -> None:
         try:
-            self._write(what, name)
+            self._write(what, history, name)
         except BaseException as error:
             self._error = error
 
-    def _write(self, what: Contents, name: str) -> None:
+    def _write(self, what: Contents, history: History, name: str) -> None:
         run, path = what.facts["run"], self.folder / name
         there = manifest_of(path)
         if there is not None and there.get("run", "") != run:
             raise CheckpointError(f"{path} is a checkpoint of another run: give each run a folder of its own")
+        write_blocks(self.folder, what.facts["blocks"], history)
         written = write(what, path, {"best": self.best, "mode": self.mode} if self.best else {}, in_own_folder=True)
         release(self.folder)
         prune(written, run, self.keep, self.best, self.mode, self.keep_best)

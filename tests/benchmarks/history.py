@@ -2,12 +2,14 @@
 
     python tests/benchmarks/history.py      # a table, and the ratios of the last to the first column
 
-Each number is the median of several measurements, in microseconds of processor time per record:
+Each number is the median of several measurements, in microseconds per record: of processor time, and of wall time for
+checkpoints, which wait for the disk.
 
 * append: ``history.append(record)``, for records of four metrics;
 * early_stop: one call of the hook at a boundary with a new record;
 * fit: a whole run with a record at every update (``evaluate_every=every(steps=1)``, one batch to evaluate) and
-  ``early_stop``, per update. It starts from a state that has so many records already.
+  ``early_stop``, per update. It starts from a state that has so many records already;
+* checkpoint: one save by the hook ``checkpoint(folder, keep=2, best="valid/loss")`` after each new record.
 
 A cost that does not depend on the length of the history has the ratio 1.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -26,7 +29,7 @@ import fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 LENGTHS = (10, 1_000, 100_000)
-RECORDS, ROUNDS = 200, 9  # what is timed at once, and how often
+RECORDS, SAVES, ROUNDS = 200, 20, 9  # what is timed at once, and how often
 ONE = torch.ones(1)
 NAMES = ("train/loss", "train/grad_norm", "valid/loss", "valid/accuracy")
 
@@ -86,13 +89,29 @@ def fitting(length: int) -> Callable[[], None]:
     return run
 
 
-def microseconds(run: Callable[[], None]) -> float:
+def saving(length: int) -> Callable[[], None]:
+    """Return what saves a checkpoint after each of several new records."""
+    folder = tempfile.TemporaryDirectory()
+    hook, longer = fl.checkpoint(folder.name, keep=2, best="valid/loss"), [history(length)]
+    state = hook.begin(attrs.evolve(toy(), step=length, history=longer[0], news=frozenset({"update", "record"})))
+    hook(state)  # writes the older records, once
+
+    def run(folder: tempfile.TemporaryDirectory = folder) -> None:  # which is removed with this function
+        for _ in range(SAVES):
+            n = len(longer[0]) + 1
+            longer[0] = longer[0].append(record(n))
+            hook(attrs.evolve(state, history=longer[0], step=n))
+
+    return run
+
+
+def microseconds(run: Callable[[], None], clock: Callable[[], float], records: int) -> float:
     """Return the median time of one record."""
     times = []
     for _ in range(ROUNDS):
-        began = time.process_time()
+        began = clock()
         run()
-        times.append((time.process_time() - began) / RECORDS * 1e6)
+        times.append((clock() - began) / records * 1e6)
     return statistics.median(times)
 
 
@@ -100,8 +119,12 @@ def main() -> None:
     """Measure, and print a table."""
     torch.set_num_threads(1)
     print(f"{'':12}" + "".join(f"{length:>12,}" for length in LENGTHS) + f"{'ratio':>12}")
-    for name, make in (("append", appending), ("early_stop", stopping), ("fit", fitting)):
-        found = [microseconds(make(length)) for length in LENGTHS]
+    rows = [
+        (name, make, time.process_time, RECORDS)
+        for name, make in (("append", appending), ("early_stop", stopping), ("fit", fitting))
+    ]
+    for name, make, clock, records in (*rows, ("checkpoint", saving, time.perf_counter, SAVES)):
+        found = [microseconds(make(length), clock, records) for length in LENGTHS]
         print(f"{name:12}" + "".join(f"{value:12.1f}" for value in found) + f"{found[-1] / found[0]:12.2f}", flush=True)
 
 

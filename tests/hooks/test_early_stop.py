@@ -382,7 +382,7 @@ def test_a_wrong_metric_of_a_loader_that_is_evaluated_later_is_an_error_then():
         (
             lambda: early_stop("valid/loss", reference="last"),
             ValueError,
-            r'reference="accepted" or "best"; got \'last\'',
+            r'reference as one of "accepted", "best"; got \'last\'',
         ),
         (lambda: halt_on_nonfinite(0), ValueError, r"steps as an int >= 1, the updates between two looks; got 0"),
         (lambda: halt_on_nonfinite(1.0), ValueError, r"steps as an int >= 1, the updates between two looks; got 1\.0"),

@@ -1,0 +1,121 @@
+"""The history in checkpoints: the newest records in each of them, and the older ones once, in files beside them.
+
+Every checkpoint has the whole history. For a run with many records that would be more to write than the model. So whole blocks
+of records go into the folder ``.history`` beside the checkpoints, each under its checksum, which never changes: a history only
+grows. A checkpoint has the checksums of its blocks and the records after them. A short history has no block, and neither has a
+checkpoint that ``save`` writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fnloop._checks import described
+from fnloop._encode import encode
+from fnloop._format import CheckpointError
+from fnloop._history import Fold, History, Record
+
+__all__ = ["FOLDER", "Encoded", "check_blocks", "encoder", "line_of", "read_blocks", "remove_others", "write_blocks"]
+
+BLOCK = 512  # records
+FOLDER = ".history"
+
+
+@attrs.frozen
+class Encoded:
+    """A history in JSON.
+
+    Args:
+        blocks: the checksum of each whole block of records, the oldest first.
+        rest: the records after them, a line each.
+    """
+
+    blocks: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+
+
+def encoder() -> Callable[[History], Encoded]:
+    """Return a function that encodes a history, and only what is new of one that has grown since."""
+    return Fold(_add, Encoded())
+
+
+def _add(encoded: Encoded, record: Record) -> Encoded:
+    rest = (*encoded.rest, line_of(record))
+    if len(rest) < BLOCK:
+        return Encoded(encoded.blocks, rest)
+    return Encoded((*encoded.blocks, _sum_of(_text_of(rest))), ())
+
+
+def line_of(record: Record) -> str:
+    """Return a record in JSON."""
+    row = {"epoch": record.epoch, "step": record.step, **record.metrics, "seconds": record.seconds}
+    row |= {"closing": True} if record.closing else {}
+    return json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False)
+
+
+def _text_of(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _sum_of(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def _file(folder: Path, block: str) -> Path:
+    return folder / FOLDER / f"{block}.jsonl"
+
+
+def write_blocks(folder: Path, blocks: Sequence[str], history: History) -> None:
+    """Write the blocks of a history that are not in a folder of checkpoints yet, flushed to the disk."""
+    for i, block in enumerate(blocks):
+        path = _file(folder, block)
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".part")
+        with beside.open("wb") as file:
+            file.write(_text_of(map(line_of, history[i * BLOCK : (i + 1) * BLOCK])))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+
+
+def check_blocks(path: Path, blocks: Any, deep: bool) -> None:
+    """Raise unless the blocks that a checkpoint names are beside it, and whole.
+
+    Raises:
+        CheckpointError: one is missing or damaged.
+    """
+    for block in blocks:
+        if not (isinstance(block, str) and re.fullmatch("[0-9a-f]{64}", block)):
+            raise CheckpointError(f"{path} is damaged: {described(block)} is not the name of a block of records")
+        file = _file(path.resolve().parent, block)
+        if not file.is_file():
+            raise CheckpointError(
+                f"{path} is damaged: {FOLDER}/{file.name} beside it is missing, which has older records of its history. Copy "
+                f"the folder {FOLDER} with it, or leave the history out: restore(path, state, only=('model', 'optimizer', ...))"
+            )
+        if deep and _sum_of(file.read_bytes()) != block:
+            raise CheckpointError(f"{path} is damaged: the checksum of {FOLDER}/{file.name} beside it is wrong")
+
+
+def read_blocks(path: Path, blocks: Iterable[str]) -> list[Any]:
+    """Return the records of blocks, as JSON has them."""
+    files = [_file(path.resolve().parent, block) for block in blocks]
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def remove_others(folder: Path, blocks: Iterable[str]) -> None:
+    """Remove all blocks in a folder of checkpoints but these."""
+    kept = {_file(folder, block).name for block in blocks}
+    for file in (folder / FOLDER).glob("*"):
+        if file.name not in kept:
+            file.unlink(missing_ok=True)
