@@ -331,9 +331,9 @@ def read_files(path: Path, *, history: bool = True) -> Contents:
 
 
 def manifest_of(path: Path) -> dict[str, Any] | None:
-    """Return the manifest of a checkpoint, or None if it is damaged or gone. Sizes are compared, checksums are not."""
+    """Return the manifest of a checkpoint, or None if it is damaged or gone, as far as sizes of its own files show that."""
     with contextlib.suppress(CheckpointError, FileNotFoundError):
-        return verify(path, deep=False)
+        return verify(path, deep=False, history=False)
     return None
 
 

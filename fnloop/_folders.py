@@ -17,8 +17,7 @@ from typing import Any
 
 from fnloop._files import backup_of, clean, manifest_of, serial_of
 from fnloop._format import FILES, MANIFEST, CheckpointError
-from fnloop._history_blocks import FOLDER as BLOCKS
-from fnloop._history_blocks import remove_others
+from fnloop._history_blocks import count, remove_others
 from fnloop._monitor import better
 
 __all__ = ["candidates", "claim", "claimed", "prune", "ranking", "release", "runs_in"]
@@ -93,15 +92,20 @@ def prune(written: Path, run: str, keep: int | None, key: str | None, mode: str,
             path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
         shutil.rmtree(removing, ignore_errors=True)
     clean(written.parent, NAME)
-    _prune_blocks(written.parent)
+    _prune_blocks(written)
 
 
-def _prune_blocks(folder: Path) -> None:
-    """Remove the blocks of records that no checkpoint in a folder names any more. If one can't be read, all stay."""
-    if (folder / BLOCKS).is_dir():
-        manifests = [manifest_of(path) for path in candidates(folder)]
-        if all(manifest is not None for manifest in manifests):
-            remove_others(folder, (block for manifest in manifests if manifest for block in manifest.get("blocks", ())))
+def _prune_blocks(written: Path) -> None:
+    """Remove the blocks of records that no checkpoint names any more, if there are more than the newest one has.
+
+    If the manifest of a checkpoint can't be read, all stay.
+    """
+    folder, newest = written.parent, manifest_of(written)
+    if newest is None or count(folder) <= len(newest.get("blocks", ())):
+        return
+    manifests = [manifest_of(path) for path in candidates(folder)]
+    if all(manifest is not None for manifest in manifests):
+        remove_others(folder, (block for manifest in manifests if manifest for block in manifest.get("blocks", ())))
 
 
 # --- whose they are

@@ -23,9 +23,9 @@ from fnloop._encode import encode
 from fnloop._format import CheckpointError
 from fnloop._history import Fold, History, Record
 
-__all__ = ["FOLDER", "Encoded", "check_blocks", "encoder", "line_of", "read_blocks", "remove_others", "write_blocks"]
+__all__ = ["Encoded", "check_blocks", "count", "encoder", "line_of", "read_blocks", "remove_others", "write_blocks"]
 
-BLOCK = 512  # records
+BLOCK = 1024  # records
 FOLDER = ".history"
 
 
@@ -75,9 +75,10 @@ def _file(folder: Path, block: str) -> Path:
 
 def write_blocks(folder: Path, blocks: Sequence[str], history: History) -> None:
     """Write the blocks of a history that are not in a folder of checkpoints yet, flushed to the disk."""
+    there = set(os.listdir(folder / FOLDER)) if blocks and (folder / FOLDER).is_dir() else set()
     for i, block in enumerate(blocks):
         path = _file(folder, block)
-        if path.exists():
+        if path.name in there:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
@@ -111,6 +112,11 @@ def read_blocks(path: Path, blocks: Iterable[str]) -> list[Any]:
     """Return the records of blocks, as JSON has them."""
     files = [_file(path.resolve().parent, block) for block in blocks]
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def count(folder: Path) -> int:
+    """Return how many blocks there are in a folder of checkpoints."""
+    return len(os.listdir(folder / FOLDER)) if (folder / FOLDER).is_dir() else 0
 
 
 def remove_others(folder: Path, blocks: Iterable[str]) -> None:

@@ -115,6 +115,9 @@ def microseconds(run: Callable[[], None], clock: Callable[[], float], records: i
     return statistics.median(times)
 
 
+MEASURED = {"append": appending, "early_stop": stopping, "fit": fitting}
+
+
 def main() -> None:
     """Measure, and print a table."""
     torch.set_num_threads(1)
