@@ -57,7 +57,9 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         raise TypeError(f"{path} is a {type(value).__name__}, an enum, which would come back as a plain value: keep its value")
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, bool | str):
+    if isinstance(value, str):
+        return _checked_text(value, path)
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
         return int(value)
@@ -82,7 +84,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return {name: [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]}
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and not k.startswith("$") for k in value):
-            return {k: encode(v, tensors, f"{path}.{k}") for k, v in value.items()}
+            return {_checked_text(k, path): encode(v, tensors, f"{path}.{k}") for k, v in value.items()}
         pairs = [[encode(k, tensors, f"{path}.key{i}"), v] for i, k in enumerate(value) for v in [value[k]]]
         return {"$dict": [[k, encode(v, tensors, f"{path}.{i}")] for i, (k, v) in enumerate(pairs)]}
     parts = _parts(value)
@@ -179,6 +181,15 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
     return None
 
 
+def _checked_text(text: str, path: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise TypeError(f"{path} has a str with a lone surrogate, which no file can hold: {text!r:.40}") from None
+    return text
+
+
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return what :func:`encode` was given, with :class:`Saved` in the place of what isn't plain.
 
@@ -253,6 +264,9 @@ def like(template: Any, value: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(template, Mapping):
         return {k: like(template[k], v) if k in template else v for k, v in value.items()}
     if isinstance(value, Tensor) and isinstance(template, Tensor):
+        if value.dtype != template.dtype or value.ndim != template.ndim:
+            both = [f"{t.dtype} with {t.ndim} dimensions" for t in (value, template)]
+            raise ValueError(f"the checkpoint has a tensor of {both[0]} where there is one of {both[1]} now")
         return value.to(template.device)
     if isinstance(value, list | tuple) and type(value) is type(template) and len(value) == len(template):
         return type(value)(map(like, template, value))

@@ -5,6 +5,7 @@ import math
 import pickle
 import random
 import shutil
+import signal
 import threading
 import warnings
 from collections import namedtuple
@@ -587,6 +588,45 @@ def test_a_metric_of_the_user_is_not_taken_for_ours_of_the_same_name(tmp_path):
     half = fl.fit(make, toy(), data, steps=2, hooks=())
     state = fl.fit(make, fl.restore(fl.save(half, tmp_path / "a"), toy()), data, hooks=())
     assert state.history["train/m"] == (-5.0, -5.0)  # the first is of the closing record
+
+
+def around_itself():
+    made = {}
+    made["again"] = made
+    return made
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (None, "extra has to be a mapping; it is None"),
+        ([1], r"extra has to be a mapping; it is \[1\]"),
+        (around_itself(), "extra holds something that contains itself"),
+        ({"a": {"b": "\ud800"}}, r"extra\.a\.b has a str with a lone surrogate"),
+        ({"a": {"\ud800": 1}}, r"extra\.a has a str with a lone surrogate"),
+        ({"a": signal.SIGINT}, r"extra\.a is a Signals, an enum"),
+    ],
+    ids=["None", "a list", "itself", "a surrogate", "a surrogate as a key", "an enum"],
+)
+def test_what_is_wrong_with_extra_is_said(tmp_path, extra, message):
+    with pytest.raises(fl.CheckpointError, match=message):
+        fl.save(attrs.evolve(toy(), extra=extra), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_was_tampered_with_is_found_before_the_first_update(tmp_path):
+    """The checksums are right; what is in it is not what these middleware keep."""
+    make = fl.pipeline(fl.amp("fp16"))(toy_loss)
+    state = fl.fit(make, toy(), [ONE] * 4, steps=2, hooks=())
+    longer = attrs.evolve(state, slots={"amp": type(state.slots["amp"])(torch.ones(3), 0)})
+    restored = fl.restore(fl.save(longer, tmp_path / "a"), toy())
+    with pytest.raises(ValueError, match=r"a tensor of .* with 1 dimensions where there is one of .* with 0 dimensions"):
+        fl.fit(make, restored, [ONE] * 4, hooks=())
+    wrong = attrs.evolve(fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=()), metrics={"loss": fl.Sum(torch.ones(()))})
+    path = fl.save(wrong, tmp_path / "b")
+    text = (path / "state.json").read_text().replace('"value": {', '"value": "x", "other": {')
+    (path / "state.json").write_text(text)
+    refused(crafted(path), toy(), "can't be restored: TypeError: a fnloop.Sum holds")
 
 
 @pytest.mark.parametrize(("where", "value"), [("extra", {"f": print}), ("slots", {"mine": object()})])
