@@ -8,7 +8,6 @@ save and is started again is the same run.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from fnloop._format import FILES, MANIFEST, CheckpointError
 from fnloop._history_blocks import count, remove_others
 from fnloop._monitor import better
 
-__all__ = ["candidates", "claim", "claimed", "prune", "ranking", "release", "runs_in"]
+__all__ = ["candidates", "claim", "claimed", "is_run_id", "prune", "ranking", "release", "runs_in"]
 
 NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?"  # what the hook names them
 
@@ -135,16 +134,19 @@ def claim(folder: Path, run: str) -> None:
         )
     if not runs and claimed(folder) != run:
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".run-{os.getpid()}"
-        beside.write_text(run, encoding="utf-8")
-        beside.replace(folder / ".run")
+        (folder / ".run").write_text(run, encoding="utf-8")
+
+
+def is_run_id(text: str) -> bool:
+    """Return whether a text is the identity of a run: a note that was cut short is not."""
+    return re.fullmatch(r"[0-9a-f]{16}", text) is not None
 
 
 def claimed(folder: Path) -> str | None:
     """Return the run that has begun in a folder and has no checkpoint there yet, or None."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         text = (folder / ".run").read_text(encoding="utf-8", errors="replace")
-        return text if re.fullmatch(r"[0-9a-f]{1,64}", text) else None
+        return text if is_run_id(text) else None
     return None
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 
 from fnloop._checks import folder_path, typed_path
+from fnloop._folders import is_run_id
 from fnloop._history import History, Record
 from fnloop._processes import main_only
 from fnloop._state import RECORD, TrainState
@@ -186,7 +187,9 @@ class Sink:
     def _is_of(self, state: TrainState, first: str) -> bool:
         """Return whether the file is of this run: by the note beside it, or by the time in its first row."""
         with contextlib.suppress(FileNotFoundError):
-            return self._note.read_text(encoding="utf-8", errors="replace") == state.run_id
+            note = self._note.read_text(encoding="utf-8", errors="replace")
+            if is_run_id(note):
+                return note == state.run_id
         if not len(state.history):
             return False
         start = self.row(state.history[0], ()).split(",")[:3]  # epoch, step, and the seconds to the last digit
