@@ -11,6 +11,7 @@ may have been touched. Processes are forked from one that has imported everythin
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -113,6 +114,7 @@ def forked(work, after=None):
     if pid == 0:
         status = 1
         try:
+            os.setsid()
             warnings.simplefilter("error")
             os.write(write, json.dumps(work()).encode())
             status = 0
@@ -126,6 +128,8 @@ def forked(work, after=None):
         if end is not None and time.monotonic() > end:
             os.kill(pid, signal.SIGKILL)
             ended = os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError):  # a loader's worker that has just been started outlives it
+                os.killpg(pid, signal.SIGKILL)
             break
         time.sleep(0.0005)
     with os.fdopen(read, "rb") as pipe:
