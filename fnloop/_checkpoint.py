@@ -35,7 +35,7 @@ from fnloop._files import (
     verify,
     write,
 )
-from fnloop._folders import candidates, claimed, ranking
+from fnloop._folders import candidates, claimed, may_be_checkpoint, ranking, run_of
 from fnloop._history import History, Record
 from fnloop._history_blocks import Encoded, line_of
 from fnloop._joint import everywhere
@@ -276,7 +276,7 @@ def _check_shared(path: Path, state: TrainState) -> None:
 def _restored(read: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path) -> TrainState:
     try:
         # Everything is checked and decoded before anything is changed.
-        fields = _decoded(read, state, parts)
+        fields = _decoded(read, state, parts, run_of(path, read.facts))
         loads = []
         if "model" in parts:
             loads.append(_match_model(read, state, strict, path, flags="counters" in parts))
@@ -299,7 +299,7 @@ def _restored(read: Contents, state: TrainState, parts: Sequence[str], strict: b
     return advance_to(attrs.evolve(state, **fields))
 
 
-def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[str, Any]:
+def _decoded(read: Contents, state: TrainState, parts: Sequence[str], run: str) -> dict[str, Any]:
     """Return the fields of the state that were saved."""
     facts, fields = read.facts, {}
     device = state.backend.device
@@ -319,7 +319,7 @@ def _decoded(read: Contents, state: TrainState, parts: Sequence[str]) -> dict[st
         right = value is None or isinstance(value, str) if name == "stop" else type(value) is int and least <= value <= most
         if not right:
             raise TypeError(f"{name} is {value!r:.60}")
-    counters["run_id"] = str(facts.get("run", ""))
+    counters["run_id"] = run
     generators = [own and HostGenerators.from_parts(own).checked() for own in decode(facts["generators"], slots) or ()]
     if "counters" in parts:
         fields.update(counters, generators=_own(generators, state.backend))
@@ -433,7 +433,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         >>> latest("no/such/folder") is None
         True
     """
-    return next((path for path, _ in _whole(candidates(folder_path("latest", "folder", folder)))), None)
+    return next((path for path, _ in _whole(candidates(folder_path("latest", "folder", folder), links=True))), None)
 
 
 def _whole(paths: Iterable[Path], check: Callable[[Path], Any] = verify, faults: list[str] | None = None) -> Iterator[Any]:
@@ -476,11 +476,11 @@ def best(folder: str | os.PathLike[str], key: str | None = None, mode: str | Non
         metric_name("best", "key", key)
     if mode is not None:
         better(0.0, 0.0, mode)  # checks it
-    ranked = [(path, m) for path in reversed(candidates(where)) if (m := manifest_of(path)) is not None]
+    ranked = [(path, m) for path in reversed(candidates(where, links=True)) if (m := manifest_of(path)) is not None]
     if not ranked:
         return None
-    run = ranked[-1][1].get("run", "")
-    ranked = [(path, m) for path, m in ranked if m.get("run", "") == run]
+    run = run_of(*ranked[-1])
+    ranked = [(path, m) for path, m in ranked if run_of(path, m) == run]
     key = key or next((m["best"] for _, m in reversed(ranked) if m.get("best")), None)
     mode = mode or next((str(m["mode"]) for _, m in reversed(ranked) if m.get("mode")), "min")
     if key is None:
@@ -492,7 +492,7 @@ def _given(folder: Path) -> Path | None:
     """Return where a checkpoint is if that is what was given, and not a folder of them."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
-    return folder if (existing(folder) / MANIFEST).exists() else None
+    return folder if may_be_checkpoint(existing(folder)) or (existing(folder) / MANIFEST).exists() else None
 
 
 def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
@@ -540,7 +540,7 @@ def _newest(folder: Path, check: Callable[[Path], Any]) -> tuple[Path | None, An
     if (given := _given(folder)) is not None:
         return given, check(existing(given)), None
     faults: list[str] = []
-    for path, found in _whole(candidates(folder), check, faults):
+    for path, found in _whole(candidates(folder, links=True), check, faults):
         return path, found, None
     if faults:
         raise CheckpointError(

@@ -207,7 +207,7 @@ def typed_path(owner: str, name: str, value: Any, example: str = "runs/a") -> st
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise TypeError(f'{owner} expects {name} as a path, such as "{example}"; got {described(value)}')
     text = os.fspath(value)
-    if not text:
+    if not text.strip():
         raise ValueError(f'{owner} expects {name} as a path, such as "{example}"; got an empty one')
     if "\0" in text:
         raise ValueError(f"{owner} expects {name} as a path, which has no null character; got {described(text)}")
@@ -224,5 +224,8 @@ def folder_path(owner: str, name: str, value: Any, example: str = "runs/a") -> P
     Raises:
         TypeError, ValueError: as :func:`typed_path`.
     """
-    text = typed_path(owner, name, value, example)
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    typed = typed_path(owner, name, value, example)
+    try:
+        return Path(typed).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{owner} expects {name} as a path; got {typed!r}, and there is no such user") from error

@@ -50,8 +50,10 @@ __all__ = [
     "backup_of",
     "clean",
     "existing",
+    "is_ours",
     "manifest_of",
     "read_files",
+    "read_manifest",
     "serial_of",
     "verify",
     "write",
@@ -92,21 +94,33 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None, *,
 
 def _check_replaceable(path: Path, damaged: bool = False) -> None:
     """Raise unless a path is free, an empty folder, or a checkpoint with nothing else in it: also one that is ``damaged``."""
-    if not os.path.lexists(path) or _is_ours(path):
+    if not os.path.lexists(path) or is_ours(path):
         return
-    if path.is_dir() and {file.name for file in path.iterdir()} <= ({*FILES, MANIFEST} if damaged else set()):
+    there = {file.name for file in path.iterdir()} if path.is_dir() else {path.name}
+    known = {*FILES, MANIFEST} if damaged and not _is_newer(path) and len(there) > 1 else set()
+    if path.is_dir() and there <= known:
         return
-    why = "is a file" if not path.is_dir() else "has files that are not a checkpoint's"
-    raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path (it {why}, and was not touched)")
+    why = f"it has {min(there - {*FILES, MANIFEST}, default='another manifest')} in it" if path.is_dir() else "it is a file"
+    raise CheckpointError(f"{path} is there, and is no checkpoint: save to another path ({why}; it was not changed)")
 
 
-def _is_ours(path: Path) -> bool:
+def _is_newer(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except NewerFormatError:
+        return True
+    except (CheckpointError, FileNotFoundError):
+        pass
+    return False
+
+
+def is_ours(path: Path) -> bool:
     """Return whether a folder has a manifest of ours that is whole, and nothing that the manifest does not name."""
     try:
-        manifest = _read_manifest(path)
+        read_manifest(path)
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return False
-    return {file.name for file in path.iterdir()} <= {*manifest["files"], MANIFEST}
+    return {file.name for file in path.iterdir()} <= {*FILES, MANIFEST}
 
 
 @contextlib.contextmanager
@@ -117,13 +131,22 @@ def _beside(path: Path) -> Iterator[Path]:
     """
     beside = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
     lock = beside.with_name(f"{beside.name}.lock")
-    with lock.open("x") as file:
-        _lock(file, wait=True)
+    with _locked(lock):
         try:
             yield beside
         finally:
             shutil.rmtree(beside, ignore_errors=True)
             lock.unlink(missing_ok=True)
+
+
+def _locked(lock: Path) -> IO[str]:
+    """Return a file that this process has locked, and that is still at its path: another may have cleaned it away first."""
+    while True:
+        file = lock.open("w")
+        _lock(file, wait=True)
+        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            return file
+        file.close()
 
 
 def _lock(file: IO[str], wait: bool) -> bool:
@@ -141,16 +164,22 @@ def clean(folder: Path, name: str) -> None:
     """Remove what killed processes have left of checkpoints whose names match a pattern, in a folder."""
     for path in list(folder.glob(".*")):
         replaced = re.fullmatch(rf"\.({name})\.old", path.name)
-        if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f-]+)(\.lock)?", path.name):
+        if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
             _remove_unlocked(path.with_name(writing[1]))
-        elif re.fullmatch(rf"\.{name}\.removing", path.name) or (
-            replaced and manifest_of(path.with_name(replaced[1])) is not None and _is_ours(path)
-        ):
+        elif re.fullmatch(rf"\.{name}\.removing(-[0-9a-f]+)?", path.name) and _has_only_ours(path):
+            shutil.rmtree(path, ignore_errors=True)
+        elif replaced and manifest_of(path.with_name(replaced[1])) is not None and is_ours(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _has_only_ours(path: Path) -> bool:
+    return path.is_dir() and {file.name for file in path.iterdir()} <= {*FILES, MANIFEST}
+
+
 def _remove_unlocked(beside: Path) -> None:
-    """Remove a half-written folder and its lock, unless a process is writing it."""
+    """Remove a half-written folder and its lock, unless a process is writing it, or there is something else in it."""
+    if beside.exists() and not _has_only_ours(beside):
+        return
     lock = beside.with_name(f"{beside.name}.lock")
     try:
         file = lock.open("r+")
@@ -213,7 +242,7 @@ def _put_in_place(beside: Path, path: Path) -> None:
         path.rename(old)  # a kill from here to the next rename leaves `old`, which reading falls back to
     beside.rename(path)
     _flush(path.parent)
-    if old.exists() and _is_ours(old):
+    if old.exists() and is_ours(old):
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -251,7 +280,7 @@ def verify(path: Path, *, deep: bool = True, history: bool = True) -> dict[str, 
     if not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint: there is no such folder")
     try:
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint: it has no manifest.json (for a folder of them, see latest)") from None
     for name in FILES:
@@ -267,7 +296,7 @@ def verify(path: Path, *, deep: bool = True, history: bool = True) -> dict[str, 
     return manifest
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest in a folder, having checked that it is one of ours, and whole.
 
     Raises:
@@ -340,5 +369,5 @@ def manifest_of(path: Path) -> dict[str, Any] | None:
 def serial_of(path: Path) -> int | None:
     """Return when a checkpoint was written, in the order of those beside it; None if that can't be read."""
     with contextlib.suppress(CheckpointError, OSError, KeyError, ValueError):
-        return int(_read_manifest(path)["serial"])
+        return int(read_manifest(path)["serial"])
     return None

@@ -15,6 +15,7 @@ import inspect
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -214,6 +215,9 @@ def _run(
         state = attrs.evolve(state, stop=None)
     if state.stop is not None or (_reached(state, epochs, steps) and PENDING not in state.news):
         _warn(state, _nothing_to_do(state, epochs, steps))
+        for hook in hooks:
+            if hasattr(hook, "settle"):
+                hook.settle(state)  # type: ignore[attr-defined]
         yield state
         return
 
@@ -641,8 +645,9 @@ def _check_names(slots: list[str]) -> None:
 
 
 def _check_folders(folders: list[Any]) -> None:
-    for folder in folders:
-        if folders.count(folder) > 1:
+    found = [os.path.realpath(folder) for folder in folders]
+    for folder, place in zip(folders, found, strict=True):
+        if found.count(place) > 1:
             raise ValueError(f"two checkpoint hooks share {folder}, and would remove each other's: give each its own folder")
 
 

@@ -8,27 +8,34 @@ save and is started again is the same run.
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fnloop._files import backup_of, clean, manifest_of, serial_of
+from fnloop._files import backup_of, clean, is_ours, manifest_of, read_manifest, serial_of
 from fnloop._format import FILES, MANIFEST, CheckpointError
 from fnloop._history_blocks import count, remove_others
 from fnloop._monitor import better
 
-__all__ = ["candidates", "claim", "claimed", "is_run_id", "prune", "ranking", "release", "runs_in"]
+__all__ = [
+    "NAME", "candidates", "claim", "claimed", "is_run_id", "may_be_checkpoint", "prune", "ranking", "release", "run_of",
+    "runs_in",
+]  # fmt: skip
 
 NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?"  # what the hook names them
 
 
-def candidates(folder: Path) -> list[Path]:
-    """Return what is, or was, a checkpoint, the one that was written last first."""
+def candidates(folder: Path, links: bool = False) -> list[Path]:
+    """Return what is, or was, a checkpoint, the one that was written last first; with ``links``, those elsewhere too."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _may_be_checkpoint(path)]
+    found = [path for path in folder.iterdir() if may_be_checkpoint(path) and (links or not path.is_symlink())]
     whole = [path for path in found if not path.name.startswith(".")]
     replaced = [folder / path.name[1:].removesuffix(".old") for path in found if path.name.startswith(".")]
     found = [*whole, *(backup_of(path) for path in replaced if not path.exists())]
@@ -36,9 +43,9 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, path in sorted(aged, reverse=True)]
 
 
-def _may_be_checkpoint(path: Path) -> bool:
-    """Return whether a folder is, or was, a checkpoint: it has a manifest, or two files of ours, or a name and one of them."""
-    if not path.is_dir() or path.is_symlink():
+def may_be_checkpoint(path: Path) -> bool:
+    """Return whether a folder is, or was, a checkpoint, by its name and its files."""
+    if not path.is_dir():
         return False
     if path.name.startswith(".") and not path.name.endswith(".old"):
         return False
@@ -77,16 +84,16 @@ def prune(written: Path, run: str, keep: int | None, key: str | None, mode: str,
 
     A function of what is on the disk: nothing is remembered. The one that was just written is kept in any case, so there is
     always one that is whole. Those that are seen to be damaged do not count, and are not touched. Nor are those of other runs,
-    and those with other names, which were saved by hand.
+    those with other names, which were saved by hand, and those in which there are other files.
     """
     written = written.resolve()
     valid = [(path, m) for path in reversed(candidates(written.parent)) if (m := manifest_of(path)) is not None]
-    valid = [(path, m) for path, m in valid if re.fullmatch(NAME, path.name) and m.get("run", "") == run]
+    valid = [(path, m) for path, m in valid if re.fullmatch(NAME, path.name) and run_of(path, m) == run]
     kept = {written, *(path for path, _ in (valid if keep is None else valid[-keep:]))}
     if key is not None:
         kept |= {path for path, _ in ranking(valid, key, mode)[:keep_best]}
-    for path in [path for path, _ in valid if path not in kept]:
-        removing = path.with_name(f".{path.name}.removing")
+    for path in [path for path, _ in valid if path not in kept and is_ours(path)]:
+        removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
         shutil.rmtree(removing, ignore_errors=True)
@@ -110,12 +117,27 @@ def _prune_blocks(written: Path) -> None:
 # --- whose they are
 
 
-def runs_in(folder: Path) -> dict[str, Path]:
-    """Return the runs that have checkpoints in a folder, each with its newest one; those saved by hand don't count."""
-    found: dict[str, Path] = {}
+def run_of(path: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the run that a checkpoint is of. Older ones have no such word: those of one folder are taken to be of one run."""
+    found = manifest.get("run")
+    return found if isinstance(found, str) and found else hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:16]
+
+
+def runs_in(folder: Path) -> dict[str | None, Path]:
+    """Return the runs that have checkpoints in a folder, each with its newest one; those saved by hand do not count.
+
+    A checkpoint whose manifest is damaged, or newer than this fnloop, is of no known run: None.
+    """
+    found: dict[str | None, Path] = {}
     for path in candidates(folder):
-        if re.fullmatch(NAME, path.name) and (manifest := manifest_of(path)) is not None:
-            found.setdefault(manifest.get("run", ""), path)
+        if re.fullmatch(NAME, path.name):
+            try:
+                run = run_of(path, read_manifest(path))
+            except FileNotFoundError:
+                run = None
+            except CheckpointError:
+                run = None
+            found.setdefault(run, path)
     return found
 
 
@@ -123,15 +145,23 @@ def claim(folder: Path, run: str) -> None:
     """Make a folder a run's: before its first update.
 
     Raises:
-        CheckpointError: another run has checkpoints there.
+        CheckpointError: another run has checkpoints there, or nobody can tell whose they are.
+        PermissionError: the folder can't be written to.
     """
-    clean(folder, NAME)
     runs = runs_in(folder)
-    if theirs := [path for other, path in runs.items() if other != run]:
+    if theirs := [path for other, path in runs.items() if other not in (run, None)]:
         raise CheckpointError(
             f"{folder} has checkpoints of another run (the newest is {theirs[0].name}), and this one would take their place. "
             f'To continue that run: state = resume("{folder}", state). To begin a new one, give it a folder of its own'
         )
+    if None in runs and run not in runs and claimed(folder) != run:
+        raise CheckpointError(
+            f"{folder} has checkpoints that cannot be read ({runs[None].name} is one), and this run would take their place: "
+            "give it a folder of its own"
+        )
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    clean(folder, NAME)
     if not runs and claimed(folder) != run:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".run").write_text(run, encoding="utf-8")
@@ -145,6 +175,8 @@ def is_run_id(text: str) -> bool:
 def claimed(folder: Path) -> str | None:
     """Return the run that has begun in a folder and has no checkpoint there yet, or None."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if not (folder / ".run").is_file():  # it is not there, or would not end
+            return None
         text = (folder / ".run").read_text(encoding="utf-8", errors="replace")
         return text if is_run_id(text) else None
     return None

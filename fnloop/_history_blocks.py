@@ -1,7 +1,7 @@
 """The history in checkpoints: the newest records in each of them, and the older ones once, in files beside them.
 
 Every checkpoint has the whole history. For a run with many records that would be more to write than the model. So whole blocks
-of records go into the folder ``.history`` beside the checkpoints, each under its checksum, which never changes: a history only
+of records go into the folder ``.records`` beside the checkpoints, each under its checksum, which never changes: a history only
 grows. A checkpoint has the checksums of its blocks and the records after them. A short history has no block, and neither has a
 checkpoint that ``save`` writes.
 """
@@ -26,7 +26,8 @@ from fnloop._history import Fold, History, Record
 __all__ = ["Encoded", "check_blocks", "count", "encoder", "line_of", "read_blocks", "remove_others", "write_blocks"]
 
 BLOCK = 1024  # records
-FOLDER = ".history"
+FOLDER = ".records"
+NAME = r"[0-9a-f]{64}"
 
 
 @attrs.frozen
@@ -73,12 +74,21 @@ def _file(folder: Path, block: str) -> Path:
     return folder / FOLDER / f"{block}.jsonl"
 
 
-def write_blocks(folder: Path, blocks: Sequence[str], history: History) -> None:
-    """Write the blocks of a history that are not in a folder of checkpoints yet, flushed to the disk."""
-    there = set(os.listdir(folder / FOLDER)) if blocks and (folder / FOLDER).is_dir() else set()
+def write_blocks(folder: Path, blocks: Sequence[str], history: History, known: set[str]) -> None:
+    """Write the blocks of a history that are not in a folder of checkpoints yet, flushed to the disk.
+
+    Args:
+        folder: where the checkpoints are.
+        blocks: the checksums of all whole blocks.
+        history: the records.
+        known: those that were seen to be whole; more are added.
+    """
     for i, block in enumerate(blocks):
         path = _file(folder, block)
-        if path.name in there:
+        if block in known and path.exists():
+            continue
+        known.add(block)
+        if path.is_file() and _sum_of(path.read_bytes()) == block:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
@@ -87,6 +97,16 @@ def write_blocks(folder: Path, blocks: Sequence[str], history: History) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+        flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Let the names in a folder reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_blocks(path: Path, blocks: Any, deep: bool) -> None:
@@ -96,13 +116,14 @@ def check_blocks(path: Path, blocks: Any, deep: bool) -> None:
         CheckpointError: one is missing or damaged.
     """
     for block in blocks:
-        if not (isinstance(block, str) and re.fullmatch("[0-9a-f]{64}", block)):
+        if not (isinstance(block, str) and re.fullmatch(NAME, block)):
             raise CheckpointError(f"{path} is damaged: {described(block)} is not the name of a block of records")
         file = _file(path.resolve().parent, block)
         if not file.is_file():
             raise CheckpointError(
-                f"{path} is damaged: {FOLDER}/{file.name} beside it is missing, which has older records of its history. Copy "
-                f"the folder {FOLDER} with it, or leave the history out: restore(path, state, only=('model', 'optimizer', ...))"
+                f"{path} lacks the older records of its history: {FOLDER}/{file.name} is not beside it. Copy the folder "
+                f"{FOLDER} too, or restore without the history: "
+                "restore(path, state, only=('model', 'optimizer', 'slots', 'counters', 'metrics', 'extra'))"
             )
         if deep and _sum_of(file.read_bytes()) != block:
             raise CheckpointError(f"{path} is damaged: the checksum of {FOLDER}/{file.name} beside it is wrong")
@@ -116,12 +137,18 @@ def read_blocks(path: Path, blocks: Iterable[str]) -> list[Any]:
 
 def count(folder: Path) -> int:
     """Return how many blocks there are in a folder of checkpoints."""
-    return len(os.listdir(folder / FOLDER)) if (folder / FOLDER).is_dir() else 0
+    return len(_blocks_in(folder))
+
+
+def _blocks_in(folder: Path) -> list[Path]:
+    """Return the files of blocks in a folder of checkpoints, and what a killed process left of one; nothing else is ours."""
+    found = (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ()
+    return [file for file in found if re.fullmatch(rf"{NAME}\.(jsonl|part)", file.name) and file.is_file()]
 
 
 def remove_others(folder: Path, blocks: Iterable[str]) -> None:
     """Remove all blocks in a folder of checkpoints but these."""
     kept = {_file(folder, block).name for block in blocks}
-    for file in (folder / FOLDER).glob("*"):
+    for file in _blocks_in(folder):
         if file.name not in kept:
             file.unlink(missing_ok=True)

@@ -234,6 +234,103 @@ def test_two_hooks_of_one_folder_are_found_however_it_is_spelled(tmp_path):
         fl.fit(step, toy(), [ONE], hooks=hooks)
 
 
+def newer(path):
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["check"]
+    manifest["format_version"] = 99
+    file.write_text(json.dumps({**manifest, "check": _files._check_of(manifest)}))
+
+
+UNREADABLE = {
+    "newer": newer,
+    "a damaged manifest": lambda path: (path / "manifest.json").write_text("{}"),
+    "a file that is cut": lambda path: (path / "slots.safetensors").write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_run_that_forgets_to_resume_does_not_replace_what_it_cannot_read(tmp_path, damage):
+    train(tmp_path, toy(), 2)
+    for path in tmp_path.iterdir():
+        damage(path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(fl.CheckpointError, match=r"checkpoints (of another run|that cannot be read)"):
+        train(tmp_path, toy(), 4)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_weights_of_the_user_under_the_name_of_a_checkpoint_are_not_replaced(tmp_path):
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "model.safetensors").write_text("mine")
+    with pytest.raises(fl.CheckpointError, match="cannot be read"):
+        train(tmp_path, toy(), 4)
+    assert (tmp_path / "step-00000002" / "model.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize("folder", [".history", ".records"])
+def test_folders_of_the_user_beside_the_checkpoints_are_left_alone(tmp_path, folder):
+    for name in (folder, ".fin.writing-2024", ".fin.removing", ".step-00000001.removing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_2024.py").write_text("mine")
+    fl.save(toy(), tmp_path / "fin")
+    train(tmp_path, toy(), 2, keep=1)
+    assert len([*tmp_path.glob(".*/train_2024.py")]) == 4
+
+
+def test_a_checkpoint_with_a_file_of_the_user_in_it_is_not_pruned(tmp_path):
+    def predict(state):
+        if state.step == 2:
+            (tmp_path / "step-00000002" / "predictions.csv").write_text("mine")
+        return state
+
+    hooks = (fl.every(steps=1)(fl.checkpoint(tmp_path, keep=1)), predict)
+    fl.fit(step, toy(), [ONE] * 4, hooks=hooks)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_resume_of_a_checkpoint_that_lost_its_manifest_is_an_error(tmp_path):
+    path = fl.save(toy(w=3.0), tmp_path / "final")
+    (path / "manifest.json").unlink()
+    with pytest.raises(fl.CheckpointError, match=r"it has no manifest\.json"):
+        fl.resume(path, toy())
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_found(tmp_path):
+    train(tmp_path / "run", toy(), 2, keep=1)
+    (tmp_path / "run" / "step-00000002").rename(tmp_path / "moved")
+    (tmp_path / "run" / "step-00000002").symlink_to(tmp_path / "moved")
+    assert fl.resume(tmp_path / "run", toy()).step == 2
+
+
+def test_checkpoints_without_an_identity_are_told_apart_by_their_folders(tmp_path):
+    """As fnloop wrote them before there were identities."""
+    for name in "ab":
+        train(tmp_path / name, toy(), 2)
+        for path in (tmp_path / name).iterdir():
+            state, manifest = json.loads((path / "state.json").read_text()), json.loads((path / "manifest.json").read_text())
+            del state["run"], manifest["run"], manifest["check"]
+            (path / "state.json").write_text(json.dumps(state))
+            file = path / "state.json"
+            manifest["files"]["state.json"] = {"bytes": file.stat().st_size, "sha256": _files._sum_of(file)}
+            (path / "manifest.json").write_text(json.dumps({**manifest, "check": _files._check_of(manifest)}))
+    state = fl.resume(tmp_path / "a", toy())
+    with pytest.raises(fl.CheckpointError, match="of another run"):
+        train(tmp_path / "b", state, 3)
+    train(tmp_path / "a", state, 3, keep=1)
+    assert names(tmp_path / "a") == ["step-00000003"]
+
+
+def test_two_runs_that_begin_in_one_empty_folder_are_not_both_let_in(tmp_path):
+    def intrude(state):
+        if state.step == 1:
+            fl.checkpoint(tmp_path).begin(toy())
+        return state
+
+    with pytest.raises(fl.CheckpointError, match="another run has begun in"):
+        fl.fit(step, toy(), [ONE] * 4, hooks=(intrude, fl.every(steps=2)(fl.checkpoint(tmp_path))))
+
+
 # --- writers beside each other
 
 
@@ -348,7 +445,7 @@ def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
     assert fl.restore("~/ck/a", toy()).model.w.item() == fl.resume("~/ck", toy()).model.w.item() == 2.0
     train("~/run", toy(), 1)
     fl.fit(step, toy(), [ONE], hooks=(fl.to_csv("~/a.csv"),))
-    assert names(tmp_path) == ["a.csv", "ck", "run"]
+    assert names(tmp_path) == [".a.csv.run", "a.csv", "ck", "run"]
 
 
 CALLS = {
@@ -430,6 +527,29 @@ def test_a_failed_run_is_saved_once_if_that_is_asked_for(tmp_path):
     with pytest.raises(KeyError):
         fl.fit(step, state, [ONE] * 6, hooks=(hook, fail))
     assert names(tmp_path) == ["step-00000002-exception_KeyError", "step-00000004"]  # that one was saved already
+
+
+def test_a_failure_after_going_back_is_not_taken_for_the_state_of_the_abandoned_branch(tmp_path):
+    train(tmp_path, toy(), 6, keep=None)
+
+    def fail(state):
+        if state.step == 4:
+            raise ValueError("no")
+        return state
+
+    hook = fl.every(steps=100)(fl.checkpoint(tmp_path, keep=None, on_exception=True))
+    back = fl.restore(tmp_path / "step-00000002", toy())
+    with pytest.raises(ValueError, match="no"):
+        fl.fit(step, back, [2 * ONE] * 100, hooks=(fail, hook))
+    assert fl.restore(tmp_path / "step-00000004-exception_ValueError", toy()).model.w.item() == -6.0
+
+
+def test_a_misspelled_metric_is_found_after_the_first_record_however_rarely_the_hook_is_called(tmp_path):
+    loaders = {"train": [ONE], "valid": [ONE]}
+    for hook in (fl.checkpoint(tmp_path, best="valid/losses"), fl.early_stop("valid/losses")):
+        with pytest.raises(KeyError, match="no metric 'valid/losses'") as error:
+            fl.fit(step, toy(), loaders, epochs=9, hooks=(fl.every(epochs=4)(hook),))
+        assert error.value.state.epoch == 1
 
 
 def test_a_failed_run_is_not_saved_otherwise(tmp_path):

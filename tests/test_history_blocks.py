@@ -27,7 +27,7 @@ def train(folder, state, steps, **settings):
 
 
 def blocks(folder):
-    return sorted(path.name for path in (folder / ".history").glob("*"))
+    return sorted(path.name for path in (folder / ".records").glob("*"))
 
 
 def steps_of(state):
@@ -47,7 +47,7 @@ def test_whole_blocks_are_written_once_and_a_resume_has_every_record(tmp_path):
     restored = fl.resume(tmp_path, toy())
     assert_same(restored, state)
     assert restored.history == state.history and steps_of(restored) == [*range(1, 11)]
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / ".history").iterdir()}
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / ".records").iterdir()}
     train(tmp_path, restored, 12, keep=2)
     assert {path: path.stat().st_mtime_ns for path in written} == written and len(blocks(tmp_path)) == 3
     assert steps_of(fl.resume(tmp_path, toy())) == [*range(1, 13)]
@@ -79,8 +79,8 @@ def test_what_save_writes_stands_alone(tmp_path):
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_text("{}")], ids=["missing", "changed"])
 def test_a_block_that_is_missing_or_damaged_is_named_and_the_weights_can_still_be_had(tmp_path, damage):
     train(tmp_path, toy(), 5, keep=1)
-    damage(next((tmp_path / ".history").iterdir()))
-    with pytest.raises(fl.CheckpointError, match=r"step-00000005 is damaged: .*\.history/[0-9a-f]{64}\.jsonl"):
+    damage(next((tmp_path / ".records").iterdir()))
+    with pytest.raises(fl.CheckpointError, match=r"step-00000005 (lacks|is damaged).*\.records/[0-9a-f]{64}\.jsonl"):
         fl.restore(tmp_path / "step-00000005", toy())
     assert fl.restore(tmp_path / "step-00000005", toy(), only=("model", "counters")).step == 5
     with pytest.warns(UserWarning, match="passed over"), pytest.raises(fl.CheckpointError, match="none is whole"):

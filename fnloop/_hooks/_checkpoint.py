@@ -9,8 +9,8 @@ import weakref
 
 from fnloop._checkpoint import contents, position_of
 from fnloop._checks import described, folder_path, integer, metric_name
-from fnloop._files import manifest_of, write
-from fnloop._folders import candidates, claim, prune, release
+from fnloop._files import clean, manifest_of, write
+from fnloop._folders import NAME, candidates, claim, claimed, prune, release, run_of
 from fnloop._format import CheckpointError, Contents
 from fnloop._history import History
 from fnloop._history_blocks import encoder, write_blocks
@@ -25,9 +25,9 @@ __all__ = ["checkpoint"]
 class checkpoint:
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
-    The state is also saved when a run ends, for any reason but an exception, and on SIGUSR1. Each checkpoint is a folder
-    ``step-00000812`` in ``folder``, whole or not there. What is kept is decided by what is on the disk, so it holds after a
-    resume too. :func:`fnloop.resume` continues from the newest. With several processes the main one writes.
+    The state is also saved when a run ends, for any reason but an exception (see ``on_exception``), and on SIGUSR1. Each
+    checkpoint is a folder ``step-00000812`` in ``folder``, whole or not there. What is kept is decided by what is on the disk,
+    so it holds after a resume too. :func:`fnloop.resume` continues from the newest. With several processes the main one writes.
 
     A folder belongs to one run. A run that was not resumed from it is refused before its first update, and nothing in it is
     touched.
@@ -90,7 +90,8 @@ class checkpoint:
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
-        self._encode_history = encoder()
+        self._encode_history, self._blocks = encoder(), set()
+        self._position: list[int] | None = None  # of the state that was saved last, by this run
         self._buffers: Contents | None = None  # host memory of the copy before, to copy into again
 
     @property
@@ -116,6 +117,7 @@ class checkpoint:
         """Claim the folder; return whether its newest checkpoint has no value of the metric that the best are kept by."""
         claim(self.folder, state.run_id)
         manifest = next((m for path in candidates(self.folder) if (m := manifest_of(path)) is not None), None)
+        self._position = None if manifest is None else manifest["position"]
         return manifest is not None and self.best is not None and self.best not in manifest["measured"]
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -124,6 +126,7 @@ class checkpoint:
             check_monitored("checkpoint", self.best, state)
         if self._saved is None or self._saved() is not state:
             self._saved, self._owed = weakref.ref(state), not self._has_value(state)
+            self._position = position_of(state)
             what, history = contents(state, self._encode_history), state.history
             if not self.background:
                 main_only(lambda: self._write(what, history, _name(state)), "the hook checkpoint")
@@ -138,6 +141,8 @@ class checkpoint:
         """Raise what has gone wrong in the background, and save the evaluation that an earlier save has waited for."""
         if self._error is not None:
             self._wait()
+        if self.best is not None and RECORD in state.news:
+            check_monitored("checkpoint", self.best, state)
         return self(state) if self._owed and self._has_value(state) else state
 
     def flush(self, state: TrainState) -> TrainState:
@@ -149,10 +154,14 @@ class checkpoint:
     def failed(self, state: TrainState, error: BaseException) -> None:
         """Save the last consistent state of a run that has failed, if that was asked for and it is not saved yet."""
         self._wait()
-        there = manifest_of(self.folder / _name(state))
-        if self.on_exception and (there is None or there["position"] != position_of(state)):
+        if self.on_exception and self._position != position_of(state):
             name = f"{_name(state)}-exception_{type(error).__name__}"
             self._write(contents(state, self._encode_history), state.history, name)
+
+    def settle(self, state: TrainState) -> None:
+        """Clear up what a process has left that was killed at the end of this run."""
+        if state.backend.main and self.folder.is_dir():
+            clean(self.folder, NAME)
 
     def close(self) -> None:
         """Wait for the writer when the run is left. What goes wrong with that is logged, since it can't be caught any more."""
@@ -182,9 +191,11 @@ class checkpoint:
     def _write(self, what: Contents, history: History, name: str) -> None:
         run, path = what.facts["run"], self.folder / name
         there = manifest_of(path)
-        if there is not None and there.get("run", "") != run:
+        if there is not None and run_of(path, there) != run:
             raise CheckpointError(f"{path} is a checkpoint of another run: give each run a folder of its own")
-        write_blocks(self.folder, what.facts["blocks"], history)
+        if claimed(self.folder) not in (None, run):
+            raise CheckpointError(f"another run has begun in {self.folder}: give each run a folder of its own")
+        write_blocks(self.folder, what.facts["blocks"], history, self._blocks)
         written = write(what, path, {"best": self.best, "mode": self.mode} if self.best else {}, in_own_folder=True)
         release(self.folder)
         prune(written, run, self.keep, self.best, self.mode, self.keep_best)

@@ -86,6 +86,12 @@ class early_stop:
         mode_of("early_stop", self.key, self.mode)  # checks it
         object.__setattr__(self, "_waited", Fold(self._wait))
 
+    def poll(self, state: TrainState) -> TrainState:
+        """Check the name of the metric as soon as it can be known, also where the hook is called rarely."""
+        if RECORD in state.news:
+            check_monitored("early_stop", self.key, state)
+        return state
+
     @property
     def monitors(self) -> str:
         """The metric that is watched."""

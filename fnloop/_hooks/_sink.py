@@ -129,8 +129,7 @@ class Sink:
         head: ``names of the metrics -> first line``, or "" if there is none.
         row: ``(record, names) -> line``.
 
-    While a run writes, a hidden file beside the table has the identity of the run. It stays when the run is killed or fails.
-    Then it says that a run which starts again without a record is the same one.
+    A hidden file beside the table has the identity of its run, since a table has no place for it that every reader skips.
     """
 
     call: Call
@@ -141,7 +140,6 @@ class Sink:
     _count: int | None = attrs.field(default=None, init=False)  # None: it has not looked yet
     _last: Record | None = attrs.field(default=None, init=False)
     _size: int = attrs.field(default=0, init=False)
-    _finished: bool = attrs.field(default=False, init=False)
 
     def __repr__(self) -> str:
         return repr(self.call)
@@ -157,18 +155,17 @@ class Sink:
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
-        self._finished = False
         return self._written(state) if self._count is None or RECORD in state.news else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Make the file equal to the history."""
-        self._finished = True
         return self._written(state)
 
-    def close(self) -> None:
-        """Take the note away that a run is writing, if it has come to its end."""
-        if self._finished:
-            self._note.unlink(missing_ok=True)
+    def settle(self, state: TrainState) -> None:
+        """Make the file equal to the history of a run that is at its end already, if the file is this run's."""
+        if state.backend.rank == 0 and (first := self._first_row()) is not None and self._is_of(state, first):
+            self._count = None
+            self._written(state)
 
     @property
     def _note(self) -> Path:

@@ -7,6 +7,7 @@ A hook is a function ``state -> state``. An object that is one may also have:
     flush(state) -> state   called after the last boundary of a run, and on SIGUSR1
     failed(state, error)    called when a run in one process fails by an Exception, with the last consistent state, if there is
                             one. The exception has its note already, and is raised afterwards in any case.
+    settle(state)           called instead of all others where a run is at its end already: a kill may have left something
     close()                 called when the run is left, by an exception too
     monitors                the name of the metric that it watches, such as "valid/loss", or None
     reports                 names of metrics that it adds to records itself
@@ -43,6 +44,11 @@ class Wrapper:
         """Pass the failure of a run on."""
         if hasattr(self.hook, "failed"):
             self.hook.failed(state, error)
+
+    def settle(self, state: TrainState) -> None:
+        """Pass on that the run is at its end already."""
+        if hasattr(self.hook, "settle"):
+            self.hook.settle(state)
 
     def close(self) -> None:
         """Close the hook."""

@@ -41,7 +41,7 @@ def test_the_file_says_what_the_history_says(sink):
     state = train(sink)
     assert [(row["epoch"], row["step"], row["train/loss"]) for row in rows(sink.path)] == [(1, 1, 0), (2, 2, -1), (3, 3, -2)]
     assert rows(sink.path) == state.history.to_dicts()
-    assert list(sink.path.parent.iterdir()) == [sink.path]
+    assert {path.name for path in sink.path.parent.iterdir()} == {sink.path.name, f".{sink.path.name}.run"}
 
 
 def test_a_row_is_there_as_soon_as_its_record(sink):
@@ -68,7 +68,24 @@ def test_the_file_of_another_run_is_refused_before_the_first_update_and_not_touc
     with pytest.raises(ValueError, match=r"has the rows of another run.*resume\(folder, state\)"):
         train(sink, state, epochs=1)
     assert state.model.w.item() == 0.0 and sink.path.read_bytes() == before
-    assert list(sink.path.parent.iterdir()) == [sink.path]
+    assert {path.name for path in sink.path.parent.iterdir()} == {sink.path.name, f".{sink.path.name}.run"}
+
+
+def test_a_run_that_goes_back_to_before_its_first_record_cuts_the_rows_off(sink, tmp_path):
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path / "run", keep=None))
+    train(sink, loaders=ONE * 4, hooks=(sink, saves), epochs=2)
+    assert [row["step"] for row in rows(sink.path)] == [4, 8]
+    back = fl.restore(tmp_path / "run" / "step-00000002", toy())
+    train(sink, back, loaders=ONE * 4, epochs=1)
+    assert [row["step"] for row in rows(sink.path)] == [4]
+
+
+def test_a_run_that_was_killed_at_its_very_end_completes_its_file_the_next_time(sink):
+    state = train(sink)
+    whole = sink.path.read_bytes()
+    sink.path.write_bytes(whole[: whole[:-1].rindex(b"\n") + 1])
+    train(SINKS[sink.path.suffix[1:]](sink.path), state)  # nothing to do
+    assert sink.path.read_bytes() == whole
 
 
 def test_a_run_that_fails_and_starts_again_without_a_record_continues_its_file(sink, tmp_path):
@@ -87,7 +104,7 @@ def test_a_run_that_fails_and_starts_again_without_a_record_continues_its_file(s
         train(sink, toy())
     state = train(sink, fl.resume(tmp_path / "run", toy()), hooks=(sink, saves), epochs=2)
     assert rows(sink.path) == state.history.to_dicts() and len(state.history) == 2
-    assert list(sink.path.parent.iterdir()) == [sink.path]
+    assert {path.name for path in sink.path.parent.iterdir()} == {sink.path.name, f".{sink.path.name}.run"}
 
 
 def test_a_row_is_appended_and_the_file_replaced_only_for_a_new_column(tmp_path):
