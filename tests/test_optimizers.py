@@ -8,6 +8,7 @@ import importlib.util
 import json
 import random
 import sys
+import threading
 import types
 from collections import deque
 
@@ -20,7 +21,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fnloop as fl
-from fnloop import _files, _optimizer_state, schedules
+from fnloop import _files, _optimizer_state, _resumable, schedules
 from fnloop._encode import decode, encode
 from fnloop._optimizer_state import Owned, optimizer_facts, owned_by
 from fnloop._resumable import _tiny, check_resumable
@@ -182,9 +183,10 @@ def resumes(folder, new, step=step, data=DATA, splits=(5,)):
 
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, name):
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, caplog, name):
     scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step
     resumes(tmp_path, lambda seed=0: new_state(OPTIMIZERS[name], seed), scheduled)
+    assert "could not be tried" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -390,7 +392,7 @@ def test_numbers_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (Counting, "its attribute updates is no part of its state_dict: it was 3, and is 0 after a restore"),
+        (Counting, "its attribute updates is not in its state_dict: it was 3, and is 0 after a restore"),
         (Both, "Both.load_state_dict does not restore what its state_dict returned"),
         (Objects, "w.seen is a object, which a checkpoint can't hold"),
         (Modules, "w.seen is a Linear, an object, which would not come back as one"),
@@ -470,13 +472,242 @@ def test_the_trial_copies_little():
     check_resumable(state)
 
 
-def test_where_no_copy_can_be_tried_nothing_is_said():
+class Every(SGD):
+    """Halves the weights at every 50th update, by a count that derived classes keep somewhere."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+
+    def step(self, closure=None):
+        super().step()
+        if self.count() % 50 == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data /= 2
+
+
+class TensorCounter(Every):
+    def __init__(self, params):
+        super().__init__(params)
+        self.k = torch.zeros(())
+
+    def count(self):
+        return self.k.add_(1)
+
+
+class DictCounter(Every):
+    def __init__(self, params):
+        super().__init__(params)
+        self.info = {"name": "k", "k": 0}
+
+    def count(self):
+        self.info["k"] += 1
+        return self.info["k"]
+
+
+class Grouped(Every):
+    def __init__(self, params):
+        super().__init__(params)
+        self.seen = []
+
+    def count(self):
+        self.seen.append("update")
+        return len(self.seen)
+
+
+class DefaultsCounter(Every):
+    def __init__(self, params):
+        super().__init__(params)
+        self.defaults["k"] = 0
+
+    def count(self):
+        self.defaults["k"] += 1
+        return self.defaults["k"]
+
+
+class Nested(Every):
+    def __init__(self, params):
+        super().__init__(params)
+        self.info = ({"of": [0, 7]},)
+
+    def count(self):
+        self.info[0]["of"][0] += 1
+        return self.info[0]["of"][0]
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (TensorCounter, r"k is not in its state_dict: it was 3\.0, and is 0\.0"),
+        (DictCounter, r"info\.k is not in its state_dict: it was 3, and is 0"),
+        (DefaultsCounter, r"defaults\.k is not in its state_dict: it was 3, and is 0"),
+        (Nested, r"info\.0\.of\.0 is not in its state_dict: it was 3, and is 0"),
+    ],
+)
+def test_a_count_that_is_lost_is_found_long_before_it_matters(make, fault):
+    with pytest.raises(
+        fl.CheckpointError, match=f"a run with {make.__name__} cannot .*: its attribute {fault} after a restore"
+    ):
+        check_resumable(toy_state(make))
+
+
+def test_a_length_that_stays_behind_is_a_count_and_that_of_a_cache_is_not():
+    class Late(Every):
+        """Makes its count at the first update."""
+
+        def count(self):
+            self.k = getattr(self, "k", 0) + 1
+            return self.k
+
+    class Cached(Every):
+        def __init__(self, params):
+            super().__init__(params)
+            self.shapes = {}
+
+        def count(self):
+            return self.shapes.setdefault("w", 1)
+
+    check_resumable(toy_state(Cached))
+    for make, path, was, now in ((Grouped, "seen", "of length 15", "of length 12"), (Late, "k", 15, 12)):
+        fault = (
+            f"its attribute {path} is not in its state_dict: it is {was} in an uninterrupted run, and {now} in a resumed one"
+        )
+        with pytest.raises(fl.CheckpointError, match=fault):
+            check_resumable(toy_state(make))
+
+
+def test_a_flag_is_not_a_count():
+    class Told(SGD):
+        told, done, first = False, torch.tensor(False), None
+
+        def step(self, closure=None):
+            super().step()
+            self.told, self.done = True, torch.tensor(True)
+
+    check_resumable(toy_state(Told))
+
+
+class HeadsLock(SGD):
+    """Its momentum is in objects, and beside it are things that cannot be copied."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        self.lock, self.file, self.module = threading.Lock(), sys.stdout, types
+        self.heads = [types.SimpleNamespace(m=torch.zeros_like(p)) for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with self.lock:
+            print("an update", file=self.file)
+            for head, p in zip(self.heads, self.param_groups[0]["params"], strict=True):
+                head.m.mul_(0.5).add_(p.grad)
+                p.sub_(head.m)
+
+
+class Flat(SGD):
+    """Its momentum is in a tensor of as many elements as all parameters have."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        self.m = torch.zeros(sum(p.numel() for p in self.param_groups[0]["params"]))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        self.m.mul_(0.5).add_(torch.cat([p.grad.flatten() for p in params]))
+        for p, m in zip(params, self.m.split([p.numel() for p in params]), strict=True):
+            p.sub_(m.view_as(p))
+
+
+@pytest.mark.parametrize("layers", [1, 20])  # of more than 8 parameters, a tiny copy has one of each kind
+@pytest.mark.parametrize("make", [HeadsLock, Flat])
+def test_momentum_that_is_lost_is_found_in_copies_of_full_size(capsys, make, layers):
+    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(layers)))
+    state = fl.TrainState.create(model, make(model.parameters()), seed=0)
+    with pytest.raises(fl.CheckpointError, match=f"a run with {make.__name__} cannot .* a few updates after .*weight differs"):
+        check_resumable(state)
+    assert not capsys.readouterr().out  # the trial writes to no file
+
+
+def test_a_large_optimizer_is_not_copied_whole(caplog, monkeypatch):
+    monkeypatch.setattr(_resumable, "MANY", 89)
+    model = nn.Linear(9, 9)
+    check_resumable(fl.TrainState.create(model, Flat(model.parameters()), seed=0))
+    assert "whether a run with Flat resumes bit for bit could not be tried (RuntimeError: " in caplog.text
+
+
+class Closure(SGD):
+    """Its momentum is in a variable of a function."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        momentum = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+        def update():
+            for m, p in zip(momentum, self.param_groups[0]["params"], strict=True):
+                p.data -= m.mul_(0.5).add_(p.grad)
+
+        self.update = update
+
+    def step(self, closure=None):
+        self.update()
+
+
+def around_step(params):
+    kept = {}
+
+    class AroundStep(SGD):
+        """Its momentum is in a variable around the class, and is not there yet."""
+
+        def step(self, closure=None):
+            for i, p in enumerate(self.param_groups[0]["params"]):
+                kept[i] = kept.get(i, 0) / 2 + p.grad
+                p.data -= kept[i]
+
+    AroundStep.kept = staticmethod(lambda: kept)
+    return AroundStep(params, lr=1.0)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Closure, "Closure"), (around_step, "AroundStep")])
+def test_what_could_not_be_tried_is_said_once(caplog, make, name):
+    first = toy_state(make)
+    check_resumable(first)
+    check_resumable(first)
+    function = "update" if make is Closure else "step"
+    assert caplog.messages == [
+        f"whether a run with {name} resumes bit for bit could not be tried (NotImplementedError: its function {function} keeps "
+        f"tensors, or might, in variables around it): compare a resumed run with an uninterrupted one"
+    ]
+    assert make is Closure or not first.optimizer.kept()  # the trial has left it alone
+
+
+def test_other_processes_do_not_repeat_the_warning(caplog):
+    class Elsewhere(Closure):
+        pass
+
+    state = toy_state(Elsewhere)
+    check_resumable(attrs.evolve(state, backend=attrs.evolve(state.backend, rank=1)))
+    assert not caplog.messages
+
+
+def test_one_that_evaluates_the_loss_itself_is_tried_in_silence(caplog):
+    class Evaluates(SGD):
+        def step(self, closure):
+            closure()
+            super().step()
+
+    check_resumable(toy_state(Evaluates))
+    assert not caplog.messages
+
+
+def test_an_update_that_fails_in_the_trial_is_said(caplog):
     class Wants(SGD):
         def step(self, closure=None):
             if closure is None:
                 raise RuntimeError("a closure is needed")
 
     check_resumable(toy_state(Wants))
+    assert "a run with Wants resumes bit for bit could not be tried (RuntimeError: a closure is needed)" in caplog.text
 
 
 def test_a_function_that_might_reach_the_real_parameters_is_not_tried():
