@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from fnloop._monitor import better
 from fnloop._optimizer_state import bare_name as _bare
 from fnloop._optimizer_state import optimizer_facts, optimizer_loader, owned_by
 from fnloop._processes import any_process, gather_objects, main_only
+from fnloop._resumable import check_resumable
 from fnloop._rng import SEED_BITS, HostGenerators
 from fnloop._sharded import full, like_sharded
 from fnloop._state import PENDING, RECORD, UPDATE, TrainState, advance_to, check_fresh, suspended, unwrap
@@ -207,8 +209,22 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
     """
     check_fresh(state, "save")
     target = folder_path("save", "path", path)
+    _warn_unless_resumable(state)
     what = contents(state)
     return main_only(lambda: write(what, target), "fnloop.save")
+
+
+_tried: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
+
+
+def _warn_unless_resumable(state: TrainState) -> None:
+    """Say so, once, if a run with the optimizer would not be resumed bit for bit. The weights can be saved all the same."""
+    if state.optimizer not in _tried:
+        _tried.add(state.optimizer)
+        try:
+            check_resumable(state)
+        except CheckpointError as error:
+            _log.warning("save: %s", error)
 
 
 # --- restoring

@@ -166,9 +166,9 @@ def clean(folder: Path, name: str) -> None:
         replaced = re.fullmatch(rf"\.({name})\.old", path.name)
         if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
             _remove_unlocked(path.with_name(writing[1]))
-        elif re.fullmatch(rf"\.{name}\.removing(-[0-9a-f]+)?", path.name) and _has_only_ours(path):
-            shutil.rmtree(path, ignore_errors=True)
-        elif replaced and manifest_of(path.with_name(replaced[1])) is not None and is_ours(path):
+            continue
+        removed = re.fullmatch(rf"\.{name}\.removing(-[0-9a-f]+)?", path.name) and _has_only_ours(path)
+        if removed or (replaced and manifest_of(path.with_name(replaced[1])) is not None and is_ours(path)):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -206,6 +206,16 @@ def test_those_that_cannot_be_resumed_are_refused_before_the_first_update(tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_save_by_hand_says_so_and_keeps_the_weights(tmp_path, name, caplog):
+    state = new_state(REFUSED[name])
+    path = fl.save(state, tmp_path / "a")
+    assert "save: a run with" in caplog.text and "cannot be resumed bit for bit" in caplog.text
+    restored = fl.restore(path, new_state(REFUSED[name], 1), only=("model",))
+    assert all(torch.equal(a, b) for a, b in zip(restored.model.parameters(), state.model.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", ["schedulefree.AdamWScheduleFree", "pytorch_optimizer.ScheduleFreeWrapper"])
 def test_the_mode_of_an_optimizer_without_a_schedule_is_kept(tmp_path, name, mode):
