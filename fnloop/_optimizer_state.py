@@ -353,8 +353,8 @@ def _own_loader(
             ) from error
         if found:
             raise CheckpointError(
-                f"{path}: {owned.kind}.load_state_dict does not restore what its state_dict returned: {found}. Mend it in a "
-                f"class derived from {owned.kind}"
+                f"{path}: {owned.kind}.load_state_dict does not restore what its state_dict returned: {found}. Fix it in a "
+                f"subclass"
             )
 
     return load

@@ -167,7 +167,7 @@ def _attributes_left(one: Owned, two: Owned) -> Iterator[tuple[str, Any, Any]]:
     """Yield the attributes that a restore has left as they were, with what they should be and what they are."""
     for before, after in zip(optimizers_in(one.optimizer), optimizers_in(two.optimizer), strict=True):
         for name, was in vars(before).items():
-            now = getattr(after, name, None)
+            now: Any = getattr(after, name, None)
             if name == "defaults":  # torch adds to them when it loads
                 was, now = ({key: held[key] for key in was if key in now} for held in (was, now))
             if name not in ("state", "param_groups") and difference(was, now, name):
