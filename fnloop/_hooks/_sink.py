@@ -41,7 +41,8 @@ def to_csv(path: _Path) -> Sink:
 
     A row is there as soon as its record is, and a kill loses none. The file equals ``state.history``: a run that continues from
     an earlier checkpoint cuts off the rows after it. A file belongs to one run: another one is refused before its first update,
-    and the file is not touched. A metric that a record does not have is an empty cell, and not a number is ``nan``, ``inf`` or
+    and the file is not touched. A closing record has 1 in the column ``closing``, which is there if there is one. A metric that a
+    record does not have is an empty cell, and not a number is ``nan``, ``inf`` or
     ``-inf``: pandas reads each as what it is. With several processes, the first writes.
 
     Args:
@@ -218,7 +219,7 @@ class Sink:
             return False
         if len(history) - count not in (0, 1) or (count and history[count - 1] is not self._last):
             return False
-        return not len(history) or self.head(_union(self._names, history[-1].metrics)) == self.head(self._names)
+        return not len(history) or self.head(_union(self._names, _cells(history[-1]))) == self.head(self._names)
 
     def _append(self, record: Record) -> None:
         line = self.row(record, self._names).encode()
@@ -227,7 +228,7 @@ class Sink:
         self._size += len(line)
 
     def _write(self, history: History) -> None:
-        self._names = history.keys()
+        self._names = _union(history.keys(), ["closing"] * any(record.closing for record in history))
         text = (self.head(self._names) + "".join(self.row(record, self._names) for record in history)).encode()
         self._size = len(text)
         path = self.path.resolve()  # a link stays one
@@ -246,12 +247,18 @@ def _union(names: Sequence[str], more: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*names, *more)))
 
 
+def _cells(record: Record) -> dict[str, float]:
+    """Return what is in a row besides the counters: the metrics, and whether it is a closing record."""
+    return {**record.metrics, "closing": 1} if record.closing else dict(record.metrics)
+
+
 def _csv_line(names: Sequence[str]) -> str:
     return _line([*_FIRST, *names])
 
 
 def _csv_row(record: Record, names: Sequence[str]) -> str:
-    return _line([record.epoch, record.step, record.seconds, *(record.metrics.get(name, "") for name in names)])
+    cells = _cells(record)
+    return _line([record.epoch, record.step, record.seconds, *(cells.get(name, "") for name in names)])
 
 
 def _line(cells: Sequence[object]) -> str:
@@ -261,7 +268,7 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def _json_row(record: Record, names: Sequence[str]) -> str:
-    cells = {"epoch": record.epoch, "step": record.step, "seconds": record.seconds, **record.metrics}
+    cells = {"epoch": record.epoch, "step": record.step, "seconds": record.seconds, **_cells(record)}
     return f"{{{', '.join(f'{json.dumps(name)}: {_number(value)}' for name, value in cells.items())}}}\n"
 
 

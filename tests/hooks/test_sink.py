@@ -107,6 +107,12 @@ def test_a_run_that_fails_and_starts_again_without_a_record_continues_its_file(s
     assert {path.name for path in sink.path.parent.iterdir()} == {sink.path.name, f".{sink.path.name}.run"}
 
 
+def test_a_closing_record_is_marked(sink):
+    state = train(sink, train(sink, loaders=ONE * 4, epochs=None, steps=2), loaders=ONE * 4, epochs=1)
+    assert [(row["step"], row.get("closing")) for row in rows(sink.path)] == [(2, 1), (4, None)]
+    assert rows(sink.path) == state.history.to_dicts()
+
+
 def test_a_row_is_appended_and_the_file_replaced_only_for_a_new_column(tmp_path):
     def files(sink):
         nodes = []
