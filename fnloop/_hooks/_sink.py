@@ -41,9 +41,9 @@ def to_csv(path: _Path) -> Sink:
 
     A row is there as soon as its record is, and a kill loses none. The file equals ``state.history``: a run that continues from
     an earlier checkpoint cuts off the rows after it. A file belongs to one run: another one is refused before its first update,
-    and the file is not touched. A closing record has 1 in the column ``closing``, which is there if there is one. A metric that a
-    record does not have is an empty cell, and not a number is ``nan``, ``inf`` or
-    ``-inf``: pandas reads each as what it is. With several processes, the first writes.
+    and the file is not touched. A closing record has 1 in the column ``closing``, which is there if there is one. A metric that
+    a record does not have is an empty cell, and not a number is ``nan``, ``inf`` or ``-inf``: pandas reads each as what it is.
+    With several processes, the first writes.
 
     Args:
         path: the file; made with its folders if it is not there, absolute at once, with ``~`` expanded. One for each run.
