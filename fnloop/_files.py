@@ -177,14 +177,13 @@ def _has_only_ours(path: Path) -> bool:
 
 
 def _remove_unlocked(beside: Path) -> None:
-    """Remove a half-written folder and its lock, unless a process is writing it, or there is something else in it."""
-    if beside.exists() and not _has_only_ours(beside):
-        return
+    """Remove a half-written folder and its lock, unless a process is writing it."""
     lock = beside.with_name(f"{beside.name}.lock")
     try:
         file = lock.open("r+")
     except FileNotFoundError:  # it is made before the folder, and removed after it
-        shutil.rmtree(beside, ignore_errors=True)
+        if _has_only_ours(beside):
+            shutil.rmtree(beside, ignore_errors=True)
         return
     with file:
         if _lock(file, wait=False):

@@ -213,7 +213,7 @@ def _run(
     __tracebackhide__ = True
     if state.stop in (INTERRUPTED, TERMINATED):
         state = attrs.evolve(state, stop=None)
-    if state.stop is not None or (_reached(state, epochs, steps) and PENDING not in state.news):
+    if (state.stop is not None or _reached(state, epochs, steps)) and PENDING not in state.news:
         _warn(state, _nothing_to_do(state, epochs, steps))
         for hook in hooks:
             if hasattr(hook, "settle"):
@@ -242,7 +242,7 @@ def _run(
                             tell_share(state, Share(source.even(run.batches // processes), borrowed))
                         new, out = train(state, batch)
                         run.state = consume(new, out, run.batches, run.batches * batch_size)
-                        run.where = LOADER
+                        run.where, run.before_record = LOADER, True
                         batch = next(feed, _END)
                         over = run.boundary(batch is _END)
                     run.leave(batch is _END)
@@ -363,6 +363,8 @@ class _Run:
         closing = not (due or ended) and state.step >= self.last_step and caught.stop is None
         if due or ended or closing:
             state = self._recorded(state, evaluate=due or closing, closing=closing)
+        elif state.step >= self.last_step:  # a signal came during the last update: the record is made by the run that continues
+            state = attrs.evolve(state, news=state.news | {PENDING})
         if ended:
             state._lease.saved_on = None
         self.state, self.before_record = state, False
@@ -392,7 +394,9 @@ class _Run:
             self.council.close(self.state, self.caught, self.source.dealt.order if ended else 0)
             self.state = self.caught.heard(self.state)
         if self.state.stop not in (None, INTERRUPTED, TERMINATED) and RECORD not in self.state.news:
+            self.before_record = True
             self.state = self._recorded(self.state, evaluate=True, closing=True)
+            self.before_record = False
         if self.caught.save or self.is_over():
             self.where = "the end"
             self.state, self.caught.save = _flushed(self.hooks, self.state), False
@@ -420,9 +424,10 @@ class _Run:
         """Return whether the run ends as it would without this error; if not, say in it where it happened."""
         __tracebackhide__ = True
         state, where, caught = self.state, self.where, self.caught
-        if where is None:
-            state = newest(state, self.batches, self.batches * (self.source.batch_size or 0))
-        elif self.before_record:
+        made = newest(state, self.batches, self.batches * (self.source.batch_size or 0)) if where is None else state
+        if made is not state:
+            state = attrs.evolve(made, news=made.news | {PENDING})
+        elif where is not None and self.before_record:
             state = attrs.evolve(state, news=state.news | {PENDING})
         alone = self.council is None  # else the others do not know of it: the process ends, and they with it
         interrupted = isinstance(error, KeyboardInterrupt) and caught.stop is None and is_fresh(state)
@@ -431,7 +436,9 @@ class _Run:
         starved = isinstance(error, Exception) and caught.stop is not None and loading
         if not (alone and (interrupted or starved)):
             last = _explain(error, state, self.step, where, self.in_epoch if EPOCH in state.news else state.batch)
-            if alone and isinstance(error, Exception) and last is not None:
+            if made is not self.state and last is not None:
+                error.add_note("the update was applied before this; what middleware around it do after it may be missing")
+            elif alone and isinstance(error, Exception) and last is not None:
                 _tell_hooks(self.hooks, last, error)
             return False
         caught.done, self.went_back = True, False

@@ -216,6 +216,11 @@ class TrainState:
             )
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_BITS):
             raise ValueError(f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {described(seed)}")
+        if any(p.is_meta for p in model.parameters()):
+            raise ValueError(
+                "TrainState.create expects a model with weights; got one on the meta device: write "
+                'model.to_empty(device="cpu"), initialise it, and make the optimizer after that'
+            )
         theirs = {id(p) for p in model.parameters()}
         if theirs and not any(id(p) in theirs for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(

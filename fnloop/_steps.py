@@ -99,7 +99,8 @@ class Backward:
         state, out = self.forward(state, batch)
         if out.skip is not None:
             return state, attrs.evolve(out, loss=out.loss.detach())
-        self._start(state, out, None).backward()
+        share = _floating(_counting(out.weight) > 0, out.loss) if isinstance(out.weight, Tensor) else None  # 1, or 0
+        self._start(state, out, share).backward()
         return state, Output(out.loss.detach(), out.weight, out.aux, out.metrics)
 
     def over(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
