@@ -38,7 +38,7 @@ except ImportError:  # Windows: what a killed process left over stays
     fcntl = None
 
 from fnloop._format import FILES, FORMAT, LARGEST_MANIFEST, MANIFEST, TENSORS, CheckpointError, Contents, NewerFormatError
-from fnloop._history_blocks import check_blocks, read_blocks
+from fnloop._history_blocks import check_blocks, flush, read_blocks
 
 __all__ = [
     "FILES",
@@ -87,7 +87,7 @@ def write(what: Contents, path: Path, facts: Mapping[str, Any] | None = None, *,
         about = {name: what.facts[name] for name in ("position", "stop", "measured", "run", "blocks")}
         manifest = {"format_version": FORMAT, "serial": _next_serial(path), **about, **(facts or {}), "files": files}
         _write_text(beside / MANIFEST, json.dumps({**manifest, "check": _check_of(manifest)}, indent=1))
-        _flush(beside)
+        flush(beside)
         _put_in_place(beside, path)
     return path
 
@@ -216,20 +216,12 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         save_file(plain, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} can't be written: {error}") from error
-    _flush(path)
+    flush(path)
 
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path)
 
 
 def _put_in_place(beside: Path, path: Path) -> None:
@@ -240,7 +232,7 @@ def _put_in_place(beside: Path, path: Path) -> None:
             shutil.rmtree(old)
         path.rename(old)  # a kill from here to the next rename leaves `old`, which reading falls back to
     beside.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
     if old.exists() and is_ours(old):
         shutil.rmtree(old, ignore_errors=True)
 

@@ -23,7 +23,7 @@ from fnloop._encode import encode
 from fnloop._format import CheckpointError
 from fnloop._history import Fold, History, Record
 
-__all__ = ["Encoded", "check_blocks", "count", "encoder", "line_of", "read_blocks", "remove_others", "write_blocks"]
+__all__ = ["Encoded", "check_blocks", "count", "encoder", "flush", "line_of", "read_blocks", "remove_others", "write_blocks"]
 
 BLOCK = 1024  # records
 FOLDER = ".records"
@@ -97,12 +97,12 @@ def write_blocks(folder: Path, blocks: Sequence[str], history: History, known: s
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-        flush_folder(path.parent)
+        flush(path.parent)
 
 
-def flush_folder(folder: Path) -> None:
-    """Let the names in a folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Let a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
