@@ -132,7 +132,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _shown(value: float | Tensor) -> str:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor):  # a host read, for the error that ends the run
         return f"the tensor {value.item():g}" if value.numel() == 1 else "a tensor"
     return f"{value:g}"
 
