@@ -57,7 +57,10 @@ def train(folder, moment, pipe):
             os.write(pipe, b".")
         return toy_loss(model, batch)
 
-    loaders = {name: DataLoader(Slow(n, 0.002), 2, num_workers=2) for name, n in (("train", 20), ("valid", 2000))}
+    loaders = {
+        name: DataLoader(Slow(n, 0.002), 2, num_workers=2)
+        for name, n in (("train", 20), ("valid", 2000))
+    }
     hooks = (Lingers(pipe, moment), fl.every(epochs=1)(fl.checkpoint(folder)))
     state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, epochs=1000, hooks=hooks)
     saved = fl.resume(folder, toy())
@@ -83,7 +86,11 @@ def attempt(folder, moment, between=0.005):
         time.sleep(between)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     found = {path.name: path.read_text() for path in Path(folder).iterdir() if path.is_file()}
-    return {"status": status, "error": found.get("error", ""), **json.loads(found.get("result", "{}"))}
+    return {
+        "status": status,
+        "error": found.get("error", ""),
+        **json.loads(found.get("result", "{}")),
+    }
 
 
 if __name__ == "__main__":

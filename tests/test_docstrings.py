@@ -19,7 +19,11 @@ PUBLIC = {
     for name in module.__all__
     if not inspect.ismodule(getattr(module, name))
 }
-DESCRIBED = {name: value for name, value in PUBLIC.items() if not (inspect.isclass(value) and issubclass(value, Exception))}
+DESCRIBED = {
+    name: value
+    for name, value in PUBLIC.items()
+    if not (inspect.isclass(value) and issubclass(value, Exception))
+}
 METHODS = {
     f"{name}.{method}": getattr(function, "__func__", function)
     for name, value in DESCRIBED.items()
@@ -27,7 +31,11 @@ METHODS = {
     for method, function in vars(value).items()
     if not method.startswith("_") and inspect.isroutine(getattr(function, "__func__", function))
 }
-MADE_BY = ("__init__", "__attrs_post_init__", "__call__")  # what the docstring of a class answers for
+MADE_BY = (
+    "__init__",
+    "__attrs_post_init__",
+    "__call__",
+)  # what the docstring of a class answers for
 
 
 def section(value, name):
@@ -61,13 +69,21 @@ def tree_of(function):
 def raises(function):
     """Whether a function raises: itself, or through the private functions of its module."""
     module = ast.parse(inspect.getsource(inspect.getmodule(function)))
-    helpers = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")}
+    helpers = {
+        node.name: node
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_")
+    }
     waiting, seen = [tree_of(inspect.unwrap(function))], set()
     while waiting:
         tree = waiting.pop()
         if raising(tree):
             return True
-        called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        called = {
+            node.func.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
         waiting += [helpers[name] for name in called & set(helpers) - seen]
         seen |= called
     return False
@@ -77,7 +93,9 @@ def raises(function):
 def test_the_first_line_says_what_it_does(name):
     first, *rest = (inspect.getdoc((PUBLIC | METHODS)[name]) or "").splitlines() or [""]
     assert re.search(r"[.:]$", first), f"{name} has no summary of one line: {first!r}"
-    assert not rest or not rest[0] or first.endswith(":") or not rest[0][0].islower(), f"{name}: the summary goes on"
+    assert not rest or not rest[0] or first.endswith(":") or not rest[0][0].islower(), (
+        f"{name}: the summary goes on"
+    )
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
@@ -86,7 +104,9 @@ def test_every_parameter_is_described_and_no_other(name):
     assert names_in(section(value, "Args")) == parameters(value)
 
 
-@pytest.mark.parametrize("name", [name for name, value in DESCRIBED.items() if inspect.isfunction(value)])
+@pytest.mark.parametrize(
+    "name", [name for name, value in DESCRIBED.items() if inspect.isfunction(value)]
+)
 def test_what_is_returned_is_described(name):
     value = DESCRIBED[name]
     nothing = inspect.signature(value).return_annotation in (None, "None")
@@ -96,9 +116,19 @@ def test_what_is_returned_is_described(name):
 @pytest.mark.parametrize("name", DESCRIBED | METHODS)
 def test_what_is_raised_is_described(name):
     value = (DESCRIBED | METHODS)[name]
-    made = [function for method in MADE_BY if (function := vars(value).get(method))] if inspect.isclass(value) else [value]
-    if any(raises(function) for function in made if inspect.getsourcefile(function) == inspect.getsourcefile(value)):
-        assert re.search(r"^    \w+(, \w+)*: \S", section(value, "Raises"), re.M), f"{name} raises, and doesn't say what"
+    made = (
+        [function for method in MADE_BY if (function := vars(value).get(method))]
+        if inspect.isclass(value)
+        else [value]
+    )
+    if any(
+        raises(function)
+        for function in made
+        if inspect.getsourcefile(function) == inspect.getsourcefile(value)
+    ):
+        assert re.search(r"^    \w+(, \w+)*: \S", section(value, "Raises"), re.M), (
+            f"{name} raises, and doesn't say what"
+        )
 
 
 @pytest.mark.parametrize("name", DESCRIBED)

@@ -6,7 +6,7 @@ import sys
 import attrs
 import pytest
 import torch
-from members import decay, largest_output, noise, output_mean, weight_penalty
+from sample_middleware import decay, largest_output, noise, output_mean, weight_penalty
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -52,12 +52,18 @@ COMBINATIONS = [
     fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
     fl.pipeline(fl.clip_value(0.01), fl.accumulate(3), fl.clip(0.05)),
     fl.pipeline(fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05), warm_cosine),
-    fl.pipeline(warm_cosine, fl.schedule(schedules.linear(), field="weight_decay"), fl.accumulate(2)),
+    fl.pipeline(
+        warm_cosine, fl.schedule(schedules.linear(), field="weight_decay"), fl.accumulate(2)
+    ),
     fl.pipeline(weight_penalty(0.01), fl.accumulate(3), noise(0.01), fl.metric(mean=output_mean)),
-    fl.pipeline(fl.accumulate(4), fl.torch_scheduler(decay), fl.metric(mean=output_mean), fl.clip(0.05)),
+    fl.pipeline(
+        fl.accumulate(4), fl.torch_scheduler(decay), fl.metric(mean=output_mean), fl.clip(0.05)
+    ),
     fl.pipeline(fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
 ]
-DETERMINISTIC = [p for p in COMBINATIONS if not any(m.name in ("noise", "amp") for m in p.middleware)]
+DETERMINISTIC = [
+    p for p in COMBINATIONS if not any(m.name in ("noise", "amp") for m in p.middleware)
+]
 
 
 def single_precision(problem: Problem) -> Problem:
@@ -78,7 +84,9 @@ def test_every_combination_keeps_the_laws(pipe):
     check_laws(pipe)
 
 
-@pytest.mark.parametrize("members", [(), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1))], ids=repr)
+@pytest.mark.parametrize(
+    "members", [(), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1))], ids=repr
+)
 def test_fp16_keeps_the_laws_of_fold_and_purity(members):
     pipe = fl.pipeline(fl.amp("fp16", init_scale=2.0**17, growth_interval=3), *members)
     problem = single_precision(small())
@@ -89,7 +97,9 @@ def test_fp16_keeps_the_laws_of_fold_and_purity(members):
 # --- 1: the hand loop
 
 
-def by_hand(problem, epochs, *, n=1, clip=None, clip_value=None, precision=None, factor=lambda i, total: 1.0):
+def by_hand(
+    problem, epochs, *, n=1, clip=None, clip_value=None, precision=None, factor=lambda i, total: 1.0
+):
     """The loop that fnloop replaces, with everything in its place."""
     state = problem.state()
     model, optimizer = state.model, state.optimizer
@@ -129,7 +139,10 @@ HAND_LOOPS = [
     ((fl.clip_value(0.01),), {"clip_value": 0.01}),
     ((fl.accumulate(4), fl.clip(0.05)), {"n": 4, "clip": 0.05}),
     ((fl.amp("bf16"),), {"precision": torch.bfloat16}),
-    ((fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)), {"precision": torch.bfloat16, "n": 2, "clip": 0.05}),
+    (
+        (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
+        {"precision": torch.bfloat16, "n": 2, "clip": 0.05},
+    ),
     ((fl.schedule(schedules.cosine(warmup=2)),), {"factor": schedules.cosine(warmup=2)}),
     ((fl.accumulate(3), fl.schedule(schedules.linear())), {"n": 3, "factor": schedules.linear()}),
 ]
@@ -139,19 +152,29 @@ HAND_LOOPS = [
 @pytest.mark.parametrize(("members", "settings"), HAND_LOOPS, ids=lambda value: repr(value)[:60])
 def test_fit_equals_the_loop_written_by_hand_to_the_bit(members, settings, epochs):
     problem = small()
-    state = fl.fit(fl.pipeline(*members)(problem.loss_fn), problem.state(), problem.batches, epochs=epochs, hooks=())
+    state = fl.fit(
+        fl.pipeline(*members)(problem.loss_fn),
+        problem.state(),
+        problem.batches,
+        epochs=epochs,
+        hooks=(),
+    )
     model, losses = by_hand(problem, epochs, **settings)
     for mine, theirs in zip(state.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert state.history["train/loss"] == pytest.approx(losses, rel=1e-14 if settings.get("n", 1) > 1 else 0, abs=0)
+    assert state.history["train/loss"] == pytest.approx(
+        losses, rel=1e-14 if settings.get("n", 1) > 1 else 0, abs=0
+    )
 
 
 def test_fit_equals_the_hand_loop_with_batch_norm_and_dropout_given_the_same_draws():
     """Dropout draws by position: a hand loop that sets torch's generator as fnloop does draws the same."""
-    from fnloop._rng import COMPUTE, fold_in
+    from fnloop._core.rng import COMPUTE, fold_in
 
     problem = stochastic()
-    state = fl.fit(fl.pipeline()(problem.loss_fn), problem.state(), problem.batches, epochs=2, hooks=())
+    state = fl.fit(
+        fl.pipeline()(problem.loss_fn), problem.state(), problem.batches, epochs=2, hooks=()
+    )
     by = problem.state()
     for epoch in range(2):
         for i, batch in enumerate(problem.batches):
@@ -159,7 +182,9 @@ def test_fit_equals_the_hand_loop_with_batch_norm_and_dropout_given_the_same_dra
             by.optimizer.zero_grad()
             problem.loss_fn(by.model, batch)[0].backward()
             by.optimizer.step()
-    for mine, theirs in zip(state.model.state_dict().values(), by.model.state_dict().values(), strict=True):
+    for mine, theirs in zip(
+        state.model.state_dict().values(), by.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
@@ -179,25 +204,42 @@ def test_n_batches_make_the_update_of_one_batch_of_them_all(n, members):
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_accumulation_is_the_same_on_its_other_path(n):
     """A gradient middleware inside accumulate makes it take the gradients out; this one changes nothing."""
-    untouched = fl.Middleware("untouched", gradient=lambda step: lambda state, batch: step(state, batch))
+    untouched = fl.Middleware(
+        "untouched", gradient=lambda step: lambda state, batch: step(state, batch)
+    )
     problem = small()
-    in_place = fl.fit(fl.pipeline(fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=())
-    averaged = fl.fit(fl.pipeline(untouched, fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=())
+    in_place = fl.fit(
+        fl.pipeline(fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=()
+    )
+    averaged = fl.fit(
+        fl.pipeline(untouched, fl.accumulate(n))(problem.loss_fn),
+        problem.state(),
+        problem.batches,
+        hooks=(),
+    )
     assert_same(in_place, averaged, rtol=1e-13)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_the_reported_loss_does_not_depend_on_n(n):
     step = fl.pipeline(fl.accumulate(n))(toy_loss)
-    state = fl.fit(step, toy(w=1.0, lr=0.0), [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)], hooks=())
+    state = fl.fit(
+        step, toy(w=1.0, lr=0.0), [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)], hooks=()
+    )
     assert state.history["train/loss"] == (3.0,)
 
 
 # --- 6: neutral
 
 
-@pytest.mark.parametrize("neutral", [fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)], ids=repr)
-@pytest.mark.parametrize("members", [(), (fl.accumulate(2),), (warm_cosine,), (fl.metric(mean=output_mean),)], ids=repr)
+@pytest.mark.parametrize(
+    "neutral",
+    [fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "members", [(), (fl.accumulate(2),), (warm_cosine,), (fl.metric(mean=output_mean),)], ids=repr
+)
 @pytest.mark.parametrize("problem", [small, stochastic])
 def test_a_neutral_setting_changes_nothing(neutral, members, problem):
     if neutral.name in [m.name for m in members]:
@@ -206,7 +248,11 @@ def test_a_neutral_setting_changes_nothing(neutral, members, problem):
 
 
 def test_a_neutral_setting_may_keep_a_slot_of_its_own_and_no_more():
-    law_neutral(fl.Middleware("kept", step=lambda step: step, init=lambda state: [1.0]), fl.pipeline(), small())
+    law_neutral(
+        fl.Middleware("kept", step=lambda step: step, init=lambda state: [1.0]),
+        fl.pipeline(),
+        small(),
+    )
 
     def meddle(step):
         def meddling(state, batch):
@@ -239,7 +285,11 @@ def frames_between_fit_and_the_loss(*members: fl.Middleware) -> list[str]:
         while frame.f_code.co_name != "fit":
             names.append(frame)
             frame = frame.f_back
-        found[:] = [f.f_code.co_qualname for f in names if "fnloop" in f.f_code.co_filename.replace("/tests/", "")]
+        found[:] = [
+            f.f_code.co_qualname
+            for f in names
+            if "fnloop" in f.f_code.co_filename.replace("/tests/", "")
+        ]
         return toy_loss(model, batch)
 
     fl.fit(fl.pipeline(*members)(loss_fn), toy(lr=1e-3), [torch.ones(1)] * 4, hooks=())

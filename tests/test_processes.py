@@ -18,13 +18,17 @@ from functools import partial
 from pathlib import Path
 
 import attrs
+import launch
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -41,11 +45,15 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop import _processes, _rendezvous, _signals, _watch
+from fnloop._backend import collectives, rendezvous, watchdog
+from fnloop._loop import consensus
 from fnloop.testing import Toy, assert_same, toy
 
 pytestmark = pytest.mark.slow
-SIZE, BATCH = 41, 6  # samples, and those of an update of all processes together: it divides neither by 2 nor by 3, nor by 6
+SIZE, BATCH = (
+    41,
+    6,
+)  # samples, and those of an update of all processes together: it divides neither by 2 nor by 3, nor by 6
 COUNTS = (1, 2, 3)
 
 
@@ -69,7 +77,7 @@ def launched(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.with_suffix(".json").exists():
                 try:
-                    found = processes.results(path, n, job, timeout=100)
+                    found = launch.results(path, n, job, timeout=100)
                 except (AssertionError, TimeoutError) as error:
                     found = str(error)
                 path.with_suffix(".json").write_text(json.dumps(found))
@@ -108,7 +116,9 @@ def batches(size):
 
 
 def loader(data=None, size=None, **settings):
-    return DataLoader(samples() if data is None else data, batch_size=size or BATCH // world(), **settings)
+    return DataLoader(
+        samples() if data is None else data, batch_size=size or BATCH // world(), **settings
+    )
 
 
 class Leaving(Dicts):
@@ -193,8 +203,12 @@ def torchmetrics():
     from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 
     return {
-        "f1": fl.from_torchmetrics(MulticlassF1Score(3), lambda aux, batch: (aux["output"], batch[1])),
-        "auroc": fl.from_torchmetrics(MulticlassAUROC(3), lambda aux, batch: (aux["output"], batch[1])),
+        "f1": fl.from_torchmetrics(
+            MulticlassF1Score(3), lambda aux, batch: (aux["output"], batch[1])
+        ),
+        "auroc": fl.from_torchmetrics(
+            MulticlassAUROC(3), lambda aux, batch: (aux["output"], batch[1])
+        ),
     }
 
 
@@ -216,8 +230,15 @@ def measured(what):
         def measuring(state, batch):
             state, out = step(state, batch)
             norm = torch.stack([p.grad.square().sum() for p in state.model.parameters()]).sum()
-            made = {"g_sum": fl.Sum(norm), "g_min": fl.Min(norm), "g_max": fl.Max(norm), "g_last": fl.Last(norm)}
-            return state, attrs.evolve(out, metrics={**out.metrics, **made, "g_mean": fl.Mean(norm, 1)})
+            made = {
+                "g_sum": fl.Sum(norm),
+                "g_min": fl.Min(norm),
+                "g_max": fl.Max(norm),
+                "g_last": fl.Last(norm),
+            }
+            return state, attrs.evolve(
+                out, metrics={**out.metrics, **made, "g_mean": fl.Mean(norm, 1)}
+            )
 
         return measuring
 
@@ -230,7 +251,10 @@ def guard(update):
 
     def wrap(step):
         def guarded(state, batch):
-            tried, last = state.step + state.skipped, state.backend.rank == state.backend.world_size - 1
+            tried, last = (
+                state.step + state.skipped,
+                state.backend.rank == state.backend.world_size - 1,
+            )
             state, out = step(state, batch)
             return state, attrs.evolve(out, skip="the guard") if tried == update and last else out
 
@@ -291,7 +315,9 @@ class Case:
 
 CASES = {
     "plain": Case(),
-    "float32": Case(dtype=torch.float32, close=1e-6, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+    "float32": Case(
+        dtype=torch.float32, close=1e-6, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    ),
     "in order": Case(train=lambda: loader(), evaluated=True),
     "dropped end": Case(train=lambda: loader(shuffle=True, drop_last=True)),
     "accumulate": Case(lambda: fl.pipeline(fl.accumulate(2))),
@@ -301,33 +327,64 @@ CASES = {
     "clip, accumulate": Case(lambda: fl.pipeline(fl.clip(0.1), fl.accumulate(2))),
     "tokens": Case(loss=by_tokens),
     "tokens, accumulate": Case(lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1)), by_tokens),
-    "tokens, clip, accumulate": Case(lambda: fl.pipeline(fl.clip(0.1), fl.accumulate(2)), by_tokens),
+    "tokens, clip, accumulate": Case(
+        lambda: fl.pipeline(fl.clip(0.1), fl.accumulate(2)), by_tokens
+    ),
     "int tokens": Case(loss=by_int),
     "int tokens, accumulate": Case(lambda: fl.pipeline(fl.accumulate(2)), by_int),
     "dicts": Case(loss=entropy_of_dict, train=lambda: loader(Dicts(), shuffle=True)),
     "larger than the data": Case(train=lambda: loader(size=60 // world())),
-    "two samples": Case(train=lambda: loader(samples()[:2] and TensorDataset(*samples()[:2]), size=1 if world() > 1 else 2)),
+    "two samples": Case(
+        train=lambda: loader(
+            samples()[:2] and TensorDataset(*samples()[:2]), size=1 if world() > 1 else 2
+        )
+    ),
     "workers": Case(train=lambda: loader(shuffle=True, num_workers=2)),
-    "persistent workers": Case(train=lambda: loader(shuffle=True, num_workers=1, persistent_workers=True)),
+    "persistent workers": Case(
+        train=lambda: loader(shuffle=True, num_workers=1, persistent_workers=True)
+    ),
     "samples left out": Case(train=lambda: loader(collate_fn=some)),
     "samples left out by the dataset": Case(train=lambda: loader(Leaving())),
-    "a sampler that yields one list again and again": Case(train=lambda: DataLoader(samples(), batch_sampler=Refilling())),
+    "a sampler that yields one list again and again": Case(
+        train=lambda: DataLoader(samples(), batch_sampler=Refilling())
+    ),
     "list": Case(train=lambda: batches(BATCH // world())),
     "generator": Case(train=lambda: lambda: iter(batches(BATCH // world()))),
     "stream": Case(train=lambda: loader(Stream())),
     "batch sampler": Case(
-        train=lambda: DataLoader(samples(), batch_sampler=BatchSampler(SequentialSampler(samples()), BATCH // world(), False))
+        train=lambda: DataLoader(
+            samples(),
+            batch_sampler=BatchSampler(SequentialSampler(samples()), BATCH // world(), False),
+        )
     ),
-    "shares": Case(train=lambda: fl.sharded(lambda: iter(batches(BATCH // world())[rank() :: world()]))),
-    "schedule": Case(lambda: fl.pipeline(fl.accumulate(2), fl.schedule(fl.schedules.cosine(warmup=0.1)))),
+    "shares": Case(
+        train=lambda: fl.sharded(lambda: iter(batches(BATCH // world())[rank() :: world()]))
+    ),
+    "schedule": Case(
+        lambda: fl.pipeline(fl.accumulate(2), fl.schedule(fl.schedules.cosine(warmup=0.1)))
+    ),
     "torch scheduler": Case(
         lambda: fl.pipeline(
-            fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=run.total_steps))
+            fl.torch_scheduler(
+                lambda o, run: torch.optim.lr_scheduler.OneCycleLR(
+                    o, 0.1, total_steps=run.total_steps
+                )
+            )
         )
     ),
     "unused": Case(loss=first_only, model=TwoLayers),
-    "in turn": Case(loss=in_turn, model=TwoLayers, train=lambda: loader(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
-    "in turn, told": Case(loss=in_turn, model=TwoLayers, train=lambda: loader(), settings={"find_unused_parameters": True}),
+    "in turn": Case(
+        loss=in_turn,
+        model=TwoLayers,
+        train=lambda: loader(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    ),
+    "in turn, told": Case(
+        loss=in_turn,
+        model=TwoLayers,
+        train=lambda: loader(),
+        settings={"find_unused_parameters": True},
+    ),
     "frozen for a while": Case(hooks=(freezing,)),
     "criterion": Case(loss=Temperature),
     "LBFGS": Case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), close=1e-11),
@@ -335,12 +392,23 @@ CASES = {
     "metrics": Case(lambda: fl.pipeline(kinds(), fl.accumulate(2), measured(0)), evaluated=True),
     "guard": Case(lambda: fl.pipeline(guard(3))),
     "guard, accumulate": Case(lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.clip(0.1))),
-    "without one": Case(lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)),
+    "without one": Case(
+        lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)
+    ),
     "bf16": Case(lambda: fl.pipeline(fl.amp("bf16")), dtype=torch.float32, close=0.05),
 }
 
 SHARDED = (  # those that run on a model under fully_shard too
-    *("plain", "float32", "accumulate", "accumulate, clip", "clip", "clip, accumulate", "tokens, clip, accumulate", "bf16"),
+    *(
+        "plain",
+        "float32",
+        "accumulate",
+        "accumulate, clip",
+        "clip",
+        "clip, accumulate",
+        "tokens, clip, accumulate",
+        "bf16",
+    ),
     *(
         "larger than the data",
         "two samples",
@@ -379,19 +447,35 @@ def train(case, sharded=False):
         if sharded:
             fully_shard(model)
         criterion = case.loss() if isinstance(case.loss, type) else None
-        loss = case.loss if criterion is None else (lambda m, batch: criterion(m(batch[0]), batch[1]))
+        loss = (
+            case.loss if criterion is None else (lambda m, batch: criterion(m(batch[0]), batch[1]))
+        )
         parameters = [*model.parameters(), *(criterion.parameters() if criterion else ())]
         handler = case.settings and DistributedDataParallelKwargs(**case.settings)
         backend = handler and Accelerator(cpu=True, kwargs_handlers=[handler])
         state = fl.TrainState.create(model, case.optimizer(parameters), seed=3, backend=backend)
         loaders = {"train": case.train(), **({"valid": loader(size=5)} if case.evaluated else {})}
-        state = fl.fit(case.pipeline()(loss), state, loaders, epochs=2, hooks=case.hooks, evaluate_every=fl.every(steps=1))
+        state = fl.fit(
+            case.pipeline()(loss),
+            state,
+            loaders,
+            epochs=2,
+            hooks=case.hooks,
+            evaluate_every=fl.every(steps=1),
+        )
         weights = torch.cat([whole(p).detach().flatten() for p in parameters]).tolist()
     return {
         "history": [[r.epoch, r.step, r.metrics] for r in state.history],
         "seconds": [r.seconds for r in state.history],
         "weights": weights,
-        "counters": [state.step, state.epoch, state.batch, state.samples, state.skipped, state.stop],
+        "counters": [
+            state.step,
+            state.epoch,
+            state.batch,
+            state.samples,
+            state.skipped,
+            state.stop,
+        ],
     }
 
 
@@ -420,7 +504,10 @@ def difference(a, b):
 @pytest.mark.parametrize("name", [*CASES, *(f"{name}, sharded" for name in SHARDED)])
 def test_n_processes_train_as_one(launched, name, n):
     case = CASES[name.removesuffix(", sharded")]
-    alone, together = launched(table, 1)[0][name.removesuffix(", sharded")], [found[name] for found in launched(table, n)]
+    alone, together = (
+        launched(table, 1)[0][name.removesuffix(", sharded")],
+        [found[name] for found in launched(table, n)],
+    )
     for mine in together:
         assert "error" not in mine and "error" not in alone, (alone.get("error"), mine.get("error"))
         assert mine == together[0]  # seconds and all, to the bit
@@ -452,7 +539,13 @@ def test_one_process_trains_as_a_loop_by_hand(launched):
             losses = [len(batch[0]) * entropy(model, batch)[0].item() for batch in batches(5)]
     for name in ("in order", "list", "generator", "stream", "batch sampler", "shares"):
         alone = launched(table, 1)[0][name]
-        assert difference(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), alone["weights"]) < 1e-12
+        assert (
+            difference(
+                torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+                alone["weights"],
+            )
+            < 1e-12
+        )
     valid = launched(table, 1)[0]["in order"]["history"][-1][2]["valid/loss"]
     assert valid == pytest.approx(sum(losses) / SIZE, rel=1e-12)
 
@@ -510,7 +603,13 @@ def consumption(folder):
         if world() == 1 and name == "uneven shares":
             continue
         for window in (1, 3):
-            state = fl.fit(fl.pipeline(fl.accumulate(window), items())(count), tally(), make(4), epochs=1, hooks=())
+            state = fl.fit(
+                fl.pipeline(fl.accumulate(window), items())(count),
+                tally(),
+                make(4),
+                epochs=1,
+                hooks=(),
+            )
             found[f"trained, {name}, {window}"] = {
                 "shares": (-state.model.w).tolist(),
                 "items": state.history["train/items"],
@@ -519,10 +618,15 @@ def consumption(folder):
         state = tally()
         with torch.no_grad():
             state.model.w.copy_(2.0 ** torch.arange(SIZE))
-        measured = fl.pipeline(fl.metric(sum=lambda aux, batch: fl.Sum(batch[-1].double().exp2().sum())))
+        measured = fl.pipeline(
+            fl.metric(sum=lambda aux, batch: fl.Sum(batch[-1].double().exp2().sum()))
+        )
         evaluated = fl.evaluate(measured(count), state, make(4))
         found[f"evaluated, {name}"] = [evaluated["sum"], evaluated["loss"] * SIZE]
-        both = [fl.predict(lambda model, batch: batch[-1].tolist(), state, make(4), gather=gather) for gather in (True, False)]
+        both = [
+            fl.predict(lambda model, batch: batch[-1].tolist(), state, make(4), gather=gather)
+            for gather in (True, False)
+        ]
         found[f"predicted, {name}"], found[f"share, {name}"] = map(list, both)
     return found
 
@@ -534,7 +638,9 @@ def items():
     def wrap(step):
         def reporting(state, batch):
             state, out = step(state, batch)
-            return state, attrs.evolve(out, metrics={**out.metrics, "items": fl.Sum(1 / state.model.w.grad.max())})
+            return state, attrs.evolve(
+                out, metrics={**out.metrics, "items": fl.Sum(1 / state.model.w.grad.max())}
+            )
 
         return reporting
 
@@ -551,8 +657,12 @@ def test_each_sample_is_trained_once_and_weighs_the_same(launched, name, window,
     for mine in found:
         assert mine == found[0]
         assert min(mine["shares"]) > 0  # each sample was in an update
-        assert sum(mine["shares"]) == pytest.approx(mine["counters"][0], rel=1e-12)  # the shares of an update sum to 1
-        assert mine["items"] == pytest.approx([SIZE], rel=1e-12)  # with the line above: each was in one only
+        assert sum(mine["shares"]) == pytest.approx(
+            mine["counters"][0], rel=1e-12
+        )  # the shares of an update sum to 1
+        assert mine["items"] == pytest.approx(
+            [SIZE], rel=1e-12
+        )  # with the line above: each was in one only
         assert mine["counters"][1:] == [1, 0, 0]
     if name not in ("single", "larger than the data", "uneven shares"):
         full, rest = divmod(SIZE, 4 * n * window)  # what one process makes with batches of 4 n
@@ -576,7 +686,9 @@ def test_each_sample_is_evaluated_and_predicted_once(launched, name, n):
     assert sorted(i for share in dealt for batch in share for i in batch) == list(range(SIZE))
     if "share" not in name:
         alone = launched(consumption, 1)[0]
-        assert found[0][f"predicted, {name}"] == alone[f"predicted, {name}"]  # in one order, whatever the number
+        assert (
+            found[0][f"predicted, {name}"] == alone[f"predicted, {name}"]
+        )  # in one order, whatever the number
         assert dealt == [alone[f"predicted, {name}"][r::n] for r in range(n)]
 
 
@@ -584,7 +696,9 @@ def measures(folder):
     """Evaluate one float32 model, with the same batches however many processes there are."""
     torch.manual_seed(0)
     model = network()
-    step = fl.pipeline(kinds(), fl.metric(last=lambda aux, batch: fl.Last(batch[3].max()), **torchmetrics()))(by_tokens_too)
+    step = fl.pipeline(
+        kinds(), fl.metric(last=lambda aux, batch: fl.Last(batch[3].max()), **torchmetrics())
+    )(by_tokens_too)
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
     return {
         "evaluated": fl.evaluate(step, state, loader(size=4)),
@@ -604,7 +718,11 @@ def by_hand_over(model):
     with torch.no_grad():
         output = model(x)
         losses = nn.functional.cross_entropy(output, y, reduction="none").double()
-    found = {"loss": (losses * tokens).sum() / tokens.sum(), "min": output.min(), "max": output.max()}
+    found = {
+        "loss": (losses * tokens).sum() / tokens.sum(),
+        "min": output.min(),
+        "max": output.max(),
+    }
     return {name: value.item() for name, value in found.items()}
 
 
@@ -616,14 +734,18 @@ def test_metrics_of_the_same_weights_are_equal(launched, n):
     for mine in found:
         assert mine["evaluated"].keys() == alone["evaluated"].keys()
         for name in alone["evaluated"].keys() - {"last"}:
-            assert mine["evaluated"][name] == pytest.approx(alone["evaluated"][name], rel=1e-12), name
+            assert mine["evaluated"][name] == pytest.approx(alone["evaluated"][name], rel=1e-12), (
+                name
+            )
             assert mine["again"][name] == mine["evaluated"][name]
     for name, value in alone["by hand"].items():
         assert alone["evaluated"][name] == pytest.approx(value, rel=1e-6), name
     assert alone["evaluated"]["samples"] == SIZE
     torch.manual_seed(0)
     x, y, _, _ = samples()[:]
-    assert alone["evaluated"]["f1"] == pytest.approx(f1_score(y, network()(x).argmax(1), average="macro"), rel=1e-6)
+    assert alone["evaluated"]["f1"] == pytest.approx(
+        f1_score(y, network()(x).argmax(1), average="macro"), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("n", COUNTS)
@@ -669,7 +791,14 @@ def decisions(folder):
 
 def stop_early(folder):
     """Stop by the validation loss, which is the same everywhere."""
-    return outcome(fitted(loader(), valid=loader(), epochs=50, hooks=(fl.early_stop("valid/loss", patience=2, min_delta=9.0),)))
+    return outcome(
+        fitted(
+            loader(),
+            valid=loader(),
+            epochs=50,
+            hooks=(fl.early_stop("valid/loss", patience=2, min_delta=9.0),),
+        )
+    )
 
 
 def terminate(folder):
@@ -688,17 +817,28 @@ def terminate_group(folder, data):
             os.killpg(0, signal.SIGTERM)
         return state
 
-    return outcome(fitted(loader(data(), size=1, num_workers=2), epochs=100, hooks=(kill, fl.checkpoint(folder))))
+    return outcome(
+        fitted(
+            loader(data(), size=1, num_workers=2), epochs=100, hooks=(kill, fl.checkpoint(folder))
+        )
+    )
 
 
 def save_then_stop(folder):
     """SIGTERM comes while the answer to SIGUSR1 is under way."""
-    hooks = (fl.every(steps=1000)(fl.checkpoint(folder)), at_batch(20, signal.SIGUSR1), at_batch(21, signal.SIGTERM))
+    hooks = (
+        fl.every(steps=1000)(fl.checkpoint(folder)),
+        at_batch(20, signal.SIGUSR1),
+        at_batch(21, signal.SIGTERM),
+    )
     return outcome(fitted(Long(), hooks=hooks))
 
 
 def save_and_go_on(folder):
-    state = fitted(Long(), hooks=(fl.every(steps=1000)(fl.checkpoint(folder, keep=100)), at_batch(20, signal.SIGUSR1)))
+    state = fitted(
+        Long(),
+        hooks=(fl.every(steps=1000)(fl.checkpoint(folder, keep=100)), at_batch(20, signal.SIGUSR1)),
+    )
     return {**outcome(state), "kept": sorted(path.name for path in folder.iterdir())}
 
 
@@ -710,7 +850,9 @@ def clock(folder):
         return state
 
     slow = 0.002 if rank() else 0.001
-    state = fitted(Long(pause=slow), hooks=(fl.every(seconds=0.2)(note),), evaluate_every=fl.every(seconds=0.3))
+    state = fitted(
+        Long(pause=slow), hooks=(fl.every(seconds=0.2)(note),), evaluate_every=fl.every(seconds=0.3)
+    )
     return {**outcome(state), "due": due, "records": [r.step for r in state.history]}
 
 
@@ -722,7 +864,11 @@ def main_alone(folder):
         return state
 
     fitted(loader(), hooks=(fl.every(steps=2)(fl.on_main(note)), fl.progress(file=file)))
-    with pytest.raises(ValueError, match="must return the state that it is given") if rank() == 0 else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match="must return the state that it is given")
+        if rank() == 0
+        else contextlib.nullcontext()
+    ):
         fl.on_main(lambda state: attrs.evolve(state, stop="now"))(fitted(loader()))
     return {"called": called, "lines": file.getvalue().count("train/loss")}
 
@@ -741,15 +887,29 @@ def close_at_target(folder):
 
 
 def close_by_a_stop(folder):
-    return closed(hooks=(fl.when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough")),))
+    return closed(
+        hooks=(
+            fl.when(lambda state: state.step == 3)(
+                lambda state: attrs.evolve(state, stop="enough")
+            ),
+        )
+    )
 
 
 def closed(**settings):
     """End within an epoch: with a record of what was trained on, and of what is evaluated. Then continue as if it had not."""
     state, whole = fitted(loader(), valid=loader(), **settings), fitted(loader(), valid=loader())
-    kept = [[r.step, r.closing, r.metrics["train/loss"], r.metrics["valid/loss"]] for r in state.history]
+    kept = [
+        [r.step, r.closing, r.metrics["train/loss"], r.metrics["valid/loss"]] for r in state.history
+    ]
     evaluated = fl.evaluate(fl.pipeline()(entropy), state, loader())["loss"]
-    state = fl.fit(fl.pipeline()(entropy), attrs.evolve(state, stop=None), (loader(), loader()), epochs=1, hooks=())
+    state = fl.fit(
+        fl.pipeline()(entropy),
+        attrs.evolve(state, stop=None),
+        (loader(), loader()),
+        epochs=1,
+        hooks=(),
+    )
     assert_same(state, whole)
     return {**outcome(state), "kept": kept, "evaluated": evaluated}
 
@@ -835,12 +995,17 @@ def test_seconds_are_due_at_one_update_everywhere(decided):
 
 def test_the_main_process_alone_prints(decided):
     main, *others = [mine["main"] for mine in decided]
-    assert main == {"called": [2, 4, 6, 8, 10, 12, 14][: len(main["called"])], "lines": 1} and len(main["called"]) >= 3
+    assert (
+        main == {"called": [2, 4, 6, 8, 10, 12, 14][: len(main["called"])], "lines": 1}
+        and len(main["called"]) >= 3
+    )
     assert others == [{"called": [], "lines": 0}] * len(others)
 
 
 def test_nan_in_one_process_stops_all(decided):
-    assert decided[0]["nonfinite"]["stop"].startswith("halt_on_nonfinite: the training loss became nan")
+    assert decided[0]["nonfinite"]["stop"].startswith(
+        "halt_on_nonfinite: the training loss became nan"
+    )
 
 
 # --- what fails
@@ -884,15 +1049,18 @@ WAYS = {
     "share": "ValueError: this process's share of the data has no batch",
     "kill": "",
 }
-LAUNCHERS = {"by hand": (), "torchrun": processes.TORCHRUN, "accelerate": processes.ACCELERATE}
+LAUNCHERS = {"by hand": (), "torchrun": launch.TORCHRUN, "accelerate": launch.ACCELERATE}
 
 
 @pytest.mark.parametrize(
     ("way", "launcher"),
-    [*((way, "by hand") for way in WAYS), *((way, by) for way in ("loss", "kill") for by in ("torchrun", "accelerate"))],
+    [
+        *((way, "by hand") for way in WAYS),
+        *((way, by) for way in ("loss", "kill") for by in ("torchrun", "accelerate")),
+    ],
 )
 def test_when_one_fails_all_end_at_once(tmp_path, way, launcher):
-    found = processes.launch(tmp_path, 2, failing, way, by=LAUNCHERS[launcher], timeout=90)
+    found = launch.launch(tmp_path, 2, failing, way, by=LAUNCHERS[launcher], timeout=90)
     errors = "\n".join(found.errors)
     assert all(found.codes), errors
     assert max(found.ended) - float((tmp_path / "failed").read_text()) < 10
@@ -905,7 +1073,7 @@ def test_when_one_fails_all_end_at_once(tmp_path, way, launcher):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_launchers_start_it(tmp_path, launcher):
-    found = processes.results(tmp_path, 2, facts_of_backend, by=LAUNCHERS[launcher])
+    found = launch.results(tmp_path, 2, facts_of_backend, by=LAUNCHERS[launcher])
     assert found == [["cpu", 0, 2, True, None], ["cpu", 1, 2, False, None]]
 
 
@@ -916,20 +1084,38 @@ def facts_of_backend(folder):
 
 def apart(folder, way, hold=2):
     """Decide by something that one process alone knows."""
-    _watch.HOLD, _watch.GRACE, _watch.LAST = hold, min(hold, _watch.GRACE), min(hold, _watch.LAST)
+    watchdog.HOLD, watchdog.GRACE, watchdog.LAST = (
+        hold,
+        min(hold, watchdog.GRACE),
+        min(hold, watchdog.LAST),
+    )
 
     def hook(state):
         if state.step == 5 and rank() == 1:
             (folder / "apart").write_text(str(time.time()))
-            return attrs.evolve(state, skipped=1) if way == "skip" else attrs.evolve(state, stop="mine")
+            return (
+                attrs.evolve(state, skipped=1)
+                if way == "skip"
+                else attrs.evolve(state, stop="mine")
+            )
         return state
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) if way == "buffers" else network()
+    model = (
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        if way == "buffers"
+        else network()
+    )
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
     window = fl.accumulate(2) if way == "weights" else fl.clip(1.0)
     try:
-        fl.fit(fl.pipeline(window)(by_tokens if way == "weights" else entropy), state, loader(size=2), epochs=9, hooks=(hook,))
+        fl.fit(
+            fl.pipeline(window)(by_tokens if way == "weights" else entropy),
+            state,
+            loader(size=2),
+            epochs=9,
+            hooks=(hook,),
+        )
     finally:
         if way == "caught" and rank() == 1:
             time.sleep(60)
@@ -943,12 +1129,14 @@ def waited(folder, found):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("way", ["skip", "stop", "buffers", "weights"])
 def test_processes_that_come_apart_fail(tmp_path, way, n):
-    found = processes.launch(tmp_path, n, apart, way, timeout=60)
+    found = launch.launch(tmp_path, n, apart, way, timeout=60)
     assert all(found.codes), found  # 1, or what gloo's threads make of it when Python has gone
     assert waited(tmp_path, found) < 20
     if way != "weights":  # sums of other sizes, of which gloo may end a process
         assert "RuntimeError: the processes have come apart" in found.errors[1]
-        assert all("the processes have come apart: " in error for error in found.errors), found.errors
+        assert all("the processes have come apart: " in error for error in found.errors), (
+            found.errors
+        )
     if way == "stop":
         said = "process 1 waits in the end of its run (mine) after step 5, and process 0 is in an update after step 5"
         assert all(said in error for error in found.errors), found.errors
@@ -957,13 +1145,13 @@ def test_processes_that_come_apart_fail(tmp_path, way, n):
 def test_a_process_that_waits_for_a_failed_one_ends_by_itself(tmp_path):
     """What torch itself would do after half an hour, where the failed one lives on."""
     with pytest.raises(TimeoutError) as error:
-        processes.launch(tmp_path, 2, apart, "caught", timeout=30)
+        launch.launch(tmp_path, 2, apart, "caught", timeout=30)
     assert "Process 0 still waits, and is ended" in str(error.value)
 
 
 def slow(folder):
     """Be slow in one process, in all places, for longer than processes that wait in different places are given."""
-    _watch.HOLD, _watch.GRACE, _watch.LAST = 1, 0, 0
+    watchdog.HOLD, watchdog.GRACE, watchdog.LAST = 1, 0, 0
 
     def pause(state):
         time.sleep(5 * (state.step == 2))
@@ -982,43 +1170,88 @@ def slow(folder):
         dist.recv(torch.ones(1), 0)
         dist.recv(torch.ones(1), 0)
     hooks = (fl.on_main(pause), fl.checkpoint(folder / "saved"))
-    state = fl.fit(fl.pipeline()(entropy), state, {"train": stream, "valid": batches(3)}, epochs=1, hooks=hooks)
+    state = fl.fit(
+        fl.pipeline()(entropy), state, {"train": stream, "valid": batches(3)}, epochs=1, hooks=hooks
+    )
     if rank() == 0:
         time.sleep(5)
     return fl.reduce({"steps": state.step}, "sum")
 
 
 def test_a_slow_process_is_waited_for(tmp_path):
-    assert processes.results(tmp_path, 3, slow, timeout=180) == [{"steps": 9}] * 3
+    assert launch.results(tmp_path, 3, slow, timeout=180) == [{"steps": 9}] * 3
 
 
 def place(waits, control, counts, inside=False):
     """Return the place of a process that has begun so many exchanges, one of them in what it waits in."""
     behind = control - (waits is not None)
-    return {"waits": waits, "behind": behind, "step": 5, "control": control, "counts": counts, "inside": inside}
+    return {
+        "waits": waits,
+        "behind": behind,
+        "step": 5,
+        "control": control,
+        "counts": counts,
+        "inside": inside,
+    }
 
 
 @pytest.mark.parametrize(
     ("first", "second", "meet"),
     [
-        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 8}, inside=True), False),  # in another exchange of gradients
+        (
+            place("the end", 4, {"0": 7}),
+            place(None, 3, {"0": 8}, inside=True),
+            False,
+        ),  # in another exchange of gradients
         (place("the end", 4, {"0": 7}), place(None, 4, {"0": 8}, inside=True), False),
-        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 8}), True),  # further by what it has sent to one, and in a loader
-        (place("the end", 4, {"0": 7}), place(None, 3, {"0": 7}, inside=True), True),  # in the backward of the same update
-        (place("the end", 4, {"0": 7}), place(None, 5, {"0": 8}, inside=True), True),  # it has ended the exchange
-        (place("the end", 4, {"0": 7, "2": 1}), place(None, 3, {"0": 7, "3": 5}, inside=True), True),  # groups of others
+        (
+            place("the end", 4, {"0": 7}),
+            place(None, 3, {"0": 8}),
+            True,
+        ),  # further by what it has sent to one, and in a loader
+        (
+            place("the end", 4, {"0": 7}),
+            place(None, 3, {"0": 7}, inside=True),
+            True,
+        ),  # in the backward of the same update
+        (
+            place("the end", 4, {"0": 7}),
+            place(None, 5, {"0": 8}, inside=True),
+            True,
+        ),  # it has ended the exchange
+        (
+            place("the end", 4, {"0": 7, "2": 1}),
+            place(None, 3, {"0": 7, "3": 5}, inside=True),
+            True,
+        ),  # groups of others
         (place("the end", 4, {"0": 7}), place("buffers", 4, {"0": 7}), False),
         (place("the end", 4, {"0": 7}), place("the end", 4, {"0": 7}), True),
-        (place("the end", 4, {"0": 7}), place("the end", 4, {"0": 9}), True),  # what was sent to one before
-        (place("the end", 4, {"0": 7}), place("buffers", 3, {"0": 7}), True),  # behind, not elsewhere
-        (place(None, 4, {"0": 7}, inside=True), place(None, 4, {"0": 9}, inside=True), True),  # none of fnloop's
+        (
+            place("the end", 4, {"0": 7}),
+            place("the end", 4, {"0": 9}),
+            True,
+        ),  # what was sent to one before
+        (
+            place("the end", 4, {"0": 7}),
+            place("buffers", 3, {"0": 7}),
+            True,
+        ),  # behind, not elsewhere
+        (
+            place(None, 4, {"0": 7}, inside=True),
+            place(None, 4, {"0": 9}, inside=True),
+            True,
+        ),  # none of fnloop's
     ],
 )
 def test_what_never_meets(first, second, meet):
-    assert _watch.never_meet({0: first, 1: second}, 2) == (None if meet else (0, 1))
+    assert watchdog.never_meet({0: first, 1: second}, 2) == (None if meet else (0, 1))
     third = place(None, 3, {"0": 7})  # works, or has not been heard of
     slow = None if meet or second["waits"] else (0, 1)
-    assert _watch.never_meet({0: first, 1: second, 2: third}, 3) == _watch.never_meet({0: first, 1: second}, 3) == slow
+    assert (
+        watchdog.never_meet({0: first, 1: second, 2: third}, 3)
+        == watchdog.never_meet({0: first, 1: second}, 3)
+        == slow
+    )
 
 
 def test_the_weights_that_are_compared_are_those_that_have_a_norm():
@@ -1028,7 +1261,7 @@ def test_the_weights_that_are_compared_are_those_that_have_a_norm():
     for name, dtype in {"c": torch.int64, "d": torch.float8_e4m3fn}.items():
         setattr(model, name, nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
     state = fl.TrainState.create(model, torch.optim.SGD([model.a], lr=0.1), seed=0)
-    assert _signals._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}
+    assert consensus._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}
 
 
 # --- checkpoints
@@ -1062,14 +1295,18 @@ def ongoing(kind, folder=None, until=None):
     state = state if folder is None else fl.resume(folder, state)
     pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.5), fl.schedule(fl.schedules.cosine(warmup=0.1)))
     step, train = pipe(noisy if kind == "noisy" else entropy), loader(shuffle=True)
-    enough = fl.when(lambda state: state.step == until)(lambda state: attrs.evolve(state, stop="enough"))
+    enough = fl.when(lambda state: state.step == until)(
+        lambda state: attrs.evolve(state, stop="enough")
+    )
     return attrs.evolve(fl.fit(step, state, train, epochs=6, hooks=(enough,)), stop=None)
 
 
 def counted(batch_size, folder=None, steps=None):
     state = tally() if folder is None else fl.resume(folder, tally())
     step = fl.pipeline(fl.metric(samples=lambda aux, batch: fl.Sum(len(batch[-1]))), items())(count)
-    return fl.fit(step, state, loader(size=batch_size, shuffle=True), epochs=1, steps=steps, hooks=())
+    return fl.fit(
+        step, state, loader(size=batch_size, shuffle=True), epochs=1, steps=steps, hooks=()
+    )
 
 
 def saves(folder):
@@ -1091,13 +1328,23 @@ def resumes(folder):
     with default_dtype(torch.float64):
         for n in COUNTS:
             saved = folder.parent / f"saves-{n}"
-            for before, after in (("plain", "plain"), ("plain", "sharded"), ("sharded", "plain"), ("sharded", "sharded")):
+            for before, after in (
+                ("plain", "plain"),
+                ("plain", "sharded"),
+                ("sharded", "plain"),
+                ("sharded", "sharded"),
+            ):
                 found[f"{before} on {n}, then {after}"] = come_to(ongoing(after, saved / before))
             if n == world():
                 found["noisy"] = come_to(ongoing("noisy", saved / "noisy"))
             state = counted(3, saved / "tally")
             row = state.history[-1].metrics
-            found[f"tally of {n}"] = [*(-state.model.w).tolist(), state.step, row["train/items"], row["train/samples"]]
+            found[f"tally of {n}"] = [
+                *(-state.model.w).tolist(),
+                state.step,
+                row["train/items"],
+                row["train/samples"],
+            ]
         mine = folder.parent / "saves-1" / "plain" if rank() else folder / "nothing"
         found["main sees none"] = fl.resume(mine, fitted(batches(1), steps=1)).step
     return found
@@ -1106,7 +1353,11 @@ def resumes(folder):
 def come_to(state):
     weights = torch.cat([whole(p).detach().flatten() for p in state.model.parameters()]).tolist()
     losses = [record.metrics["train/loss"] for record in state.history if not record.closing]
-    return {"weights": weights, "counters": [state.step, state.epoch, state.batch], "history": losses}
+    return {
+        "weights": weights,
+        "counters": [state.step, state.epoch, state.batch],
+        "history": losses,
+    }
 
 
 @pytest.fixture(params=COUNTS)
@@ -1137,7 +1388,11 @@ def test_what_is_left_of_an_epoch_is_trained_once(resumed):
     for saved_on in COUNTS:
         *shares, step, items, samples = found[0][f"tally of {saved_on}"]
         left = SIZE - 2 * 4 * saved_on
-        assert step == 2 + math.ceil(left / (3 * n)) and min(shares) > 0 and sum(shares) == pytest.approx(step, rel=1e-12)
+        assert (
+            step == 2 + math.ceil(left / (3 * n))
+            and min(shares) > 0
+            and sum(shares) == pytest.approx(step, rel=1e-12)
+        )
         assert [items, samples] == pytest.approx([SIZE, SIZE], rel=1e-12)
 
 
@@ -1164,15 +1419,19 @@ def enduring(folder, pause=0.05):
         state = fl.resume(folder / "saved", state)
         hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved")), fl.on_main(note))
         began = state.step
-        state = fl.fit(fl.pipeline(fl.clip(0.5))(entropy), state, loader(shuffle=True), epochs=4, hooks=hooks)
+        state = fl.fit(
+            fl.pipeline(fl.clip(0.5))(entropy), state, loader(shuffle=True), epochs=4, hooks=hooks
+        )
     return {"began": began, **come_to(state)}
 
 
 def test_a_run_is_killed_and_goes_on_on_2_and_3_and_1(tmp_path):
     for n, until in ((1, 6), (2, 14), (3, 20)):
-        launched = processes.launch(tmp_path / "run", n, enduring, kill_when=tmp_path / "run" / f"at-{until}")
+        launched = launch.launch(
+            tmp_path / "run", n, enduring, kill_when=tmp_path / "run" / f"at-{until}"
+        )
         assert launched.codes == [-signal.SIGKILL] * n, launched.errors
-    (found,) = processes.results(tmp_path / "run", 1, enduring)
+    (found,) = launch.results(tmp_path / "run", 1, enduring)
     (tmp_path / "whole").mkdir()
     expected = enduring(tmp_path / "whole", pause=0)
     assert found["began"] >= 18 and found["counters"] == expected["counters"] == [28, 4, 0]
@@ -1200,11 +1459,18 @@ def restarting(folder, kills, joined_before=False):
     return {**come_to(state), "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT")}
 
 
-def restarted(folder, kills, *arguments, environment=None, launcher=processes.TORCHRUN):
+def restarted(folder, kills, *arguments, environment=None, launcher=launch.TORCHRUN):
     """Kill a job of two processes so often, and return what it comes to, started again by torchrun."""
     by = (*launcher, "--max-restarts", str(len(kills)))
-    found = processes.launch(
-        folder, 2, restarting, kills, *arguments, by=by, timeout=120 + 30 * len(kills), environment=environment
+    found = launch.launch(
+        folder,
+        2,
+        restarting,
+        kills,
+        *arguments,
+        by=by,
+        timeout=120 + 30 * len(kills),
+        environment=environment,
     )
     assert found.codes == [0], "\n".join(found.errors)
     assert [one.pop("attempt") for one in found.results] == [str(len(kills))] * 2
@@ -1212,7 +1478,7 @@ def restarted(folder, kills, *arguments, environment=None, launcher=processes.TO
 
 
 def test_a_job_that_torchrun_restarts_ends_with_the_bits_of_one_that_was_left_alone(tmp_path):
-    expected = processes.results(tmp_path / "alone", 2, restarting, [])
+    expected = launch.results(tmp_path / "alone", 2, restarting, [])
     assert expected[0].pop("attempt") is expected[1].pop("attempt") is None
     assert expected[0]["counters"] == [28, 4, 0]
     assert restarted(tmp_path / "killed", [[9, 1], [18, 0]]) == expected
@@ -1228,7 +1494,7 @@ def agreeing(folder, stale):
             keys.set(f"answer to dead {n}", "dead 0")
             keys.set(f"dead 0 confirmed by {n}", "")
         keys.set("dead 0 is complete", "")
-    words = [_rendezvous.agree_on_attempt(store, rank(), world()) for _ in range(3)]
+    words = [rendezvous.agree_on_attempt(store, rank(), world()) for _ in range(3)]
     store.add("done", 1)
     while rank() == 0 and store.add("done", 0) < world():
         time.sleep(0.01)
@@ -1237,17 +1503,19 @@ def agreeing(folder, stale):
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_an_attempt_is_agreed_on_by_the_living(tmp_path, stale):
-    first, *others = processes.results(tmp_path, 3, agreeing, stale)
+    first, *others = launch.results(tmp_path, 3, agreeing, stale)
     assert others == [first, first]
     assert len({*first, "dead 0"}) == 4
 
 
 def test_who_waits_for_a_process_that_does_not_come_says_so():
     store, moment = dist.HashStore(), timedelta(seconds=0.1)
-    with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] did not come to join process 0"):
-        _rendezvous.agree_on_attempt(store, 0, 3, moment)
+    with pytest.raises(
+        TimeoutError, match=r"the processes \[1, 2\] did not come to join process 0"
+    ):
+        rendezvous.agree_on_attempt(store, 0, 3, moment)
     with pytest.raises(TimeoutError, match="process 1 has waited for all others to join it"):
-        _rendezvous.agree_on_attempt(store, 1, 3, moment)
+        rendezvous.agree_on_attempt(store, 1, 3, moment)
 
 
 def test_a_sharded_loader_goes_on_in_the_middle_of_an_epoch_on_as_many_processes_only(tmp_path):
@@ -1260,7 +1528,7 @@ def test_a_sharded_loader_goes_on_in_the_middle_of_an_epoch_on_as_many_processes
     step = fl.pipeline()(entropy)
     fl.save(fl.fit(step, state(), fl.sharded(batches(6)), hooks=(halt,)), tmp_path / "one")
     assert (
-        processes.results(tmp_path, 2, go_on_sharded)
+        launch.results(tmp_path, 2, go_on_sharded)
         == [["ValueError: the checkpoint is one of 1 processes in the middle", 8, 7]] * 2
     )
     again = attrs.evolve(fl.restore(tmp_path / "one", state()), stop=None)
@@ -1273,7 +1541,9 @@ def go_on_sharded(folder):
         return fl.fit(fl.pipeline()(entropy), state, loader, epochs=1, hooks=())
 
     whole = again(batches(3))  # dealt
-    on = fl.fit(fl.pipeline()(entropy), whole, fl.sharded(batches(6)), epochs=2, hooks=())  # from the end of an epoch
+    on = fl.fit(
+        fl.pipeline()(entropy), whole, fl.sharded(batches(6)), epochs=2, hooks=()
+    )  # from the end of an epoch
     return [said(lambda: again(fl.sharded(batches(3))))[:62], whole.step, on.step - whole.step]
 
 
@@ -1284,7 +1554,9 @@ def talks(folder):
     """Use the collectives, and type what is wrong: what comes of it."""
     tensor, me = torch.arange(rank() + 1), fl.Mean(float(rank()), 1)
     found = {
-        "gather": tree(fl.gather({"t": tensor, "deep": [(torch.tensor(2.0), rank())], "name": "a" * rank()})),
+        "gather": tree(
+            fl.gather({"t": tensor, "deep": [(torch.tensor(2.0), rank())], "name": "a" * rank()})
+        ),
         "rows": tree(fl.gather(torch.full((rank(), 2), rank()))),
         "long": fl.gather("a" * 1500 * rank()),
         "mean": tree(fl.reduce([torch.tensor([1.0, rank()]), rank(), {"m": me}])),
@@ -1311,10 +1583,16 @@ def talks(folder):
         "all dropped": lambda: fitted(loader(size=30, drop_last=True)),
         "weights of its own": lambda: fitted(loader(), hooks=(moving,)),
         "order of its own": lambda: fitted(loader(sampler=Unseeded())),
-        "evaluated in its own order": lambda: fl.evaluate(fl.pipeline()(entropy), created(), loader(sampler=Unseeded())),
-        "predicted in its own order": lambda: [*fl.predict(lambda model, batch: 0, created(), loader(sampler=Unseeded()))],
+        "evaluated in its own order": lambda: fl.evaluate(
+            fl.pipeline()(entropy), created(), loader(sampler=Unseeded())
+        ),
+        "predicted in its own order": lambda: [
+            *fl.predict(lambda model, batch: 0, created(), loader(sampler=Unseeded()))
+        ],
         "one tensor again and again": lambda: fitted(refilled),
-        "lazy": lambda: fl.TrainState.create(lazy := nn.LazyLinear(3), torch.optim.SGD(lazy.parameters(), lr=0.1)),
+        "lazy": lambda: fl.TrainState.create(
+            lazy := nn.LazyLinear(3), torch.optim.SGD(lazy.parameters(), lr=0.1)
+        ),
         "nothing to evaluate": lambda: fl.evaluate(fl.pipeline()(entropy), created(), []),
         "no folder": lambda: fl.save(created(), Path(__file__) / "checkpoint"),
         "fit": lambda: fitted(batches(3)).step,  # after all that, it still works
@@ -1349,12 +1627,16 @@ class Unseeded(Sampler):
 def created(shard=lambda model: None, **settings):
     model = network()
     shard(model)
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0, **settings)
+    return fl.TrainState.create(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0, **settings
+    )
 
 
 def replicas():
     """Return this process's row of a mesh of all processes by one."""
-    return dist.device_mesh.init_device_mesh("cpu", (world(), 1), mesh_dim_names=("all", "one"))["one"]
+    return dist.device_mesh.init_device_mesh("cpu", (world(), 1), mesh_dim_names=("all", "one"))[
+        "one"
+    ]
 
 
 def said(do):
@@ -1369,7 +1651,13 @@ def tree(found):
         return {k: tree(v) for k, v in found.items()}
     if isinstance(found, list | tuple):
         return [tree(v) for v in found]
-    return found.tolist() if isinstance(found, torch.Tensor) else found.compute() if hasattr(found, "compute") else found
+    return (
+        found.tolist()
+        if isinstance(found, torch.Tensor)
+        else found.compute()
+        if hasattr(found, "compute")
+        else found
+    )
 
 
 def spread(folder):
@@ -1386,16 +1674,20 @@ def spread(folder):
         "tensor and data": both,
         "tensor": lambda model: parallelize_module(model, mesh((4,)), plan),
         "data": fully_shard,
-        "data in two groups": lambda model: fully_shard(model, mesh=mesh((2, 2), mesh_dim_names=("replicate", "shard"))),
+        "data in two groups": lambda model: fully_shard(
+            model, mesh=mesh((2, 2), mesh_dim_names=("replicate", "shard"))
+        ),
     }
     return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
 
 
 def test_tensor_parallelism_is_refused_and_hybrid_sharding_is_not(tmp_path):
-    for found in processes.results(tmp_path, 4, spread):
+    for found in launch.results(tmp_path, 4, spread):
         assert found["data"] == found["data in two groups"] == 0
         for way in ("tensor and data", "tensor"):
-            assert str(found[way]).startswith("NotImplementedError: the parameter 0.weight is spread as "), found[way]
+            assert str(found[way]).startswith(
+                "NotImplementedError: the parameter 0.weight is spread as "
+            ), found[way]
             assert "Leave parallelize_module out" in found[way]
 
 
@@ -1435,7 +1727,9 @@ def test_collectives(launched, n):
             "name": ["", "a", "aa"][:n],
         }
         assert mine["rows"] == [[], [[1, 1]], [[1, 1], [2, 2], [2, 2]]][n - 1]
-        assert mine["long"] == ["a" * 1500 * rank for rank in range(n)]  # the third is longer than what travels at once
+        assert mine["long"] == [
+            "a" * 1500 * rank for rank in range(n)
+        ]  # the third is longer than what travels at once
         assert mine["mean"] == [[1.0, (n - 1) / 2], (n - 1) / 2, {"m": (n - 1) / 2}]
         assert mine["max"] == [n - 1, 0] and mine["int mean"] == (n - 1) / 2
         assert mine["broadcast"] == {"rank": n - 1, "t": [*range(n)]}
@@ -1452,7 +1746,12 @@ def test_what_is_refused(launched, name, n):
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_the_main_process_fails_to_write_is_an_error_in_all(launched, n):
     for found in launched(talks, n):
-        assert found["no folder"].split(":")[0] in ("NotADirectoryError", "FileExistsError", "CheckpointError", "RuntimeError")
+        assert found["no folder"].split(":")[0] in (
+            "NotADirectoryError",
+            "FileExistsError",
+            "CheckpointError",
+            "RuntimeError",
+        )
         assert found["fit"] == math.ceil(14 / n)
 
 
@@ -1470,10 +1769,15 @@ def precision(folder):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_mixed_precision_that_accelerate_is_configured_for(tmp_path, n):
-    configured = lambda kind: {"environment": {"ACCELERATE_MIXED_PRECISION": kind, "ACCELERATE_USE_CPU": "true"}}
-    assert processes.results(tmp_path / "bf16", n, precision, **configured("bf16")) == [["bf16", "torch.bfloat16"]] * n
+    configured = lambda kind: {
+        "environment": {"ACCELERATE_MIXED_PRECISION": kind, "ACCELERATE_USE_CPU": "true"}
+    }
+    assert (
+        launch.results(tmp_path / "bf16", n, precision, **configured("bf16"))
+        == [["bf16", "torch.bfloat16"]] * n
+    )
     if n == 2:
-        (mine, *_), other = processes.results(tmp_path / "fp16", n, precision, **configured("fp16"))
+        (mine, *_), other = launch.results(tmp_path / "fp16", n, precision, **configured("fp16"))
         assert mine.startswith("ValueError: accelerate is configured for fp16") and other[0] == mine
 
 
@@ -1489,16 +1793,27 @@ def by_plugin(folder):
         found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
         state = fl.TrainState.create(model, optimizer, seed=3, backend=found)
         kinds = {type(p).__name__ for p in state.model.parameters()}
-        state = fl.fit(fl.pipeline(fl.clip(0.1))(entropy), state, loader(shuffle=True), epochs=2, hooks=())
-        weights = torch.cat([whole(p).detach().flatten() for p in state.model.parameters()]).tolist()
+        state = fl.fit(
+            fl.pipeline(fl.clip(0.1))(entropy), state, loader(shuffle=True), epochs=2, hooks=()
+        )
+        weights = torch.cat(
+            [whole(p).detach().flatten() for p in state.model.parameters()]
+        ).tolist()
         found.state.distributed_type = DistributedType.DEEPSPEED
-        return [left_out, sorted(kinds), weights, said(lambda: fl.TrainState.create(model, optimizer, backend=found))]
+        return [
+            left_out,
+            sorted(kinds),
+            weights,
+            said(lambda: fl.TrainState.create(model, optimizer, backend=found)),
+        ]
 
 
 def test_accelerates_fsdp(tmp_path, launched):
     alone = launched(table, 1)[0]["clip"]["weights"]
-    for left_out, kinds, weights, deepspeed in processes.results(tmp_path, 2, by_plugin):
-        assert left_out.startswith("NotImplementedError: accelerate is configured for FSDP, which it leaves out")
+    for left_out, kinds, weights, deepspeed in launch.results(tmp_path, 2, by_plugin):
+        assert left_out.startswith(
+            "NotImplementedError: accelerate is configured for FSDP, which it leaves out"
+        )
         assert kinds == ["DTensor"] and difference(alone, weights) < 1e-12
         assert deepspeed.startswith("NotImplementedError: accelerate is configured for DEEPSPEED")
 
@@ -1518,7 +1833,9 @@ def seen(folder):
         return quiet(model, batch)
 
     def take(name):
-        found[name] = sorted(sample for own in _processes.gather_objects(list(given)) for sample in own)
+        found[name] = sorted(
+            sample for own in collectives.gather_objects(list(given)) for sample in own
+        )
         given.clear()
 
     data = TensorDataset(torch.arange(7.0))
@@ -1528,7 +1845,13 @@ def seen(folder):
         fl.evaluate(fl.pipeline()(loss), state, DataLoader(data, 3))
         take(f"evaluate, {loss.__name__}")
         found[f"w, {loss.__name__}"] = state.model.w.item()
-    found["results"] = [*fl.predict(lambda model, batch: quiet(model, batch) and batch[0].tolist(), state, DataLoader(data, 3))]
+    found["results"] = [
+        *fl.predict(
+            lambda model, batch: quiet(model, batch) and batch[0].tolist(),
+            state,
+            DataLoader(data, 3),
+        )
+    ]
     take("predict")
     return found
 
@@ -1578,7 +1901,10 @@ def drawing(folder):
         return (model.w * batch[0] * mask).mean()
 
     data = TensorDataset(torch.arange(1.0, 8.0))
-    for name, pipe in {"one": fl.pipeline(noise(0.1)), "two": fl.pipeline(noise(0.1), fl.accumulate(2))}.items():
+    for name, pipe in {
+        "one": fl.pipeline(noise(0.1)),
+        "two": fl.pipeline(noise(0.1), fl.accumulate(2)),
+    }.items():
         state = fl.fit(pipe(dropping), toy(), DataLoader(data, 2), epochs=2, hooks=())
         found[name] = [state.model.w.item(), masks[:]]
         masks.clear()
@@ -1593,10 +1919,18 @@ def drawing(folder):
 def views(handler):
     model = Toy(1.0)
     state = fl.TrainState.create(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0, backend=Accelerator(cpu=True, kwargs_handlers=[handler])
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        seed=0,
+        backend=Accelerator(cpu=True, kwargs_handlers=[handler]),
     )
     data = DataLoader(TensorDataset(torch.arange(1.0, 9.0)), 4 // world())
-    return fl.fit(fl.pipeline(fl.clip(5.0), fl.accumulate(2))(lambda m, b: (m.w * b[0]).mean()), state, data, hooks=())
+    return fl.fit(
+        fl.pipeline(fl.clip(5.0), fl.accumulate(2))(lambda m, b: (m.w * b[0]).mean()),
+        state,
+        data,
+        hooks=(),
+    )
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -1610,4 +1944,6 @@ def test_what_is_drawn_behind_backward_is_the_same_everywhere_and_in_it_its_own(
 
 
 def test_buckets_of_ddp_may_be_what_gradients_are(launched):
-    assert launched(drawing, 2)[0]["views"] == pytest.approx(launched(drawing, 1)[0]["views"])  # 1 - 0.1 (2.5 + 5) / 2
+    assert launched(drawing, 2)[0]["views"] == pytest.approx(
+        launched(drawing, 1)[0]["views"]
+    )  # 1 - 0.1 (2.5 + 5) / 2

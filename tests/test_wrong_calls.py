@@ -86,19 +86,31 @@ def run_entries(name, run):
     return {
         f"{name}(step)": Entry(lambda v: run(v, toy(), [ONE])),
         f"{name}(state)": Entry(lambda v: run(step(), v, [ONE]), "", ("fit",)),
-        f"{name}(loaders)": Entry(lambda v: run(step(), toy(), v), "tensor", ("loader", "loss of toy_loss")),
-        f"{name}(loaders: train)": Entry(lambda v: run(step(), toy(), {"train": v}), "tensor", ("loader", "loss of toy_loss")),
+        f"{name}(loaders)": Entry(
+            lambda v: run(step(), toy(), v), "tensor", ("loader", "loss of toy_loss")
+        ),
+        f"{name}(loaders: train)": Entry(
+            lambda v: run(step(), toy(), {"train": v}), "tensor", ("loader", "loss of toy_loss")
+        ),
         f"{name}(loaders: valid)": Entry(
-            lambda v: run(step(), toy(), {"train": [ONE], "valid": v}), "tensor", ("loader", "loss of toy_loss")
+            lambda v: run(step(), toy(), {"train": [ONE], "valid": v}),
+            "tensor",
+            ("loader", "loss of toy_loss"),
         ),
         f"{name}(loaders: pair)": Entry(
-            lambda v: run(step(), toy(), ([ONE], v)), "None", ("loader", "loss of toy_loss", "pair of")
+            lambda v: run(step(), toy(), ([ONE], v)),
+            "None",
+            ("loader", "loss of toy_loss", "pair of"),
         ),
         f"{name}(epochs)": Entry(lambda v: run(step(), toy(), [ONE], epochs=v), "None 0"),
         f"{name}(steps)": Entry(lambda v: run(step(), toy(), [ONE], steps=v), "None 0"),
         f"{name}(hooks)": Entry(lambda v: run(step(), toy(), [ONE], hooks=v), "None [] ()"),
-        f"{name}(hooks: one)": Entry(lambda v: run(step(), toy(), [ONE], hooks=(v,)), "", ("a hook",)),
-        f"{name}(evaluate_every)": Entry(lambda v: run(step(), toy(), [ONE], evaluate_every=v), "None"),
+        f"{name}(hooks: one)": Entry(
+            lambda v: run(step(), toy(), [ONE], hooks=(v,)), "", ("a hook",)
+        ),
+        f"{name}(evaluate_every)": Entry(
+            lambda v: run(step(), toy(), [ONE], evaluate_every=v), "None"
+        ),
         f"{name}(prefetch)": Entry(lambda v: run(step(), toy(), [ONE], prefetch=v)),
     }
 
@@ -113,11 +125,17 @@ def run(step, state, loaders, **kwargs):
 
 STATE = {
     "TrainState.create(model)": Entry(
-        lambda v: fl.TrainState.create(v, torch.optim.SGD([nn.Parameter(ONE)], lr=0.1)), "", ("optimizer",)
+        lambda v: fl.TrainState.create(v, torch.optim.SGD([nn.Parameter(ONE)], lr=0.1)),
+        "",
+        ("optimizer",),
     ),
     "TrainState.create(optimizer)": Entry(lambda v: fl.TrainState.create(testing.Toy(), v)),
-    "TrainState.create(seed)": Entry(lambda v: model_and(lambda m, o: fl.TrainState.create(m, o, seed=v)), "None 0"),
-    "TrainState.create(backend)": Entry(lambda v: model_and(lambda m, o: fl.TrainState.create(m, o, backend=v)), "None"),
+    "TrainState.create(seed)": Entry(
+        lambda v: model_and(lambda m, o: fl.TrainState.create(m, o, seed=v)), "None 0"
+    ),
+    "TrainState.create(backend)": Entry(
+        lambda v: model_and(lambda m, o: fl.TrainState.create(m, o, backend=v)), "None"
+    ),
     "snapshot(state)": Entry(fl.snapshot),
     "unwrap(state)": Entry(fl.unwrap),
 }
@@ -126,7 +144,9 @@ STEPS = {
     "pipeline(middleware)": Entry(fl.pipeline),
     "pipeline(loss_fn)": Entry(lambda v: fl.pipeline()(v), "", ("loss function",)),
     "step(state)": Entry(lambda v: step()(v, ONE)),
-    "step(window)": Entry(lambda v: fl.pipeline(fl.accumulate(2))(toy_loss)(toy(), v), "", ("accumulate",)),
+    "step(window)": Entry(
+        lambda v: fl.pipeline(fl.accumulate(2))(toy_loss)(toy(), v), "", ("accumulate",)
+    ),
     "step.evaluate(state)": Entry(lambda v: step().evaluate(v, ONE)),
     "supervised(criterion)": Entry(fl.supervised, "module"),
     "middleware(ring)": Entry(fl.middleware),
@@ -155,7 +175,10 @@ MIDDLEWARE = {
     "schedule(field)": Entry(lambda v: fl.schedule(schedules.cosine(), v), "'x'"),
     "torch_scheduler(factory)": Entry(fl.torch_scheduler),
     "metric(function)": Entry(lambda v: fl.metric(accuracy=v), "", ("metric", "accuracy")),
-    "metric(name)": Entry(lambda v: fl.metric(**{v: lambda aux, batch: 0.0} if isinstance(v, str) else {"a": v}), "'x'"),
+    "metric(name)": Entry(
+        lambda v: fl.metric(**{v: lambda aux, batch: 0.0} if isinstance(v, str) else {"a": v}),
+        "'x'",
+    ),
     "compiled(mode)": Entry(lambda v: fl.compiled(mode=v), "None"),
     "compiled(options)": Entry(lambda v: fl.compiled(options=v), "None {}"),
     "compiled(dynamic)": Entry(lambda v: fl.compiled(dynamic=v), "None True"),
@@ -174,7 +197,10 @@ METRICS = {
         f"{m.__name__}(value)": Entry(lambda v, m=m: m(v).compute(), "-1 0 1.5 nan inf True")
         for m in (fl.Sum, fl.Min, fl.Max, fl.Last)
     },
-    **{f"{m.__name__}.combine(other)": Entry(lambda v, m=m: m(1.0).combine(v)) for m in (fl.Sum, fl.Min, fl.Max, fl.Last)},
+    **{
+        f"{m.__name__}.combine(other)": Entry(lambda v, m=m: m(1.0).combine(v))
+        for m in (fl.Sum, fl.Min, fl.Max, fl.Last)
+    },
     "reduce(how)": Entry(lambda v: fl.reduce(1.0, v)),
     "reduce(tree)": Entry(fl.reduce, f"True {NUMBERS} nan inf [] () {{}} tensor"),
     "broadcast(source)": Entry(lambda v: fl.broadcast(1.0, v), "0"),
@@ -185,10 +211,14 @@ RUNS = {
     **run_entries("run", run),
     "evaluate(step)": Entry(lambda v: fl.evaluate(v, toy(), [ONE])),
     "evaluate(state)": Entry(lambda v: fl.evaluate(step(), v, [ONE])),
-    "evaluate(loader)": Entry(lambda v: fl.evaluate(step(), toy(), v), "tensor", ("how many items",)),
+    "evaluate(loader)": Entry(
+        lambda v: fl.evaluate(step(), toy(), v), "tensor", ("how many items",)
+    ),
     "predict(fn)": Entry(lambda v: list(fl.predict(v, toy(), [ONE]))),
     "predict(state)": Entry(lambda v: list(fl.predict(toy_loss, v, [ONE]))),
-    "predict(loader)": Entry(lambda v: list(fl.predict(lambda m, b: 0, toy(), v)), "[] () {1} tensor generator"),
+    "predict(loader)": Entry(
+        lambda v: list(fl.predict(lambda m, b: 0, toy(), v)), "[] () {1} tensor generator"
+    ),
     "predict(gather)": Entry(lambda v: list(fl.predict(toy_loss, toy(), [ONE], gather=v)), "True"),
     "sharded(loader)": Entry(fl.sharded, "[] () {1} tensor generator"),
 }
@@ -197,7 +227,9 @@ HISTORY = {
     "Record(epoch)": Entry(lambda v: fl.Record(v, 1, {}), "0"),
     "Record(step)": Entry(lambda v: fl.Record(1, v, {}), "0"),
     "Record(metrics)": Entry(lambda v: fl.Record(1, 1, v), "{}"),
-    "Record(metrics: a value)": Entry(lambda v: fl.Record(1, 1, {"loss": v}), f"{NUMBERS} nan inf True"),
+    "Record(metrics: a value)": Entry(
+        lambda v: fl.Record(1, 1, {"loss": v}), f"{NUMBERS} nan inf True"
+    ),
     "Record(seconds)": Entry(lambda v: fl.Record(1, 1, {}, v), "0 1.5"),
     "History(records)": Entry(fl.History, "[] ()"),
     "History.append(record)": Entry(lambda v: fl.History().append(v)),
@@ -225,7 +257,9 @@ HOOKS = {
     "early_stop(min_delta)": Entry(lambda v: fl.early_stop("valid/loss", min_delta=v), "0 1.5"),
     "early_stop(mode)": Entry(lambda v: fl.early_stop("valid/loss", mode=v), "None"),
     "early_stop(reference)": Entry(lambda v: fl.early_stop("valid/loss", reference=v)),
-    "early_stop(stopping_threshold)": Entry(lambda v: fl.early_stop("valid/loss", stopping_threshold=v), f"None {NUMBERS} inf"),
+    "early_stop(stopping_threshold)": Entry(
+        lambda v: fl.early_stop("valid/loss", stopping_threshold=v), f"None {NUMBERS} inf"
+    ),
     "early_stop(divergence_threshold)": Entry(
         lambda v: fl.early_stop("valid/loss", divergence_threshold=v), f"None {NUMBERS} inf"
     ),
@@ -311,27 +345,58 @@ TESTING = {
     "assert_same(b)": Entry(lambda v: testing.assert_same(toy(), v)),
     "assert_same(rtol)": Entry(lambda v: testing.assert_same(toy(), toy(), rtol=v), "0 1.5"),
     "check_laws(pipe)": Entry(testing.check_laws),
-    "check_laws(problem)": Entry(lambda v: testing.check_laws(fl.pipeline(), testing.small() if v is None else v), "None"),
+    "check_laws(problem)": Entry(
+        lambda v: testing.check_laws(fl.pipeline(), testing.small() if v is None else v), "None"
+    ),
     **{
         f"{law.__name__}({argument})": Entry(
-            (lambda v, law=law: law(v, testing.small())) if argument == "pipe" else (lambda v, law=law: law(fl.pipeline(), v))
+            (lambda v, law=law: law(v, testing.small()))
+            if argument == "pipe"
+            else (lambda v, law=law: law(fl.pipeline(), v))
         )
-        for law in (testing.law_fold, testing.law_purity, testing.law_no_host_reads, testing.law_skipped_updates)
+        for law in (
+            testing.law_fold,
+            testing.law_purity,
+            testing.law_no_host_reads,
+            testing.law_skipped_updates,
+        )
         for argument in ("pipe", "problem")
     },
     "law_neutral(neutral)": Entry(lambda v: testing.law_neutral(v, fl.pipeline(), testing.small())),
     "law_neutral(pipe)": Entry(lambda v: testing.law_neutral(fl.accumulate(1), v, testing.small())),
-    "law_neutral(problem)": Entry(lambda v: testing.law_neutral(fl.accumulate(1), fl.pipeline(), v)),
-    "law_accumulation(pipe)": Entry(lambda v: testing.law_accumulation(v, testing.small(), 2, fl.accumulate)),
-    "law_accumulation(problem)": Entry(lambda v: testing.law_accumulation(fl.pipeline(), v, 2, fl.accumulate)),
-    "law_accumulation(n)": Entry(lambda v: testing.law_accumulation(fl.pipeline(), testing.small(), v, fl.accumulate)),
-    "law_accumulation(accumulate)": Entry(lambda v: testing.law_accumulation(fl.pipeline(), testing.small(), 2, v)),
+    "law_neutral(problem)": Entry(
+        lambda v: testing.law_neutral(fl.accumulate(1), fl.pipeline(), v)
+    ),
+    "law_accumulation(pipe)": Entry(
+        lambda v: testing.law_accumulation(v, testing.small(), 2, fl.accumulate)
+    ),
+    "law_accumulation(problem)": Entry(
+        lambda v: testing.law_accumulation(fl.pipeline(), v, 2, fl.accumulate)
+    ),
+    "law_accumulation(n)": Entry(
+        lambda v: testing.law_accumulation(fl.pipeline(), testing.small(), v, fl.accumulate)
+    ),
+    "law_accumulation(accumulate)": Entry(
+        lambda v: testing.law_accumulation(fl.pipeline(), testing.small(), 2, v)
+    ),
     "law_accumulation(rtol)": Entry(
-        lambda v: testing.law_accumulation(fl.pipeline(), testing.small(), 2, fl.accumulate, v), "1.5"
+        lambda v: testing.law_accumulation(fl.pipeline(), testing.small(), 2, fl.accumulate, v),
+        "1.5",
     ),
 }
 
-ENTRIES = {**STATE, **STEPS, **MIDDLEWARE, **METRICS, **RUNS, **HISTORY, **HOOKS, **CHECKPOINTS, **SCHEDULES, **TESTING}
+ENTRIES = {
+    **STATE,
+    **STEPS,
+    **MIDDLEWARE,
+    **METRICS,
+    **RUNS,
+    **HISTORY,
+    **HOOKS,
+    **CHECKPOINTS,
+    **SCHEDULES,
+    **TESTING,
+}
 
 if importlib.util.find_spec("torchmetrics"):
 
@@ -341,7 +406,9 @@ if importlib.util.find_spec("torchmetrics"):
         return BinaryAccuracy()
 
     ENTRIES |= {
-        "from_torchmetrics(metric)": Entry(lambda v: fl.from_torchmetrics(v, lambda aux, batch: ())),
+        "from_torchmetrics(metric)": Entry(
+            lambda v: fl.from_torchmetrics(v, lambda aux, batch: ())
+        ),
         "from_torchmetrics(inputs)": Entry(lambda v: fl.from_torchmetrics(template(), v)),
     }
 
@@ -361,9 +428,14 @@ def outcome(name, entry, make):
             trace = trace.tb_next
         code = trace.tb_frame.f_code
         text = f"{type(error).__name__}: {error}"
-        if not code.co_filename.startswith(ROOT) or code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        if (
+            not code.co_filename.startswith(ROOT)
+            or code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
+        ):
             return Outcome("theirs", text)
-        function, _, argument = name.removesuffix(")").removesuffix("]").replace("[", "(").partition("(")
+        function, _, argument = (
+            name.removesuffix(")").removesuffix("]").replace("[", "(").partition("(")
+        )
         words = (function.rpartition(".")[2], argument.partition(":")[0].strip(")("), *entry.words)
         return Outcome("ours" if any(word in text for word in words if word) else "unnamed", text)
     return Outcome("accepted", "")

@@ -71,13 +71,18 @@ def by_hand(model: nn.Module, optimizer: Optimizer) -> Contender:
     numbers, sums = range(len(list(model.parameters()))), []
 
     def sums_of(path: Path) -> list[str]:
-        return [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in (path / "model", path / "optimizer")]
+        return [
+            hashlib.file_digest(file.open("rb"), "sha256").hexdigest()
+            for file in (path / "model", path / "optimizer")
+        ]
 
     def save(path: Path) -> None:
         path.mkdir()
         moments = optimizer.state_dict()["state"]
         save_file(model.state_dict(), path / "model")
-        save_file({f"{i}.{key}": moments[i][key] for i in numbers for key in MOMENTS}, path / "optimizer")
+        save_file(
+            {f"{i}.{key}": moments[i][key] for i in numbers for key in MOMENTS}, path / "optimizer"
+        )
         sums[:] = sums_of(path)
 
     def restore(path: Path) -> None:
@@ -112,7 +117,10 @@ def with_accelerate(model: nn.Module, optimizer: Optimizer) -> Contender:
 
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, optimizer)
-    return Contender(lambda path: accelerator.save_state(str(path)), lambda path: accelerator.load_state(str(path)))
+    return Contender(
+        lambda path: accelerator.save_state(str(path)),
+        lambda path: accelerator.load_state(str(path)),
+    )
 
 
 def with_lightning(model: nn.Module, optimizer: Optimizer) -> Contender:
@@ -132,7 +140,9 @@ def with_lightning(model: nn.Module, optimizer: Optimizer) -> Contender:
         def configure_optimizers(self) -> Optimizer:
             return optimizer
 
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    off = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=0, **off)
     fit = functools.partial(trainer.fit, Module(), DataLoader([0]))
     fit()
@@ -187,7 +197,9 @@ def empty(folder: Path) -> None:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def take_turn(contender: Contender, model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, float]:
+def take_turn(
+    contender: Contender, model: nn.Module, optimizer: Optimizer, folder: Path
+) -> dict[str, float]:
     def restore() -> None:
         contender.restore(folder / "saved")
         for t in tensors_of(model, optimizer):
@@ -201,7 +213,12 @@ def take_turn(contender: Contender, model: nn.Module, optimizer: Optimizer, fold
     for p in model.parameters():
         p.detach().zero_()
     optimizer.state.clear()
-    return {"save": save, "fsync": fsync, "save and fsync": save + fsync, "restore": seconds(restore)}
+    return {
+        "save": save,
+        "fsync": fsync,
+        "save and fsync": save + fsync,
+        "restore": seconds(restore),
+    }
 
 
 def in_background(model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, float]:
@@ -218,7 +235,9 @@ def in_background(model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[
 
 def measure(names: list[str], megabytes: int, folder: Path, rounds: int) -> dict[str, Times]:
     model, optimizer = make_model(megabytes)
-    turns = {name: functools.partial(take_turn, CONTENDERS[name][1](model, optimizer)) for name in names}
+    turns = {
+        name: functools.partial(take_turn, CONTENDERS[name][1](model, optimizer)) for name in names
+    }
     turns["background"] = in_background
     saved = [t.clone() for t in tensors_of(model, optimizer)]
     times: dict[str, Times] = {name: defaultdict(list) for name in turns}
@@ -240,22 +259,43 @@ def ratios(values: list[float], to: list[float]) -> list[float]:
 
 def row(name: str, *columns: list[float]) -> None:
     quartiles = [statistics.quantiles(values, n=4, method="inclusive") for values in columns]
-    print(f"{name:<22}" + "".join(f"{f'{median:.2f} ({low:.2f}–{high:.2f})':>19}" for low, median, high in quartiles))
+    print(
+        f"{name:<22}"
+        + "".join(
+            f"{f'{median:.2f} ({low:.2f}–{high:.2f})':>19}" for low, median, high in quartiles
+        )
+    )
 
 
 def show(times: dict[str, Times]) -> None:
-    titles = ("save, s", "of the floor", "fsync, s", "of the floor, both", "restore, s", "of the floor")
+    titles = (
+        "save, s",
+        "of the floor",
+        "fsync, s",
+        "of the floor, both",
+        "restore, s",
+        "of the floor",
+    )
     print(f"\n{'median (25–75 %)':<22}" + "".join(f"{title:>19}" for title in titles))
     for name in CONTENDERS:
         if name not in times:
             print(f"{name:<22}   not installed: pip install 'fnloop[bench]'")
             continue
-        of = {what: ratios(values, times[FLOOR][what]) for what, values in times[name].items() if what != "fsync"}
+        of = {
+            what: ratios(values, times[FLOOR][what])
+            for what, values in times[name].items()
+            if what != "fsync"
+        }
         save, fsync, restore = (times[name][what] for what in ("save", "fsync", "restore"))
         row(name, save, of["save"], fsync, of["save and fsync"], restore, of["restore"])
 
-    print(f"\n{'in the background':<22}" + "".join(f"{title:>19}" for title in ("pause, s", "whole, s", "pause of whole")))
-    found = [(f"{OURS}, of the floor", ratios(times[OURS]["save"], times[FLOOR]["save"]), SAVE_TARGET)]
+    print(
+        f"\n{'in the background':<22}"
+        + "".join(f"{title:>19}" for title in ("pause, s", "whole, s", "pause of whole"))
+    )
+    found = [
+        (f"{OURS}, of the floor", ratios(times[OURS]["save"], times[FLOOR]["save"]), SAVE_TARGET)
+    ]
     for name in SAVES:
         pause, whole = (times["background"][f"{name}: {what}"] for what in ("pause", "whole"))
         row(name, pause, whole, ratios(pause, whole))
@@ -269,10 +309,20 @@ def show(times: dict[str, Times]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     beside = Path(__file__).with_suffix(".json")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s; 9 or more to quote")
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the state; default: %(default)s")
-    parser.add_argument("--folder", type=Path, help="where to make a temporary folder; default: where the system does")
-    parser.add_argument("--json", type=Path, default=beside, help="where numbers go; default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="default: %(default)s; 9 or more to quote"
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=500, help="size of the state; default: %(default)s"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to make a temporary folder; default: where the system does",
+    )
+    parser.add_argument(
+        "--json", type=Path, default=beside, help="where numbers go; default: %(default)s"
+    )
     args = parser.parse_args()
     if args.rounds < 2 or args.megabytes < 1:
         parser.error("expected 2 rounds or more, and 1 megabyte or more")
@@ -281,14 +331,23 @@ def main() -> None:
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]
     threads = torch.get_num_threads()
-    print(f"{cpu()}, {threads} threads, Python {platform.python_version()}, {args.rounds} rounds of {args.megabytes} MB")
+    print(
+        f"{cpu()}, {threads} threads, Python {platform.python_version()}, {args.rounds} rounds of {args.megabytes} MB"
+    )
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         tempfile.tempdir = folder  # lightning writes there before it renames
         times = measure(names, args.megabytes, Path(folder), args.rounds)
     show(times)
-    facts = {"cpu": cpu(), "threads": threads, "python": platform.python_version(), "versions": versions}
-    args.json.write_text(json.dumps({**facts, "megabytes": args.megabytes, "seconds": times}, indent=1) + "\n")
+    facts = {
+        "cpu": cpu(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+    args.json.write_text(
+        json.dumps({**facts, "megabytes": args.megabytes, "seconds": times}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

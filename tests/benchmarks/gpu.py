@@ -119,7 +119,9 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         n, length, width = x.shape
@@ -143,7 +145,9 @@ class GPT(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
 
 
 def cnn(width: int = 32) -> nn.Module:
@@ -166,16 +170,25 @@ def text(n: int, length: int, words: int) -> Batch:
 CASES = {
     "mlp": Case("MLP, 32", mlp, lambda: images(32, 784), 200),
     "cnn": Case("CNN, 128 × 32 × 32", cnn, lambda: images(128, 3, 32, 32), 50),
-    "gpt": Case("GPT, 6 layers, 8 × 256", lambda: GPT(6, 384, 6, 512, 256), lambda: text(8, 256, 512), 50),
+    "gpt": Case(
+        "GPT, 6 layers, 8 × 256", lambda: GPT(6, 384, 6, 512, 256), lambda: text(8, 256, 512), 50
+    ),
     "gpt2": Case(
-        "GPT-2 124M, 16 × 1024, bf16", lambda: GPT(12, 768, 12, 50304, 1024), lambda: text(16, 1024, 50304), 10, True, True
+        "GPT-2 124M, 16 × 1024, bf16",
+        lambda: GPT(12, 768, 12, 50304, 1024),
+        lambda: text(16, 1024, 50304),
+        10,
+        True,
+        True,
     ),
 }
 TINY = {
     "mlp": Case("tiny MLP", mlp, lambda: images(4, 784), 8),
     "cnn": Case("tiny CNN", lambda: cnn(2), lambda: images(2, 3, 8, 8), 8),
     "gpt": Case("tiny GPT", lambda: GPT(2, 8, 2, 16, 8), lambda: text(2, 8, 16), 8),
-    "gpt2": Case("tiny GPT, bf16", lambda: GPT(2, 8, 2, 16, 8), lambda: text(2, 8, 16), 8, True, True),
+    "gpt2": Case(
+        "tiny GPT, bf16", lambda: GPT(2, 8, 2, 16, 8), lambda: text(2, 8, 16), 8, True, True
+    ),
 }
 
 
@@ -206,7 +219,11 @@ class Task(NamedTuple):
 
     @property
     def loss(self) -> Callable[[nn.Module, Batch], Tensor]:
-        return functools.partial(unshared(under_autocast), self.device) if self.case.bf16 else unshared(loss_of)
+        return (
+            functools.partial(unshared(under_autocast), self.device)
+            if self.case.bf16
+            else unshared(loss_of)
+        )
 
 
 # --- the contenders: task -> train --------------------------------------------------------------------------
@@ -288,7 +305,9 @@ def with_accelerate(task: Task) -> Train:
         return mean
 
     def accumulated(batches: Sequence[Batch]) -> float:
-        accelerator.gradient_accumulation_steps = WINDOW  # process-wide: pytorch-accelerated has reset it
+        accelerator.gradient_accumulation_steps = (
+            WINDOW  # process-wide: pytorch-accelerated has reset it
+        )
         CLOCK.start()
         total = torch.zeros((), device=task.device)
         for batch in batches:
@@ -331,12 +350,18 @@ def with_lightning(task: Task) -> Train:
             return task.optimizer
 
     module = Module()
-    extra = {} if task.setting == PLAIN else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
+    extra = (
+        {}
+        if task.setting == PLAIN
+        else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
+    )
     kind = "gpu" if task.device.type == "cuda" else "cpu"
 
     def train(batches: Sequence[Batch]) -> float:
         losses.clear()
-        Trainer(accelerator=kind, devices=1, max_epochs=1, barebones=True, **extra).fit(module, Loader(batches))
+        Trainer(accelerator=kind, devices=1, max_epochs=1, barebones=True, **extra).fit(
+            module, Loader(batches)
+        )
         module.to(task.device)  # it moves the model to the CPU at its end
         return torch.stack(losses).mean().item()
 
@@ -350,7 +375,10 @@ def with_pytorch_accelerated(task: Task) -> Train:
     losses: list[Tensor] = []
 
     class OnBatches(Trainer):
-        training_run_start, train_epoch_end = CLOCK.start, CLOCK.stop  # right around the epoch; else empty
+        training_run_start, train_epoch_end = (
+            CLOCK.start,
+            CLOCK.stop,
+        )  # right around the epoch; else empty
 
         def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Loader:
             return Loader(self.train_dataset)
@@ -369,14 +397,20 @@ def with_pytorch_accelerated(task: Task) -> Train:
 
     def train(batches: Sequence[Batch]) -> float:
         losses.clear()
-        trainer.train(batches, num_epochs=1, gradient_accumulation_steps=1 if task.setting == PLAIN else WINDOW)
+        trainer.train(
+            batches,
+            num_epochs=1,
+            gradient_accumulation_steps=1 if task.setting == PLAIN else WINDOW,
+        )
         return torch.stack(losses).mean().item()
 
     return train
 
 
 HAND = "by hand"
-CONTENDERS: dict[str, tuple[str, bool, Callable[[Task], Train]]] = {  # name -> (distribution, fused, how to build it)
+CONTENDERS: dict[
+    str, tuple[str, bool, Callable[[Task], Train]]
+] = {  # name -> (distribution, fused, how to build it)
     HAND: ("torch", False, by_hand),
     "by hand, compiled, fused": ("torch", True, functools.partial(by_hand, compiled=True)),
     "fnloop": ("fnloop", False, with_fnloop),
@@ -410,7 +444,11 @@ def build(name: str, case: Case, setting: str, args: argparse.Namespace) -> Trai
     _, fused, make = CONTENDERS[name]
     model = case.model().to(args.device)
     optimizer = AdamW(model.parameters(), lr=1e-4, fused=True if fused else None)
-    return make(Task(case, setting, args.device, model, optimizer, {"backend": "eager"} if args.tiny else {}))
+    return make(
+        Task(
+            case, setting, args.device, model, optimizer, {"backend": "eager"} if args.tiny else {}
+        )
+    )
 
 
 def time_once(train: Train, batches: Any, updates: int) -> float:
@@ -426,7 +464,9 @@ def failure(name: str, error: Exception) -> str:
     return f"failed: {type(error).__name__}: {error}".splitlines()[0]
 
 
-def compare(case: Case, setting: str, names: list[str], args: argparse.Namespace) -> dict[str, Result | str]:
+def compare(
+    case: Case, setting: str, names: list[str], args: argparse.Namespace
+) -> dict[str, Result | str]:
     """Build the contenders one after the other, check that all do the same work, and time them."""
     window = 1 if setting == PLAIN else WINDOW
     torch.manual_seed(1)
@@ -440,7 +480,10 @@ def compare(case: Case, setting: str, names: list[str], args: argparse.Namespace
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(args.device)
-        allocated, reserved = memory(args.device, "memory_allocated"), memory(args.device, "memory_reserved")
+        allocated, reserved = (
+            memory(args.device, "memory_allocated"),
+            memory(args.device, "memory_reserved"),
+        )
         train = None
         try:
             train = build(name, case, setting, args)
@@ -450,16 +493,23 @@ def compare(case: Case, setting: str, names: list[str], args: argparse.Namespace
             if not abs(loss - expected) <= TOLERANCE * abs(expected):
                 raise ArithmeticError(f"its loss is {loss:.6g}, by hand {expected:.6g}")
             train(batches[: 5 * window])
-            peak, held = memory(args.device, "max_memory_allocated"), memory(args.device, "memory_reserved")
+            peak, held = (
+                memory(args.device, "max_memory_allocated"),
+                memory(args.device, "memory_reserved"),
+            )
             results[name] = Result([], first, peak - allocated, held - reserved)
             if case.alone:
-                results[name].ms.extend(time_once(train, batches, case.updates) for _ in range(args.rounds))
+                results[name].ms.extend(
+                    time_once(train, batches, case.updates) for _ in range(args.rounds)
+                )
             else:
                 contenders[name] = train
         except Exception as error:
             results[name] = failure(name, error)
         del train
-    order = random.Random(0)  # of its own: pytorch-accelerated seeds the global one whenever it trains
+    order = random.Random(
+        0
+    )  # of its own: pytorch-accelerated seeds the global one whenever it trains
     for _ in range(args.rounds if contenders else 0):
         for name in order.sample(list(contenders), len(contenders)):
             try:
@@ -471,7 +521,9 @@ def compare(case: Case, setting: str, names: list[str], args: argparse.Namespace
 
 
 def show(title: str, results: dict[str, Any]) -> None:
-    print(f"\n{title:<40}{'ms/update':>10}{'by hand ÷':>10}{'25–75 %':>15}{'first 5, s':>12}{'peak, MiB':>11}{'held':>8}")
+    print(
+        f"\n{title:<40}{'ms/update':>10}{'by hand ÷':>10}{'25–75 %':>15}{'first 5, s':>12}{'peak, MiB':>11}{'held':>8}"
+    )
     for name in CONTENDERS:
         if name not in results:
             print(f"{name:<40}not installed: pip install 'fnloop[bench]'")
@@ -505,28 +557,42 @@ class Slow(Dataset):
         return self.batches[i]
 
 
-FEEDING = (HAND, "by hand, compiled, fused", "fnloop", "fnloop compiled, fused", "fnloop cuda_graph, fused")
+FEEDING = (
+    HAND,
+    "by hand, compiled, fused",
+    "fnloop",
+    "fnloop compiled, fused",
+    "fnloop cuda_graph, fused",
+)
 
 
 def feed(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Compare batches that are there with those of a loader that takes 80 % of an update for each."""
     torch.manual_seed(1)
     few = [case.batch() for _ in range(8)]
-    there = ([tuple(t.to(args.device) for t in batch) for batch in few] * case.updates)[: case.updates]
+    there = ([tuple(t.to(args.device) for t in batch) for batch in few] * case.updates)[
+        : case.updates
+    ]
     results = {}
     for name in FEEDING:
         train = loader = None
         try:
             train = build(name, case, PLAIN, args)
             train(there)
-            resident = statistics.median(time_once(train, there, case.updates) for _ in range(args.rounds))
+            resident = statistics.median(
+                time_once(train, there, case.updates) for _ in range(args.rounds)
+            )
             slow = Slow((few * case.updates)[: case.updates], 0.8 * resident / 1e3)
             pinned = args.device.type == "cuda"
-            loader = DataLoader(slow, batch_size=None, num_workers=1, pin_memory=pinned, persistent_workers=True)
+            loader = DataLoader(
+                slow, batch_size=None, num_workers=1, pin_memory=pinned, persistent_workers=True
+            )
             train(loader)
             results[name] = {
                 "resident_ms": resident,
-                "fed_ms": statistics.median(time_once(train, loader, case.updates) for _ in range(args.rounds)),
+                "fed_ms": statistics.median(
+                    time_once(train, loader, case.updates) for _ in range(args.rounds)
+                ),
             }
         except Exception as error:
             results[name] = failure(name, error)
@@ -556,40 +622,71 @@ def version(distribution: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="default: %(default)s")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: both")
-    parser.add_argument("--feeding", nargs="*", choices=CASES, default=["cnn", "gpt"], help="default: %(default)s")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cuda"), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all"
+    )
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: both"
+    )
+    parser.add_argument(
+        "--feeding", nargs="*", choices=CASES, default=["cnn", "gpt"], help="default: %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="sizes that show nothing, and no code generation")
-    parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"), help="default: %(default)s")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes that show nothing, and no code generation"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path(__file__).with_suffix(".json"),
+        help="default: %(default)s",
+    )
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("expected 2 rounds or more")
     if args.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; to see that it runs: --device cpu --tiny")
 
-    warnings.simplefilter("ignore")  # what peers advise about loaders and loggers, and that the CPU has no graphs
+    warnings.simplefilter(
+        "ignore"
+    )  # what peers advise about loaders and loggers, and that the CPU has no graphs
     logging.getLogger("fnloop").setLevel(logging.ERROR)
     if args.device.type == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # for every Accelerator, pytorch-accelerated's too
+        os.environ["ACCELERATE_USE_CPU"] = (
+            "true"  # for every Accelerator, pytorch-accelerated's too
+        )
     else:
         CLOCK.wait = torch.cuda.synchronize
     versions = {distribution: version(distribution) for distribution, _, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _, _) in CONTENDERS.items() if versions[distribution]]
-    where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else platform.processor() or "CPU"
+    where = (
+        torch.cuda.get_device_name(args.device)
+        if args.device.type == "cuda"
+        else platform.processor() or "CPU"
+    )
     print(f"{where}, Python {platform.python_version()}, {args.rounds} rounds")
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
 
-    facts: dict[str, Any] = {"device": where, "python": platform.python_version(), "versions": versions}
+    facts: dict[str, Any] = {
+        "device": where,
+        "python": platform.python_version(),
+        "versions": versions,
+    }
     tables: dict[str, Any] = facts.setdefault("tables", {})
     cases = TINY if args.tiny else CASES
     for setting in (SETTINGS[name] for name in args.settings):
         for name in args.cases:
             results = compare(cases[name], setting, names, args)
             show(f"{cases[name].title}, {setting}", results)
-            tables.setdefault(setting, {})[name] = {k: v if isinstance(v, str) else v._asdict() for k, v in results.items()}
-            args.json.write_text(json.dumps(facts, indent=1) + "\n")  # what there is, should it be stopped
+            tables.setdefault(setting, {})[name] = {
+                k: v if isinstance(v, str) else v._asdict() for k, v in results.items()
+            }
+            args.json.write_text(
+                json.dumps(facts, indent=1) + "\n"
+            )  # what there is, should it be stopped
     for name in args.feeding:
         tables.setdefault("feeding", {})[name] = found = feed(cases[name], args)
         show_feeding(cases[name].title, found)

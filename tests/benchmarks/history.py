@@ -60,7 +60,7 @@ def appending(length: int) -> Callable[[], None]:
 def stopping(length: int) -> Callable[[], None]:
     """Return what calls early_stop after each of several new records, which it has not seen before."""
     stop, longer, states = fl.early_stop("valid/loss", patience=10**9), history(length), []
-    state = attrs.evolve(toy(), history=longer, news=frozenset({"update", "record"}))
+    state = attrs.evolve(toy(), history=longer, events=frozenset({"update", "record"}))
     stop(state)
     for i in range(1, ROUNDS * RECORDS + 1):
         longer = longer.append(record(length + i))
@@ -80,7 +80,9 @@ def fitting(length: int) -> Callable[[], None]:
     hooks = (fl.early_stop("valid/loss", patience=10**9),)
     state = attrs.evolve(toy(lr=1e-6), history=history(length), step=length)
     loaders = {"train": [ONE] * RECORDS, "valid": [ONE]}
-    reached = [fl.fit(step, state, loaders, epochs=1, hooks=hooks, evaluate_every=fl.every(steps=1))]
+    reached = [
+        fl.fit(step, state, loaders, epochs=1, hooks=hooks, evaluate_every=fl.every(steps=1))
+    ]
 
     def run() -> None:
         state = reached.pop()
@@ -93,10 +95,14 @@ def saving(length: int) -> Callable[[], None]:
     """Return what saves a checkpoint after each of several new records."""
     folder = tempfile.TemporaryDirectory()
     hook, longer = fl.checkpoint(folder.name, keep=2, best="valid/loss"), [history(length)]
-    state = hook.begin(attrs.evolve(toy(), step=length, history=longer[0], news=frozenset({"update", "record"})))
+    state = hook.begin(
+        attrs.evolve(toy(), step=length, history=longer[0], events=frozenset({"update", "record"}))
+    )
     hook(state)  # writes the older records, once
 
-    def run(folder: tempfile.TemporaryDirectory = folder) -> None:  # which is removed with this function
+    def run(
+        folder: tempfile.TemporaryDirectory = folder,
+    ) -> None:  # which is removed with this function
         for _ in range(SAVES):
             n = len(longer[0]) + 1
             longer[0] = longer[0].append(record(n))
@@ -128,7 +134,12 @@ def main() -> None:
     ]
     for name, make, clock, records in (*rows, ("checkpoint", saving, time.perf_counter, SAVES)):
         found = [microseconds(make(length), clock, records) for length in LENGTHS]
-        print(f"{name:12}" + "".join(f"{value:12.1f}" for value in found) + f"{found[-1] / found[0]:12.2f}", flush=True)
+        print(
+            f"{name:12}"
+            + "".join(f"{value:12.1f}" for value in found)
+            + f"{found[-1] / found[0]:12.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

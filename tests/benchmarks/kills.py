@@ -57,11 +57,20 @@ def train(config, parent):
     """Make a run, from what there is to its end, and return what it has come to."""
     torch.set_num_threads(1)
     torch.manual_seed(config["seed"])
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
-    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=1e-2), seed=config["seed"])
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
+    )
+    state = fl.TrainState.create(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), seed=config["seed"]
+    )
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(90, 8, generator=generator), torch.randint(4, (90,), generator=generator))
-    loaders = {"train": DataLoader(data, 8, shuffle=True, num_workers=config["workers"]), "valid": DataLoader(data, 30)}
+    data = TensorDataset(
+        torch.randn(90, 8, generator=generator), torch.randint(4, (90,), generator=generator)
+    )
+    loaders = {
+        "train": DataLoader(data, 8, shuffle=True, num_workers=config["workers"]),
+        "valid": DataLoader(data, 30),
+    }
     middleware = [fl.accumulate(config["accumulate"])]
     middleware += [fl.amp("bf16")] * config["bf16"] + [fl.clip(1.0)] * config["clip"]
     middleware += [fl.schedule(schedules.cosine(warmup=3))] * config["schedule"]
@@ -73,7 +82,11 @@ def train(config, parent):
         hook = lambda state: fl.save(state, own) and state
     hooks = [fl.every(steps=config["every"])(hook)]
     if config["table"]:
-        hooks.append({"csv": fl.to_csv, "jsonl": fl.to_jsonl}[config["table"]](parent / f"own.{config['table']}"))
+        hooks.append(
+            {"csv": fl.to_csv, "jsonl": fl.to_jsonl}[config["table"]](
+                parent / f"own.{config['table']}"
+            )
+        )
     state = fl.resume(own, state)
     begun = state.step
     evaluate_every = fl.every(**config["evaluate"])
@@ -89,7 +102,10 @@ def digest(state):
     found = hashlib.sha256()
     for tensor in (*state.model.state_dict().values(), *optimizer_tensors(state)):
         found.update(tensor.detach().contiguous().numpy().tobytes())
-    rows = [[r.epoch, r.step, *((name, value.hex()) for name, value in r.metrics.items())] for r in state.history]
+    rows = [
+        [r.epoch, r.step, *((name, value.hex()) for name, value in r.metrics.items())]
+        for r in state.history
+    ]
     found.update(json.dumps([state.step, state.epoch, state.batch, rows]).encode())
     return found.hexdigest()
 
@@ -103,7 +119,9 @@ def table_is_the_history(config, parent, state):
     if not config["table"]:
         return True
     lines = (parent / f"own.{config['table']}").read_text().splitlines()[config["table"] == "csv" :]
-    counters = [[int(part.split(":")[-1]) for part in line.strip("{").split(",")[:2]] for line in lines]
+    counters = [
+        [int(part.split(":")[-1]) for part in line.strip("{").split(",")[:2]] for line in lines
+    ]
     return counters == [[record.epoch, record.step] for record in state.history]
 
 
@@ -128,7 +146,9 @@ def forked(work, after=None):
         if end is not None and time.monotonic() > end:
             os.kill(pid, signal.SIGKILL)
             ended = os.waitpid(pid, 0)
-            with contextlib.suppress(ProcessLookupError):  # a loader's worker that has just been started outlives it
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # a loader's worker that has just been started outlives it
                 os.killpg(pid, signal.SIGKILL)
             break
         time.sleep(0.0005)
@@ -157,8 +177,15 @@ def neighbours(parent):
 
 def contents(parent):
     """Return a checksum of every file that is not the run's."""
-    files = sorted(p for p in parent.rglob("*") if not p.relative_to(parent).parts[0].removeprefix(".").startswith("own"))
-    return [(str(p.relative_to(parent)), p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest()) for p in files]
+    files = sorted(
+        p
+        for p in parent.rglob("*")
+        if not p.relative_to(parent).parts[0].removeprefix(".").startswith("own")
+    )
+    return [
+        (str(p.relative_to(parent)), p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest())
+        for p in files
+    ]
 
 
 def try_one(config, parent, rng, counts):
@@ -188,7 +215,11 @@ def try_one(config, parent, rng, counts):
         *(["another end"] if mine != right else []),
         *(["another table"] if not table else []),
         *(["a neighbour was touched"] if contents(own) != before else []),
-        *(["left over"] if any("writing" in p.name for p in own.iterdir() if "own" in p.name) else []),
+        *(
+            ["left over"]
+            if any("writing" in p.name for p in own.iterdir() if "own" in p.name)
+            else []
+        ),
     ]
     for fault in faults:
         counts[fault] += 1
@@ -197,18 +228,28 @@ def try_one(config, parent, rng, counts):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    rng, counts, kills, runs, started = random.Random(arguments.seed), collections.Counter(), 0, 0, time.monotonic()
+    rng, counts, kills, runs, started = (
+        random.Random(arguments.seed),
+        collections.Counter(),
+        0,
+        0,
+        time.monotonic(),
+    )
     while kills < arguments.kills:
         config, parent = configuration(rng), Path(tempfile.mkdtemp())
         kills, runs = kills + try_one(config, parent, rng, counts), runs + 1
         shutil.rmtree(parent)
     faults = sum(counts.values()) - counts["resumed"]
     seconds, resumed = time.monotonic() - started, counts["resumed"]
-    print(f"{kills} kills of {runs} runs in {seconds:.0f} s, {resumed} ended from a checkpoint: {faults} faults")
+    print(
+        f"{kills} kills of {runs} runs in {seconds:.0f} s, {resumed} ended from a checkpoint: {faults} faults"
+    )
     sys.exit(faults > 0)
 
 

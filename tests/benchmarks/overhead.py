@@ -52,7 +52,10 @@ Train = Callable[[Batches], Any]  # trains on every batch once, and lets CLOCK t
 
 WINDOW, MAX_NORM = 4, 1.0
 PLAIN, ACCUMULATED = "plain", f"accumulate({WINDOW}) and clip({MAX_NORM})"
-TOLERANCE = {PLAIN: 0.0, ACCUMULATED: 1e-6}  # how far weights may be from those of the loop written by hand
+TOLERANCE = {
+    PLAIN: 0.0,
+    ACCUMULATED: 1e-6,
+}  # how far weights may be from those of the loop written by hand
 WARM_UP = 40  # batches, behind which weights are compared
 
 
@@ -116,7 +119,9 @@ def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
     return plain if setting == PLAIN else accumulated
 
 
-def with_fnloop(model: nn.Module, optimizer: Optimizer, setting: str, hooks: Sequence[Any] = ()) -> Train:
+def with_fnloop(
+    model: nn.Module, optimizer: Optimizer, setting: str, hooks: Sequence[Any] = ()
+) -> Train:
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
         return cross_entropy(model(x), y)
@@ -136,7 +141,9 @@ def with_fnloop(model: nn.Module, optimizer: Optimizer, setting: str, hooks: Seq
 
 def with_default_hooks(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
     nowhere = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
-    return with_fnloop(model, optimizer, setting, hooks=(fl.progress(file=nowhere), fl.halt_on_nonfinite()))
+    return with_fnloop(
+        model, optimizer, setting, hooks=(fl.progress(file=nowhere), fl.halt_on_nonfinite())
+    )
 
 
 def with_accelerate(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
@@ -159,7 +166,9 @@ def with_accelerate(model: nn.Module, optimizer: Optimizer, setting: str) -> Tra
         CLOCK.stop()
 
     def accumulated(batches: Batches) -> None:
-        accelerator.gradient_accumulation_steps = WINDOW  # process-wide: pytorch-accelerated has reset it
+        accelerator.gradient_accumulation_steps = (
+            WINDOW  # process-wide: pytorch-accelerated has reset it
+        )
         CLOCK.start()
         total = torch.zeros(())
         for x, y in batches:
@@ -194,7 +203,9 @@ def with_ignite(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
         return loss.item()
 
     plain = setting == PLAIN
-    trainer = create_supervised_trainer(model, optimizer, cross_entropy) if plain else Engine(update)
+    trainer = (
+        create_supervised_trainer(model, optimizer, cross_entropy) if plain else Engine(update)
+    )
     trainer.add_event_handler(Events.EPOCH_STARTED, CLOCK.start)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, CLOCK.stop)
     return lambda batches: trainer.run(batches, max_epochs=1)
@@ -205,7 +216,10 @@ def with_pytorch_accelerated(model: nn.Module, optimizer: Optimizer, setting: st
     from pytorch_accelerated import Trainer
 
     class OnBatches(Trainer):
-        training_run_start, train_epoch_end = CLOCK.start, CLOCK.stop  # right around the epoch; else empty
+        training_run_start, train_epoch_end = (
+            CLOCK.start,
+            CLOCK.stop,
+        )  # right around the epoch; else empty
 
         def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Loader:
             return Loader(self.train_dataset)
@@ -224,7 +238,9 @@ def with_lightning(model: nn.Module, optimizer: Optimizer, setting: str) -> Trai
     """It takes any iterable, but reads a list as one of loaders. Each fit gets a new Trainer."""
     from lightning.pytorch import LightningModule, Trainer
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # its list of what barebones switches off
+    logging.getLogger("lightning.pytorch").setLevel(
+        logging.ERROR
+    )  # its list of what barebones switches off
 
     class Module(LightningModule):
         on_train_epoch_start, on_train_epoch_end = CLOCK.start, CLOCK.stop
@@ -241,7 +257,11 @@ def with_lightning(model: nn.Module, optimizer: Optimizer, setting: str) -> Trai
             return optimizer
 
     module = Module()
-    extra = {} if setting == PLAIN else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
+    extra = (
+        {}
+        if setting == PLAIN
+        else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
+    )
 
     def train(batches: Batches) -> None:
         trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, **extra)
@@ -267,7 +287,9 @@ CONTENDERS = {  # name -> (distribution, how to build it)
 
 def make_model() -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     return model, SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -288,7 +310,9 @@ def build(setting: str, names: list[str], warm_up: Batches) -> dict[str, Train]:
 def measure(contenders: dict[str, Train], batches: Batches, rounds: int) -> dict[str, list[float]]:
     """Return microseconds per batch, round by round."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    order = random.Random(0)  # of its own: pytorch-accelerated seeds the global one whenever it trains
+    order = random.Random(
+        0
+    )  # of its own: pytorch-accelerated seeds the global one whenever it trains
     for _ in range(rounds):
         for name in order.sample(list(contenders), len(contenders)):
             gc.collect()
@@ -306,7 +330,9 @@ def show(setting: str, times: dict[str, list[float]], names: Iterable[str] = ())
             continue
         ratios = [theirs / hand for theirs, hand in zip(times[name], times[HAND], strict=True)]
         low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        print(f"{name:<28}{statistics.median(times[name]):>10.1f}{ratio:>8.2f}{f'{low:.2f}–{high:.2f}':>15}")
+        print(
+            f"{name:<28}{statistics.median(times[name]):>10.1f}{ratio:>8.2f}{f'{low:.2f}–{high:.2f}':>15}"
+        )
 
 
 def version(distribution: str) -> str | None:
@@ -326,19 +352,27 @@ def cpu() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     beside = Path(__file__).with_suffix(".json")
-    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s; 9 or more to quote")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="default: %(default)s; 9 or more to quote"
+    )
     parser.add_argument("--batches", type=int, default=400, help="in a round; default: %(default)s")
-    parser.add_argument("--json", type=Path, default=beside, help="where numbers go; default: %(default)s")
+    parser.add_argument(
+        "--json", type=Path, default=beside, help="where numbers go; default: %(default)s"
+    )
     args = parser.parse_args()
     if args.rounds < 2 or args.batches < WARM_UP or args.batches % WINDOW:
-        parser.error(f"expected 2 rounds or more, and {WARM_UP} batches or more, a multiple of {WINDOW}")
+        parser.error(
+            f"expected 2 rounds or more, and {WARM_UP} batches or more, a multiple of {WINDOW}"
+        )
 
     warnings.simplefilter("ignore")  # what peers advise about loaders and loggers
     os.environ["ACCELERATE_USE_CPU"] = "true"  # for every Accelerator, pytorch-accelerated's too
     torch.set_num_threads(1)
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]
-    print(f"{cpu()}, Python {platform.python_version()}, {args.rounds} rounds of {args.batches} batches")
+    print(
+        f"{cpu()}, Python {platform.python_version()}, {args.rounds} rounds of {args.batches} batches"
+    )
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
 
     torch.manual_seed(0)
@@ -347,7 +381,12 @@ def main() -> None:
     for setting in (PLAIN, ACCUMULATED):
         results[setting] = measure(build(setting, names, batches[:WARM_UP]), batches, args.rounds)
         show(setting, results[setting])
-    facts = {"cpu": cpu(), "python": platform.python_version(), "versions": versions, "batches": args.batches}
+    facts = {
+        "cpu": cpu(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "batches": args.batches,
+    }
     args.json.write_text(json.dumps({**facts, "us_per_batch": results}, indent=1) + "\n")
 
 

@@ -69,7 +69,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overhead import ACCUMULATED, CLOCK, HAND, MAX_NORM, PLAIN, WARM_UP, WINDOW, Batches, Loader, Train, cpu, show, version
+from overhead import (
+    ACCUMULATED,
+    CLOCK,
+    HAND,
+    MAX_NORM,
+    PLAIN,
+    WARM_UP,
+    WINDOW,
+    Batches,
+    Loader,
+    Train,
+    cpu,
+    show,
+    version,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -79,7 +93,10 @@ from torch.optim import SGD, Optimizer
 import fnloop as fl
 
 TINY, MID = "tiny MLP", "mid-sized MLP"
-SIZES = {TINY: ((64, 64, 64, 10), 16), MID: ((784, 512, 512, 10), 64)}  # widths, and samples in a batch
+SIZES = {
+    TINY: ((64, 64, 64, 10), 16),
+    MID: ((784, 512, 512, 10), 64),
+}  # widths, and samples in a batch
 SHARE = {TINY: 1.0, MID: 0.1}  # of the batches in a round
 
 
@@ -149,7 +166,9 @@ def with_accelerate(model: nn.Module, optimizer: Optimizer, setting: str) -> Tra
     """The loops of its documentation, with the loss summed. A list needs no preparing."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if setting == PLAIN else WINDOW)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=1 if setting == PLAIN else WINDOW
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def train(batches: Batches) -> None:
@@ -196,7 +215,11 @@ def with_lightning(model: nn.Module, optimizer: Optimizer, setting: str) -> Trai
             return optimizer
 
     module = Module()
-    extra = {} if setting == PLAIN else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
+    extra = (
+        {}
+        if setting == PLAIN
+        else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
+    )
 
     def train(batches: Batches) -> None:
         trainer = Trainer(
@@ -213,7 +236,9 @@ def with_lightning(model: nn.Module, optimizer: Optimizer, setting: str) -> Trai
     return train
 
 
-CONTENDERS: dict[str, tuple[str, Callable[..., Train]]] = {  # name -> (distribution, how to build it)
+CONTENDERS: dict[
+    str, tuple[str, Callable[..., Train]]
+] = {  # name -> (distribution, how to build it)
     HAND: ("torch", by_hand),
     "fnloop": ("fnloop", with_fnloop),
     "accelerate": ("accelerate", with_accelerate),
@@ -235,7 +260,9 @@ def make_model(size: str) -> tuple[nn.Module, Optimizer]:
 def make_batches(size: str, n: int) -> Batches:
     torch.manual_seed(1)
     widths, samples = SIZES[size]
-    return [(torch.randn(samples, widths[0]), torch.randint(widths[-1], (samples,))) for _ in range(n)]
+    return [
+        (torch.randn(samples, widths[0]), torch.randint(widths[-1], (samples,))) for _ in range(n)
+    ]
 
 
 def build(size: str, setting: str, names: list[str], warm_up: Batches) -> dict[str, Train]:
@@ -248,7 +275,9 @@ def build(size: str, setting: str, names: list[str], warm_up: Batches) -> dict[s
         weights[name] = parameters_to_vector(model.parameters()).detach()
         apart = (weights[name] - weights[HAND]).abs().max().item()
         if not apart <= 1e-6:
-            raise SystemExit(f"{size}, {setting}: weights of {name} are {apart:.2g} from those by hand")
+            raise SystemExit(
+                f"{size}, {setting}: weights of {name} are {apart:.2g} from those by hand"
+            )
     return contenders
 
 
@@ -277,23 +306,43 @@ def profile(contenders: dict[str, Train], batches: Batches) -> None:
 
 def launch() -> None:
     """Start two processes, each of which is this script, and become their launcher."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     os.execv(sys.executable, [*command, __file__, *sys.argv[1:]])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     beside = Path(__file__).with_suffix(".json")
-    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s; 15 or more to quote")
     parser.add_argument(
-        "--batches", type=int, default=400, help="per process in a round of the tiny model; default: %(default)s"
+        "--rounds", type=int, default=15, help="default: %(default)s; 15 or more to quote"
     )
-    parser.add_argument("--only", nargs="*", default=list(CONTENDERS), help="contenders, beside the loop by hand")
-    parser.add_argument("--profile", action="store_true", help="show where fnloop's time goes, instead of measuring")
-    parser.add_argument("--json", type=Path, default=beside, help="where numbers go; default: %(default)s")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=400,
+        help="per process in a round of the tiny model; default: %(default)s",
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=list(CONTENDERS), help="contenders, beside the loop by hand"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="show where fnloop's time goes, instead of measuring"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=beside, help="where numbers go; default: %(default)s"
+    )
     args = parser.parse_args()
     if args.rounds < 2 or args.batches < WARM_UP or args.batches % (10 * WINDOW):
-        parser.error(f"expected 2 rounds or more, and {WARM_UP} batches or more, a multiple of {10 * WINDOW}")
+        parser.error(
+            f"expected 2 rounds or more, and {WARM_UP} batches or more, a multiple of {10 * WINDOW}"
+        )
     if "RANK" not in os.environ:
         launch()
 
@@ -303,10 +352,20 @@ def main() -> None:
     dist.init_process_group("gloo")
     main, size_of_world = dist.get_rank() == 0, dist.get_world_size()
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
-    names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution] and name in {HAND, *args.only}]
+    names = [
+        name
+        for name, (distribution, _) in CONTENDERS.items()
+        if versions[distribution] and name in {HAND, *args.only}
+    ]
     if main:
-        print(f"{cpu()}, Python {platform.python_version()}, {size_of_world} processes, {args.rounds} rounds")
-        print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
+        print(
+            f"{cpu()}, Python {platform.python_version()}, {size_of_world} processes, {args.rounds} rounds"
+        )
+        print(
+            ", ".join(
+                f"{distribution} {found}" for distribution, found in versions.items() if found
+            )
+        )
     results: dict[str, Any] = {}
     for size in SIZES:
         if main:
@@ -322,8 +381,15 @@ def main() -> None:
             if main:
                 show(setting, times, dict.fromkeys([HAND, *args.only]))
     if main and results:
-        facts = {"cpu": cpu(), "python": platform.python_version(), "versions": versions, "processes": size_of_world}
-        args.json.write_text(json.dumps({**facts, "batches": args.batches, "us_per_batch": results}, indent=1) + "\n")
+        facts = {
+            "cpu": cpu(),
+            "python": platform.python_version(),
+            "versions": versions,
+            "processes": size_of_world,
+        }
+        args.json.write_text(
+            json.dumps({**facts, "batches": args.batches, "us_per_batch": results}, indent=1) + "\n"
+        )
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import processes
+import launch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,10 +52,20 @@ def train(folder, kills):
     state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters()), seed=0)
     state = fl.resume(folder / "saved", state)
     hooks = (fl.every(steps=5)(fl.checkpoint(folder / "saved", keep=2)), bomb)
-    state = fl.fit(fl.pipeline(fl.clip(1.0))(loss), state, DataLoader(data, 4, shuffle=True), epochs=2, hooks=hooks)
+    state = fl.fit(
+        fl.pipeline(fl.clip(1.0))(loss),
+        state,
+        DataLoader(data, 4, shuffle=True),
+        epochs=2,
+        hooks=hooks,
+    )
     weights = b"".join(p.detach().numpy().tobytes() for p in state.model.parameters())
     attempts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return {"step": state.step, "hash": hashlib.sha256(weights).hexdigest()[:12], "restarts": attempts}
+    return {
+        "step": state.step,
+        "hash": hashlib.sha256(weights).hexdigest()[:12],
+        "restarts": attempts,
+    }
 
 
 def main():
@@ -65,19 +75,26 @@ def main():
     arguments = parser.parse_args()
     draw, done, equal = random.Random(arguments.seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        expected = processes.results(Path(folder) / "alone", 2, train, [])
+        expected = launch.results(Path(folder) / "alone", 2, train, [])
         print("left alone:", expected[0], flush=True)
         for job in range(-(-arguments.kills // PER_JOB)):
             count = min(PER_JOB, arguments.kills - done)
             steps = sorted(draw.sample(range(1, UPDATES - 1), count))
             kills = [(step, draw.randrange(2), draw.random() * 0.01) for step in steps]
-            began, by = time.monotonic(), (*processes.TORCHRUN, "--max-restarts", "3")
-            found = processes.launch(Path(folder) / str(job), 2, train, kills, by=by, timeout=180)
-            same = not any(found.codes) and [one["hash"] for one in found.results] == [one["hash"] for one in expected]
+            began, by = time.monotonic(), (*launch.TORCHRUN, "--max-restarts", "3")
+            found = launch.launch(Path(folder) / str(job), 2, train, kills, by=by, timeout=180)
+            same = not any(found.codes) and [one["hash"] for one in found.results] == [
+                one["hash"] for one in expected
+            ]
             done, equal = done + count, equal + count * same
             said = found.results[0] or found.errors[0][-500:]
-            print(f"job {job}: kills {kills}, {said}, {time.monotonic() - began:.0f} s, equal: {same}", flush=True)
-    print(f"{done} kills, {equal} of them in jobs that end with the bits of the one that was left alone")
+            print(
+                f"job {job}: kills {kills}, {said}, {time.monotonic() - began:.0f} s, equal: {same}",
+                flush=True,
+            )
+    print(
+        f"{done} kills, {equal} of them in jobs that end with the bits of the one that was left alone"
+    )
     return 0 if done == equal else 1
 
 

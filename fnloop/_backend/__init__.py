@@ -1,0 +1,1 @@
+"""Where a run lives: devices, processes, collectives, and what torch does not document."""

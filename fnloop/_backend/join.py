@@ -1,0 +1,106 @@
+"""Put a model and an optimizer in place in every process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fnloop._backend.collectives import broadcast_tensors, control_group
+from fnloop._backend.fsdp import check_sharded, is_sharded
+from fnloop._backend.launch import Backend, accelerator, backend_of, fully_sharded, launched
+
+__all__ = ["join", "parameters_beside"]
+
+
+# --- joining
+
+
+def join(
+    model: nn.Module, optimizer: Optimizer, given: Any = None
+) -> tuple[nn.Module, Optimizer, Backend]:
+    """Find out where a model is to live, and put it there; with several processes, the same weights in each.
+
+    Args:
+        model: the user's module; one that is sharded already (``fully_shard``) stays as it is.
+        optimizer: its optimizer.
+        given: a Backend, which is believed; an ``accelerate.Accelerator`` with settings of the user's; or None.
+
+    Returns:
+        The module and the optimizer to use, without wrappers, and the facts.
+
+    Raises:
+        RuntimeError: this process is one of several, but they could not be joined.
+        NotImplementedError: accelerate is configured for an engine that takes the training step over.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if type(optimizer).__module__.startswith(
+        "accelerate."
+    ):  # whose wrapper costs more than a small step
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if isinstance(given, Backend):
+        return model, optimizer, given
+    configured = (
+        os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    )  # what matters to a process that is alone
+    if given is None and not (launched() or configured):
+        return model, optimizer, Backend(_device_of(model))
+    if (
+        given is None and dist.is_initialized() and "LOCAL_RANK" not in os.environ
+    ):  # by hand, without a launcher
+        found, backend = None, Backend(_device_of(model), dist.get_rank(), dist.get_world_size())
+    else:
+        found = given if given is not None else accelerator()
+        backend = backend_of(found)
+    if backend.world_size == 1:
+        return model, optimizer, attrs.evolve(backend, device=_device_of(model))
+    if any(map(nn.parameter.is_lazy, model.parameters())):
+        raise ValueError(
+            "the model has lazy parameters, which know no shape yet: call it once, model(x), before this"
+        )
+    control_group()  # a collective: made now, where every process comes by
+    if is_sharded(model):
+        check_sharded(model)
+        broadcast_tensors([p.detach() for p in parameters_beside(model, optimizer)])
+        return model, optimizer, backend
+    if found is not None and found.distributed_type == "FSDP":
+        model, optimizer = fully_sharded(found, model, optimizer)
+        return model, optimizer, backend
+    _move(model, optimizer, backend.device)
+    broadcast_tensors(
+        [
+            p.detach()
+            for p in (*model.parameters(), *parameters_beside(model, optimizer), *model.buffers())
+        ]
+    )
+    return model, optimizer, backend
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    home = next(iter(model.parameters()), None)
+    return home.device if home is not None else next(iter(model.buffers()), torch.empty(0)).device
+
+
+def parameters_beside(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """Return what the optimizer trains beside the model."""
+    own = {id(p) for p in model.parameters()}
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+
+
+def _move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    model.to(device)
+    for p in parameters_beside(model, optimizer):
+        p.data = p.data.to(device)
+    for p, state in optimizer.state.items():
+        on_host = {"step"} - {
+            name for name, v in state.items() if isinstance(v, Tensor) and v.device.type != "cpu"
+        }
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name not in on_host:
+                state[name] = value.to(p.device)

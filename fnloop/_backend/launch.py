@@ -1,0 +1,172 @@
+"""Where a state lives: the device, and which process of how many. The only module that knows accelerate.
+
+accelerate finds out how this process was launched (``torchrun``, ``accelerate launch``, a notebook's launcher) and what
+``accelerate config`` says, and moves nested batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fnloop._backend.rendezvous import join_settings
+
+__all__ = ["Backend", "accelerator", "backend_of", "fully_sharded", "launched", "trackers"]
+
+_PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+
+
+@attrs.frozen
+class Backend:
+    """Facts about where a state lives: ``state.backend``.
+
+    Args:
+        device: the device that batches are moved to.
+        rank: the number of this process, from 0.
+        world_size: how many processes train together.
+        precision: "bf16" or "fp16" if ``accelerate config`` asks for mixed precision, else None.
+        settings: arguments for torch's DistributedDataParallel, such as ``bucket_cap_mb``.
+        prepare: called with each DistributedDataParallel module that is made, to register a communication hook.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> backend = toy().backend
+        >>> backend.device, backend.rank, backend.world_size, backend.main
+        (device(type='cpu'), 0, 1, True)
+    """
+
+    device: torch.device = attrs.field(converter=torch.device)
+    rank: int = 0
+    world_size: int = 1
+    precision: str | None = None
+    settings: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    prepare: Callable[[Any], Any] | None = attrs.field(default=None, repr=False)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
+
+    def __deepcopy__(self, memo: dict) -> Backend:
+        return self  # facts, not handles
+
+
+# --- how this process was launched
+
+
+def launched() -> bool:
+    """Say whether this process is one of several, or means to be."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or (
+        dist.is_available() and dist.is_initialized()
+    )
+
+
+@functools.cache
+def accelerator() -> Any:
+    """Return what accelerate has found out about this process, having joined it to the others."""
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+
+    made = bool(PartialState._shared_state)  # by the user: its settings stand
+    cpu = not (made or torch.accelerator.is_available())
+    engine = _is_set("ACCELERATE_USE_DEEPSPEED")  # joins the processes itself; it is refused later
+    if not (made or engine) and (settings := join_settings()):
+        PartialState(
+            cpu or _is_set("ACCELERATE_USE_CPU"), **settings
+        )  # which Accelerator uses as it is
+    found = Accelerator(cpu=cpu)
+    if found.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, but accelerate was set up in this script before as "
+            f"if it were alone. Make it Accelerator(cpu=True) where there is no GPU, or leave it to TrainState.create"
+        )
+    return found
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes", "y", "on", "t")
+
+
+def backend_of(accelerator: Any) -> Backend:
+    """Return the facts that an accelerator knows."""
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    fsdp1 = kind == "FSDP" and not accelerator.is_fsdp2
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or fsdp1:
+        raise NotImplementedError(
+            f"accelerate is configured for {'FSDP 1' if fsdp1 else kind}, which takes gradients and updates into its own "
+            f"hands, so "
+            f"that no middleware can see them. Use FSDP 2 (accelerate config, fsdp_version: 2), or torch's fully_shard, for "
+            f"models that don't fit one device"
+        )
+    if kind == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise NotImplementedError(
+            "accelerate is configured for FSDP, which it leaves out where there is no GPU: call torch's fully_shard(model) "
+            "before you make the optimizer, which works there too"
+        )
+    precision = _PRECISIONS.get(accelerator.mixed_precision)
+    if precision is None and accelerator.mixed_precision != "no":
+        raise NotImplementedError(
+            f"accelerate is configured for mixed_precision={accelerator.mixed_precision!r}; fnloop knows bf16 and fp16"
+        )
+    device = (
+        accelerator.device if accelerator.device.type != "cpu" else "cpu"
+    )  # without an index, as tensors have it
+    settings, prepare, handler = {}, None, accelerator.ddp_handler
+    if handler is not None:
+        settings, prepare = handler.to_kwargs(), handler.register_comm_hook
+    return Backend(
+        device,
+        accelerator.process_index,
+        accelerator.num_processes,
+        precision,
+        settings=settings,
+        prepare=prepare,
+    )
+
+
+def fully_sharded(
+    accelerator: Any, model: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
+    """Spread a model over the processes, as accelerate is configured to."""
+    model, wrapped = accelerator.prepare(model, optimizer)
+    accelerator._models.remove(model)  # it keeps what it has seen for as long as it lives
+    accelerator._optimizers.remove(wrapped)
+    return model, wrapped.optimizer
+
+
+# --- trackers
+
+
+@contextlib.contextmanager
+def trackers() -> Iterator[Any]:
+    """Give accelerate's trackers to use, without its process-wide state: their logger refuses to log without that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "IProgress not found"
+        )  # of tqdm, in a notebook: nobody asked for a bar
+        from accelerate import PartialState, tracking
+        from accelerate.logging import MultiProcessAdapter
+
+    class Plain(MultiProcessAdapter):
+        def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+            del kwargs  # where to log it, in accelerate's words
+            self.logger.log(level, msg, *args)
+
+    usual = tracking.logger
+    if not PartialState._shared_state:
+        tracking.logger = Plain(logging.getLogger("accelerate.tracking"), {})
+    try:
+        yield tracking
+    finally:
+        tracking.logger = usual

@@ -1,0 +1,1 @@
+"""Checkpoints: the file format, saving, restoring, and which ones are kept."""

@@ -1,0 +1,1 @@
+"""The values: states, metrics, histories, generators, and their types."""

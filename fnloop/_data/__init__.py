@@ -1,0 +1,1 @@
+"""Batches from a position: loaders opened, dealt to processes, fetched ahead."""

@@ -1,0 +1,148 @@
+"""The loaders argument: told apart and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from fnloop._display.checks import described, function
+
+__all__ = ["Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
+
+
+class Loaders(NamedTuple):
+    """The loaders of a run, told apart."""
+
+    train: Any
+    evaluated: dict[str, Any]
+
+
+def read_loaders(loaders: Any) -> Loaders:
+    """Tell the training loader from those that are evaluated.
+
+    Args:
+        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable of batches.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: there is no "train", or a name has a slash.
+    """
+    if isinstance(loaders, Mapping):
+        if "train" not in loaders:
+            raise ValueError(
+                f'fit expects loaders with one named "train" to train on; got {described(list(loaders))}'
+            )
+        evaluated = {name: loader for name, loader in loaders.items() if name != "train"}
+        for name in evaluated:
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ValueError(
+                    f"a loader's name is the prefix of its metrics: a str without a slash; got {name!r}"
+                )
+    elif isinstance(loaders, tuple) and len(loaders) > 2 and not isinstance(loaders[0], Tensor):
+        raise TypeError(
+            f"fit expects loaders as a pair (train, valid), or as a mapping with names; got a tuple of {len(loaders)}. "
+            'Write {"train": train, "valid": valid, "test": test}'
+        )
+    elif isinstance(loaders, tuple) and len(loaders) == 2:
+        train, valid = loaders
+        if isinstance(train, Tensor) or isinstance(valid, Tensor):
+            raise TypeError(
+                "a pair of loaders is (train, valid), each an iterable of batches; got a pair of tensors, which "
+                "looks like one "
+                "batch. To train on this batch alone, write fit(step, state, [batch])."
+            )
+        loaders, evaluated = {"train": train}, {} if valid is None else {"valid": valid}
+    else:
+        loaders, evaluated = {"train": loaders}, {}
+    for name, loader in {"train": loaders["train"], **evaluated}.items():
+        check_loader(loader, name)
+    return Loaders(loaders["train"], evaluated)
+
+
+def check_loader(loader: Any, name: str, alone: bool = False) -> None:
+    """Raise TypeError unless batches can be had from a loader."""
+    if isinstance(loader, Mapping):
+        hint = (
+            "take one of them"
+            if alone
+            else f'name each: {{"train": ..., "{name if name != "train" else "other"}": ...}}'
+        )
+        raise TypeError(
+            f"the {name} loader must be one iterable of batches; got a mapping with {described(list(loader))}: {hint}"
+        )
+    if isinstance(loader, tuple) and any(map(_loads, loader)):
+        hint = "take one of them" if alone else "write a mapping with names"
+        raise TypeError(
+            f"the {name} loader must be one iterable of batches; got a tuple of {len(loader)} loaders: {hint}"
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise TypeError(
+            f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a DataLoader"
+        )
+    if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
+        raise TypeError(
+            f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a mapping with names"
+        )
+    wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
+    if isinstance(loader, str | bytes | type | nn.Module) or not (
+        is_iterable(loader) or callable(loader)
+    ):
+        hint = f". Call it: {loader.__name__}(...)" if isinstance(loader, type) else ""
+        raise TypeError(f"the {name} loader must be {wanted}; got {described(loader)}{hint}")
+    if not is_iterable(loader):
+        function(f"the {name} loader", "itself", loader, wanted, 0)
+
+
+def is_iterable(loader: Any) -> bool:
+    return hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+
+
+def _loads(value: Any) -> bool:
+    """Return whether something in a tuple is a loader, and not a part of a batch."""
+    batches = (
+        isinstance(value, list) and bool(value) and isinstance(value[0], list | tuple | Mapping)
+    )
+    return isinstance(value, DataLoader | IterableDataset | sharded) or batches
+
+
+class sharded:
+    """Mark a loader that yields this process's own share, and not all of the data.
+
+    Any other loader is read by every process, and its batches are dealt to them in turn; for a map-style DataLoader only
+    their indices are. Mark a stream that each process reads a part of. Shares may be of different length.
+    In the middle of an epoch a run goes on on as many processes only: others would have other shares.
+
+    Args:
+        loader: an iterable of batches, or a function that returns one.
+
+    Returns:
+        A loader for ``fit``, ``evaluate`` and ``predict``.
+
+    Raises:
+        TypeError: it is not a loader.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> from torch.utils.data import IterableDataset
+        >>> class Shards(IterableDataset):
+        ...     def __iter__(self):                     # files rank, rank + world_size, ...
+        ...         return (torch.ones(2) for file in range(state.backend.rank, 6, state.backend.world_size))
+        >>> state = toy()
+        >>> state = fl.fit(fl.pipeline()(toy_loss), state, sharded(Shards()), hooks=())
+        >>> state.model.w.item()
+        -6.0
+    """
+
+    def __init__(self, loader: Any) -> None:
+        check_loader(loader, "sharded", alone=True)
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __repr__(self) -> str:
+        return f"sharded({self.loader!r})"

@@ -1,0 +1,244 @@
+"""What a terminal and a cell show: text that is broken into lines, and HTML without scripts, assets or colours of its own.
+
+All HTML is built here, and all that comes from outside is escaped here. Lines are drawn in a part of the text's own colour, so
+that a dark theme needs nothing else.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+__all__ = [
+    "Display",
+    "Shown",
+    "bar",
+    "counted",
+    "curve",
+    "described",
+    "diagram",
+    "diagram_text",
+    "facts",
+    "in_notebook",
+    "line",
+    "number",
+    "record_text",
+    "stacked",
+    "table",
+    "table_text",
+]
+
+WIDTH = 100  # columns of text
+_LINE = "1px solid color-mix(in srgb, currentColor 30%, transparent)"
+_FAINT = "opacity:.6"
+
+
+# --- text
+
+
+def number(value: float) -> str:
+    """Show a number: five significant digits, or an int with its thousands marked."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def counted(n: int, noun: str) -> str:
+    """Show a count: ``1 record``, ``2 records``."""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def described(value: Any) -> str:
+    """Show a value in a few words: a tensor by its dtype and shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return textwrap.shorten(repr(value), 60, placeholder="…")
+
+
+def record_text(name: str, values: Mapping[str, Any]) -> str:
+    """Show a record as a call, broken into lines where it is too long for one.
+
+    Example:
+        >>> record_text("Point", {"x": 1, "y": 2})
+        'Point(x=1, y=2)'
+    """
+    lines, indent = [f"{name}("], " " * (len(name) + 1)
+    for i, (key, value) in enumerate(values.items()):
+        part = f"{key}={value}" + (", " if i + 1 < len(values) else ")")
+        if len(lines[-1]) + len(part.rstrip()) > WIDTH and i:
+            lines.append(indent)
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
+    """Show a table; one that is too wide in parts below each other, each of which begins with the ``fixed`` first columns.
+
+    Example:
+        >>> print(table_text([["step", "loss"], ["10", "0.5"]], fixed=1))
+        step  loss
+          10   0.5
+    """
+    columns = [
+        [cell.rjust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)
+    ]
+    fewest = len(_parts(columns, fixed, WIDTH))
+    parts = next(
+        found for width in range(WIDTH + 1) if len(found := _parts(columns, fixed, width)) == fewest
+    )  # of like widths
+    return "\n\n".join(
+        "\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts
+    )
+
+
+def _parts(columns: list[list[str]], fixed: int, width: int) -> list[list[list[str]]]:
+    """Distribute columns to parts of a width, which hold at least one of them beside the fixed ones."""
+    parts = [columns[:fixed]]
+    for column in columns[fixed:]:
+        if (
+            len(parts[-1]) > fixed
+            and sum(len(other[0]) + 2 for other in parts[-1]) + len(column[0]) > width
+        ):
+            parts.append(columns[:fixed])
+        parts[-1] = [*parts[-1], column]
+    return parts
+
+
+def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """Draw rings as text, the outermost first.
+
+    Args:
+        core: what is in the middle.
+        rings: name and members, the innermost ring first.
+
+    Example:
+        >>> print(diagram_text("loss_fn(model, batch)", [("gradient", ["backward", "clip(1.0)"]), ("step", ["schedule(f)"])]))
+        ┌ step      schedule(f)
+        │ ┌ gradient  backward → clip(1.0)
+        │ │ loss_fn(model, batch)
+    """
+    lines, rails = [], ""
+    for name, members in [*rings][::-1]:
+        first, *more = textwrap.wrap(
+            " → ".join(members), WIDTH - len(rails) - 12, break_on_hyphens=False
+        )
+        lines.append(f"{rails}┌ {name:8}  {first}")
+        rails += "│ "
+        lines += [f"{rails}{'':10}{line}" for line in more]
+    return "\n".join([*lines, f"{rails}{core}"])
+
+
+# --- HTML
+
+
+def _escape(value: Any) -> str:
+    return html.escape(str(value))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of numbers, whose first row is its head."""
+    head, *body = [[_escape(cell) for cell in row] for row in rows]
+    lines = ["".join(f"<th>{cell}</th>" for cell in head)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
+    cells = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div style="overflow-x:auto"><table style="text-align:right">{cells}</table></div>'
+
+
+def facts(title: str, values: Mapping[str, Any]) -> str:
+    """Return a table of names and values below a title."""
+    name, cell = f"text-align:left;{_FAINT}", "text-align:left"
+    rows = (
+        f'<tr><td style="{name}">{_escape(k)}</td><td style="{cell}">{_escape(v)}</td></tr>'
+        for k, v in values.items()
+    )  # fmt: skip
+    return f"<div><b>{_escape(title)}</b><table>{''.join(rows)}</table></div>"
+
+
+def diagram(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """Draw rings as nested boxes; the arguments are those of :func:`diagram_text`."""
+    inside = f'<div style="padding-top:.3em"><code>{_escape(core)}</code></div>'
+    for name, members in rings:
+        listed = " → ".join(f"<code>{_escape(member)}</code>" for member in members)
+        label = f'<span style="{_FAINT};display:inline-block;min-width:5em">{_escape(name)}</span>'
+        style = f"border:{_LINE};border-radius:4px;padding:.3em .6em;margin-top:.3em"
+        inside = f'<div style="{style}"><div>{label}{listed}</div>{inside}</div>'
+    return f'<div style="display:inline-block;max-width:100%">{inside}</div>'
+
+
+def curve(title: str, values: Sequence[float], note: str) -> str:
+    """Return a small picture of values from left to right, with 0 on its scale; where there are none, the title alone."""
+    name = f"<code>{_escape(title)}</code>"
+    if not values or not all(map(math.isfinite, values)):
+        return f"<div>{name}</div>"
+    width, height, low, high = 220, 60, min(0.0, *values), max(1e-12, *values)
+    x, y = width / max(len(values) - 1, 1), height / (high - low)
+    points = " ".join(f"{i * x:.1f},{(high - value) * y:.1f}" for i, value in enumerate(values))
+    line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
+    axes = f'<path d="M0 0V{height}M0 {high * y:.1f}H{width}" fill="none" stroke="currentColor" opacity=".3"/>'
+    view = f'width="{width + 8}" height="{height + 8}" viewBox="-4 -4 {width + 8} {height + 8}"'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" style="display:block">{axes}{line}</svg>'
+    return f'<div>{name}{svg}<small style="{_FAINT}">{_escape(note)}</small></div>'
+
+
+def bar(done: int, total: int | None, text: str) -> str:
+    """Return a bar with a text beside it; without a total, the text alone."""
+    drawn = ""
+    if total:
+        frame = f"display:inline-block;width:16em;height:.7em;border:{_LINE};border-radius:.35em;overflow:hidden"
+        filled = f"display:block;height:100%;width:{100 * min(done / total, 1):.0f}%;background:currentColor;opacity:.6"
+        drawn = f'<span style="{frame}"><span style="{filled}"></span></span> '
+    return f'<div style="font-variant-numeric:tabular-nums">{drawn}{_escape(text)}</div>'
+
+
+def line(text: str) -> str:
+    """Return a line of text."""
+    return f"<div>{_escape(text)}</div>"
+
+
+def stacked(*parts: str) -> str:
+    """Put pieces of HTML below each other."""
+    return f"<div>{''.join(parts)}</div>"
+
+
+# --- cells
+
+
+@attrs.frozen
+class Shown:
+    """What a cell shows: HTML, and a text where there is no room for that."""
+
+    html: str
+    text: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Display:
+    """One output of a cell, drawn again in its place."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, value: Any) -> None:
+        """Show a value: the first time below what the cell has shown, then in the same place."""
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(value, display_id=True)
+        else:
+            self._handle.update(value)
+
+
+def in_notebook() -> bool:
+    """Say whether this is a process behind a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and hasattr(shell, "kernel")

@@ -1,0 +1,1 @@
+"""Updates captured as CUDA graphs."""

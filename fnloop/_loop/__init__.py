@@ -1,0 +1,1 @@
+"""The loop: fit, its boundaries, signals, evaluation and prediction."""

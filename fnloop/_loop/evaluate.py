@@ -1,0 +1,235 @@
+"""Evaluation and prediction."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fnloop._backend.collectives import gather_objects, sync_buffers
+from fnloop._backend.public import to_device_of
+from fnloop._core.merge import merge_metrics
+from fnloop._core.metrics import Mean, read, update_, update_loss_
+from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, position_all, positioner
+from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.types import Batch, Metric, Middleware, name_of
+from fnloop._data.loaders import check_loader
+from fnloop._data.prefetch import windows
+from fnloop._data.source import Source, open_source
+from fnloop._data.window import END, Padding
+from fnloop._display import checks
+from fnloop._step.distributed import CollectiveProbe, drop_last_metrics, engine_of
+from fnloop._step.pipeline import Pipeline, PipelineStep, evaluating
+
+__all__ = ["READ_ONCE", "check_step", "evaluate", "measure", "open_loader", "predict"]
+
+READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
+
+
+def open_loader(loader: Any, state: TrainState) -> Source:
+    return open_source(loader, state.seed, state.backend.rank, state.backend.world_size)
+
+
+def measure(
+    step: PipelineStep, state: TrainState, source: Source, alone: bool = False
+) -> dict[str, Metric]:
+    """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate.
+
+    Where that is all that is done (``alone``), an exception gets a note of the batch; a run has a note of its own.
+    """
+    __tracebackhide__ = True
+    metrics: dict[str, Metric] = {}
+    backend, seed, n, borrowed = state.backend, fold_in(state.seed, COMPUTE), 0, False
+    batch: Any = None
+    own = False  # whether a batch was this process's own
+    position = positioner(backend.device)
+    position_all(seed)
+    joint = engine_of(state)
+    if joint is not None:
+        sync_buffers(state.model)
+    batches = windows(source, 1, backend.device, None)
+    with evaluating(state.model):
+        while True:
+            where: str | None = "the loader"
+            try:
+                if (batch := next(batches, END)) is END:
+                    break
+                where = None
+                position(
+                    mix(seed, n * backend.world_size + backend.rank)
+                )  # of the batch, whichever process has it
+                borrowed, n = type(batch) is Padding, n + 1
+                own = own or not borrowed
+                if joint is None:
+                    _, out = step.forward(state, batch)
+                elif joint.evaluation.leaves_out(borrowed):
+                    continue
+                else:
+                    _, out = joint.evaluation.hear(
+                        step.forward, state, batch.batch if borrowed else batch
+                    )
+                if borrowed or (out.weight.__class__ is int and not out.weight):  # it has no item
+                    continue
+                metrics = update_(metrics, out.metrics) if out.metrics else metrics
+                metrics["loss"] = update_loss_(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+            except Exception as error:
+                layer = where or step.layer_of(error)
+                if alone:
+                    error.add_note(f"while in {layer}, evaluate, batch {n - (where is None)}")
+                raise
+    if not n:
+        raise ValueError("the loader to evaluate gave no batch." + READ_ONCE)
+    if backend.world_size > 1:
+        source.dealt.check()
+    if borrowed:
+        metrics = drop_last_metrics(metrics)
+    return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics} if own else {}
+
+
+def check_step(step: Any, caller: str) -> None:
+    if isinstance(step, PipelineStep):
+        return
+    name = name_of(step)
+    if isinstance(step, TrainState):
+        hint = f"The step comes first: {caller}(step, state, ...)"
+    elif isinstance(step, Pipeline):
+        hint = f"It lacks its loss function: write {name}(loss_fn)"
+    elif isinstance(step, Middleware):
+        hint = f"Write pipeline({name})(loss_fn)"
+    elif callable(step) and not isinstance(step, torch.nn.Module):
+        hint = f"If {name} is a loss function, write {caller}(pipeline()({name}), ...)"
+    else:
+        hint = "Write pipeline()(loss_fn)"
+    raise TypeError(
+        f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} ({type(step).__name__}). {hint}"
+    )
+
+
+# --- evaluation and prediction
+
+
+def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, float]:
+    """Evaluate a loader: the step's pipeline cut after its forward ring, over every batch, once.
+
+    Nothing is touched: no parameter, no generator, no history, no submodule's training flag.
+
+    Args:
+        step: what ``pipeline(...)(loss_fn)`` returns.
+        state: the newest state.
+        loader: an iterable of batches, or a function that returns one.
+
+    Returns:
+        Name to value: "loss", and the metrics.
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        TypeError: an argument is not what it should be.
+        ValueError: the loader gave no batch.
+        Exception: whatever the loss function, a metric or the loader raises, with a note of the batch.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> evaluate(fl.pipeline()(toy_loss), toy(w=1.0), [torch.tensor([1.0, 2.0]), torch.tensor([6.0])])
+        {'loss': 3.0}
+    """
+    __tracebackhide__ = True
+    check_step(step, "evaluate")
+    check_not_stale(state, "evaluate")
+    check_loader(loader, "evaluation", alone=True)
+    with isolated(state.backend.device):
+        return read(
+            merge_metrics(
+                measure(step, step.meet(state, "forward"), open_loader(loader, state), alone=True)
+            ),
+            vectors=True,
+        )
+
+
+def predict(
+    fn: Callable[[torch.nn.Module, Batch], Any],
+    state: TrainState,
+    loader: Any,
+    *,
+    gather: bool = True,
+) -> Iterator[Any]:
+    """Apply a function to every batch, lazily and in order, without gradients and in evaluation mode.
+
+    Between two results the model's training flags and the generators are the caller's. The function is called as it is:
+    middleware such as ``amp`` have no part in it. With several processes each computes its share, and all have to iterate.
+
+    Args:
+        fn: ``(model, batch) -> anything``.
+        state: the newest state; it must stay so while results are taken.
+        loader: an iterable of batches, or a function that returns one.
+        gather: whether every process yields the results of all, as one process would; else only those of its share.
+
+    Returns:
+        An iterator of what ``fn`` returns.
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        TypeError: an argument is not what it should be.
+        Exception: whatever ``fn`` or the loader raises, with a note of the batch.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> list(predict(lambda model, batch: (model.w * batch).tolist(), toy(w=2.0), [torch.ones(2), torch.ones(1)]))
+        [[2.0, 2.0], [2.0]]
+    """
+    if not callable(fn) or isinstance(fn, TrainState | PipelineStep | torch.nn.Module | type):
+        raise TypeError(
+            f"predict expects a function (model, batch) -> anything first; got {checks.described(fn)}. Write "
+            "predict(lambda model, batch: model(batch), state, loader)"
+        )
+    checks.function("predict", "fn", fn, "a function (model, batch) -> anything", 2)
+    check_not_stale(state, "predict")
+    check_loader(loader, "prediction", alone=True)
+    checks.flag("predict", "gather", gather, "whether every process yields the results of all")
+    return _predict(fn, state, loader, gather)
+
+
+def _predict(
+    fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any, gather: bool
+) -> Iterator[Any]:
+    __tracebackhide__ = True
+    backend = state.backend
+    processes = backend.world_size
+    source = open_loader(loader, state)
+    batches = windows(source, 1, backend.device, None)
+    position, seed = positioner(backend.device), fold_in(state.seed, COMPUTE)
+    talk = CollectiveProbe(state.model)
+    if processes > 1:
+        sync_buffers(state.model)
+    else:
+        talk.needed = False
+    for n in itertools.count():
+        check_not_stale(state, "predict")
+        where = "the loader"
+        try:
+            with isolated(backend.device), evaluating(state.model):
+                batch = next(batches, END)
+                if batch is END:
+                    if processes > 1 and gather:
+                        source.dealt.check()
+                    return
+                where = name_of(fn)
+                position(fold_in(seed, n * processes + backend.rank))
+                result: Any = None
+                if not talk.leaves_out(type(batch) is Padding):
+                    result = talk.hear(
+                        fn, state.model, batch.batch if type(batch) is Padding else batch
+                    )
+        except Exception as error:
+            error.add_note(f"while in {where}, predict, batch {n}")
+            raise
+        results = [] if type(batch) is Padding else [result]
+        if processes > 1 and gather:
+            results = [
+                to_device_of(result, theirs)
+                for share in gather_objects(results)
+                for theirs in share
+            ]
+        yield from results

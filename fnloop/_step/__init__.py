@@ -1,0 +1,1 @@
+"""One update: the loss function, backward, the optimizer, and the pipeline around them."""

@@ -1,0 +1,166 @@
+"""The innermost step: call the loss function and check its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnloop._backend.transfer import tensors_in
+from fnloop._core.state import TrainState
+from fnloop._core.types import Batch, LossFn, Output, Step
+from fnloop._display.checks import described
+
+__all__ = ["forward"]
+
+_NO_ITEM = "the batch has no item: its weight is 0"  # why it is left out
+
+
+# --- the three steps in the middle
+
+
+def forward(loss_fn: LossFn, name: str, listed: bool = True) -> Step:
+    """Return the innermost step: call the loss function and read its reply.
+
+    Args:
+        loss_fn: the loss function.
+        name: what it is called in messages.
+        listed: whether the pipeline lists ``amp``; if not, the mixed precision that accelerate is configured for is used.
+    """
+    checked = False
+
+    def forward(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        nonlocal checked
+        __tracebackhide__ = True
+        if listed or state.backend.precision is None:
+            reply: Any = loss_fn(state.model, batch)
+        else:
+            with _configured(state):
+                reply = loss_fn(state.model, batch)
+        loss: Any
+        aux: Any
+        loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
+        if not checked or loss.__class__ is not Tensor or loss.ndim or aux.__class__ is not dict:
+            _check_reply(reply, loss, aux, name)
+            checked = True
+        weight = aux["weight"] if "weight" in aux else _items_in(batch, name)
+        if weight.__class__ is int and weight > 0:
+            return state, Output(loss, weight, aux)
+        _check_weight(weight, name)
+        return state, Output(
+            loss, weight, aux, {}, None if isinstance(weight, Tensor) else _NO_ITEM
+        )
+
+    return forward
+
+
+def _configured(state: TrainState) -> Any:
+    if state.backend.precision == "fp16":
+        raise ValueError(
+            'accelerate is configured for fp16, which needs a loss scale: list it, pipeline(amp("fp16"), ...)'
+        )
+    return torch.autocast(state.backend.device.type, torch.bfloat16)
+
+
+# --- the reply of a loss function
+
+
+def _check_reply(reply: Any, loss: Any, aux: Any, name: str) -> None:
+    """Check what a loss function returns: the first time, and whenever it does not look like the usual case."""
+    if isinstance(reply, tuple) and len(reply) != 2:
+        raise TypeError(
+            f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in aux, a dict"
+        )
+    if isinstance(reply, Mapping):
+        raise TypeError(
+            f"{name} must return a loss or (loss, aux); it returned a {type(reply).__name__}. Write: return "
+            "reply['loss'], reply"
+        )
+    if not isinstance(loss, Tensor):
+        hint = ". Did you forget 'return loss'?" if loss is None else ""
+        raise TypeError(
+            f"the loss that {name} returns must be a scalar tensor; got {described(loss)}{hint}"
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"the loss that {name} returns must be a scalar; got shape {tuple(loss.shape)}. Return its mean over the "
+            f"batch: loss.mean()"
+        )
+    if not loss.is_floating_point():
+        raise ValueError(
+            f"the loss that {name} returns must have a floating dtype; got {loss.dtype}"
+        )
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f'the aux that {name} returns beside the loss must be a mapping, such as {{"output": output}}; got '
+            f"{type(aux).__name__}"
+        )
+
+
+def _check_weight(weight: Any, name: str) -> None:
+    """Raise unless this can be a number of items; the value of a tensor is on the device, and is looked at by the next read."""
+    if isinstance(weight, Tensor):
+        fine = not weight.ndim and weight.dtype is not torch.bool and not weight.is_complex()
+    else:
+        fine = isinstance(weight, int) and not isinstance(weight, bool)
+    if not fine:
+        tensor = isinstance(weight, Tensor)
+        given = f"shape {tuple(weight.shape)}, {weight.dtype}" if tensor else described(weight)
+        raise TypeError(
+            f'aux["weight"] must be the number of items that the loss of {name} is the mean of, an int or a scalar '
+            f"tensor; got {given}"
+        )
+    if not isinstance(weight, Tensor) and weight < 0:
+        raise ValueError(
+            f'aux["weight"] must be the number of items that the loss of {name} is the mean of, at least 0; got {weight}'
+        )
+
+
+def _items_in(batch: Batch, name: str) -> int:
+    """Return the number of items in a batch: the leading dimension of its tensors, if they have one.
+
+    Raises:
+        ValueError: they have several, or there is no tensor.
+    """
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else 1
+    if (
+        batch.__class__ in (tuple, list)
+        and len(batch) == 2
+        and batch[0].__class__ is batch[1].__class__ is Tensor
+    ):
+        x, y = batch  # the usual case
+        if x.ndim and y.ndim and (size := x.size(0)) == y.size(0):
+            return size
+    items: int | None = None
+    for part in (
+        batch.values()
+        if batch.__class__ is dict
+        else batch
+        if batch.__class__ in (list, tuple)
+        else (None,)
+    ):
+        if not isinstance(part, Tensor):
+            items = None
+            break  # something else, such as a list in a tuple: look into it
+        if part.ndim:
+            size = part.size(0)
+            if items is not None and size != items:
+                break
+            items = size
+    else:
+        if items is not None:
+            return items
+    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
+    if len(sizes) == 1:
+        return sizes.pop()
+    found = (
+        f"its tensors have leading dimensions {sorted(sizes)}"
+        if sizes
+        else f"there is no tensor in a {type(batch).__name__}"
+    )
+    raise ValueError(
+        f'how many items is the loss of {name} the mean of? {found}. Say it: return loss, {{"weight": number_of_items}}'
+    )

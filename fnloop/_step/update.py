@@ -1,0 +1,186 @@
+"""The outermost of the three steps: the optimizer's step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fnloop._backend.collectives import any_rank, start_all_reduce_sum
+from fnloop._core.metrics import update_, update_loss_
+from fnloop._core.state import (
+    TrainState,
+    advance,
+    after_batches,
+    all_parameters,
+    check_not_stale,
+    give_up_ownership,
+    parameters,
+)
+from fnloop._core.types import Batch, Output, Step
+
+__all__ = ["OPTIMIZER", "consume", "host_decision", "report", "update", "wants_closure"]
+
+OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
+
+
+def host_decision(
+    state: TrainState, out: Output, flag: Tensor, judge: Callable[[TrainState, bool], str | None]
+) -> tuple[TrainState, Output]:
+    """Let the host decide about an update, by a flag that the device has computed.
+
+    Args:
+        state: the state.
+        out: what has been found out so far.
+        flag: a scalar.
+        judge: ``(state, flag) -> why the update is to be left out, or None``. What it keeps it changes in place, and only where
+            it leaves the update out: else that may still fail.
+
+    Returns:
+        What a step returns. While an update is recorded it goes on: there the record is cut in two, and the host decides
+        between the two whenever they are played.
+    """
+    cut = state._lease.cut
+    # A host read: whether this update counts decides the step counter, and schedules with it.
+    skip = judge(state, bool(flag)) if cut is None else cut(out, flag, judge)
+    return state, out if skip is None else attrs.evolve(out, skip=skip)
+
+
+def update(step: Step, may_skip: bool = False) -> Step:
+    """Return the step that applies the gradients, and leaves none behind.
+
+    Args:
+        step: the gradient step.
+        may_skip: whether a step inside may leave an update out, in one process and not in another: then all do.
+    """
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        check_not_stale(state)
+        params = all_parameters(state)
+        for p in params:
+            p.grad = None  # whatever was there is not of this batch
+        try:
+            if wants_closure(type(state.optimizer)):
+                return _by_closure(step, state, batch)
+            new, out = step(state, batch)
+            if (
+                may_skip
+                and state.backend.world_size > 1
+                and any_rank(out.skip is not None)
+                and out.skip is None
+            ):
+                out = attrs.evolve(out, skip="left out by another process")
+            applied = out.skip is None
+            if applied:
+                give_up_ownership(
+                    new
+                )  # until the update is whole, no state owns what the optimizer changes
+                _apply(new.optimizer)
+        finally:
+            for p in params:
+                p.grad = None
+        return advance(new, applied), out
+
+    return update
+
+
+@functools.cache
+def wants_closure(optimizer: type[Optimizer]) -> bool:
+    """Say whether an optimizer evaluates the loss by itself."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+    """Update with an optimizer that evaluates the loss as often as it wants to (LBFGS); what is reported is the first."""
+    __tracebackhide__ = True
+    replies: list[tuple[TrainState, Output]] = []
+
+    def closure() -> Tensor:
+        __tracebackhide__ = True
+        for p in parameters(state):
+            p.grad = None
+        replies.append(step(state, batch))
+        if replies[-1][1].skip is not None:
+            raise ValueError(
+                f"{type(state.optimizer).__name__} can't leave an update out ({replies[-1][1].skip})"
+            )
+        return _of_all(state, replies[-1][1])
+
+    give_up_ownership(
+        state
+    )  # an optimizer may change the parameters before, between and after its evaluations
+    state.optimizer.step(closure)  # type: ignore[arg-type]
+    new, out = replies[0]
+    return advance(new, applied=True), out
+
+
+def _of_all(state: TrainState, out: Output) -> Tensor:
+    """Return the mean loss over all processes."""
+    if state.backend.world_size == 1:
+        return out.loss
+    weight = torch.as_tensor(out.weight, dtype=torch.float64, device=out.loss.device)
+    total, items = start_all_reduce_sum(out.loss.double() * weight), start_all_reduce_sum(weight)
+    return (total() / items()).to(out.loss.dtype)
+
+
+_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
+
+
+def _apply(optimizer: Optimizer) -> None:
+    """Call ``optimizer.step()``, past torch's wrapper around it where that would do nothing.
+
+    The wrapper marks the step for a profiler and calls hooks: 5 µs, with neither a profiler nor a hook.
+    """
+    __tracebackhide__ = True
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None)
+    if (
+        bare is None
+        or getattr(step, "__code__", None) is not _TORCHS_WRAPPER
+        or "step" in vars(optimizer)  # patched, as torch's schedulers do
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()
+    ):
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def report(out: Output, metrics: Mapping[str, Any], by: str) -> Output:
+    """Return an output with more metrics.
+
+    Raises:
+        ValueError: there is one of that name already.
+    """
+    if clash := out.metrics.keys() & metrics.keys():
+        name = min(clash)
+        raise ValueError(
+            f"{by} reports the metric {name!r}, which another middleware inside it reports already: rename one"
+        )
+    return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
+
+
+def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
+    """Return the state with a step's batches counted and its metrics reduced into those of the epoch.
+
+    An update that was left out has no part in them.
+    """
+    __tracebackhide__ = True
+    running = state.metrics
+    if out.skip is not None:
+        return after_batches(state, batches, samples, running)
+    metrics = update_(running, out.metrics) if out.metrics else {**running}
+    metrics["loss"] = update_loss_(running.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+    return after_batches(state, batches, samples, metrics)

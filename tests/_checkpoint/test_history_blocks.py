@@ -1,0 +1,130 @@
+"""Long histories in checkpoints: older records are written once, beside the checkpoints."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop._checkpoint import files, history_blocks
+from fnloop.testing import assert_same, toy, toy_loss
+
+ONE = torch.ones(1)
+step = fl.pipeline()(toy_loss)
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_four(monkeypatch):
+    monkeypatch.setattr(history_blocks, "BLOCK", 4)
+
+
+def train(folder, state, steps, **settings):
+    """Train with a record and a checkpoint after every update."""
+    hook = fl.every(steps=1)(fl.checkpoint(folder, **settings))
+    loaders = {"train": [ONE] * 100, "valid": [ONE]}
+    return fl.fit(
+        step, state, loaders, steps=steps, evaluate_every=fl.every(steps=1), hooks=(hook,)
+    )
+
+
+def blocks(folder):
+    return sorted(path.name for path in (folder / ".records").glob("*"))
+
+
+def steps_of(state):
+    return [record.step for record in state.history]
+
+
+def test_a_short_history_is_in_the_checkpoint_alone(tmp_path):
+    train(tmp_path, toy(), 3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_whole_blocks_are_written_once_and_a_resume_has_every_record(tmp_path):
+    state = train(tmp_path, toy(), 10, keep=2)
+    assert len(blocks(tmp_path)) == 2
+    facts = json.loads((tmp_path / "step-00000010" / "state.json").read_text())
+    assert [row["step"] for row in facts["history"]] == [9, 10] and len(facts["blocks"]) == 2
+    restored = fl.resume(tmp_path, toy())
+    assert_same(restored, state)
+    assert restored.history == state.history and steps_of(restored) == [*range(1, 11)]
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / ".records").iterdir()}
+    train(tmp_path, restored, 12, keep=2)
+    assert {path: path.stat().st_mtime_ns for path in written} == written and len(
+        blocks(tmp_path)
+    ) == 3
+    assert steps_of(fl.resume(tmp_path, toy())) == [*range(1, 13)]
+
+
+def test_only_new_records_are_encoded(tmp_path, monkeypatch):
+    encoded = []
+    line_of = history_blocks.line_of
+    monkeypatch.setattr(
+        history_blocks, "line_of", lambda record: encoded.append(record.step) or line_of(record)
+    )
+    train(tmp_path, toy(), 3, keep=1)
+    assert encoded == [1, 2, 3]
+
+
+def test_a_run_that_goes_back_has_other_blocks_and_those_of_no_checkpoint_are_removed(tmp_path):
+    train(tmp_path, toy(), 9, keep=9)
+    before, back = blocks(tmp_path), fl.restore(tmp_path / "step-00000005", toy())
+    assert steps_of(back) == [1, 2, 3, 4, 5] and len(before) == 2
+    train(tmp_path, back, 9, keep=9)  # the records 5 to 8 have other times now
+    assert len(blocks(tmp_path)) == 2 and len({*blocks(tmp_path)} & {*before}) == 1
+    assert steps_of(fl.resume(tmp_path, toy())) == [*range(1, 10)]
+
+
+def test_what_save_writes_stands_alone(tmp_path):
+    state = train(tmp_path / "run", toy(), 10)
+    path = shutil.copytree(fl.save(state, tmp_path / "a"), tmp_path / "elsewhere" / "a")
+    assert steps_of(fl.restore(path, toy())) == [*range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda file: file.unlink(), lambda file: file.write_text("{}")],
+    ids=["missing", "changed"],
+)
+def test_a_block_that_is_missing_or_damaged_is_named_and_the_weights_can_still_be_had(
+    tmp_path, damage
+):
+    train(tmp_path, toy(), 5, keep=1)
+    damage(next((tmp_path / ".records").iterdir()))
+    with pytest.raises(
+        fl.CheckpointError, match=r"step-00000005 (lacks|is damaged).*\.records/[0-9a-f]{64}\.jsonl"
+    ):
+        fl.restore(tmp_path / "step-00000005", toy())
+    assert fl.restore(tmp_path / "step-00000005", toy(), only=("model", "counters")).step == 5
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(fl.CheckpointError, match="none is whole"),
+    ):
+        fl.resume(tmp_path, toy())
+
+
+def test_a_block_cannot_name_another_file(tmp_path):
+    train(tmp_path, toy(), 5, keep=1)
+    file = tmp_path / "step-00000005" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["check"]
+    manifest["blocks"] = ["../step-00000005/state"]
+    file.write_text(json.dumps({**manifest, "check": files._check_of(manifest)}))
+    with pytest.raises(fl.CheckpointError, match="is not the name of a block of records"):
+        fl.restore(tmp_path / "step-00000005", toy())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_that_is_resumed_again_and_again_ends_as_one_that_is_not(tmp_path, background):
+    whole, state = train(tmp_path / "whole", toy(), 13, keep=1), toy()
+    for steps in (3, 4, 9, 13):
+        state = train(
+            tmp_path / "parts",
+            fl.resume(tmp_path / "parts", toy()),
+            steps,
+            keep=1,
+            background=background,
+        )
+    assert_same(state, whole)
+    assert steps_of(fl.resume(tmp_path / "parts", toy())) == [*range(1, 14)]

@@ -1,0 +1,627 @@
+"""History: records that never change, and what can be read off them."""
+
+import copy
+import io
+import math
+import pickle
+import sys
+import threading
+
+import attrs
+import pytest
+import torch
+
+from fnloop import History, Record, early_stop, halt_on_nonfinite
+from fnloop._core.history import Fold, better
+from fnloop.testing import toy
+
+NAN, INF = math.nan, math.inf
+
+
+def history(*values, key="valid/loss"):
+    """One record per value, at steps 10, 20, ..."""
+    return History(Record(i, 10 * i, {key: value}) for i, value in enumerate(values, 1))
+
+
+# --- persistence
+
+
+def test_a_kept_reference_never_changes():
+    kept = history(0.5)
+    longer = kept.append(Record(2, 20, {"valid/loss": 0.25}))
+    assert kept["valid/loss"] == (0.5,)
+    assert longer["valid/loss"] == (0.5, 0.25)
+
+
+def test_two_continuations_of_one_history_are_independent():
+    start = history(0.5)
+    left = start.append(Record(2, 20, {"valid/loss": 0.25}))
+    right = start.append(Record(2, 30, {"valid/loss": 0.75}))
+    assert (left["valid/loss"], right["valid/loss"], len(start)) == ((0.5, 0.25), (0.5, 0.75), 1)
+
+
+def test_a_history_is_independent_of_the_dict_and_the_list_it_was_made_from():
+    metrics = {"valid/loss": 0.5}
+    records = [Record(1, 10, metrics)]
+    made = History(records)
+    metrics["valid/loss"] = 9.0
+    records.clear()
+    assert made["valid/loss"] == (0.5,)
+
+
+@pytest.mark.parametrize(
+    ("record", "field"), [(History(), "records"), (Record(1, 10, {}), "metrics")]
+)
+def test_records_and_histories_are_frozen(record, field):
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        setattr(record, field, ())
+
+
+def assign(metrics):
+    metrics["a"] = 9
+
+
+def delete(metrics):
+    del metrics["valid/loss"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        assign,
+        delete,
+        lambda metrics: metrics.update(a=9),
+        lambda metrics: metrics.setdefault("a", 9),
+        lambda metrics: metrics.pop("valid/loss"),
+        lambda metrics: metrics.popitem(),
+        lambda metrics: metrics.clear(),
+        lambda metrics: metrics.__ior__({"a": 9}),
+    ],
+)
+@pytest.mark.parametrize(
+    "remade", [lambda h: h, copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))]
+)
+def test_the_metrics_of_a_record_cannot_be_changed_nor_those_of_a_copy(remade, change):
+    made = remade(history(0.5))
+    with pytest.raises(TypeError, match="a record's metrics can't be changed"):
+        change(made[0].metrics)
+    assert made == history(0.5)
+
+
+def test_what_is_made_from_the_metrics_of_a_record_is_a_dict_of_ones_own():
+    metrics = history(0.5)[0].metrics
+    mine = metrics | {"a": 9}
+    mine["b"] = 1
+    assert (metrics, repr(metrics)) == ({"valid/loss": 0.5}, "{'valid/loss': 0.5}")
+    assert mine == {"valid/loss": 0.5, "a": 9, "b": 1}
+
+
+def test_metrics_of_a_record_are_floats_whatever_was_given():
+    record = Record(1, 10, {"an int": 2, "a tensor": torch.tensor(0.5)})
+    assert record.metrics == {"an int": 2.0, "a tensor": 0.5}
+    assert all(type(value) is float for value in record.metrics.values())
+
+
+# --- the log that histories share
+
+
+def test_appending_shares_the_log_and_a_second_continuation_copies_it():
+    start = history(1, 2)
+    left = start.append(Record(3, 30, {"valid/loss": 3}))
+    right = start.append(Record(3, 31, {"a": 4}))
+    longer = left.append(Record(4, 40, {"b": 5}))
+    assert start._log is left._log is longer._log
+    assert right._log is not start._log
+    assert [[r.step for r in h] for h in (start, left, right, longer)] == [
+        [10, 20],
+        [10, 20, 30],
+        [10, 20, 31],
+        [10, 20, 30, 40],
+    ]
+    assert (start.keys(), right.keys(), longer.keys()) == (
+        ("valid/loss",),
+        ("valid/loss", "a"),
+        ("valid/loss", "b"),
+    )
+    assert ("b" in start, "b" in longer, "a" in longer) == (False, True, False)
+    assert (start[-1].step, longer[-1].step, longer[-4].step) == (20, 40, 10)
+    assert (start == history(1, 2), start == left, left == longer[:3]) == (True, False, True)
+    assert [r.step for r in reversed(left)] == [30, 20, 10]
+    assert [r.step for r in left._since(1)] == [20, 30]
+
+
+@pytest.mark.parametrize("index", [2, -3])
+def test_an_index_outside_is_an_error_though_the_log_goes_further(index):
+    start = history(1, 2)
+    start.append(Record(3, 30, {}))
+    with pytest.raises(IndexError, match=rf"no record {index} in a history of 2 records"):
+        start[index]
+
+
+def test_many_threads_may_continue_one_history():
+    start = history(1)
+    made = [None] * 8
+
+    def extend(n):
+        mine = start
+        for step in range(200):
+            mine = mine.append(Record(n, step, {f"{n}": step}))
+        made[n] = mine
+
+    threads = [threading.Thread(target=extend, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n, mine in enumerate(made):
+        assert [(r.epoch, r.step) for r in mine[1:]] == [(n, step) for step in range(200)]
+        assert mine.keys() == ("valid/loss", f"{n}")
+
+
+@pytest.mark.parametrize(
+    "remade", [copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h)), History]
+)
+def test_a_copy_has_what_is_its_own_and_no_more(remade):
+    start = history(1, 2)
+    start.append(Record(3, 30, {"a": 1}))
+    made = remade(start)
+    assert (made, len(made), made.keys()) == (start, 2, ("valid/loss",))
+    assert made.append(Record(3, 31, {}))[-1].step == 31
+
+
+@pytest.mark.parametrize("wrong", [5, [5], [{"valid/loss": 1}], [None]])
+def test_a_history_is_made_of_records(wrong):
+    with pytest.raises(TypeError, match=r"records?, Record\(epoch, step, metrics\); got"):
+        History(wrong)
+
+
+def test_the_metrics_of_a_record_are_a_mapping():
+    with pytest.raises(
+        TypeError, match=r'metrics as a mapping, such as \{"valid/loss": 0\.5\}; got None'
+    ):
+        Record(1, 1, None)
+
+
+def test_a_fold_looks_at_new_records_only_and_follows_from_the_history_alone():
+    looked = []
+
+    def add(total, record):
+        looked.append(record.step)
+        return total + record.metrics["valid/loss"]
+
+    total, start = Fold(add, 0), history(1, 2)
+    more = start.append(Record(3, 30, {"valid/loss": 4}))
+    assert (total(start), looked) == (3, [10, 20])
+    assert (total(more), looked) == (7, [10, 20, 30])
+    assert (total(more), looked) == (7, [10, 20, 30])
+    looked.clear()
+    assert (total(start), looked) == (3, [10, 20])  # shorter: from the start
+    looked.clear()
+    fork = start.append(Record(3, 31, {"valid/loss": 8}))
+    assert (total(fork), looked) == (11, [10, 20, 31])  # another log
+
+
+@pytest.mark.parametrize("n", [10, 10_000])
+def test_a_record_costs_the_same_however_many_there_are(n):
+    """What is touched when one is appended, by a count: no record of those before."""
+    made, stop = history(*range(n)), early_stop("valid/loss", patience=n + 1)
+    state = attrs.evolve(toy(), history=made, events=frozenset({"record"}))
+    stop(state)
+    touched = []
+
+    class Watched(list):
+        def __getitem__(self, index):
+            touched.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self):
+            touched.extend(range(len(self)))
+            return super().__iter__()
+
+    made._log.records = Watched(made._log.records)
+    longer = made.append(Record(n + 1, n + 1, {"valid/loss": 0.0, "train/loss": 0.0}))
+    assert longer.keys() == ("valid/loss", "train/loss")
+    assert stop(attrs.evolve(state, history=longer)).stop is None
+    halt_on_nonfinite()(attrs.evolve(state, step=n + 1, history=longer))
+    assert touched
+    assert all(index in (n, slice(n, n + 1)) for index in touched)
+
+
+# --- closing records
+
+
+def test_closing_records_are_shown_and_compared_as_what_they_are():
+    made = History(
+        [Record(0, 5, {"valid/loss": 2}, closing=True), Record(1, 10, {"valid/loss": 1})]
+    )
+    assert [row.split() for row in repr(made).splitlines()[1:]] == [
+        ["0", "5", "2", "0.0"],
+        ["1", "10", "1", "0.0"],
+    ]
+    assert [row.get("closing") for row in made.to_dicts()] == [True, None]
+    assert Record(0, 5, {}) != Record(0, 5, {}, closing=True)
+    assert "closing" in made[0]._repr_html_() and "closing" not in made[1]._repr_html_()
+
+
+# --- reading
+
+
+def test_a_key_gives_values_an_index_a_record_a_slice_a_history():
+    made = history(0.5, 0.25, 0.125)
+    assert made["valid/loss"] == (0.5, 0.25, 0.125)
+    assert made[-1] == Record(3, 30, {"valid/loss": 0.125})
+    assert made[:2] == history(0.5, 0.25)
+    assert isinstance(made[:2], History)
+
+
+def test_length_and_iteration_are_those_of_the_records():
+    made = history(0.5, 0.25)
+    assert len(made) == 2
+    assert [record.step for record in made] == [10, 20]
+    assert len(History()) == 0
+
+
+def test_a_history_contains_the_names_of_its_metrics_and_its_records():
+    made = history(0.5)
+    assert "valid/loss" in made
+    assert "loss" not in made
+    assert Record(1, 10, {"valid/loss": 0.5}) in made
+    assert Record(1, 10, {"valid/loss": 0.25}) not in made
+
+
+def test_keys_come_in_the_order_of_their_first_appearance():
+    made = History(
+        [Record(1, 10, {"train/loss": 1}), Record(2, 20, {"valid/loss": 2, "train/loss": 1})]
+    )
+    assert made.keys() == ("train/loss", "valid/loss")
+
+
+def test_records_without_a_metric_are_left_out_of_its_values():
+    made = History([Record(1, 10, {"a": 1}), Record(1, 15, {"b": 7}), Record(2, 20, {"a": 3})])
+    assert made["a"] == (1.0, 3.0)
+    assert [record.step for record in made.having("a")] == [10, 20]
+    assert made.latest("b") == 7.0  # of the newest record that has it
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda h: h["valid/los"],
+        lambda h: h.latest("valid/los"),
+        lambda h: h.best("valid/los"),
+        lambda h: h.having("valid/los"),
+    ],
+)
+def test_an_unknown_metric_is_a_key_error_that_names_those_there_are(ask):
+    made = History([Record(1, 10, {"train/loss": 1, "valid/loss": 2})])
+    with pytest.raises(
+        KeyError, match=r"no metric 'valid/los' in this history; there are: train/loss, valid/loss"
+    ):
+        ask(made)
+    with pytest.raises(KeyError, match="the history is empty"):
+        ask(History())
+
+
+# --- latest and best
+
+
+def test_latest_is_the_newest_value_not_the_best():
+    assert history(0.5, 0.25, 0.75).latest("valid/loss") == 0.75
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "step"),
+    [
+        ((3, 1, 2), "min", 20),
+        ((3, 1, 2), "max", 10),
+        ((2, 1, 1), "min", 20),  # of equals, the older
+        ((1, 2, 2), "max", 20),
+        ((NAN, 2, 3), "min", 20),  # NaN is worse than anything
+        ((NAN, 2, 3), "max", 30),
+        ((2, NAN), "min", 10),
+        ((2, NAN), "max", 10),
+        ((NAN, INF), "min", 20),  # worse than infinity, too
+        ((NAN, -INF), "max", 20),
+        ((NAN, NAN), "min", 10),  # unless there is nothing else
+        ((0.0, -0.0), "min", 10),  # these two are equal
+    ],
+)
+def test_best_record_is_the_oldest_of_the_best(values, mode, step):
+    made = history(*values)
+    assert made.best_record("valid/loss", mode).step == step
+    assert repr(made.best("valid/loss", mode)) == repr(float(values[step // 10 - 1]))
+
+
+def test_best_looks_only_at_records_that_have_the_metric():
+    made = History([Record(1, 10, {"a": 0}), Record(1, 20, {"b": 5}), Record(1, 30, {"b": 4})])
+    assert made.best("b") == 4.0
+
+
+@pytest.mark.parametrize("values", [(1,), (1, 2)])
+def test_best_in_an_unknown_mode_is_an_error_even_with_one_record(values):
+    with pytest.raises(
+        ValueError,
+        match=r'mode expects "min" \(lower is better\) or "max" \(higher is better\); got \'low\'',
+    ):
+        history(*values).best("valid/loss", "low")
+
+
+@pytest.mark.parametrize(
+    ("value", "than", "lower", "higher"),
+    [
+        (1.0, 2.0, True, False),
+        (2.0, 1.0, False, True),
+        (1.0, 1.0, False, False),
+        (NAN, 1.0, False, False),
+        (1.0, NAN, True, True),
+        (NAN, NAN, False, False),
+        (INF, NAN, True, True),
+        (-INF, 0.0, True, False),
+    ],
+)
+def test_better_is_strict_and_takes_nan_for_the_worst(value, than, lower, higher):
+    assert (better(value, than, "min"), better(value, than, "max")) == (lower, higher)
+
+
+# --- equality
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"a": 0.5}, {"a": 0.5}, True),
+        ({"a": NAN}, {"a": NAN}, True),
+        ({"a": NAN}, {"a": 0.0}, False),
+        ({"a": 0.0}, {"a": -0.0}, False),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, False),  # 0.30000000000000004
+        ({"a": 1.0}, {"b": 1.0}, False),
+        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, False),
+        ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}, True),
+        ({"a": 1}, {"a": 1.0}, True),
+    ],
+)
+def test_histories_are_equal_if_their_metrics_are_to_the_bit(one, other, equal):
+    assert (Record(1, 10, one) == Record(1, 10, other)) is equal
+    assert (History([Record(1, 10, one)]) == History([Record(1, 10, other)])) is equal
+
+
+def test_equality_needs_the_same_epoch_and_step_but_not_the_same_seconds():
+    record = Record(1, 10, {"a": 1}, seconds=2.0)
+    assert record == Record(1, 10, {"a": 1}, seconds=3.0)
+    assert record != Record(2, 10, {"a": 1}, seconds=2.0)
+    assert record != Record(1, 11, {"a": 1}, seconds=2.0)
+
+
+@pytest.mark.parametrize("value", [History(), Record(1, 10, {})])
+def test_records_and_histories_cannot_be_hashed(value):
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(value)
+
+
+# --- as text
+
+
+def test_repr_is_a_table_with_a_gap_where_a_record_lacks_a_metric():
+    made = History(
+        [
+            Record(0, 5, {"train/loss": 1.5}, 0.25),
+            Record(1, 10, {"train/loss": 0.123456789, "valid/acc": NAN}, 61),
+        ]
+    )
+    assert repr(made).splitlines() == [
+        "epoch  step  train/loss  valid/acc  seconds",
+        "    0     5         1.5                 0.2",
+        "    1    10     0.12346        nan     61.0",
+    ]
+
+
+def test_repr_of_a_long_history_leaves_out_the_middle():
+    def steps(n):
+        rows = [row.split() for row in repr(history(*range(n))).splitlines()[1:]]
+        return [row[1] for row in rows]
+
+    assert steps(40) == [str(10 * i) for i in range(1, 41)]
+    assert steps(50) == [
+        *(str(10 * i) for i in range(1, 21)),
+        "…",
+        *(str(10 * i) for i in range(31, 51)),
+    ]
+
+
+def test_an_empty_history_shows_as_the_call_that_makes_one():
+    assert repr(History()) == "History()"
+    assert History()._repr_html_() == "<code>History()</code>"
+
+
+def test_html_is_a_table_in_which_names_are_escaped():
+    made = History([Record(1, 10, {"<b>&": 0.5}, 2.0)])
+    assert made._repr_html_() == (
+        '<div style="overflow-x:auto"><table style="text-align:right">'
+        "<tr><th>epoch</th><th>step</th><th>&lt;b&gt;&amp;</th><th>seconds</th></tr>"
+        "<tr><td>1</td><td>10</td><td>0.5</td><td>2.0</td></tr></table></div>"
+    )
+
+
+# --- as data
+
+
+def test_to_dicts_gives_flat_rows():
+    made = History([Record(1, 10, {"train/loss": 1}, 0.5), Record(2, 20, {"valid/loss": 2}, 1.5)])
+    assert made.to_dicts() == [
+        {"epoch": 1, "step": 10, "train/loss": 1.0, "seconds": 0.5},
+        {"epoch": 2, "step": 20, "valid/loss": 2.0, "seconds": 1.5},
+    ]
+    assert History().to_dicts() == []
+
+
+def test_to_pandas_has_a_row_per_record_and_nan_for_what_is_missing():
+    pytest.importorskip("pandas")
+    frame = History([Record(1, 10, {"a": 1}, 0.5), Record(2, 20, {"b": 2}, 1.5)]).to_pandas()
+    assert sorted(frame.columns) == ["a", "b", "epoch", "seconds", "step"]
+    assert frame["step"].tolist() == [10, 20]
+    assert frame["a"][0] == 1.0
+    assert math.isnan(frame["a"][1])
+    assert len(History().to_pandas()) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "message"),
+    [
+        ("pandas", lambda h: h.to_pandas(), "needs pandas: pip install pandas"),
+        (
+            "matplotlib.figure",
+            lambda h: h.plot(),
+            r"needs matplotlib: pip install 'fnloop\[plot\]'",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_an_error_that_says_what_to_install(
+    monkeypatch, module, call, message
+):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it could not be found
+    with pytest.raises(ImportError, match=message):
+        call(history(0.5))
+
+
+# --- as a plot
+
+
+def plot(made, **settings):
+    pytest.importorskip("matplotlib")
+    return made.plot(**settings)
+
+
+def lines(axis):
+    """What is drawn: label to points."""
+    return {
+        line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        for line in axis.lines
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
+def test_a_plot_has_one_visible_axis_per_metric(n):
+    names = ["loss", "accuracy", "lr", "a", "b", "c", "d"][:n]
+    metrics = {f"{loader}/{name}": 0.5 for loader in ("train", "valid") for name in names}
+    figure = plot(History([Record(1, 10, metrics), Record(2, 20, metrics)]))
+    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == names
+
+
+def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_evaluated():
+    made = History(
+        [
+            Record(1, 10, {"train/loss": 3, "valid/loss": 2}),
+            Record(2, 20, {"train/loss": 2, "valid/loss": 1}),
+            Record(3, 30, {"train/loss": 0.5, "valid/loss": 4}),
+        ]
+    )
+    (axis,) = plot(made).axes
+    assert lines(axis) == {
+        "train": [(10, 3.0), (20, 2.0), (30, 0.5)],
+        "valid": [(10, 2.0), (20, 1.0), (30, 4.0)],
+        "best 1": [(20, 1.0)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("metric", "settings", "best"),
+    [
+        ("loss", {}, "best 1"),
+        ("accuracy", {}, "best 2"),
+        ("F1_macro", {}, "best 2"),
+        ("loss", {"mode": "max"}, "best 2"),
+        ("accuracy", {"mode": {"accuracy": "min"}}, "best 1"),
+        ("error", {}, "best 1"),
+        ("bleu", {}, None),  # its name says nothing
+        ("loss_of_accuracy", {}, None),  # or two things
+        ("score", {"mode": {"score": "max"}}, "best 2"),
+        ("score", {"mode": {"valid/score": "max"}}, "best 2"),  # by its whole name
+        ("accuracy", {"mode": {"valid/accuracy": "min"}}, "best 1"),
+        ("accuracy", {"mode": {"loss": "min"}}, "best 2"),  # not in the mapping: by its name
+    ],
+)
+def test_a_plot_marks_the_lowest_or_the_highest_as_the_metric_wants(metric, settings, best):
+    (axis,) = plot(history(1, 2, key=f"valid/{metric}"), **settings).axes
+    assert [label for label in lines(axis) if label.startswith("best")] == [best] * (
+        best is not None
+    )
+
+
+@pytest.mark.parametrize("mode", ["low", {"loss": "low"}, {"valid/loss": "low"}])
+def test_a_plot_in_an_unknown_mode_is_an_error(mode):
+    with pytest.raises(ValueError, match=r'mode expects "min" .* or "max" .*got \'low\''):
+        plot(history(1, 2), mode=mode)
+
+
+@pytest.mark.parametrize("x", ["step", "epoch"])
+def test_a_plot_says_what_is_on_its_x_axis(x):
+    (axis,) = plot(history(1, 2), x=x).axes
+    assert axis.get_xlabel() == x
+    assert [at for at, _ in lines(axis)["valid"]] == {"step": [10, 20], "epoch": [1.0, 2.0]}[x]
+
+
+def test_evaluations_within_an_epoch_are_at_fractions_of_it():
+    seen = [(0, 5), (1, 10), (1, 12), (2, 20), (2, 25)]  # epochs completed, steps: an epoch has ten
+    (axis,) = plot(
+        History([Record(epoch, step, {"valid/loss": step}) for epoch, step in seen]), x="epoch"
+    ).axes
+    assert lines(axis)["valid"] == [(0.5, 5), (1.0, 10), (1.2, 12), (2.0, 20), (2.5, 25)]
+
+
+def test_within_the_first_epoch_it_is_not_known_how_long_one_is():
+    (axis,) = plot(
+        History([Record(0, 5, {"valid/loss": 5}), Record(0, 7, {"valid/loss": 7})]), x="epoch"
+    ).axes
+    assert lines(axis)["valid"] == [(0.0, 5), (0.0, 7)]
+
+
+def test_another_x_axis_is_an_error():
+    with pytest.raises(ValueError, match='x expects "step" or "epoch"; got \'seconds\''):
+        history(1).plot(x="seconds")
+
+
+def test_a_loader_has_one_colour_in_all_axes():
+    made = plot(History([Record(1, 10, {"train/loss": 3, "valid/loss": 2, "valid/accuracy": 0.5})]))
+    loss, accuracy = made.axes
+    assert [line.get_color() for line in loss.lines] == ["C0", "C1", "C1"]
+    assert [line.get_color() for line in accuracy.lines] == ["C1", "C1"]
+
+
+def test_a_plot_marks_the_points_of_short_curves_only():
+    for n, shown in ((40, True), (41, False)):
+        (axis,) = plot(history(*range(n))).axes
+        assert (axis.lines[0].get_marker() == ".") is shown
+
+
+def test_a_plot_of_one_record_has_whole_numbers_on_its_x_axis():
+    (axis,) = plot(history(1)).axes
+    assert axis.get_xlim() == (9, 11)
+
+
+def test_a_plot_is_a_picture_for_a_notebook_in_its_own_size():
+    figure = plot(history(1, 2))
+    data, size = figure._repr_png_()
+    assert data.startswith(b"\x89PNG")
+    assert size == {"width": 520, "height": 300}
+    assert int.from_bytes(data[16:20]) == 2 * 520  # its pixels: twice as many
+    assert (
+        "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    )  # none is left open
+
+
+def test_a_plot_can_be_pickled():
+    assert pickle.loads(pickle.dumps(plot(history(1, 2))))._repr_png_()[1]["width"] == 520
+
+
+def test_a_plot_with_nan_and_infinity_can_be_saved():
+    file = io.BytesIO()
+    plot(history(NAN, INF, 1.0)).savefig(file, format="png")
+    assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_there_is_nothing_to_plot_in_an_empty_history():
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="nothing to plot: the history is empty"):
+        History().plot()
+    with pytest.raises(ValueError, match="nothing to plot: the history has no metric"):
+        History([Record(1, 10, {})]).plot()

@@ -1,0 +1,581 @@
+"""Metrics are monoids: combined over batches of any size in any grouping, and computed once."""
+
+import copy
+import math
+import sys
+
+import attrs
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fnloop as fl
+from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
+from fnloop._core.metrics import read, update_, update_loss_
+from fnloop.testing import toy, toy_loss
+
+NAN = math.nan
+
+
+def same(a, b):
+    """Equal numbers, where NaN equals NaN."""
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+# --- the laws of a monoid
+
+MONOIDS = {  # a metric of a batch of numbers, and its value over the numbers 1 to 6
+    "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5),
+    "Sum": (lambda xs: Sum(sum(xs)), 21.0),
+    "Min": (lambda xs: Min(min(xs)), 1.0),
+    "Max": (lambda xs: Max(max(xs)), 6.0),
+    "Last": (lambda xs: Last(xs[-1]), 6.0),
+}
+KINDS = {"floats": float, "tensors": torch.tensor, "int tensors": lambda x: torch.tensor(int(x))}
+
+monoids = pytest.mark.parametrize(("of", "value"), MONOIDS.values(), ids=MONOIDS)
+kinds = pytest.mark.parametrize("number", KINDS.values(), ids=KINDS)
+
+
+def in_batches(of, number):
+    """The metrics of [1], [2, 3] and [4, 5, 6]."""
+    return [of([number(x) for x in batch]) for batch in ([1.0], [2.0, 3.0], [4.0, 5.0, 6.0])]
+
+
+@monoids
+@kinds
+def test_uneven_batches_give_the_value_over_all_items(of, value, number):
+    a, b, c = in_batches(of, number)
+    result = a.combine(b).combine(c).compute()
+    assert result == value
+    assert type(result) is float
+
+
+@monoids
+@kinds
+def test_combine_is_associative(of, value, number):
+    a, b, c = in_batches(of, number)
+    assert a.combine(b.combine(c)).compute() == a.combine(b).combine(c).compute() == value
+
+
+@monoids
+@kinds
+def test_combine_changes_neither(of, value, number):
+    del value
+    a, b, _ = in_batches(of, number)
+    before = copy.deepcopy((attrs.astuple(a), attrs.astuple(b)))
+    a.combine(b).combine(b)
+    assert (attrs.astuple(a), attrs.astuple(b)) == before
+
+
+@monoids
+def test_floats_and_tensors_can_be_mixed(of, value):
+    a, _, _ = in_batches(of, float)
+    _, b, c = in_batches(of, torch.tensor)
+    assert a.combine(b).combine(c).compute() == value
+    _, b, _ = in_batches(of, float)
+    assert a.combine(b).combine(c).compute() == value
+
+
+def test_a_mean_weighs_by_its_weights_not_by_batches():
+    one_item, three_items = Mean(8.0, 1), Mean(4.0 * 3, 3)
+    assert (
+        one_item.combine(three_items).compute() == 5.0
+    )  # (8 + 4 + 4 + 4) / 4, where a mean of means is 6
+
+
+@pytest.mark.parametrize("zero", [0, torch.tensor(0)])
+def test_a_mean_of_nothing_is_nan(zero):
+    assert math.isnan(Mean(0.0, zero).compute())
+
+
+@pytest.mark.parametrize(
+    ("metric", "a", "b", "value"),
+    [
+        (Min, 1.0, NAN, NAN),
+        (Min, NAN, 1.0, NAN),
+        (Max, 1.0, NAN, NAN),
+        (Max, NAN, 1.0, NAN),
+        (Sum, 1.0, NAN, NAN),
+        (Last, NAN, 1.0, 1.0),
+        (Last, 1.0, NAN, NAN),
+        (Min, 1.0, -math.inf, -math.inf),
+        (Max, 1.0, -math.inf, 1.0),
+    ],
+)
+@pytest.mark.parametrize("first", [float, torch.tensor])
+@pytest.mark.parametrize("second", [float, torch.tensor])
+def test_nan_stays_except_in_last(metric, a, b, value, first, second):
+    assert same(metric(first(a)).combine(metric(second(b))).compute(), value)
+
+
+# --- the running reduction: in place
+
+
+def absorbed(metrics):
+    running = {}
+    for metric in metrics:
+        running = update_(running, {"m": metric})
+    return running["m"]
+
+
+@monoids
+@kinds
+def test_absorb_equals_combine(of, value, number):
+    assert absorbed(in_batches(of, number)).compute() == value
+
+
+@monoids
+@kinds
+def test_absorb_leaves_what_it_is_given_as_it_was(of, value, number):
+    del value
+    batches = in_batches(of, number)
+    before = copy.deepcopy([attrs.astuple(metric) for metric in batches])
+    absorbed(batches)
+    assert [attrs.astuple(metric) for metric in batches] == before
+
+
+@pytest.mark.parametrize(
+    ("metric", "field"), [(Mean(torch.tensor(1.0), 1), "total"), (Sum(torch.tensor(1.0)), "value")]
+)
+def test_absorb_adds_into_the_tensor_that_it_holds(metric, field):
+    first = update_({}, {"m": metric})
+    second = update_(first, {"m": metric})
+    assert getattr(second["m"], field) is getattr(first["m"], field)
+    assert getattr(second["m"], field).item() == 2.0
+
+
+def test_absorb_sums_in_double_precision():
+    large, one = Sum(torch.tensor(2.0**24)), Sum(torch.tensor(1.0))  # in float32, 2²⁴ + 1 is 2²⁴
+    assert absorbed([large, one, one]).compute() == 16777218.0
+
+
+def test_absorb_takes_a_metric_that_appears_later_and_keeps_one_that_does_not():
+    running = update_({}, {"a": Sum(1.0)})
+    running = update_(running, {"b": Sum(10.0)})
+    running = update_(running, {"a": Sum(2.0)})
+    assert read(running) == {"a": 3.0, "b": 10.0}
+
+
+@pytest.mark.parametrize("number", [int, torch.tensor])
+def test_a_running_loss_is_the_mean_over_items(number):
+    losses = [torch.tensor(4.0), torch.tensor(8.0), torch.tensor(1.0)]
+    running = None
+    for loss, weight in zip(losses, (3, 1, 4), strict=True):
+        running = update_loss_(running, loss, number(weight))
+    assert running.compute() == 3.0  # (12 + 8 + 4) / 8
+    assert losses == [4.0, 8.0, 1.0]  # none was added into
+
+
+# --- in a run
+
+ONE, TWO, FOUR = (torch.tensor([x]) for x in (1.0, 2.0, 4.0))
+
+
+def test_weights_of_half_precision_are_summed_wide():
+    def loss_fn(model, batch):
+        return 0 * model.w + 1, {
+            "weight": torch.ones((), dtype=torch.bfloat16)
+        }  # in which 256 + 1 is 256
+
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 300, hooks=())
+    assert state.history["train/loss"] == (1.0,)
+
+
+@pytest.mark.parametrize("sizes", [[8000], [80] * 100], ids=["one batch", "100 batches"])
+@pytest.mark.parametrize("window", [1, 100])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_losses_of_half_precision_are_summed_wide(dtype, window, sizes):
+    def loss_fn(model, batch):
+        return (0 * model.w + 10).to(dtype), {}
+
+    ten = fl.metric(ten=lambda aux, batch: torch.tensor(10, dtype=dtype))
+    step = fl.pipeline(ten, fl.accumulate(window))(loss_fn)
+    data = [torch.ones(size) for size in sizes]
+    state = fl.fit(
+        step, toy(), {"train": data, "valid": data}, hooks=()
+    )  # 10 over 8000 items: float16 ends at 65504
+    assert state.history[0].metrics == {
+        "train/loss": 10,
+        "train/ten": 10,
+        "valid/loss": 10,
+        "valid/ten": 10,
+    }
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "value"),
+    [
+        (lambda output: Max(output[0]), 0.0),
+        (lambda output: Min(output[0]), -1.0),
+        (lambda output: Last(output[0]), -1.0),
+        (lambda output: Sum(output[0]), -1.0),
+        (lambda output: Mean(output[0], 1), -0.5),
+        (lambda output: Mean(output[0], output[0].exp() * 0 + 2), -0.25),
+    ],
+)
+def test_a_metric_made_by_hand_holds_no_graph(by_hand, value):
+    step, state = (
+        fl.pipeline(fl.metric(m=lambda aux, batch: by_hand(aux["output"])))(toy_loss),
+        toy(),
+    )
+    for _ in range(2):  # the outputs are 0 and -1
+        state, out = step(state, ONE)
+        tensors = attrs.astuple(out.metrics["m"]) + attrs.astuple(state.metrics["m"])
+        assert not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    assert read(fl.snapshot(state).metrics) == {"m": value, "loss": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("vector", "message"),
+    [
+        (
+            lambda aux, batch: Sum(aux["output"]),
+            r"Sum expects value as a number or a scalar .* shape \(2,\): add \.sum\(\)",
+        ),
+        (
+            lambda aux, batch: Max(batch),
+            r"Max expects value as a number or a scalar tensor; .*shape \(2,\)",
+        ),
+        (
+            lambda aux, batch: Mean(1.0, batch),
+            r"Mean expects weight as a number or a scalar tensor; .*shape \(2,\)",
+        ),
+    ],
+)
+def test_a_vector_in_a_metric_is_an_error_that_names_the_metric(vector, message):
+    with pytest.raises(TypeError, match=message) as caught:
+        fl.pipeline(fl.metric(total=vector))(toy_loss)(toy(), torch.ones(2))
+    assert caught.value.__notes__ == ["while in the metric 'total'"]
+
+
+@fl.middleware("gradient")
+def skip_negative():
+    """Leave out the update of a batch that begins with a negative number."""
+
+    def wrap(step):
+        def skipping(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, skip="negative") if batch[0] < 0 else out
+
+        return skipping
+
+    return wrap
+
+
+FACTS = fl.metric(
+    mean=lambda aux, b: b.mean(),
+    sum=lambda aux, b: Sum(b.sum()),
+    max=lambda aux, b: Max(b.abs().max()),
+)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_an_update_or_batch_that_is_left_out_has_no_part_in_the_metrics(window):
+    step = fl.pipeline(FACTS, skip_negative(), fl.accumulate(window))(toy_loss)
+    state = fl.fit(step, toy(lr=0.0), [FOUR, -100 * ONE, TWO], hooks=())
+    assert state.history[0].metrics == {
+        "train/loss": 0,
+        "train/mean": 3,
+        "train/sum": 6,
+        "train/max": 4,
+    }
+
+
+def test_an_epoch_of_which_all_is_left_out_has_no_metrics():
+    state = fl.fit(fl.pipeline(FACTS, skip_negative())(toy_loss), toy(), [-ONE] * 2, hooks=())
+    assert (state.step, state.skipped, dict(state.history[0].metrics)) == (0, 2, {})
+
+
+# --- reading: one transfer
+
+
+class Range:
+    """A metric of the user's own."""
+
+    def __init__(self, low, high):
+        self.low, self.high = low, high
+
+    def combine(self, other):
+        return Range(min(self.low, other.low), max(self.high, other.high))
+
+    def compute(self):
+        return float(self.high - self.low)
+
+
+MIXED = {
+    "mean": Mean(torch.tensor(6.0), 2),
+    "weighted": Mean(torch.tensor(6.0), torch.tensor(4)),
+    "sum": Sum(torch.tensor(2)),
+    "min": Min(3.5),
+    "max": Max(torch.tensor(4.0, dtype=torch.float64)),
+    "last": Last(5),
+    "half": Last(torch.tensor(0.5, dtype=torch.bfloat16)),
+    "mine": Range(1, 3),
+    "nan": Last(torch.tensor(NAN)),
+}
+
+
+def test_read_computes_metrics_of_all_kinds_in_their_order():
+    values = read(MIXED)
+    assert list(values) == list(MIXED)
+    assert math.isnan(values.pop("nan"))
+    expected = {
+        "mean": 3.0,
+        "weighted": 1.5,
+        "sum": 2.0,
+        "min": 3.5,
+        "max": 4.0,
+        "last": 5.0,
+        "half": 0.5,
+        "mine": 2.0,
+    }
+    assert values == expected
+    assert all(type(value) is float for value in values.values())
+
+
+def test_read_of_nothing_is_nothing():
+    assert read({}) == {}
+
+
+class NoItem(TorchDispatchMode):
+    """Forbids reading one number to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read by itself"
+        return func(*args, **(kwargs or {}))
+
+
+def test_read_fetches_everything_at_once():
+    with NoItem():
+        assert read({"a": Mean(torch.tensor(6.0), torch.tensor(2)), "b": Sum(torch.tensor(4))}) == {
+            "a": 3.0,
+            "b": 4.0,
+        }
+        with pytest.raises(AssertionError, match="read by itself"):
+            Sum(torch.tensor(4)).compute()
+
+
+def test_read_changes_no_metric():
+    mean = Mean(torch.tensor(6.0), torch.tensor(2))
+    read({"mean": mean})
+    assert (mean.total, mean.weight) == (torch.tensor(6.0), torch.tensor(2))
+    assert isinstance(mean.total, torch.Tensor)
+
+
+# --- torchmetrics
+
+#  (prediction, target), with one batch more right than the next:         true +  false +  false -  F1
+F1_BATCHES = [
+    (
+        torch.tensor([1, 0]),
+        torch.tensor([1, 1]),
+    ),  #                       1       0        1        2/3
+    (
+        torch.tensor([1]),
+        torch.tensor([0]),
+    ),  #                             0       1        0        0
+    (
+        torch.tensor([1, 1, 0]),
+        torch.tensor([1, 1, 0]),
+    ),  #                 2       0        0        1
+]  # all together: 3 true positives, 1 false positive, 1 false negative: 2·3 / (2·3 + 1 + 1) = 0.75
+
+
+def binary_f1(**settings):
+    classification = pytest.importorskip("torchmetrics.classification")
+    return classification.BinaryF1Score(**settings)
+
+
+def f1_parts(template=None):
+    f1 = from_torchmetrics(
+        binary_f1() if template is None else template, lambda aux, batch: (aux["output"], batch)
+    )
+    return [f1({"output": prediction}, target) for prediction, target in F1_BATCHES]
+
+
+def test_f1_over_uneven_batches_is_f1_over_everything_at_once():
+    a, b, c = f1_parts()
+    assert a.compute() == pytest.approx(2 / 3)
+    assert a.combine(b).combine(c).compute() == 0.75
+    assert a.combine(b.combine(c)).compute() == 0.75
+    assert absorbed(f1_parts()).compute() == 0.75
+
+
+def test_parts_that_have_been_seen_are_combined_too():
+    a, b, c = (part.own() for part in f1_parts())
+    waiting = f1_parts()[2]
+    assert a.combine(b).combine(c).compute() == 0.75
+    assert a.combine(b.combine(c)).compute() == 0.75
+    assert a.combine(b).combine(waiting).compute() == 0.75
+    assert waiting.combine(a).combine(b).compute() == 0.75
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["inputs that wait", "inputs that were seen"])
+def test_combining_torchmetrics_changes_neither(seen):
+    a, b, c = (part.own() if seen else part for part in f1_parts())
+    a.combine(b).combine(c)
+    c.combine(b)
+    assert [part.compute() for part in (a, b, c)] == [pytest.approx(2 / 3), 0.0, 1.0]
+
+
+def test_the_template_is_never_updated():
+    template = binary_f1()
+    a, b, c = f1_parts(template)
+    absorbed([a, b, c]).compute()
+    a.own().combine(b.own()).compute()
+    assert template.update_count == 0
+    assert template.tp.sum() == 0
+
+
+def test_what_the_template_has_seen_before_does_not_count():
+    template = binary_f1()
+    template.update(torch.tensor([1, 1, 1]), torch.tensor([0, 0, 0]))
+    assert absorbed(f1_parts(template)).compute() == 0.75
+
+
+def test_f1_in_an_evaluation_is_that_of_the_whole_loader():
+    f1 = from_torchmetrics(binary_f1(), lambda aux, batch: (aux["output"], (batch > 0).int()))
+    step = fl.pipeline(fl.metric(f1=f1))(
+        toy_loss
+    )  # w = 1, so the output is x itself: every prediction is right but 0.25
+    batches = [torch.tensor([1.0, 0.25]), torch.tensor([0.0]), torch.tensor([1.0, 1.0, 0.0])]
+    assert fl.evaluate(step, toy(w=1.0), batches)["f1"] == pytest.approx(
+        6 / 7
+    )  # 3 true positives, 1 false negative
+
+
+def labels(aux, batch):
+    """The batch as what was predicted; right is 0."""
+    return batch.long(), 0 * batch.long()
+
+
+def accuracy():
+    classification = pytest.importorskip("torchmetrics.classification")
+    return fl.metric(
+        acc=from_torchmetrics(classification.MulticlassAccuracy(3, average="micro"), labels)
+    )
+
+
+RIGHT, WRONG = torch.tensor([0.0]), torch.tensor([1.0])
+
+
+def test_under_accumulate_every_batch_is_seen_once():
+    step, data = fl.pipeline(accuracy(), fl.accumulate(2))(toy_loss), [RIGHT, RIGHT, WRONG, WRONG]
+    state = fl.fit(
+        step, toy(), {"train": data, "valid": data}, hooks=(), evaluate_every=fl.every(steps=1)
+    )
+    assert state.history["train/acc"] == (1.0, 0.5)
+    assert state.history["valid/acc"] == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("window", "batches"),
+    [(1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]])],
+    ids=["a batch", "a window"],
+)
+def test_what_a_step_found_out_does_not_change_with_the_next(window, batches):
+    step, state = fl.pipeline(accuracy(), fl.accumulate(window))(toy_loss), toy()
+    outs = []
+    for batch in batches:
+        state, out = step(state, batch)
+        outs.append(out)
+    assert [out.metrics["acc"].compute() for out in outs] == [1.0, 0.0, 0.0]
+    step(state, batches[0])
+    assert [out.metrics["acc"].compute() for out in outs] == [1.0, 0.0, 0.0]
+
+
+def test_a_value_that_was_computed_before_is_not_kept():
+    a, b, c = (part.own() for part in f1_parts())
+    running = update_(update_({}, {"m": a}), {"m": b})
+    assert running["m"].compute() == 0.5  # 1 true positive, 1 false positive, 1 false negative
+    assert update_(running, {"m": c})["m"].compute() == 0.75
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_metric_of_which_parts_cannot_be_merged_works_in_one_process(window):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Digits(torchmetrics.Metric):
+        full_state_update = True
+
+        def __init__(self):
+            super().__init__()
+            self.add_state("number", torch.tensor(0.0))
+
+        def update(self, digit):
+            self.number = self.number * 10 + digit[0]
+
+        def compute(self):
+            return self.number
+
+    step = fl.pipeline(
+        fl.metric(n=from_torchmetrics(Digits(), lambda aux, batch: (batch,))), fl.accumulate(window)
+    )(toy_loss)
+    state = fl.fit(step, toy(), {"train": [ONE, TWO, FOUR], "valid": [FOUR, ONE]}, hooks=())
+    assert (state.history["train/n"], state.history["valid/n"]) == ((124.0,), (41.0,))
+
+
+def test_two_are_equal_if_they_have_the_same_metric_object():
+    one, other = binary_f1(), binary_f1()
+    assert (
+        from_torchmetrics(one, labels)
+        == from_torchmetrics(one, labels)
+        != from_torchmetrics(other, labels)
+    )
+    assert from_torchmetrics(one, labels) != from_torchmetrics(one, toy_loss)
+    assert len({from_torchmetrics(one, labels), from_torchmetrics(one, labels)}) == 1
+    made = fl.metric(f1=from_torchmetrics(one, labels))
+    assert (
+        made
+        == fl.metric(f1=from_torchmetrics(one, labels))
+        != fl.metric(f1=from_torchmetrics(other, labels))
+    )
+
+
+def test_inputs_are_detached():
+    mean = pytest.importorskip("torchmetrics").MeanMetric()
+    weight = torch.tensor(2.0, requires_grad=True)
+    part = from_torchmetrics(mean, lambda aux, batch: (aux * batch,))(weight, torch.tensor(3.0))
+    assert part.compute() == 6.0
+    assert not part.inputs[0][0].requires_grad
+
+
+def test_a_metric_that_computes_no_single_number_says_what_to_choose():
+    classification = pytest.importorskip("torchmetrics.classification")
+    per_class = classification.MulticlassF1Score(3, average="none")
+    part = from_torchmetrics(per_class, lambda aux, batch: (aux, batch))(
+        torch.arange(3), torch.arange(3)
+    )
+    with pytest.raises(
+        ValueError, match=r'one number, but MulticlassF1Score\(\) computes \(3,\).*average="macro"'
+    ):
+        part.compute()
+
+
+@pytest.mark.parametrize("wrong", ["f1", len, torch.nn.MSELoss()])
+def test_only_a_torchmetrics_metric_is_taken(wrong):
+    pytest.importorskip("torchmetrics")
+    with pytest.raises(TypeError, match=r"expects a torchmetrics\.Metric such as"):
+        from_torchmetrics(wrong, lambda aux, batch: (aux, batch))
+
+
+def test_inputs_must_be_a_tuple_of_arguments():
+    f1 = from_torchmetrics(binary_f1(), lambda aux, batch: batch)
+    with pytest.raises(TypeError, match="must return a tuple of arguments for update; got Tensor"):
+        f1({}, torch.tensor([1]))
+
+
+def test_a_metric_function_shows_what_it_was_made_from():
+    assert (
+        repr(from_torchmetrics(binary_f1(), toy_loss))
+        == "from_torchmetrics(BinaryF1Score(), toy_loss)"
+    )
+
+
+def test_torchmetrics_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)  # as if it could not be found
+    with pytest.raises(
+        ImportError, match=r"needs torchmetrics: pip install 'fnloop\[torchmetrics\]'"
+    ):
+        from_torchmetrics(None, len)

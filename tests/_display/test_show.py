@@ -1,0 +1,345 @@
+"""What a terminal and a cell show: numbers, lines that are broken, and HTML in which nothing injects."""
+
+import re
+from html.parser import HTMLParser
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import fnloop as fl
+from fnloop import History, Output, Record, RunInfo, TrainState, pipeline, schedules
+from fnloop._display import html
+from fnloop.testing import toy, toy_loss
+
+NASTY = "<script>alert('&')</script>"
+VOID = {"polyline", "path"}
+
+
+class Page(HTMLParser):
+    """Reads HTML: its texts, its tags, and whether they are nested as they should be."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.texts, self.tags, self.open = [], [], []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def texts(value):
+    return Page(value._repr_html_()).texts
+
+
+def rows(value):
+    """The cells of a table of facts, as a mapping."""
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", value._repr_html_())
+    return dict(zip(cells[::2], cells[1::2], strict=True))
+
+
+def named(name):
+    """A loss function, a module class and a middleware with a bad name."""
+    loss_fn = lambda model, batch: model(batch).mean()
+    loss_fn.__name__ = name
+    module = type(name, (nn.Linear,), {})(1, 1)
+    return loss_fn, module, fl.Middleware(name, forward=lambda step: step)
+
+
+def everything():
+    loss_fn, module, member = named(NASTY)
+    state = TrainState.create(module, torch.optim.SGD(module.parameters(), lr=1.0), seed=0)
+    record = Record(1, 10, {NASTY: 0.5})
+    metrics = {NASTY: fl.Mean(torch.tensor(6.0), 2)}
+    yield "state", attrs.evolve(state, slots={NASTY: 1}, history=History([record]), stop=NASTY)
+    yield "pipeline", pipeline(member)
+    yield "step", pipeline(member)(loss_fn)
+    yield "history", History([record])
+    yield "record", record
+    yield "output", Output(torch.tensor(0.5), 1, {NASTY: NASTY}, metrics, NASTY)
+    yield "run", RunInfo(1, 10, 5, 5, 1, (NASTY,))
+    yield "schedule", schedules.warmup(2)(schedules.join(schedules.constant(), loss_fn, at=[1]))
+    yield "a schedule that fails", schedules.warmup(2)(loss_fn)
+
+
+@pytest.mark.parametrize("value", [pytest.param(v, id=n) for n, v in everything()])
+def test_html_is_well_nested_escaped_and_has_nothing_from_outside(value):
+    page = Page(value._repr_html_())
+    assert any("script>alert" in text for text in page.texts)  # as text
+    assert {tag for tag, _ in page.tags} <= {
+        "div",
+        "span",
+        "b",
+        "code",
+        "small",
+        "table",
+        "tr",
+        "th",
+        "td",
+        "svg",
+        *VOID,
+    }
+    names = {name for _, attributes in page.tags for name in attributes}
+    assert names <= {
+        "style",
+        "xmlns",
+        "width",
+        "height",
+        "viewbox",
+        "role",
+        "d",
+        "points",
+        "fill",
+        "stroke",
+        "opacity",
+    } | {"stroke-width"}
+    looks = " ".join(
+        str(v) for _, attributes in page.tags for k, v in attributes.items() if k != "xmlns"
+    )
+    assert not re.search(
+        r"url\(|http|#[0-9a-f]{3}|rgb\(|white|black", looks
+    )  # no asset, and no colour of its own
+
+
+# --- state, run, output, record
+
+
+def test_a_state_shows_its_counters_its_parts_and_its_newest_record():
+    state = attrs.evolve(
+        toy(),
+        history=History(
+            [Record(1, 10, {"train/loss": 1 / 3}), Record(2, 20, {"train/loss": 0.25})]
+        ),
+    )
+    assert rows(state) == {
+        "step": "0", "epoch": "0", "batch": "0", "model": "Toy (1 parameter)", "optimizer": "SGD", "seed": "0",
+        "history": "2 records", "latest": "train/loss 0.25", "device": "cpu",
+    }  # fmt: skip
+    assert texts(state)[0] == "TrainState"
+
+
+def test_a_stale_state_says_so():
+    state = toy()
+    pipeline()(toy_loss)(state, torch.ones(1))
+    assert texts(state)[0] == "stale TrainState"
+
+
+def test_a_state_is_broken_into_lines_where_it_is_long():
+    state = attrs.evolve(
+        toy(),
+        slots={"schedule(lr)": 1, "amp": 2},
+        stop="early_stop: valid/loss has not improved on 0.5",
+    )
+    assert repr(state).splitlines() == [
+        "TrainState(step=0, epoch=0, batch=0, model=Toy (1 parameter), optimizer=SGD, seed=0,",
+        "           slots=[schedule(lr), amp], stop='early_stop: valid/loss has not improved on 0.5')",
+    ]
+
+
+def test_a_run_shows_what_is_known():
+    assert rows(RunInfo(total_steps=30, evaluated=("valid", "test"))) == {
+        "total_steps": "30", "window": "1", "evaluated": "valid, test",
+    }  # fmt: skip
+    assert repr(RunInfo(epochs=3)) == (
+        "RunInfo(epochs=3, total_steps=None, steps_per_epoch=None, batches_per_epoch=None, window=1,\n        evaluated=())"
+    )
+    assert eval(repr(RunInfo(3, 30, 10, 10, 1, ("valid",)))) == RunInfo(
+        3, 30, 10, 10, 1, ("valid",)
+    )
+
+
+def test_an_output_shows_its_numbers_and_what_kind_the_rest_is():
+    out = Output(
+        torch.tensor(1 / 3),
+        torch.tensor(1200),
+        {"output": torch.ones(2, 3)},
+        {"accuracy": fl.Mean(torch.tensor(3.0), 4)},
+    )
+    assert rows(out) == {
+        "loss": "0.33333", "weight": "1,200", "accuracy": "0.75", "aux[&#x27;output&#x27;]": "float32 [2, 3]",
+    }  # fmt: skip
+    assert rows(attrs.evolve(out, skip="overflow"))["skip"] == "overflow"
+
+
+def test_a_record_shows_five_digits():
+    assert rows(Record(1, 10, {"loss": 1 / 3}, 2.04)) == {
+        "epoch": "1",
+        "step": "10",
+        "loss": "0.33333",
+        "seconds": "2.0",
+    }
+
+
+# --- steps
+
+
+def test_a_step_is_drawn_as_nested_boxes_with_the_loss_function_in_the_middle():
+    step = pipeline(
+        fl.accumulate(4), fl.clip(1.0), fl.amp("bf16"), fl.schedule(schedules.linear())
+    )(toy_loss)
+    words = [text.strip() for text in texts(step)]
+    assert [word for word in words if word] == [
+        *("step", "schedule(linear())"),
+        *("update", "the optimizer's step"),
+        *("gradient", "backward", "→", "accumulate(4)", "→", "clip(1.0)"),
+        *("forward", "amp('bf16')", "toy_loss(model, batch)"),
+    ]  # fmt: skip
+    assert (
+        repr(step)
+        == "pipeline(accumulate(4), clip(1.0), amp('bf16'), schedule(linear()))(toy_loss)"
+    )
+
+
+def test_each_box_is_in_the_one_of_the_ring_around_it():
+    depth = deepest = 0
+    for tag in re.findall(
+        r"</?div style=\"border|<div|</div", pipeline(fl.clip(1.0))._repr_html_()
+    ):
+        depth += -1 if tag == "</div" else 1
+        deepest = max(deepest, depth)
+    assert deepest == 1 + 2 + 1  # the frame, two rings, and the loss function in the inner one
+
+
+def test_a_step_prints_as_rings():
+    step = pipeline(fl.clip(1.0), fl.accumulate(2), fl.metric(half=lambda aux, batch: 0.5))(
+        toy_loss
+    )
+    assert str(step).splitlines() == [
+        "┌ update    the optimizer's step",
+        "│ ┌ gradient  backward → clip(1.0) → accumulate(2)",
+        "│ │ ┌ forward   metric(half=<lambda>)",
+        "│ │ │ toy_loss(model, batch)",
+    ]
+
+
+def test_the_rings_of_a_long_pipeline_fit_a_terminal():
+    members = [
+        fl.Middleware(f"a_middleware_with_a_long_name_{i}", update=lambda step: step)
+        for i in range(9)
+    ]
+    lines = str(pipeline(*members)(toy_loss)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line[:4] for line in lines[:2]] == ["┌ up", "│   "]
+    assert sum(line.count("a_middleware_with_a_long_name_") for line in lines) == 9
+
+
+# --- history
+
+
+def test_a_wide_history_is_broken_into_parts_that_fit_a_terminal():
+    made = History([Record(1, 10, {f"valid/metric_number_{i}": i for i in range(12)})])
+    parts = [part.splitlines() for part in repr(made).split("\n\n")]
+    assert len(parts) == 4
+    assert max(len(line) for part in parts for line in part) <= 100
+    assert all(
+        part[0].split()[:2] == ["epoch", "step"] and part[1].split()[:2] == ["1", "10"]
+        for part in parts
+    )
+    assert [name for part in parts for name in part[0].split()[2:]] == [*made.keys(), "seconds"]
+
+
+def test_the_parts_of_a_wide_history_are_of_like_widths():
+    made = History(
+        [
+            Record(
+                1,
+                10,
+                {f"{loader}/{'m' * 20}{i}": i for loader in ("train", "valid") for i in range(2)},
+            )
+        ]
+    )
+    assert [line.split()[2:] for line in repr(made).splitlines() if "epoch" in line] == [
+        ["train/mmmmmmmmmmmmmmmmmmmm0", "train/mmmmmmmmmmmmmmmmmmmm1"],
+        ["valid/mmmmmmmmmmmmmmmmmmmm0", "valid/mmmmmmmmmmmmmmmmmmmm1", "seconds"],
+    ]
+
+
+def test_one_column_that_is_too_wide_is_shown_all_the_same():
+    assert repr(History([Record(1, 10, {"m" * 120: 1})])).count("m") == 120
+
+
+def test_a_long_history_leaves_out_the_middle_in_html():
+    made = History([Record(i, i, {"loss": i}) for i in range(1, 101)])
+    epochs = re.findall(r"<tr><td>(.*?)</td>", made._repr_html_())
+    assert epochs == [*map(str, range(1, 21)), "…", *map(str, range(81, 101))]
+
+
+# --- schedules
+
+
+def points(schedule):
+    found = re.search(r'<polyline points="([^"]*)"', schedule._repr_html_())
+    return [tuple(map(float, pair.split(","))) for pair in found[1].split()]
+
+
+def test_a_schedule_is_drawn_over_a_run_from_0_to_its_maximum():
+    drawn = points(schedules.linear())
+    assert (drawn[0], drawn[-1]) == (
+        (0.0, 0.0),
+        (220.0, 59.7),
+    )  # y grows downwards: 60 is 0, and the last factor is 1/200
+    assert all(y == 0.0 for _, y in points(schedules.constant()))
+    below = schedules.join(schedules.constant(), lambda step, total: -1.0, at=[0.5])
+    assert {y for _, y in points(below)} == {0.0, 60.0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length"),
+    [
+        (schedules.linear(warmup=0.5), "200"),
+        (schedules.linear(warmup=500), "2,000"),
+        (
+            schedules.join(schedules.constant(), schedules.inverse_sqrt(warmup=1000), at=[100]),
+            "4,000",
+        ),
+        (schedules.warmup(300)(schedules.linear()), "1,200"),
+        (schedules.multistep([100, 250]), "1,000"),
+    ],
+)
+def test_a_schedule_is_drawn_over_so_many_updates_that_its_lengths_are_seen(schedule, length):
+    assert texts(schedule)[-1] == f"factor over {length} updates, at most 1"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_schedule_that_cannot_be_drawn_shows_its_name(bad):
+    odd = schedules.join(schedules.constant(), lambda step, total: bad, at=[0.5])
+    fails = schedules.exponential(10.0**300)  # overflows
+    for schedule in (odd, fails):
+        assert texts(schedule) == [repr(schedule)]
+        assert "<svg" not in schedule._repr_html_()
+
+
+# --- the parts
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.123456789, "0.12346"),
+        (1e-9, "1e-09"),
+        (123456.0, "1.2346e+05"),
+        (1234567, "1,234,567"),
+        (2.0, "2"),
+    ],
+)
+def test_numbers_have_five_digits(value, shown):
+    assert html.number(value) == shown
+
+
+def test_a_bar_is_as_long_as_what_is_done():
+    assert "width:25%" in html.bar(1, 4, "x")
+    assert "width:100%" in html.bar(5, 4, "x")  # an epoch that was longer than its loader said
+    assert Page(html.bar(3, None, "3 steps")).texts == ["3 steps"]
+    assert len(Page(html.bar(3, None, "3 steps")).tags) == 1

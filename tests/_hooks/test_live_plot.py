@@ -1,0 +1,198 @@
+"""live_plot: one picture of the history, drawn again as it grows."""
+
+import sys
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop import History, live_plot
+from fnloop._backend.launch import Backend
+from fnloop._hooks import live_plot as live_plot_module
+from fnloop.testing import no_host_reads, toy, toy_loss
+
+pytest.importorskip("matplotlib")
+
+ONE = torch.tensor([1.0])
+STEP = fl.pipeline()(toy_loss)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is told."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(live_plot_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The number of records in each picture that is drawn, and with what settings."""
+    drawn = []
+    plot = History.plot
+    monkeypatch.setattr(
+        History,
+        "plot",
+        lambda self, **settings: drawn.append((len(self), settings)) or plot(self, **settings),
+    )
+    return drawn
+
+
+def records(drawn):
+    return [n for n, _ in drawn]
+
+
+def skipped(state, out):
+    return state, attrs.evolve(out, skip="for a test")
+
+
+def run(hook, epochs=5, **settings):
+    return fl.fit(STEP, toy(), [ONE] * 2, epochs=epochs, hooks=(hook,), **settings)
+
+
+def test_a_file_has_the_picture_of_the_whole_run(tmp_path, drawn):
+    run(live_plot(tmp_path / "run.png"))
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.png"]  # nothing unfinished is left
+    assert records(drawn)[-1] == 5
+
+
+def test_it_draws_at_every_report_or_as_often_as_it_may_and_at_the_end(tmp_path, drawn, clock):
+    run(live_plot(tmp_path / "run.svg", refresh=0))
+    assert records(drawn) == [1, 2, 3, 4, 5]
+    drawn.clear()
+    run(live_plot(tmp_path / "run.svg"))  # the clock stands still
+    assert records(drawn) == [1, 5]
+
+
+def test_it_draws_a_history_once(tmp_path, drawn, clock):
+    def second(state):
+        clock.now += 1.0
+        return state
+
+    fl.fit(STEP, toy(), [ONE] * 4, epochs=2, hooks=(live_plot(tmp_path / "run.svg"), second))
+    assert records(drawn) == [1, 2]
+
+
+def test_it_draws_what_was_reported_between_its_turns(tmp_path, drawn):
+    run(fl.every(steps=3)(live_plot(tmp_path / "run.svg", refresh=0)))  # an epoch has two
+    assert records(drawn) == [1, 3, 4, 5]  # the last report of a run is always drawn
+
+
+def test_an_exception_leaves_the_last_report_drawn(tmp_path, drawn, clock):
+    def fail(state):
+        return 1 / (7 - state.step) and state
+
+    with pytest.raises(ZeroDivisionError):
+        fl.fit(STEP, toy(), [ONE] * 2, epochs=5, hooks=(live_plot(tmp_path / "run.svg"), fail))
+    assert records(drawn) == [1, 3]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_in_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        run(live_plot(tmp_path / "file" / "run.svg"))
+
+
+def test_a_folder_that_is_not_there_is_made(tmp_path):
+    run(live_plot(tmp_path / "runs" / "a" / "run.svg"))
+    assert (tmp_path / "runs" / "a" / "run.svg").exists()
+
+
+@pytest.mark.parametrize("name", ["run", "run.foo"])
+def test_a_file_that_no_picture_can_be_saved_in_is_an_error_at_once(name):
+    with pytest.raises(
+        ValueError,
+        match=rf"live_plot expects a file whose suffix is one of .*png.* such as 'run.png'; got '.*{name}'",
+    ):
+        live_plot(name)
+    with pytest.raises(
+        TypeError, match=r'live_plot expects file as a path, such as "run.png"; got 3'
+    ):
+        live_plot(3)
+    with pytest.raises(
+        ValueError, match=r'live_plot expects file as a path, such as "run.png"; got an empty one'
+    ):
+        live_plot("")
+
+
+def test_its_settings_are_those_of_plot(tmp_path, drawn):
+    run(live_plot(tmp_path / "run.svg", mode="max", x="epoch"), epochs=1)
+    assert drawn == [(1, {"mode": "max", "x": "epoch"})]
+
+
+def test_a_record_that_a_stopped_run_makes_at_its_end_is_drawn(tmp_path, drawn):
+    stop = fl.when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough"))
+    fl.fit(
+        STEP, toy(), [ONE] * 2, epochs=5, hooks=(live_plot(tmp_path / "run.svg", refresh=0), stop)
+    )
+    assert records(drawn) == [1, 2]
+
+
+def test_without_a_metric_there_is_no_picture(tmp_path):
+    skips = fl.Middleware(
+        "skips", forward=lambda step: lambda state, batch: skipped(*step(state, batch))
+    )
+    state = fl.fit(
+        fl.pipeline(skips)(toy_loss), toy(), [ONE], hooks=(live_plot(tmp_path / "run.svg"),)
+    )
+    assert [record.metrics for record in state.history] == [{}]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_reads_nothing_from_the_device(tmp_path):
+    state = run(lambda state: state)
+    hook = live_plot(tmp_path / "run.svg", refresh=0)
+    with no_host_reads():
+        assert hook(state) is state
+    hook.close()
+    assert (tmp_path / "run.svg").exists()
+
+
+def test_only_the_main_process_draws(tmp_path):
+    state = attrs.evolve(run(lambda state: state), backend=Backend("cpu", 1, 2))
+    hook = live_plot(tmp_path / "run.svg", refresh=0)
+    hook.flush(hook(state))
+    hook.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outside_a_notebook_it_needs_a_file():
+    with pytest.raises(
+        ValueError,
+        match=r"draws in a notebook, and this is none\. To save the picture: live_plot\('run.png'\)",
+    ):
+        live_plot()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"refresh": -1.0},
+        {"refresh": "1"},
+        {"x": "seconds"},
+        {"mode": "low"},
+        {"mode": {"loss": "low"}},
+    ],
+)
+def test_a_bad_setting_is_an_error_at_once(settings):
+    with pytest.raises(ValueError, match="expects"):
+        live_plot("run.png", **settings)
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it could not be found
+    with pytest.raises(
+        ImportError, match=r"live_plot needs matplotlib: pip install 'fnloop\[plot\]'"
+    ):
+        live_plot("run.png")
+
+
+def test_it_shows_as_it_was_typed():
+    assert repr(live_plot("run.png")) == "live_plot('run.png')"
+    assert (
+        repr(live_plot("run.png", x="epoch", refresh=5))
+        == "live_plot('run.png', x='epoch', refresh=5)"
+    )

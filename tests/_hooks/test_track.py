@@ -1,0 +1,496 @@
+"""track: what a tracker is told, in which order, and what is in tensorboard's files."""
+
+import importlib.util
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop._backend.launch import Backend
+from fnloop.testing import toy, toy_loss
+
+tracking = pytest.importorskip("accelerate.tracking")
+ONE = [torch.ones(1)]  # an update lowers w by lr
+CALLS = []
+
+
+class Fake(tracking.GeneralTracker):
+    """Notes what it is told, for everybody to see."""
+
+    name, requires_logging_directory, tracker = "fake", False, None
+
+    def __init__(self, project, **settings):
+        super().__init__()
+        CALLS.append(("made", project, settings))
+
+    @tracking.on_main_process
+    def start(self):
+        CALLS.append("start")
+
+    @tracking.on_main_process
+    def store_init_configuration(self, values):
+        CALLS.append(("config", values))
+
+    @tracking.on_main_process
+    def log(self, values, step):
+        tracking.logger.debug("as accelerate's own do")
+        CALLS.append((step, values))
+
+    @tracking.on_main_process
+    def finish(self):
+        CALLS.append("finish")
+
+
+class InFolder(Fake):
+    requires_logging_directory = True
+
+    def __init__(self, project, logging_dir):
+        super().__init__(project, logging_dir=logging_dir)
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    CALLS.clear()
+    yield
+    assert not accelerate_state(), "accelerate's process-wide state was made"
+
+
+def accelerate_state():
+    from accelerate import PartialState
+
+    return PartialState._shared_state
+
+
+def train(hook, state=None, step=None, **kwargs):
+    return fl.fit(
+        step or fl.pipeline()(toy_loss),
+        state or toy(),
+        ONE,
+        **{"epochs": 2, "hooks": (hook,), **kwargs},
+    )
+
+
+def two_groups():
+    model = torch.nn.Linear(1, 1)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
+    return fl.TrainState.create(model, torch.optim.SGD(groups))
+
+
+def mean_output(model, batch):
+    return model(batch).mean()
+
+
+# --- what it is told
+
+
+def test_the_order_of_calls():
+    train(fl.track(Fake, config={"lr": 1.0}, project="mine", tags=["a"]))
+    assert CALLS == [
+        ("made", "mine", {"tags": ["a"]}),
+        "start",
+        ("config", {"lr": 1.0}),
+        (1, {"train/loss": 0.0, "train/lr": 1.0}),
+        (2, {"train/loss": -1.0, "train/lr": 1.0}),
+        "finish",
+    ]
+
+
+def test_it_is_started_behind_the_first_update_and_not_when_it_is_composed():
+    hook = fl.track(Fake)
+    assert CALLS == []
+    hook(attrs.evolve(toy(), events=frozenset({"update"})))
+    assert CALLS == [("made", "fnloop", {}), "start"]
+    hook.close()
+
+
+def test_every_metric_of_a_record_is_sent():
+    seen = {"train": ONE * 3, "valid": ONE, "test": ONE}
+    step = fl.pipeline(fl.clip(9.0), fl.metric(twice=lambda aux, batch: 2 * batch.mean()))(toy_loss)
+    state = fl.fit(step, toy(), seen, epochs=1, hooks=(fl.track(Fake),))
+    assert (3, {**state.history[0].metrics, "train/lr": 1.0}) in CALLS
+    names = {
+        "train/loss",
+        "train/twice",
+        "train/grad_norm",
+        "valid/loss",
+        "valid/twice",
+        "test/loss",
+        "test/twice",
+    }
+    assert set(state.history[0].metrics) == names
+
+
+def test_the_learning_rate_of_each_group():
+    fl.fit(
+        fl.pipeline()(mean_output),
+        two_groups(),
+        [torch.ones(1, 1)],
+        epochs=1,
+        hooks=(fl.track(Fake),),
+    )
+    assert {k: v for k, v in CALLS[2][1].items() if "lr" in k} == {
+        "train/lr": 0.5,
+        "train/lr/1": 0.25,
+    }
+
+
+def test_learning_rates_that_a_schedule_reports_are_not_sent_twice():
+    step = fl.pipeline(fl.schedule(lambda i, total: 0.5))(mean_output)
+    state = fl.fit(step, two_groups(), [torch.ones(1, 1)], epochs=1, hooks=(fl.track(Fake),))
+    assert CALLS[2] == (1, state.history[0].metrics)
+    assert {k: v for k, v in CALLS[2][1].items() if "lr" in k} == {
+        "train/lr": 0.25,
+        "train/lr/1": 0.125,
+    }
+
+
+def test_the_rate_that_was_used_wins_over_the_one_that_comes_next():
+    halved = fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    train(fl.track(Fake), step=fl.pipeline(halved)(toy_loss))
+    assert [call[1]["train/lr"] for call in CALLS if isinstance(call[0], int)] == [1.0, 0.5]
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    model = torch.nn.Linear(1, 1)
+    state = fl.TrainState.create(
+        model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), capturable=False)
+    )
+    fl.fit(fl.pipeline()(mean_output), state, [torch.ones(1, 1)], epochs=1, hooks=(fl.track(Fake),))
+    assert CALLS[2][1]["train/lr"] == 0.5
+
+
+def test_the_configuration_is_flat_and_plain():
+    config = {
+        "lr": np.float32(0.5),
+        "n": np.int64(3),
+        "model": {"sizes": (1, 2), "act": {"name": "relu"}},
+        "none": None,
+        "b": True,
+    }
+    train(fl.track(Fake, config=config))
+    flat = {
+        "lr": 0.5,
+        "n": 3,
+        "model.sizes": "[1, 2]",
+        "model.act.name": "relu",
+        "none": None,
+        "b": True,
+    }
+    assert CALLS[2] == ("config", flat)
+    assert [type(v) for v in CALLS[2][1].values()] == [float, int, str, str, type(None), bool]
+
+
+# --- runs
+
+
+def test_it_is_closed_when_a_run_raises():
+    def broken(state):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(None, hooks=(fl.track(Fake), fl.when(lambda s: s.step == 2)(broken)))
+    assert CALLS[-2][0] == 2 and CALLS[-1] == "finish"
+
+
+def test_it_is_closed_after_ctrl_c():
+    def interrupted(state):
+        raise KeyboardInterrupt
+
+    assert train(None, hooks=(fl.track(Fake), interrupted)).stop == "interrupted"
+    assert CALLS[-1] == "finish" and CALLS.count("finish") == 1
+
+
+def test_a_run_that_fails_at_once_opens_nothing():
+    def broken(model, batch):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(fl.track(Fake), step=fl.pipeline()(broken))
+    assert CALLS == []
+
+
+def test_what_goes_wrong_with_closing_is_logged_and_hides_nothing(caplog):
+    class Broken(Fake):
+        def finish(self):
+            raise OSError("no network")
+
+    with caplog.at_level(logging.ERROR, "fnloop"):
+        assert train(fl.track(Broken)).epoch == 2
+    assert caplog.messages == ["track('fake'): could not be closed: no network"]
+
+
+def test_over_several_runs_steps_go_on_and_nothing_is_sent_twice():
+    hook = fl.track(Fake, config={"a": 1})
+    state = train(hook, train(hook, epochs=1), epochs=3)
+    assert [call[0] for call in CALLS if isinstance(call[0], int)] == [1, 2, 3]
+    assert [call[0] for call in CALLS].count("config") == 1 and CALLS.count("start") == CALLS.count(
+        "finish"
+    ) == 2
+    train(hook, state, epochs=3)  # nothing to do
+    assert CALLS.count("start") == 2
+
+
+def test_a_resumed_run_sends_what_is_new(tmp_path):
+    fl.save(train(fl.track(Fake)), tmp_path / "kept")
+    CALLS.clear()
+    train(fl.track(Fake), fl.restore(tmp_path / "kept", toy()), epochs=3)
+    assert CALLS == [
+        ("made", "fnloop", {}),
+        "start",
+        (3, {"train/loss": -2.0, "train/lr": 1.0}),
+        "finish",
+    ]
+
+
+def test_rarely_called_it_sends_the_records_of_those_moments():
+    train(fl.every(epochs=2)(fl.track(Fake)), epochs=5)
+    assert [call[0] for call in CALLS if isinstance(call[0], int)] == [2, 4]
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
+def test_the_record_at_the_end_of_a_run_is_sent_once(stops):
+    stop = fl.when(lambda state: stops and state.step == 2)(
+        lambda state: attrs.evolve(state, stop="enough")
+    )
+    fl.fit(
+        fl.pipeline()(toy_loss),
+        toy(),
+        (ONE * 5, ONE),
+        steps=2 + stops,
+        hooks=(fl.track(Fake), stop),
+    )
+    sent = [call for call in CALLS if isinstance(call[0], int)]
+    assert sent == [(2, {"train/loss": -0.5, "valid/loss": -2.0, "train/lr": 1.0})]
+
+
+def test_only_the_first_process_sends():
+    train(fl.track(Fake), attrs.evolve(toy(), backend=Backend("cpu", rank=1, world_size=1)))
+    assert CALLS == []
+
+
+def test_a_tracker_that_is_made_already_is_used_as_it_is():
+    mine = Fake("mine")
+    train(fl.track(mine))
+    assert [c for c in CALLS if c in ("start", "finish")] == ["start", "finish"] and CALLS[0] == (
+        "made",
+        "mine",
+        {},
+    )
+    assert len([c for c in CALLS if c[0] == "made"]) == 1
+
+
+def test_one_that_needs_a_folder_gets_it(tmp_path):
+    train(fl.track(InFolder, tmp_path))
+    assert CALLS[0] == ("made", "", {"logging_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("name", "their_class", "goes_on"),
+    [
+        ("wandb", "WandBTracker", {"id": "xyz", "resume": "allow"}),
+        ("mlflow", "MLflowTracker", {"run_id": "xyz"}),
+    ],
+)
+def test_the_run_of_a_service_is_gone_on_with(name, their_class, goes_on, monkeypatch):
+    class Service(Fake):
+        tracker = SimpleNamespace(id="xyz", info=SimpleNamespace(run_id="xyz"))
+
+    monkeypatch.setattr(tracking, their_class, Service)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, Service)
+    hook = fl.track(name, tags="a")
+    train(hook, train(hook, epochs=1), epochs=2)
+    made = [call for call in CALLS if call[0] == "made"]
+    assert made == [("made", "fnloop", {"tags": "a"}), ("made", "fnloop", {"tags": "a", **goes_on})]
+
+
+def test_a_name_that_was_registered_will_do(monkeypatch):
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "fake", Fake)
+    train(fl.track("fake"))
+    assert CALLS[1] == "start"
+
+
+def test_accelerates_logger_is_what_it_was():
+    before = tracking.logger
+    train(fl.track(Fake))
+    assert tracking.logger is before
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("args", "settings", "error", "says"),
+    [
+        (
+            ("tensorbord",),
+            {},
+            ValueError,
+            r'track expects one of "aim", .*"tensorboard", .*; got \'tensorbord\'',
+        ),
+        (("all",), {}, ValueError, "got 'all'"),
+        ((3,), {}, TypeError, r'such as "tensorboard", or a GeneralTracker of accelerate; got 3'),
+        ((fl.History,), {}, TypeError, "got <class 'fnloop._core.history.History'>"),
+        (
+            (InFolder,),
+            {},
+            ValueError,
+            r"track\('fake'\) needs a folder: track\('fake', folder=\"runs/a\"\)",
+        ),
+        ((Fake, "runs"), {}, ValueError, r"track\('fake'\) takes no folder"),
+        (
+            (InFolder, "runs"),
+            {"nmae": "a"},
+            TypeError,
+            r"makes a InFolder\(project, logging_dir\), but got an unexpected .*'nmae'",
+        ),
+        (
+            (InFolder, {"lr": 1}),
+            {},
+            TypeError,
+            r"""folder as a path, such as "runs/a"; got {'lr': 1}""",
+        ),
+        ((Fake,), {"project": 3}, TypeError, "project as the name of a project, a str; got 3"),
+        (
+            (Fake,),
+            {"config": [1]},
+            TypeError,
+            r"config as a mapping, such as {'lr': 0.1}; got \[1\]",
+        ),
+        ((Fake,), {"config": ()}, TypeError, r"config as a mapping"),
+        (
+            (Fake,),
+            {"config": {"a": {"b": object}}},
+            TypeError,
+            r"plain data in config; got a.b=<class 'object'> \(type\)",
+        ),
+        ((Fake,), {"config": {"a": [print]}}, TypeError, "plain data in config; got a="),
+    ],
+)
+def test_mistakes_are_found_when_composing(args, settings, error, says):
+    with pytest.raises(error, match=says):
+        fl.track(*args, **settings)
+    assert CALLS == []
+
+
+def test_one_that_is_made_already_takes_no_settings():
+    with pytest.raises(TypeError, match=r"track\(fake\) is made already: give its class"):
+        fl.track(Fake("mine"), name="other")
+
+
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [
+        ("tensorboard", "'fnloop[tensorboard]'"),
+        ("wandb", "'fnloop[wandb]'"),
+        ("comet_ml", "comet-ml"),
+        ("swanlab", "swanlab"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_when_composing(name, install, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError) as caught:
+        fl.track(name, tmp_path)
+    assert (
+        str(caught.value)
+        == f"track({name!r}) needs a package that is not installed: pip install {install}"
+    )
+
+
+def test_a_folder_named_as_a_package_is_none(monkeypatch, tmp_path):
+    (tmp_path / "dvclive").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    if importlib.util.find_spec("dvclive").origin is None:
+        with pytest.raises(ImportError, match="pip install dvclive"):
+            fl.track("dvclive")
+
+
+def test_it_shows_where_it_sends_to_and_no_keys():
+    assert repr(fl.track(InFolder, Path("runs/a"), {"a": 1})) == "track('fake', folder='runs/a')"
+    assert repr(fl.track(Fake, project="mine", api_key="secret")) == "track('fake', project='mine')"
+
+
+# --- tensorboard, and the process that it runs in
+
+
+def scalars(folder):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_has_it_all(tmp_path):
+    pytest.importorskip("tensorboard")
+    step = fl.pipeline(fl.schedule(lambda i, total: 1 / (i + 1)))(toy_loss)
+    hook = fl.track("tensorboard", tmp_path, {"lr": 1.0, "model": {"layers": [4, 4], "bias": None}})
+    state = fl.fit(step, toy(), {"train": ONE, "valid": ONE}, epochs=2, hooks=(hook,))
+    fl.fit(step, state, {"train": ONE, "valid": ONE}, epochs=3, hooks=(hook,))
+    assert scalars(tmp_path) == {
+        "train/loss": [(1, 0.0), (2, -1.0), (3, -1.5)],
+        "train/lr": [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))],
+        "valid/loss": [(1, -1.0), (2, -1.5), (3, pytest.approx(-1.5 - 1 / 3))],
+    }
+    (written,) = tmp_path.rglob("hparams.yml")
+    assert written.read_text().split("\n")[:3] == [
+        "lr: 1.0",
+        "model.bias: null",
+        "model.layers: '[4, 4]'",
+    ]
+
+
+def test_a_run_that_went_further_and_died_leaves_nothing_twice_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    state = train(fl.track("tensorboard", tmp_path), epochs=2)
+    fl.save(state, tmp_path / "kept")
+    train(fl.track("tensorboard", tmp_path), state, epochs=5)
+    double = fl.pipeline()(lambda model, batch: 2 * toy_loss(model, batch)[0])  # to tell them apart
+    train(
+        fl.track("tensorboard", tmp_path),
+        fl.restore(tmp_path / "kept", toy()),
+        step=double,
+        epochs=4,
+    )
+    assert scalars(tmp_path)["train/loss"] == [(1, 0.0), (2, -1.0), (3, -4.0), (4, -8.0)]
+
+
+def test_nothing_of_accelerate_is_started_in_the_process(tmp_path):
+    pytest.importorskip("tensorboard")
+    code = f"""
+import torch, fnloop as fl
+from fnloop.testing import toy, toy_loss
+fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(fl.track("tensorboard", {str(tmp_path)!r}, {{"a": 1}}),))
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+print(PartialState._shared_state, AcceleratorState._shared_state, torch.distributed.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "{} {} False\n"
+    assert list(Path(tmp_path).glob("events*"))
+
+
+def test_a_state_of_accelerates_that_is_there_stays(tmp_path):
+    pytest.importorskip("tensorboard")
+    code = f"""
+import torch, fnloop as fl
+from accelerate import PartialState, tracking
+from fnloop._backend.launch import trackers
+from fnloop.testing import toy, toy_loss
+usual = tracking.logger
+before = dict(PartialState(cpu=True)._shared_state)
+fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(fl.track("tensorboard", {str(tmp_path)!r}, {{"a": 1}}),))
+assert PartialState._shared_state == before and before
+with trackers() as known:
+    assert known.logger is usual
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,125 @@
+"""What a run that fails or is stopped at an awkward moment still owes: the record, the evaluation and the hooks."""
+
+import os
+import signal
+
+import attrs
+import pytest
+import torch
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader, Dataset
+
+import fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+ONE = torch.ones(1)
+step = fl.pipeline()(toy_loss)
+
+
+class Flaky(Dataset):
+    """Six samples, of which the fifth fails once."""
+
+    failed = False
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        if i == 4 and not self.failed:
+            self.failed = True
+            raise OSError("no answer")
+        return torch.ones(())
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_loader_that_fails_costs_no_boundary(prefetch, saved, tmp_path):
+    seen = []
+    loaders = {"train": DataLoader(Flaky(), 2), "valid": [ONE]}
+    hooks = (lambda state: seen.append(state.step) or state,)
+    settings = {
+        "epochs": 1,
+        "hooks": hooks,
+        "evaluate_every": fl.every(steps=2),
+        "prefetch": prefetch,
+    }
+    with pytest.raises(OSError, match="no answer") as caught:
+        fl.fit(step, toy(), loaders, **settings)
+    state = (
+        fl.restore(fl.save(caught.value.state, tmp_path / "a"), toy())
+        if saved
+        else caught.value.state
+    )
+    state = fl.fit(step, state, loaders, **settings)
+    assert [record.step for record in state.history] == [2, 3] and seen == [1, 2, 3]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="there are no signals here")
+def test_a_signal_during_the_last_update_leaves_the_record_to_the_run_that_continues():
+    def loss_fn(model, batch):
+        if model.training and model.w.item() == -2.0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy_loss(model, batch)
+
+    make, loaders = fl.pipeline()(loss_fn), {"train": [ONE] * 5, "valid": [ONE]}
+    state = fl.fit(make, toy(), loaders, steps=3, hooks=())
+    assert (state.step, state.stop, len(state.history)) == (3, "SIGTERM", 0)
+    state = fl.fit(make, state, loaders, steps=3, hooks=())
+    assert [
+        (record.step, record.closing, "valid/loss" in record.metrics) for record in state.history
+    ] == [(3, True, True)]
+
+
+def test_an_update_whose_outer_middleware_failed_says_so_and_is_not_saved_by_itself(tmp_path):
+    def failing(inner):
+        def fail(state, batch):
+            state, out = inner(state, batch)
+            if state.step == 3:
+                raise OSError("too late")
+            return state, out
+
+        return fail
+
+    decay = fl.torch_scheduler(lambda optimizer, run: LinearLR(optimizer, 1.0, 0.1, total_iters=6))
+    make = fl.pipeline(fl.Middleware("timer", step=failing), decay)(toy_loss)
+    hook = fl.every(steps=100)(fl.checkpoint(tmp_path, on_exception=True))
+    with pytest.raises(OSError, match="too late") as caught:
+        fl.fit(make, toy(), [ONE] * 6, hooks=(hook,))
+    assert any("the update was applied before this" in note for note in caught.value.__notes__)
+    assert fl.latest(tmp_path) is None
+
+
+def test_a_closing_record_whose_evaluation_failed_is_made_by_the_run_that_continues():
+    class Once:
+        failed = False
+
+        def __iter__(self):
+            if not self.failed:
+                self.failed = True
+                raise OSError("no answer")
+            return iter([ONE])
+
+    stop = fl.when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough"))
+    loaders = {"train": [ONE] * 5, "valid": Once()}
+    with pytest.raises(OSError, match="no answer") as caught:
+        fl.fit(step, toy(), loaders, hooks=(stop,))
+    state = fl.fit(step, caught.value.state, loaders, hooks=())
+    assert state.stop == "enough"
+    assert [
+        (record.step, record.closing, "valid/loss" in record.metrics) for record in state.history
+    ] == [(3, True, True)]
+
+
+@pytest.mark.parametrize("weight", [0.0, float("nan"), -1.0])
+def test_a_weight_on_the_device_that_counts_for_nothing_trains_nothing(weight):
+    def loss_fn(model, batch):
+        return model(batch).mean(), {"weight": torch.tensor(weight)}
+
+    state, _ = fl.pipeline()(loss_fn)(toy(), ONE)
+    assert state.model.w.item() == 0.0
+
+
+def test_a_model_without_weights_is_refused():
+    model = torch.nn.Linear(2, 1, device="meta")
+    with pytest.raises(ValueError, match="got one on the meta device"):
+        fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,482 @@
+"""What a user reads when something goes wrong: the part of their code that is to blame, and what to write instead."""
+
+import math
+
+import attrs
+import launch
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fnloop as fl
+from fnloop.testing import HostReadError, no_host_reads, toy, toy_loss
+
+ONE = torch.ones(1)
+RINGS = ("forward", "loss", "gradient", "update", "device", "step")
+
+
+def fit(*middleware, loss=toy_loss, data=(ONE,) * 3, **kwargs):
+    return fl.fit(fl.pipeline(*middleware)(loss), toy(), list(data), **{"hooks": (), **kwargs})
+
+
+# --- middleware that break the contract
+
+REPLIES = {
+    "None": lambda state, out: None,
+    "the TrainState alone": lambda state, out: state,
+    "the Output alone": lambda state, out: out,
+    "a tuple of (Output, TrainState)": lambda state, out: (out, state),
+    "a tuple of (TrainState, Output, int)": lambda state, out: (state, out, 1),
+    "a list of (TrainState, Output)": lambda state, out: [state, out],
+}
+
+
+def replying(ring, reply, first=1):
+    """A middleware whose replies are wrong from the first-th on."""
+
+    @fl.middleware(ring)
+    def noise(std):
+        def wrap(step):
+            calls = []
+
+            def noisy(state, batch):
+                calls.append(1)
+                state, out = step(state, batch)
+                return reply(state, out) if len(calls) >= first else (state, out)
+
+            return noisy
+
+        return wrap
+
+    return noise(0.1)
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("given", REPLIES)
+def test_a_middleware_that_returns_something_else_is_named(ring, given):
+    with pytest.raises(TypeError) as caught:
+        fit(replying(ring, REPLIES[given]), fl.clip(1.0))
+    assert str(caught.value) == (
+        f"noise(0.1), in its {ring} ring, must return (state, out); it returned {given}. Write: return state, out"
+    )
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize(
+    "given",
+    ["None", "the TrainState alone", "the Output alone", "a tuple of (TrainState, Output, int)"],
+)
+def test_one_that_does_so_later_is_named_in_a_note(ring, given):
+    with pytest.raises((TypeError, ValueError), match="unpack") as caught:
+        fit(replying(ring, REPLIES[given], first=2), fl.clip(1.0))
+    assert "noise(0.1) must return (state, out)" in caught.value.__notes__[0]
+
+
+def test_a_bare_step_has_that_note_too():
+    step, state = fl.pipeline(replying("step", REPLIES["None"], first=2))(toy_loss), toy()
+    state, _ = step(state, ONE)
+    with pytest.raises(TypeError, match="unpack") as caught:
+        step(state, ONE)
+    assert "noise(0.1) must return (state, out)" in caught.value.__notes__[0]
+
+
+def test_what_a_middleware_unpacks_itself_is_not_blamed_on_another():
+    def wrap(step):
+        def unpacking(state, batch):
+            _x, _y = batch
+            return step(state, batch)
+
+        return unpacking
+
+    with pytest.raises(ValueError, match="unpack") as caught:
+        fit(fl.Middleware("unpacks", step=wrap))
+    assert len(caught.value.__notes__) == 1  # only where it happened
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_middleware_that_never_calls_its_step_is_named(ring):
+    idle = fl.Middleware(
+        "idle", **{ring: lambda step: lambda state, batch: (state, fl.Output(torch.zeros(()), 1))}
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"Middleware\('idle'.* did not call the step that it wraps, so nothing was trained",
+    ):
+        fit(idle)
+
+
+def test_a_guard_need_not_call_its_step():
+    out = fl.Output(torch.zeros(()), 1, skip="not today")
+    state = fit(fl.Middleware("guard", gradient=lambda step: lambda state, batch: (state, out)))
+    assert (state.step, state.skipped, state.model.w.item()) == (0, 3, 0.0)
+
+
+def test_the_check_is_gone_after_the_first_update():
+    """There is one frame of fnloop's less between a middleware and the one around it from the second update on."""
+    import sys
+
+    depths = []
+
+    def loss(model, batch):
+        depth, frame = 0, sys._getframe()
+        while frame.f_code.co_name != "fit":
+            frame, depth = frame.f_back, depth + 1
+        depths.append(depth)
+        return toy_loss(model, batch)
+
+    fit(
+        fl.Middleware("theirs", gradient=lambda step: lambda state, batch: step(state, batch)),
+        loss=loss,
+    )
+    plain = 5  # _run, update, Backward, forward and the loss function itself; the middleware is one more
+    assert depths[1:] == [plain + 1, plain + 1]
+
+
+# --- gradients that are switched off
+
+
+@fl.middleware("update")
+def ema(decay):
+    def wrap(step):
+        @torch.no_grad()
+        def averaged(state, batch):
+            return step(state, batch)
+
+        return averaged
+
+    return wrap
+
+
+@fl.middleware("step")
+def other():
+    def wrap(step):
+        def called(state, batch):
+            return step(state, batch)
+
+        return called
+
+    return wrap
+
+
+def test_a_middleware_that_switches_gradients_off_is_named():
+    with pytest.raises(
+        ValueError,
+        match=r"gradients are switched off while the step runs\. Is ema\(0\.9\) under torch\.no_grad",
+    ):
+        fit(ema(0.9), other())
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"gradients are switched off while the step runs\n"),
+    ):
+        fit()
+
+
+# --- replies of a loss function, later than the first
+
+
+LATER = {
+    "None": (
+        lambda loss: None,
+        TypeError,
+        r"returns must be a scalar tensor; got None\. Did you forget 'return loss'\?",
+    ),
+    "float": (lambda loss: 0.5, TypeError, r"must be a scalar tensor; got 0\.5"),
+    "dict": (
+        lambda loss: {"loss": loss},
+        TypeError,
+        r"it returned a dict\. Write: return reply\['loss'\], reply",
+    ),
+    "list": (lambda loss: [loss, {}], TypeError, r"must be a scalar tensor; got \["),
+    "three": (
+        lambda loss: (loss, {}, 1),
+        TypeError,
+        r"it returned a tuple of 3\. Put the rest in aux",
+    ),
+    "vector": (
+        lambda loss: loss.repeat(2),
+        ValueError,
+        r"must be a scalar; got shape \(2,\)\. .* loss\.mean\(\)",
+    ),
+    "aux None": (
+        lambda loss: (loss, None),
+        TypeError,
+        r"the aux that .* must be a mapping.* got NoneType",
+    ),
+    "weight float": (
+        lambda loss: (loss, {"weight": 0.5}),
+        TypeError,
+        r'aux\["weight"\] must be the number of items .*; got 0\.5',
+    ),
+    "weight True": (
+        lambda loss: (loss, {"weight": True}),
+        TypeError,
+        r'aux\["weight"\] must be .*; got True',
+    ),
+    "weight text": (
+        lambda loss: (loss, {"weight": "2"}),
+        TypeError,
+        r"""aux\["weight"\] must be .*; got '2'""",
+    ),
+    "weight -1": (
+        lambda loss: (loss, {"weight": -1}),
+        ValueError,
+        r'aux\["weight"\] must be .*, at least 0; got -1',
+    ),
+    "weight vector": (
+        lambda loss: (loss, {"weight": torch.ones(2)}),
+        TypeError,
+        r'aux\["weight"\] must be .*; got shape \(2,\)',
+    ),
+    "weight mask": (
+        lambda loss: (loss, {"weight": torch.tensor(True)}),
+        TypeError,
+        r'aux\["weight"\] must be .* torch\.bool',
+    ),
+}
+
+
+@pytest.mark.parametrize("middleware", [(), (fl.accumulate(2), fl.clip(1.0))], ids=repr)
+@pytest.mark.parametrize("kind", LATER)
+def test_a_reply_is_checked_at_every_batch(kind, middleware):
+    reply, error, message = LATER[kind]
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        loss, _ = toy_loss(model, batch)
+        return loss if len(calls) < 4 else reply(loss)
+
+    with pytest.raises(error, match=message) as caught:
+        fit(*middleware, loss=loss, data=[ONE] * 4)
+    assert caught.value.state.step == (3 if not middleware else 1)  # what came before was right
+    assert caught.value.__notes__[-1].startswith("while in the loss function loss, train")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *sizes: [torch.ones(n) for n in sizes],
+        lambda *sizes: {f"image{i}": torch.ones(n) for i, n in enumerate(sizes)},
+    ],
+)
+def test_the_number_of_items_is_checked_at_every_batch(make):
+    def loss(model, batch):
+        parts = batch if isinstance(batch, list) else list(batch.values())
+        return torch.stack([toy_loss(model, part)[0] for part in parts]).mean()
+
+    with pytest.raises(
+        ValueError,
+        match=r"how many items is the loss of loss the mean of\? .*leading dimensions \[2, 7\]",
+    ):
+        fit(loss=loss, data=[make(5, 5), make(2, 7)])
+
+
+# --- weights
+
+
+def weighted(model, batch):
+    x, weight = batch
+    return toy_loss(model, x)[0], {"weight": weight}
+
+
+X = torch.tensor([2.0]), torch.tensor([4.0]), torch.tensor([8.0])
+
+
+def test_a_window_without_an_item_makes_no_update():
+    data = [(x, weight) for x, weight in zip(X, (1, 0, 1), strict=True)]
+    state = fit(loss=weighted, data=data)
+    assert (state.step, state.skipped, state.model.w.item()) == (
+        2,
+        1,
+        -10.0,
+    )  # 2 + 8, without the 4
+    state = fit(fl.accumulate(2), loss=weighted, data=[(X[0], 0), (X[1], 0), (X[2], 1)])
+    assert (state.step, state.skipped, state.model.w.item()) == (1, 1, -8.0)
+    state = fit(fl.accumulate(3), loss=weighted, data=data)  # 2 and 8, of one item each
+    assert (state.step, state.model.w.item()) == (1, -5.0)
+    assert math.isfinite(state.history.latest("train/loss"))
+
+
+def test_a_batch_without_an_item_may_have_a_loss_that_is_nan():
+    state = fit(fl.accumulate(2), data=[ONE, torch.ones(0)], loss=toy_loss)
+    assert (state.step, state.model.w.item()) == (1, -1.0)
+    step = fl.pipeline()(toy_loss)
+    assert fl.evaluate(step, toy(w=2.0), [ONE, torch.ones(0)]) == {"loss": 2.0}
+    assert math.isnan(fl.evaluate(step, toy(), [torch.ones(0)])["loss"])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_bad_tensor_of_a_weight_destroys_nothing_and_is_reported(bad, n):
+    weights = [torch.tensor(1.0), torch.tensor(bad), torch.tensor(1.0), torch.tensor(1.0)]
+    data = [(torch.tensor([2.0]), weight) for weight in weights]
+    with pytest.raises(
+        ValueError, match=r'aux\["weight"\]: one of them was NaN, infinite or negative'
+    ) as caught:
+        fit(fl.accumulate(n), loss=weighted, data=data)
+    state = caught.value.state
+    assert (
+        state.step == 4 // n and state.model.w.item() == {1: -6.0, 2: -4.0}[n]
+    )  # the bad one counts for nothing
+
+
+def test_a_window_may_mix_numbers_and_tensors():
+    state = fit(fl.accumulate(2), loss=weighted, data=[(X[0], 1), (X[1], torch.tensor(1))])
+    assert (state.model.w.item(), math.isfinite(state.history.latest("train/loss"))) == (-3.0, True)
+
+
+def test_a_weight_on_the_device_is_not_read():
+    step = fl.pipeline(fl.accumulate(2))(weighted)
+    with no_host_reads():
+        state, out = step(toy(), [(X[0], torch.tensor(3)), (X[1], torch.tensor(1))])
+    assert (state.model.w.item(), out.weight.item()) == (-2.5, 4.0)  # (3 × 2 + 4) / 4
+    with no_host_reads(), pytest.raises(HostReadError):
+        out.weight.item()
+
+
+def test_weights_of_zero_on_the_device_make_a_gradient_of_zero():
+    state = fit(
+        fl.accumulate(2), loss=weighted, data=[(X[0], torch.tensor(0)), (X[1], torch.tensor(0))]
+    )
+    assert (state.step, state.model.w.item()) == (1, 0.0)
+
+
+def without_items(folder):
+    """Two processes: in the first update one has an item, in the second none has, in the third both have."""
+    data = [(X[0], 1), (X[1], 0), (X[1], 0), (X[1], 0), (X[2], 1), (X[2], 3)]
+    step = fl.pipeline()(weighted)
+    state = fl.fit(step, toy(), data, hooks=())
+    return [state.step, state.skipped, state.model.w.item()]
+
+
+@pytest.mark.slow
+def test_processes_agree_that_a_window_has_no_item(tmp_path):
+    assert launch.results(tmp_path, 2, without_items) == [[2, 1, -10.0]] * 2  # 2, nothing, 8
+
+
+# --- loaders
+
+STEP = fl.pipeline()(toy_loss)
+TRAIN, PAIRS = [ONE], [(ONE, ONE)]
+
+
+@pytest.mark.parametrize(
+    ("loaders", "message"),
+    [
+        (
+            (TRAIN, TRAIN, TRAIN),
+            r'got a tuple of 3\. Write \{"train": train, "valid": valid, "test": test\}',
+        ),
+        ((DataLoader(TRAIN), DataLoader(TRAIN), DataLoader(TRAIN)), r"got a tuple of 3"),
+        (
+            {"train": {"a": TRAIN}},
+            r"the train loader must be one iterable of batches; got a mapping with \['a'\]",
+        ),
+        (
+            (TRAIN, (DataLoader(TRAIN), DataLoader(TRAIN))),
+            r"the valid loader must be one iterable .* a tuple of 2 loaders",
+        ),
+        (lambda: None, r"the loader <lambda> must return an iterable of batches; it returned None"),
+        (lambda epoch: TRAIN, r"the train loader .* takes \(epoch\)"),
+    ],
+)
+def test_loaders_that_are_none(loaders, message):
+    with pytest.raises(TypeError, match=message):
+        fl.fit(STEP, toy(), loaders, hooks=())
+
+
+@pytest.mark.parametrize("make", [tuple, lambda pair: {"a": pair[0], "b": pair[1]}])
+def test_evaluate_takes_one_loader(make):
+    with pytest.raises(
+        TypeError,
+        match=r"the evaluation loader must be one iterable of batches; got .*: take one of them",
+    ):
+        fl.evaluate(STEP, toy(), make((PAIRS, PAIRS)))
+
+
+def test_a_tuple_of_batches_is_a_loader():
+    batch = torch.ones(2), torch.ones(2)
+    loss = lambda model, batch: toy_loss(model, batch[0])
+    assert fl.evaluate(fl.pipeline()(loss), toy(w=3.0), (batch, batch, batch)) == {"loss": 3.0}
+
+
+@pytest.mark.parametrize(("valid", "epochs"), [([], 1), (iter(TRAIN), 2)])
+def test_a_loader_to_evaluate_without_a_batch_has_the_hint(valid, epochs):
+    with pytest.raises(
+        ValueError,
+        match=r"gave no batch\. An iterator can be read once: pass a list, or a function",
+    ):
+        fl.fit(STEP, toy(), (TRAIN, valid), epochs=epochs, hooks=())
+
+
+# --- where
+
+
+def third(model, batch):
+    return toy_loss(model, batch) if batch[0] < 3 else 1 / 0
+
+
+def broken():
+    yield ONE
+    raise OSError("gone")
+
+
+def notes(run):
+    with pytest.raises((ZeroDivisionError, OSError)) as caught:
+        run()
+    return caught.value.__notes__
+
+
+def test_evaluate_and_predict_say_which_batch():
+    data = [torch.tensor([n]) for n in (1.0, 2.0, 3.0)]
+    assert notes(lambda: fl.evaluate(fl.pipeline()(third), toy(), data)) == [
+        "while in the loss function third, evaluate, batch 2"
+    ]
+    assert notes(lambda: list(fl.predict(third, toy(), data))) == [
+        "while in third, predict, batch 2"
+    ]
+    assert notes(lambda: fl.evaluate(STEP, toy(), broken)) == [
+        "while in the loader, evaluate, batch 1"
+    ]
+    assert notes(lambda: list(fl.predict(toy_loss, toy(), broken))) == [
+        "while in the loader, predict, batch 1"
+    ]
+
+
+class Matrix:
+    """A metric of more than one number."""
+
+    def combine(self, other):
+        return self
+
+    def compute(self):
+        return torch.ones(2, 2)
+
+
+def test_a_metric_that_is_no_number_is_named_in_a_run():
+    confusion = fl.metric(confusion=lambda aux, batch: Matrix())
+    with pytest.raises(TypeError, match=r"'train/confusion' is one number, .* shape \(2, 2\)"):
+        fit(confusion)
+    assert fl.evaluate(fl.pipeline(confusion)(toy_loss), toy(), TRAIN)["confusion"].shape == (2, 2)
+
+
+# --- what a state looks like
+
+
+def test_a_model_whose_sizes_are_not_known_yet_is_shown():
+    model = nn.LazyLinear(3)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    assert "LazyLinear (parameters of sizes that its first batch decides)" in repr(state)
+    assert "LazyLinear" in state._repr_html_()
+
+
+def test_trained_parameters_are_counted_where_some_are_frozen():
+    model = nn.Sequential(nn.Linear(1000, 52), nn.Linear(52, 10))
+    model[0].requires_grad_(False)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    assert "Sequential (52,582 parameters, 530 trained)" in repr(
+        state
+    )  # 1000 × 52 + 52 and 52 × 10 + 10
+    model[0].requires_grad_(True)
+    assert "Sequential (52,582 parameters)" in repr(attrs.evolve(state, step=1))

@@ -1,0 +1,170 @@
+import pickle
+
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
+
+# what torch's own compiler sets off when it is imported
+torchs_own = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
+
+
+class Counting:
+    """A backend that compiles nothing, and counts how often it was asked to."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+
+def mean_output(aux, batch):
+    return aux["output"].mean()
+
+
+def ones(*sizes):
+    return [torch.ones(n) for n in sizes]
+
+
+def test_the_loss_function_is_compiled_and_gives_the_same_update():
+    backend = Counting()
+    state, out = fl.pipeline(fl.compiled(backend=backend))(toy_loss)(
+        toy(w=2.0), torch.tensor([1.0, 3.0])
+    )
+    assert (state.model.w.item(), out.loss.item(), out.aux["output"].tolist()) == (
+        0.0,
+        4.0,
+        [2.0, 6.0],
+    )
+    assert len(backend.graphs) == 1
+
+
+def test_a_step_compiles_once_for_a_shape_once_for_any_and_once_for_evaluation():
+    backend = Counting()
+    step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
+    state = fl.fit(step, toy(lr=0.0), (ones(4, 4), ones(4)), hooks=())
+    assert len(backend.graphs) == 2
+    fl.fit(step, state, (ones(4, 3, 2, 5, 6, 7), ones(4, 3, 2)), epochs=4, hooks=())
+    assert len(backend.graphs) <= 4  # any size, with and without gradients
+
+
+def test_evaluation_runs_what_is_compiled():
+    backend = Counting()
+    step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
+    assert fl.evaluate(step, toy(w=2.0), [torch.tensor([1.0, 2.0]), torch.tensor([6.0])]) == {
+        "loss": 6.0
+    }
+    assert backend.graphs
+
+
+def test_many_steps_of_one_loss_function_do_not_share_the_limit_on_recompiling_it():
+    """torch compiles a function 8 times at most, then leaves it as it is: for all that share its code."""
+    for size in range(1, 12):
+        backend = Counting()
+        model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(size)])
+        state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+        step = fl.pipeline(fl.compiled(backend=backend))(fl.supervised(torch.nn.MSELoss()))
+        step(state, (torch.ones(2, 1), torch.ones(2, 1)))
+        assert len(backend.graphs) == 1, size
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (),
+        (fl.accumulate(3), fl.clip(0.05)),
+        (fl.amp("bf16"),),
+        (fl.metric(mean=mean_output), fl.schedule(fl.schedules.linear())),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("problem", [small(), stochastic()], ids=["small", "stochastic"])
+def test_a_run_is_the_same_with_it_wherever_it_is_listed(members, problem):
+    def run(*members):
+        loaders = {"train": problem.batches, "valid": problem.batches[:3]}
+        return fl.fit(
+            fl.pipeline(*members)(problem.loss_fn), problem.state(), loaders, epochs=2, hooks=()
+        )
+
+    plain, compiled = run(*members), fl.compiled(backend="eager")
+    assert_same(run(compiled, *members), plain, rtol=1e-12)
+    assert_same(run(*members, compiled), plain, rtol=1e-12)
+
+
+def test_autocast_is_compiled_in():
+    seen = []
+
+    def loss_fn(model, batch):
+        product = model.w.reshape(1, 1) @ batch.reshape(1, 1)
+        seen.append(product.dtype)
+        return product.mean().float()
+
+    fl.pipeline(fl.compiled(backend="eager"), fl.amp("bf16"))(loss_fn)(toy(), torch.ones(1))
+    assert torch.bfloat16 in seen
+
+
+def test_a_checkpoint_does_not_know_about_it(tmp_path):
+    problem = stochastic()
+    plain, compiled = (
+        fl.pipeline(*m)(problem.loss_fn) for m in ((), (fl.compiled(backend="eager"),))
+    )
+
+    def run(step, state, epochs):
+        return fl.fit(step, state, problem.batches, epochs=epochs, hooks=())
+
+    whole = run(plain, problem.state(), 2)
+    for first, then in ((plain, compiled), (compiled, plain)):
+        path = fl.save(run(first, problem.state(), 1), tmp_path / "a")
+        assert_same(run(then, fl.restore(path, problem.state(seed=3)), 2), whole, rtol=1e-12)
+
+
+@torchs_own
+def test_it_shows_compares_and_pickles_as_it_was_typed():
+    pipe = fl.pipeline(fl.compiled(mode="max-autotune-no-cudagraphs"), fl.clip(1.0))
+    assert repr(pipe) == "pipeline(compiled(mode='max-autotune-no-cudagraphs'), clip(1.0))"
+    assert pickle.loads(pickle.dumps(pipe)) == pipe
+    assert fl.compiled() == fl.compiled() != fl.compiled(dynamic=True)
+    assert repr(pipe(toy_loss)) == f"{pipe!r}(toy_loss)"
+
+
+def test_an_unknown_argument_is_named_when_composing():
+    with pytest.raises(TypeError, match=r"got 'modes'. Did you mean mode\?"):
+        fl.compiled(modes="reduce-overhead")
+    with pytest.raises(TypeError, match=r"takes the arguments of torch\.compile"):
+        fl.compiled(model=toy_loss)
+
+
+def test_an_unknown_backend_is_named_when_composing():
+    with pytest.raises(
+        ValueError, match=r"compiled expects backend as one of .*; got 'no_such_backend'"
+    ):
+        fl.compiled(backend="no_such_backend")
+
+
+def test_a_wrong_reply_is_named_by_the_function_that_was_written():
+    with pytest.raises(ValueError, match="the loss that wrong returns must be a scalar"):
+        fl.pipeline(fl.compiled(backend="eager"))(wrong)(toy(), torch.ones(2))
+
+
+def wrong(model, batch):
+    return model(batch)
+
+
+@torchs_own
+@pytest.mark.slow
+def test_with_torchs_own_backend_a_net_is_trained_as_without():
+    """Compiled code may round differently in the last digits."""
+    problem = small()
+
+    def run(*members):
+        loaders = (problem.batches, problem.batches[:3])
+        return fl.fit(
+            fl.pipeline(*members)(problem.loss_fn), problem.state(), loaders, epochs=2, hooks=()
+        )
+
+    assert_same(run(fl.compiled(), fl.accumulate(2)), run(fl.accumulate(2)), rtol=1e-9)

@@ -1,0 +1,70 @@
+"""Parts of pipelines for the tables of tests: a middleware of each ring, metrics and a scheduler."""
+
+import attrs
+import torch
+from torch.optim.lr_scheduler import ExponentialLR
+
+import fnloop as fl
+
+
+def output_mean(aux, batch):
+    return aux["output"].mean()
+
+
+def largest_output(aux, batch):
+    return fl.Max(aux["output"].max())
+
+
+def decay(optimizer, run):
+    return ExponentialLR(optimizer, 0.9)
+
+
+@fl.middleware("gradient")
+def noise(std):
+    def wrap(step):
+        def noisy(state, batch):
+            state, out = step(state, batch)
+            for p in state.model.parameters():
+                p.grad.add_(torch.randn_like(p), alpha=std)
+            return state, out
+
+        return noisy
+
+    return wrap
+
+
+@fl.middleware("loss")
+def weight_penalty(factor):
+    def wrap(step):
+        def penalised(state, batch):
+            state, out = step(state, batch)
+            penalty = sum(p.square().sum() for p in state.model.parameters())
+            return state, attrs.evolve(out, loss=out.loss + factor * penalty)
+
+        return penalised
+
+    return wrap
+
+
+@fl.middleware("update")
+def average(decay):
+    """An average of the parameters, in place."""
+
+    def wrap(step):
+        def averaged(state, batch):
+            state, out = step(state, batch)
+            if out.skip is None:
+                torch._foreach_lerp_(
+                    state.slots["average"],
+                    [p.detach() for p in state.model.parameters()],
+                    1 - decay,
+                )
+            return state, out
+
+        return averaged
+
+    return fl.Middleware(
+        "average",
+        update=wrap,
+        init=lambda state: [p.detach().clone() for p in state.model.parameters()],
+    )
