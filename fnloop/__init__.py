@@ -25,11 +25,11 @@ from fnloop._core.metrics import Max as Max
 from fnloop._core.metrics import Mean as Mean
 from fnloop._core.metrics import Min as Min
 from fnloop._core.metrics import Sum as Sum
-from fnloop._core.state import RunInfo as RunInfo
-from fnloop._core.state import StaleStateError as StaleStateError
+from fnloop._core.ownership import StaleStateError as StaleStateError
+from fnloop._core.run_info import RunInfo as RunInfo
+from fnloop._core.snapshot import snapshot as snapshot
+from fnloop._core.snapshot import unwrap as unwrap
 from fnloop._core.state import TrainState as TrainState
-from fnloop._core.state import snapshot as snapshot
-from fnloop._core.state import unwrap as unwrap
 from fnloop._core.torchmetrics import from_torchmetrics as from_torchmetrics
 from fnloop._core.types import Middleware as Middleware
 from fnloop._core.types import Output as Output

@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._core.serialize import as_number, as_safetensor, decode, encode, from_safetensor
-from fnloop._core.state import SCHEDULED, TrainState, unwrap
+from fnloop._core.snapshot import unwrap
+from fnloop._core.state import SCHEDULED, TrainState
 from fnloop._display.checks import described, listed
 from fnloop._display.log import log
 

@@ -23,7 +23,8 @@ from fnloop._core.history import History, Record
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
 from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.serialize import Pending, decode, from_safetensor
-from fnloop._core.state import TrainState, check_not_stale, take_ownership, unwrap
+from fnloop._core.snapshot import unwrap
+from fnloop._core.state import TrainState, check_not_stale, take_ownership
 from fnloop._display.checks import described, folder_path, listed
 from fnloop._display.log import log
 
@@ -137,7 +138,7 @@ def restore_from(
             f"{path} can't be restored: {type(error).__name__}: {error}"
         ) from error
     if "batch" in fields:
-        state._lease.saved_on = read.facts.get("processes")
+        fields["saved_on"] = read.facts.get("processes")
     return take_ownership(attrs.evolve(state, **fields))
 
 

@@ -27,6 +27,7 @@ from fnloop._checkpoint.optimizer import bare_name, optimizer_facts, owned_by
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.history import History
 from fnloop._core.serialize import as_safetensor, encode
+from fnloop._core.snapshot import unwrap
 from fnloop._core.state import (
     PENDING,
     RECORD,
@@ -34,7 +35,6 @@ from fnloop._core.state import (
     TrainState,
     check_not_stale,
     detached_from_run,
-    unwrap,
 )
 from fnloop._display.checks import described, folder_path
 from fnloop._display.log import log

@@ -62,6 +62,16 @@ class Source:
             return samples // (self.batch_size * self.processes) * self.processes
         return math.ceil(samples / self.batch_size)
 
+    def why_empty(self) -> str:
+        """Return why an epoch of a loader that drops its last batch has none."""
+        together = f"{self.batch_size * self.processes}"  # type: ignore[operator]
+        if self.processes > 1:
+            together = f"{self.batch_size} × {self.processes} processes"
+        return (
+            f"It has {self.samples} samples, and with drop_last an update takes {together}: make "
+            "batches smaller."
+        )
+
     def even(self, rounds: int) -> int:
         """Return the size of every batch in the next rounds, if it is the same in every process; else 0. Ask once for each."""
         sizes = self.dealt.sizes

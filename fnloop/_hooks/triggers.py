@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import attrs
 
-from fnloop._core.state import EPOCH, UPDATE, RunInfo, TrainState, now, with_slot
+from fnloop._core.run_info import RunInfo
+from fnloop._core.state import EPOCH, UPDATE, TrainState, now, with_slot
 from fnloop._core.types import name_of
 from fnloop._display import checks
 from fnloop._hooks.wrapper import Wrapper
 
-__all__ = ["ConditionalHook", "Hook", "check_hook", "every", "once", "when"]
+__all__ = ["ConditionalHook", "Hook", "Trigger", "check_hook", "every", "once", "when"]
 
 Hook = Callable[[TrainState], TrainState]
 

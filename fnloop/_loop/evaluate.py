@@ -14,16 +14,17 @@ from fnloop._core.merge import merge_metrics
 from fnloop._core.metrics import Mean, read, update_, update_loss_
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, position_all, positioner
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Batch, Metric, Middleware, name_of
+from fnloop._core.types import Batch, Metric, name_of
 from fnloop._data.loaders import check_loader
 from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source
 from fnloop._data.window import END, Padding
 from fnloop._display import checks
+from fnloop._loop.plan import check_step
 from fnloop._step.distributed import CollectiveProbe, drop_last_metrics, engine_of
-from fnloop._step.pipeline import Pipeline, PipelineStep, evaluating
+from fnloop._step.pipeline import PipelineStep, evaluating
 
-__all__ = ["READ_ONCE", "check_step", "evaluate", "measure", "open_loader", "predict"]
+__all__ = ["READ_ONCE", "evaluate", "measure", "open_loader", "predict"]
 
 READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
@@ -86,25 +87,6 @@ def measure(
     if borrowed:
         metrics = drop_last_metrics(metrics)
     return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics} if own else {}
-
-
-def check_step(step: Any, caller: str) -> None:
-    if isinstance(step, PipelineStep):
-        return
-    name = name_of(step)
-    if isinstance(step, TrainState):
-        hint = f"The step comes first: {caller}(step, state, ...)"
-    elif isinstance(step, Pipeline):
-        hint = f"It lacks its loss function: write {name}(loss_fn)"
-    elif isinstance(step, Middleware):
-        hint = f"Write pipeline({name})(loss_fn)"
-    elif callable(step) and not isinstance(step, torch.nn.Module):
-        hint = f"If {name} is a loss function, write {caller}(pipeline()({name}), ...)"
-    else:
-        hint = "Write pipeline()(loss_fn)"
-    raise TypeError(
-        f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} ({type(step).__name__}). {hint}"
-    )
 
 
 # --- evaluation and prediction

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fnloop._core.metrics import Last
-from fnloop._core.state import SCHEDULED, UPDATE, RunInfo, TrainState, with_slot
+from fnloop._core.run_info import RunInfo
+from fnloop._core.state import SCHEDULED, UPDATE, TrainState, with_slot
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware, name_of
 from fnloop._display import checks
 from fnloop._display.checks import described

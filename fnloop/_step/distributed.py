@@ -164,9 +164,9 @@ class DistributedEngine:
             return  # a bare step draws from where they are
         if not together:
             self._calls = (
-                self._calls + 1 if self._turn == state._turn else 0
+                self._calls + 1 if self._turn == state._version else 0
             )  # a step inside may be called more than once
-            self._turn = state._turn
+            self._turn = state._version
         seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
         self._position(fold_in(seed, 0 if together else 1 + state.backend.rank))
 

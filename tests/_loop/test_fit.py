@@ -375,7 +375,7 @@ def test_a_stopped_run_stays_stopped_until_it_is_told_to_go_on(caplog):
     state = fit(hooks=(lambda state: attrs.evolve(state, stop="enough"),))
     assert fit(state) is state
     assert (
-        "nothing to do: the run was stopped (enough). To continue, pass attrs.evolve(state, stop=None)"
+        "nothing to do: the run was stopped (enough). To continue anyway, pass attrs.evolve(state, stop=None)"
         in caplog.text
     )
     assert fit(attrs.evolve(state, stop=None)).epoch == 1
@@ -1083,7 +1083,7 @@ def test_a_closing_record_says_so_in_tables_and_files(tmp_path):
 
 def test_the_seconds_of_records_never_fall(monkeypatch):
     clock = iter([100.0, 109.0, 50.0, 60.0])
-    monkeypatch.setattr("fnloop._loop.fit.time.monotonic", lambda: next(clock, 61.0))
+    monkeypatch.setattr("fnloop._loop.run.time.monotonic", lambda: next(clock, 61.0))
     assert [r.seconds for r in fit(epochs=3).history] == [9.0, 9.0, 9.0]
 
 

@@ -25,7 +25,7 @@ def test_an_optimizer_is_left_to_what_it_was_told(settings):
 
 def test_one_without_a_fused_form_is_told_of_foreach():
     assert fused_hint(torch.optim.RMSprop(parameters())) is None
-    assert "leave out foreach=False" in fused_hint(torch.optim.RMSprop(parameters(), foreach=False))
+    assert "without foreach=False" in fused_hint(torch.optim.RMSprop(parameters(), foreach=False))
 
 
 def test_parameters_that_fused_can_not_take_and_optimizers_of_others_are_left_alone():

@@ -1,0 +1,120 @@
+"""The loop: epochs of updates. Top to bottom, this is what ``fit`` does.
+
+    position the generators -> step -> fetch the next window -> boundary
+
+The next window is fetched while the device still works on the step. A boundary is the point between
+two updates: evaluation, records and hooks happen there and nowhere else, so they never see a
+half-finished state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from fnloop._core.rng import isolated, mix, positioner
+from fnloop._core.state import PENDING, TrainState, check_not_stale, detached_from_run
+from fnloop._data.prefetch import windows
+from fnloop._data.window import END
+from fnloop._hooks.triggers import Hook
+from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts, handling
+from fnloop._loop.peers import is_alone
+from fnloop._loop.plan import Plan
+from fnloop._loop.run import LOADER, Run, warn_on_main
+from fnloop._step.update import consume
+
+__all__ = ["train_epochs"]
+
+
+def train_epochs(
+    plan: Plan, state: TrainState, interrupts: Interrupts | None = None
+) -> Iterator[TrainState]:
+    """Yield the state after every epoch, and at the end of the run.
+
+    Args:
+        plan: what to do.
+        state: the state to begin with.
+        interrupts: where signals are recorded; None handles them during each epoch only.
+    """
+    __tracebackhide__ = True
+    if state.stop in (INTERRUPTED, TERMINATED):
+        state = attrs.evolve(state, stop=None)
+    if plan.is_over(state) and PENDING not in state.events:
+        yield _settle(plan, state)
+        return
+    run, backend = Run(plan, state), state.backend
+    step, source, window, take = plan.step.train, run.source, plan.step.window, run.peers.take
+    batch_size, position = source.batch_size or 0, positioner(backend.device)
+    with _closing(plan.hooks):
+        while True:
+            with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
+                with _Survival(run):
+                    seed, state = run.begin_epoch(), run.state
+                    at = (state.epoch, state.batch, state.samples)
+                    feed = windows(source, window, backend.device, *at, plan.prefetch)
+                    batch: Any = next(feed, END)
+                    over = run.enter(seed, ended=batch is END)
+                    while not over:
+                        state = run.state
+                        position(mix(seed, state.batch))
+                        run.taken = backend.world_size * (1 if window == 1 else len(batch))
+                        run.phase = None  # the step
+                        new, out = step(state, take(state, batch))
+                        run.state = consume(new, out, run.taken, run.taken * batch_size)
+                        run.phase, run.before_record = LOADER, True
+                        batch = next(feed, END)
+                        over = run.boundary(ended=batch is END)
+                    run.end_epoch(ended=batch is END)
+                reached = detached_from_run(run.state)
+            if not run.rolled_back or run.is_over():
+                yield reached
+                check_not_stale(reached)  # the caller may have advanced it
+            if run.is_over():
+                return
+            run.state = attrs.evolve(reached, run=run.info)
+
+
+def _settle(plan: Plan, state: TrainState) -> TrainState:
+    """Say that there is nothing to do, and let the hooks complete what a kill may have left."""
+    warn_on_main(state, plan.why_nothing_to_do(state))
+    for hook in plan.hooks:
+        if (settle := getattr(hook, "settle", None)) is not None:
+            settle(state)
+    return state
+
+
+@contextlib.contextmanager
+def _closing(hooks: Sequence[Hook]) -> Iterator[None]:
+    """Close all hooks in the end, even if one of them raises."""
+    __tracebackhide__ = True
+    with contextlib.ExitStack() as stack:
+        for hook in reversed(hooks):  # the stack calls them back in the order listed
+            if (close := getattr(hook, "close", None)) is not None:
+                stack.callback(close)
+        yield
+
+
+def _listening(
+    state: TrainState, interrupts: Interrupts | None
+) -> contextlib.AbstractContextManager[Interrupts]:
+    """Return where signals are recorded during an epoch."""
+    return handling(is_alone(state)) if interrupts is None else contextlib.nullcontext(interrupts)
+
+
+class _Survival:
+    """Ends a run as its state says if an interruption ends it; any other exception is explained."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        __tracebackhide__ = True
+        return error is not None and self._run.survive(error)

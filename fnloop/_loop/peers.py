@@ -1,0 +1,69 @@
+"""The other processes of a run, or their absence. Chosen once, when the run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fnloop._core.state import TrainState
+from fnloop._data.source import Source
+from fnloop._loop.consensus import Consensus
+from fnloop._loop.interrupts import Interrupts
+
+__all__ = ["Alone", "Peers", "is_alone", "peers_of"]
+
+
+class Peers(Protocol):
+    """What a run does together with its other processes."""
+
+    @property
+    def clock(self) -> Callable[[], float] | None:
+        """Seconds since the run began, the same in every process; None in a single process."""
+        ...
+
+    def take(self, state: TrainState, batch: Any) -> Any:
+        """Return what the step is given of a fetched window."""
+        ...
+
+    def poll(self, state: TrainState, interrupts: Interrupts) -> None:
+        """Exchange requests to stop or to save, if it is time to."""
+        ...
+
+    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
+        """Wait for all processes at the end of an epoch, and check that they have not diverged."""
+        ...
+
+    def explain(self, error: BaseException) -> None:
+        """Note in an error what is known about the other processes."""
+        ...
+
+
+class Alone:
+    """A single process: there is nothing to exchange."""
+
+    clock = None
+
+    def take(self, state: TrainState, batch: Any) -> Any:
+        return batch
+
+    def poll(self, state: TrainState, interrupts: Interrupts) -> None: ...
+
+    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None: ...
+
+    def explain(self, error: BaseException) -> None: ...
+
+
+def is_alone(state: TrainState) -> bool:
+    """Return whether a single process trains this state."""
+    return state.backend.world_size == 1
+
+
+def peers_of(state: TrainState, source: Source, window: int) -> Peers:
+    """Return the other processes of a run.
+
+    Args:
+        state: the state at its beginning.
+        source: the training loader.
+        window: how many batches each process takes for an update.
+    """
+    return Alone() if is_alone(state) else Consensus(state, source, window)
