@@ -1,0 +1,161 @@
+"""Records of runs that end between two evaluations."""
+
+import attrs
+import pytest
+import torch
+from loop_cases import (
+    NUMBERS,
+    ONE,
+    Boom,
+    failing_once,
+    fit,
+    interrupting,
+    press,
+    raise_interrupt,
+    terminate,
+)
+
+import fnloop as fl
+from fnloop.testing import assert_same, toy
+
+
+def ends(history):
+    """Where records were made, what they say of the two loaders, and whether they are closing ones."""
+    return [
+        (r.step, r.metrics.get("train/loss"), r.metrics.get("valid/loss"), r.closing)
+        for r in history
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "records"),
+    [
+        # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n updates is -(n - 1) / 2
+        ({"steps": 2}, [(2, -0.5, -2.0, True)]),
+        ({"steps": 3}, [(3, -1.0, -3.0, False)]),  # an epoch's end has its record anyway
+        ({"steps": 5}, [(3, -1.0, -3.0, False), (5, -3.5, -5.0, True)]),
+        ({"steps": 2, "evaluate_every": None}, [(2, -0.5, None, True)]),
+        ({"steps": 2, "evaluate_every": fl.every(steps=2)}, [(2, -0.5, -2.0, False)]),
+        (
+            {"steps": 2, "evaluate_every": fl.every(steps=1)},
+            [(1, 0.0, -1.0, False), (2, -0.5, -2.0, False)],
+        ),
+        ({"epochs": 1, "evaluate_every": fl.every(epochs=2)}, [(3, -1.0, None, False)]),
+    ],
+    ids=repr,
+)
+def test_a_run_that_ends_between_two_records_appends_a_closing_one(settings, records):
+    assert ends(fit(loaders=([ONE] * 3, [ONE]), **settings).history) == records
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_run_that_a_hook_stops_appends_a_closing_record(at):
+    stop = fl.when(lambda state: state.step == at)(lambda state: attrs.evolve(state, stop="enough"))
+    state = fit(loaders=([ONE] * 3, [ONE]), epochs=2, hooks=(stop,))
+    assert (state.step, state.stop, "record" in state.events) == (at, "enough", True)
+    assert ends(state.history)[-1][0] == at
+    assert state.history[-1].metrics["valid/loss"] == -at
+    assert state.history[-1].closing is (at != 3)
+
+
+def test_an_endless_stream_ends_with_a_record():
+    def endless():
+        while True:
+            yield ONE
+
+    assert ends(fit(loaders=(endless, [ONE]), steps=4).history) == [(4, -1.5, -4.0, True)]
+
+
+@pytest.mark.parametrize("how", [press, terminate, raise_interrupt])
+def test_an_interrupted_run_appends_no_record(how):
+    assert (
+        fl.fit(interrupting(2, how), toy(), (NUMBERS, [ONE]), epochs=1, hooks=()).history
+        == fl.History()
+    )
+
+
+def test_a_closing_record_resets_nothing_and_stays_where_it_is():
+    loaders = ([ONE] * 3, [ONE])
+    part = fit(loaders=loaders, steps=2)
+    assert part.metrics["loss"].compute() == -0.5
+    assert fit(part, loaders, steps=2) is part
+    state = fit(part, loaders, epochs=2)
+    assert [(r.step, r.closing) for r in state.history] == [(2, True), (3, False), (6, False)]
+    assert_same(state, fit(loaders=loaders, epochs=2))
+
+
+def test_hooks_see_the_closing_record_at_the_target_and_flush_sees_that_of_a_stop():
+    class Sees:
+        def __init__(self):
+            self.seen, self.flushed = [], []
+
+        def __call__(self, state):
+            self.seen.append(("record" in state.events, len(state.history)))
+            return state
+
+        def flush(self, state):
+            self.flushed.append(("record" in state.events, len(state.history)))
+            return state
+
+    hook = Sees()
+    fit(loaders=[ONE] * 5, steps=2, hooks=(hook,))
+    assert (hook.seen, hook.flushed) == ([(False, 0), (True, 1)], [(True, 1)])
+    hook = Sees()
+    fit(
+        loaders=[ONE] * 5,
+        hooks=(hook, fl.when(lambda s: s.step == 2)(lambda s: attrs.evolve(s, stop="enough"))),
+    )
+    assert (hook.seen, hook.flushed) == ([(False, 0), (False, 0)], [(True, 1)])
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
+def test_an_evaluation_that_fails_at_the_end_of_a_run_loses_nothing(stops):
+    loaders = ([ONE] * 5, failing_once(1))
+    stop = fl.when(lambda state: stops and state.step == 2)(
+        lambda state: attrs.evolve(state, stop="enough")
+    )
+    with pytest.raises(Boom) as caught:
+        fit(loaders=loaders, steps=2 + stops, hooks=(stop,))
+    state = caught.value.state
+    assert (state.step, state.batch, state.model.w.item(), state.stop) == (
+        2,
+        2,
+        -2.0,
+        "enough" if stops else None,
+    )
+    if not stops:
+        assert ends(fit(state, loaders, steps=2).history) == [(2, -0.5, -6.0, True)]  # of -4 and -8
+
+
+def test_a_closing_record_is_marked_in_tables_and_files(tmp_path):
+    state = fit(loaders=[ONE] * 3, steps=2)
+    (row,) = state.history.to_dicts()
+    assert row == {
+        "epoch": 0,
+        "step": 2,
+        "train/loss": -0.5,
+        "seconds": row["seconds"],
+        "closing": True,
+    }
+    assert fl.restore(fl.save(state, tmp_path / "a"), toy()).history == state.history
+    assert all("closing" not in row for row in fit(loaders=[ONE] * 3).history.to_dicts())
+
+
+def test_the_seconds_of_records_never_fall(monkeypatch):
+    clock = iter([100.0, 109.0, 50.0, 60.0])
+    monkeypatch.setattr("fnloop._loop.run.time.monotonic", lambda: next(clock, 61.0))
+    assert [r.seconds for r in fit(epochs=3).history] == [9.0, 9.0, 9.0]
+
+
+def test_a_stop_iteration_in_a_dataset_does_not_end_the_epoch_silently():
+    class Short(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            if i == 2:
+                raise StopIteration
+            return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        fit(loaders=torch.utils.data.DataLoader(Short()))

@@ -1,0 +1,140 @@
+"""When hooks are called, and what they may return."""
+
+import attrs
+import pytest
+import torch
+from loop_cases import ONE, fit, step
+
+import fnloop as fl
+from fnloop.testing import assert_same, toy, toy_loss
+
+
+def test_hooks_run_in_the_listed_order_after_update_and_evaluation():
+    seen = []
+
+    def note(name):
+        return lambda state: (seen.append((name, state.step, len(state.history))), state)[1]
+
+    fit(loaders=([ONE] * 2, [ONE]), hooks=(note("a"), note("b")))
+    assert seen == [("a", 1, 0), ("b", 1, 0), ("a", 2, 1), ("b", 2, 1)]
+
+
+def test_a_hook_that_stops_lets_the_others_finish():
+    seen = []
+    stop = lambda state: attrs.evolve(state, stop="enough")
+    state = fit(hooks=(stop, lambda state: (seen.append(state.stop), state)[1]), epochs=9)
+    assert (state.step, state.stop, seen) == (1, "enough", ["enough"])
+
+
+def test_a_stopped_run_stays_stopped_until_told_to_continue(caplog):
+    state = fit(hooks=(lambda state: attrs.evolve(state, stop="enough"),))
+    assert fit(state) is state
+    assert (
+        "nothing to do: the run was stopped (enough). To continue anyway, pass attrs.evolve(state, stop=None)"
+        in caplog.text
+    )
+    assert fit(attrs.evolve(state, stop=None)).epoch == 1
+
+
+def test_a_hook_may_go_back_to_a_snapshot():
+    kept = fl.snapshot(toy(w=7.0))
+    back = fl.when(lambda state: state.step == 2 and state.model is not kept.model)(
+        lambda state: kept
+    )
+    state = fit(hooks=(back,), epochs=1)
+    assert (state.model.w.item(), state.step, state.epoch) == (4.0, 3, 1)
+
+
+def test_a_gradient_left_by_a_hook_does_not_enter_the_next_update():
+    def probe(state):
+        toy_loss(state.model, 100 * ONE)[0].backward()
+        return state
+
+    assert fit(hooks=(probe,)).model.w.item() == -3.0
+
+
+def test_parameters_that_a_hook_adds_are_trained_from_then_on():
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.bias)
+    state = fl.TrainState.create(model, torch.optim.SGD([model.weight], lr=1.0))
+
+    def add(state):
+        state.optimizer.add_param_group({"params": [model.bias]})
+        return state
+
+    hooks = (fl.when(lambda state: state.step == 2)(add),)
+    fl.fit(fl.pipeline()(lambda m, b: m(b).mean()), state, [torch.ones(1, 1)] * 3, hooks=hooks)
+    assert (model.bias.item(), model.bias.grad) == (-1.0, None)
+
+
+def test_a_parameter_outside_the_optimizer_keeps_no_gradient():
+    model = torch.nn.Linear(1, 1)
+    state = fl.TrainState.create(model, torch.optim.SGD([model.weight], lr=1.0))
+    fl.fit(fl.pipeline()(lambda m, b: m(b).mean()), state, [torch.ones(1, 1)] * 3, hooks=())
+    assert model.bias.grad is None
+
+
+def test_a_hook_that_returns_a_stale_state_is_named():
+    kept = []
+
+    def old(state):
+        kept.append(state)
+        return kept[0]
+
+    with pytest.raises(fl.StaleStateError) as error:
+        fit(hooks=(old,))
+    assert "old, train" in error.value.__notes__[0]
+    assert error.value.state.step == 2
+    assert fit(error.value.state).model.w.item() == -3.0
+
+
+def test_two_checkpoint_hooks_on_one_folder_are_refused(tmp_path):
+    saves = (fl.checkpoint(tmp_path / "a"), fl.every(steps=1)(fl.checkpoint(tmp_path / "a")))
+    with pytest.raises(ValueError, match=r"two checkpoint hooks share .*give each its own folder"):
+        fit(hooks=saves)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_hook_that_rolls_back_rolls_back_the_data_too(at):
+    """Back from update ``at`` to the state behind update 1, once: the run is the one that goes on from there."""
+    kept, loaders = [], [torch.tensor([x]) for x in (1.0, 2.0, 4.0)]
+    halving = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+
+    def keep(state):
+        kept.append(fl.snapshot(state))
+        return state
+
+    hooks = (
+        fl.once(fl.when(lambda state: state.step == 1)(keep).hook),
+        fl.when(lambda state: state.step == at)(fl.once(lambda state: kept[0], name="back")),
+    )
+    state = fl.fit(halving, toy(), loaders, epochs=2, hooks=hooks)
+    slots = {name: value for name, value in state.slots.items() if not name.startswith("once:")}
+    assert_same(
+        attrs.evolve(state, slots=slots), fl.fit(halving, toy(), loaders, epochs=2, hooks=())
+    )
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error", "message"),
+    [
+        (fl.progress(), TypeError, "hooks as a tuple"),
+        ((fl.progress,), TypeError, r"Call it: progress\(...\)"),
+        (
+            (lambda state, out: state,),
+            TypeError,
+            "a hook takes the state and nothing else, but <lambda> takes",
+        ),
+        ((3,), TypeError, "a hook is a function state -> state; got 3"),
+        ((lambda state: None,), TypeError, "returned None. Did you forget 'return state'"),
+    ],
+)
+def test_bad_hooks_are_refused_by_name(hooks, error, message):
+    with pytest.raises(error, match=message):
+        fit(hooks=hooks)
+
+
+def test_the_default_hooks_report_and_halt(capsys):
+    state = fl.fit(step, toy(), [ONE * float("nan")] * 3, epochs=5)
+    assert state.stop.startswith("halt_on_nonfinite: the training loss became nan")
+    assert "epoch 1  step 3  train/loss nan" in capsys.readouterr().err
