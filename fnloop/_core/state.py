@@ -12,7 +12,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 from torch import nn
@@ -35,7 +35,6 @@ __all__ = [
     "SCHEDULED",
     "UPDATE",
     "RunInfo",
-    "Share",
     "StaleStateError",
     "TrainState",
     "advance",
@@ -48,14 +47,14 @@ __all__ = [
     "is_half_updated",
     "newest",
     "now",
+    "ownership_of",
     "owns_handles",
     "parameters",
-    "share_of",
     "snapshot",
     "take_ownership",
-    "tell_share",
     "tracing_copy",
     "unwrap",
+    "version_of",
     "with_slot",
 ]
 
@@ -117,33 +116,16 @@ class RunInfo:
         )
 
 
-class Share(NamedTuple):
-    """What a process has of a window.
-
-    Args:
-        size: samples in each batch of it, in every process; 0 if that may differ.
-        borrowed: for each batch of it, whether it is another process's; empty if none is.
-    """
-
-    size: int = 0
-    borrowed: tuple[bool, ...] = ()
-
-
-_UNKNOWN = Share()
-
-
 class Ownership:
     """Tracks who owns the handles: the states whose turn it is, and no state while an update is being applied."""
 
     __slots__ = (
+        "__weakref__",
         "clock",
-        "cut",
         "groups",
-        "joint",
         "newest",
         "parameters",
         "saved_on",
-        "share",
         "turn",
     )
 
@@ -158,13 +140,8 @@ class Ownership:
         self.parameters: list[
             Any
         ] = []  # what all_parameters returned when there were so many groups
-        self.joint: Any = None  # what makes the gradients of several processes one
-        self.share: tuple[int, Share] = (-1, _UNKNOWN)  # of the window in that turn
         self.saved_on: int | None = (
             None  # how many processes made the checkpoint that the position in the epoch is from
-        )
-        self.cut: Callable[[Any, Any, Any], str | None] | None = (
-            None  # while an update is recorded: see _steps.decided
         )
         self.clock: Callable[[], float] = (
             time.monotonic
@@ -481,19 +458,16 @@ def all_parameters(state: TrainState) -> list[Any]:
 def invalidate_parameter_cache(state: TrainState) -> None:
     """Forget which parameters there are, since somebody may have changed the model or a group in the meantime."""
     state._lease.groups = -1
-    if state._lease.joint is not None:
-        state._lease.joint.renew()
 
 
-def tell_share(state: TrainState, share: Share) -> None:
-    """Let the next step know what this process has of its window."""
-    state._lease.share = (state._turn, share)
+def ownership_of(state: TrainState) -> Ownership:
+    """Return what the states of one model and one optimizer share."""
+    return state._lease
 
 
-def share_of(state: TrainState) -> Share:
-    """Return what this process has of the next window, as far as it is known."""
-    turn, share = state._lease.share
-    return share if turn == state._turn else _UNKNOWN
+def version_of(state: TrainState) -> int:
+    """Return a number that every step changes, and every call of :func:`take_ownership`."""
+    return state._turn
 
 
 def now(state: TrainState) -> float:

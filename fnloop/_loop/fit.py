@@ -34,7 +34,6 @@ from fnloop._core.state import (
     RECORD,
     UPDATE,
     RunInfo,
-    Share,
     TrainState,
     check_not_stale,
     detached_from_run,
@@ -42,13 +41,12 @@ from fnloop._core.state import (
     is_half_updated,
     newest,
     owns_handles,
-    tell_share,
 )
 from fnloop._core.types import name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, num_updates
-from fnloop._data.window import END, unwrap_padding
+from fnloop._data.window import END
 from fnloop._display import checks
 from fnloop._display.log import log
 from fnloop._hooks.checkpoint import checkpoint
@@ -60,7 +58,7 @@ from fnloop._loop.consensus import Consensus
 from fnloop._loop.evaluate import READ_ONCE, check_step, measure, open_loader
 from fnloop._loop.hints import suggest_fused
 from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts, handling
-from fnloop._step.distributed import reduce_report
+from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
 from fnloop._step.update import consume
 
@@ -257,11 +255,7 @@ def _run(
                             None,
                             processes if window == 1 else processes * len(batch),
                         )
-                        if processes > 1:
-                            batch, borrowed = unwrap_padding(batch, window)
-                            tell_share(
-                                state, Share(source.even(run.batches // processes), borrowed)
-                            )
+                        batch = engine_of(state).take(state, batch, source, window)
                         new, out = train(state, batch)
                         run.state = consume(new, out, run.batches, run.batches * batch_size)
                         run.where, run.before_record = LOADER, True
@@ -361,6 +355,7 @@ class _Run:
             )
             state.model.train()
         invalidate_parameter_cache(state)
+        engine_of(state).begin_run(state)
         suggest_fused(state.optimizer, state.backend.device)
         try:
             return self.step.meet(state)
@@ -443,7 +438,7 @@ class _Run:
         __tracebackhide__ = True
         if self.council is not None:
             self.where = "the agreement of all processes"
-            self.council.close(self.state, self.caught, self.source.dealt.order if ended else 0)
+            self.council.close(self.state, self.caught, self.source.order if ended else 0)
             self.state = self.caught.heard(self.state)
         if (
             self.state.stop not in (None, INTERRUPTED, TERMINATED)
@@ -472,7 +467,7 @@ class _Run:
         self.where = "the record"
         known = state.history[-1].seconds if len(state.history) else 0.0
         seconds = max(time.monotonic() - self.started, known)  # a clock may be set back
-        values = read(reduce_report(state, {**report, "seconds": Max(seconds)}, "train/"))
+        values = read(engine_of(state).reduce_report({**report, "seconds": Max(seconds)}, "train/"))
         seconds = values.pop("seconds")
         history = state.history.append(Record(state.epoch, state.step, values, seconds, closing))
         return attrs.evolve(state, history=history, events=state.events | {RECORD})
