@@ -83,7 +83,7 @@ def is_lost(error: BaseException) -> bool:
 
 shutdown_callbacks: weakref.WeakSet[Any] = (
     weakref.WeakSet()
-)  # things with leave(), which let go of their groups
+)  # things with close(), which let go of their groups
 
 
 def _shutdown() -> None:
@@ -96,7 +96,7 @@ def _shutdown() -> None:
         _drain()
         _inflight.clear()  # here, and not when there is no Python any more
         for holder in list(shutdown_callbacks):
-            holder.leave()
+            holder.close()
         dist.destroy_process_group()
         control_group.cache_clear()
 

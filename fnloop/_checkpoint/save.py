@@ -38,7 +38,7 @@ from fnloop._core.state import (
 )
 from fnloop._display.checks import described, folder_path
 from fnloop._display.log import log
-from fnloop._step.distributed import reduce_report
+from fnloop._step.engine import engine_of
 
 __all__ = ["COUNTERS", "PARTS", "contents", "position_of", "save"]
 
@@ -93,7 +93,7 @@ def contents(
             "optimizer": optimizer_facts(owned_by(state), optimizer),
             "slots": _encoded("slots", state.slots, slots),
             "metrics": encode(
-                {**state.metrics, **reduce_report(state, state.metrics)}, slots, "metrics"
+                {**state.metrics, **engine_of(state).reduce_report(state.metrics)}, slots, "metrics"
             ),
             "shares": [
                 encode(own, slots, f"shares.{rank}")

@@ -1,43 +1,39 @@
-"""Metrics of several processes, combined into those of all."""
+"""Merge the metrics of all processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from fnloop._backend.collectives import gather_objects, rank_and_size
+from fnloop._backend.collectives import gather_objects
 from fnloop._core.metrics import to_host
 from fnloop._core.serialize import Pending
+from fnloop._core.types import Metric
 
 __all__ = ["merge_metrics"]
 
 
 def merge_metrics(
-    metrics: Mapping[str, Any], partial: Iterable[str] | None = None
-) -> dict[str, Any]:
+    metrics: Mapping[str, Metric], own: Iterable[str] | None = None
+) -> dict[str, Metric]:
     """Combine metrics over all processes, in the order of their ranks, with one exchange.
 
     Args:
-        metrics: name to metric, what this process has seen.
-        partial: the names of those that are of this process's share of the data, all by default; the others are the same
-            everywhere already.
+        metrics: name to metric, as this process has seen them.
+        own: the names of those that are of this process's share of the data; by default all. The
+            others are the same in every process already.
 
     Returns:
-        Name to metric, on the host where there are several processes; the same in each.
+        Name to metric, on the host; the same in every process.
     """
-    if rank_and_size()[1] == 1:
-        return dict(metrics)
     mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
     sent = {k: m.on_host() if hasattr(m, "on_host") else m for k, m in mine.items()}
-    parts = gather_objects((set(mine if partial is None else partial), sent))
-    shared = set().union(
-        *(names for names, _ in parts)
-    )  # who has had no batch of its own doesn't know
-    whole = dict(parts[0][1])
+    parts = gather_objects((set(mine if own is None else own), sent))
+    shared = set().union(*(names for names, _ in parts))  # some may have had no batch
+    merged = dict(parts[0][1])
     for _, part in parts[1:]:
         for name, metric in part.items():
-            if name not in whole:
-                whole[name] = metric
+            if name not in merged:
+                merged[name] = metric
             elif name in shared:
-                whole[name] = whole[name].combine(metric)
-    return whole
+                merged[name] = merged[name].combine(metric)
+    return merged

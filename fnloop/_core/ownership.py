@@ -25,11 +25,9 @@ class Ownership:
     All states that a run makes of one model share it.
     """
 
-    __slots__ = ("cut", "joint", "newest", "share", "version")
+    __slots__ = ("__weakref__", "newest", "version")
 
     def __init__(self) -> None:
-        self.cut = self.joint = None  # XXX until the engine is merged
-        self.share = (-1, (0, ()))
         self.version: int | None = 0  # None while an optimizer changes the parameters
         self.newest: TrainState | None = None  # what the last update made, until it is counted
 

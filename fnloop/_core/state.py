@@ -31,8 +31,8 @@ from fnloop._display.checks import described
 __all__ = [
     "EPOCH", "PENDING", "RECORD", "SCHEDULED", "UPDATE", "TrainState",
     "advance", "after_batches", "all_parameters", "check_not_stale", "clear_parameter_cache",
-    "detached_from_run", "give_up_ownership", "is_half_updated", "newest", "now", "owns_handles",
-    "parameters", "take_ownership", "tracing_copy", "with_slot",
+    "detached_from_run", "give_up_ownership", "is_half_updated", "newest", "now", "ownership_of",
+    "owns_handles", "parameters", "take_ownership", "tracing_copy", "version_of", "with_slot",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # see TrainState.events
@@ -99,7 +99,7 @@ class TrainState:
     events: frozenset[str] = _NOTHING
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
-    _lease: Ownership = attrs.field(factory=Ownership)
+    _ownership: Ownership = attrs.field(factory=Ownership)
     _version: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
@@ -251,7 +251,7 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
             f"{owner} expected a TrainState, as TrainState.create(model, optimizer) makes it; "
             f"got {described(state)}"
         )
-    if state._lease.version == state._version:
+    if state._ownership.version == state._version:
         return
     if is_half_updated(state):
         raise StaleStateError(
@@ -268,17 +268,17 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
 
 def owns_handles(state: TrainState) -> bool:
     """Return whether a state owns its model and optimizer."""
-    return state._lease.version == state._version
+    return state._ownership.version == state._version
 
 
 def is_half_updated(state: TrainState) -> bool:
     """Return whether an update of this model was begun and has not ended: no state owns it."""
-    return state._lease.version is None
+    return state._ownership.version is None
 
 
 def give_up_ownership(state: TrainState) -> None:
     """Leave the model without an owner, from before an update changes it until :func:`advance`."""
-    state._lease.version = None
+    state._ownership.version = None
 
 
 def advance(state: TrainState, applied: bool) -> TrainState:
@@ -288,14 +288,14 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     values["step" if applied else "skipped"] += 1
     values["events"] = _UPDATED if applied else _NOTHING
     values["generators"] = None
-    values["_version"] = state._lease.version = state._version + 1
-    state._lease.newest = new
+    values["_version"] = state._ownership.version = state._version + 1
+    state._ownership.newest = new
     return new
 
 
 def take_ownership(state: TrainState) -> TrainState:
     """Return a copy of a state, which owns the model from now on."""
-    state._lease.version = version = state._version + 1
+    state._ownership.version = version = state._version + 1
     return attrs.evolve(state, version=version)
 
 
@@ -303,7 +303,7 @@ def after_batches(
     state: TrainState, batches: int, samples: int, metrics: Mapping[str, Metric]
 ) -> TrainState:
     """Return the state with batches and their samples counted, and with these metrics."""
-    state._lease.newest = None
+    state._ownership.newest = None
     new = _copy(state)
     values = vars(new)
     values["batch"] += batches
@@ -322,7 +322,7 @@ def _copy(state: TrainState) -> TrainState:
 
 def newest(state: TrainState, batches: int, samples: int) -> TrainState:
     """Return the state that an update made of this one, with its batches counted; else this one."""
-    made = state._lease.newest
+    made = state._ownership.newest
     if owns_handles(state) or made is None:
         return state
     return after_batches(made, batches, samples, made.metrics)
@@ -346,7 +346,7 @@ def tracing_copy(
         *("events", "generators", "extra"),
     )
     changing = {name: stand_in(name) for name in names}
-    return attrs.evolve(state, slots=slots, lease=Ownership(), version=0, **changing)
+    return attrs.evolve(state, slots=slots, ownership=Ownership(), version=0, **changing)
 
 
 def detached_from_run(state: TrainState) -> TrainState:
@@ -378,6 +378,16 @@ def all_parameters(state: TrainState) -> list[Tensor]:
 def clear_parameter_cache(state: TrainState) -> None:
     """Look the parameters up again: the model or a parameter group may have changed."""
     state._parameters.clear()
+
+
+def ownership_of(state: TrainState) -> Ownership:
+    """Return what the states of one model and one optimizer share."""
+    return state._ownership
+
+
+def version_of(state: TrainState) -> int:
+    """Return a number that every step changes, and every call of :func:`take_ownership`."""
+    return state._version
 
 
 def now(state: TrainState) -> float:

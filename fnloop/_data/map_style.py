@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from fnloop._core.rng import FETCH, ORDER, fold_in, own_generator, position_all
-from fnloop._data.round_robin import RoundRobin
+from fnloop._data.round_robin import SingleProcess
 from fnloop._data.window import END, Padding
 
 __all__ = [
@@ -109,11 +109,16 @@ class _BatchDataset(torch.utils.data.Dataset):
 
 
 def map_style(
-    loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: RoundRobin
+    loader: DataLoader,
+    seed: int,
+    epoch: int | None,
+    batch: int,
+    samples: int,
+    sharing: SingleProcess,
 ) -> Iterator[Any]:
     """Yield this process's batches."""
     __tracebackhide__ = True
-    tickets = _requests(loader, seed, epoch, batch, samples, deal)
+    tickets = _requests(loader, seed, epoch, batch, samples, sharing)
     if loader.num_workers:
         yield from _with_workers(loader, tickets)
     else:
@@ -123,18 +128,26 @@ def map_style(
 
 
 def _requests(
-    loader: DataLoader, seed: int, epoch: int | None, batch: int, samples: int, deal: RoundRobin
+    loader: DataLoader,
+    seed: int,
+    epoch: int | None,
+    batch: int,
+    samples: int,
+    sharing: SingleProcess,
 ) -> Iterator[_BatchRequest]:
     """Yield what this process's batches are made of. Each has a seed of its position, whatever process makes it."""
     __tracebackhide__ = True
     seeds = fold_in(seed, FETCH, epoch or 0)
     stride = loader.batch_sampler.batch_size if is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if is_sized(loader) else batch
-    order = _batch_indices(loader, fold_in(seed, ORDER, epoch or 0), epoch, start, deal.processes)
-    if deal.processes > 1:
-        order = map(deal.dealt.noted, order if loader.batch_sampler is None else map(list, order))
+    order = _batch_indices(
+        loader, fold_in(seed, ORDER, epoch or 0), epoch, start, sharing.processes
+    )
+    order = sharing.note_order(order, batched=loader.batch_sampler is not None)
     sized = loader.batch_sampler is not None and _keeps_all(loader)
-    for numbered in deal(enumerate(order), lambda numbered: len(numbered[1]) if sized else 0):
+    for numbered in sharing.split(
+        enumerate(order), lambda numbered: len(numbered[1]) if sized else 0
+    ):
         borrowed = type(numbered) is Padding
         n, index = numbered.batch if borrowed else numbered
         yield _BatchRequest(fold_in(seeds, start + n * stride), index, borrowed)

@@ -1,7 +1,6 @@
-"""Which process works on what: batches are dealt in turn, like cards, in each round one to every process.
+"""Which process works on which batch: batches are distributed round-robin.
 
-In the last round a process that gets none borrows the first one's, in case that all have to take part in exchanges; it counts
-for nothing.
+In an incomplete last round, processes without a batch get the first one as padding.
 """
 
 from __future__ import annotations
@@ -11,101 +10,124 @@ import itertools
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
-import attrs
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from fnloop._backend.collectives import ORDER_MISMATCH, all_reduce_max
 from fnloop._backend.transfer import tensors_in
 from fnloop._backend.watchdog import DIVERGED
 from fnloop._data.window import Padding
 
-__all__ = ["RoundRobin", "ShardState"]
+__all__ = ["RoundRobin", "SingleProcess", "sharing_among"]
+
+Item = TypeVar("Item")
 
 
-@attrs.define
-class ShardState:
-    """What has been dealt of an epoch to all processes.
+class SingleProcess:
+    """Gives everything to the only process.
 
-    Args:
-        sizes: of each round that was not worked on yet, the size of its batches if all have one, else 0.
-        order: a checksum of the indices of its samples, where they are known.
+    Attributes:
+        processes: the number of processes.
+        order: a checksum of the indices of an epoch's samples, where they are known.
     """
 
-    sizes: deque[int] = attrs.field(factory=deque)
-    order: int = 0
+    processes = 1
+    order = 0
 
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self.sizes.clear()
-        self.order = 0
+    def split(
+        self, items: Iterable[Item], size_of: Callable[[Item], int], reused: bool = False
+    ) -> Iterator[Item | Padding]:
+        """Return this process's items.
 
-    def noted(self, index: Any) -> Any:
-        """Note the indices of a batch, and return them."""
-        with contextlib.suppress(TypeError, OverflowError):  # not numbers
-            self.order = zlib.crc32(
-                array("q", index if isinstance(index, list) else [index]), self.order
-            )
-        return index
+        Args:
+            items: what is distributed.
+            size_of: how many samples an item has, or 0 if that is not known.
+            reused: whether items are made on demand, and may reuse the memory of the last one.
+        """
+        return iter(items)
 
-    def check(self) -> None:
-        """Raise if others have dealt in another order. Every process has to call it."""
-        most, least = all_reduce_max([self.order, -self.order])
-        if most != -least:
-            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
+    def note_order(self, indices: Iterator[Any], batched: bool) -> Iterator[Any]:
+        """Return the indices of samples, noting their order as they pass.
+
+        Args:
+            indices: what a sampler yields.
+            batched: whether that is the indices of a batch each time.
+        """
+        return indices
+
+    def uniform_batch_size(self, rounds: int) -> int:
+        """Return the size of every batch in the next rounds if all are equal, else 0.
+
+        Call it once for each round.
+        """
+        return 0
+
+    def check_order(self) -> None:
+        """Raise if the processes have read the data in different orders. A collective."""
 
 
-class RoundRobin(NamedTuple):
-    """Deals to each process in turn.
+class RoundRobin(SingleProcess):
+    """Gives each process one item in turn.
 
     Args:
         rank: the number of this process.
         processes: how many there are.
-        dealt: what has been dealt.
     """
 
-    rank: int
-    processes: int
-    dealt: ShardState
+    def __init__(self, rank: int, processes: int) -> None:
+        self.rank, self.processes = rank, processes
+        self._sizes: deque[int] = deque()  # of rounds ahead: their batch size, or 0 if it differs
 
-    def __call__(
-        self, things: Any, size_of: Callable[[Any], int], made: bool = False
-    ) -> Iterator[Any]:
-        """Deal things, of a size each; ``made`` when they are asked for, so that one may be in the memory of another."""
-        things = iter(things)
-        return (
-            things
-            if self.processes == 1
-            else self._dealt(things, size_of, _version if made else lambda thing: None)
-        )
-
-    def _dealt(
-        self,
-        things: Iterator[Any],
-        size_of: Callable[[Any], int],
-        version: Callable[[Any], int | None],
-    ) -> Iterator[Any]:
+    def split(
+        self, items: Iterable[Item], size_of: Callable[[Item], int], reused: bool = False
+    ) -> Iterator[Item | Padding]:
         __tracebackhide__ = True
-        self.dealt.begin()
-        while stamped := [
-            (thing, version(thing)) for thing in itertools.islice(things, self.processes)
+        self._sizes.clear()
+        self.order = 0
+        items = iter(items)
+        while round_ := [
+            (item, _version(item) if reused else None)
+            for item in itertools.islice(items, self.processes)
         ]:
-            hand = [thing for thing, _ in stamped]
-            if any(version(thing) != then for thing, then in stamped):
-                raise ValueError(_REFILLED.format(self.processes))
-            sizes = {size_of(thing) for thing in hand} if len(hand) == self.processes else {0}
-            self.dealt.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
-            yield hand[self.rank] if self.rank < len(hand) else Padding(hand[0])
+            if reused and any(_version(item) != version for item, version in round_):
+                raise ValueError(
+                    f"the loader reuses a tensor for its next batch, but {self.processes} processes "
+                    "need that many batches at once: let it make a new one for each "
+                    "(yield x.clone())"
+                )
+            batches = [item for item, _ in round_]
+            self._sizes.append(_common([*map(size_of, batches)], self.processes))
+            yield batches[self.rank] if self.rank < len(batches) else Padding(batches[0])
+
+    def note_order(self, indices: Iterator[Any], batched: bool) -> Iterator[Any]:
+        return map(self._note, map(list, indices) if batched else indices)
+
+    def _note(self, index: Any) -> Any:
+        with contextlib.suppress(TypeError, OverflowError):  # the indices are not numbers
+            numbers = array("q", index if isinstance(index, list) else [index])
+            self.order = zlib.crc32(numbers, self.order)
+        return index
+
+    def uniform_batch_size(self, rounds: int) -> int:
+        return _common([self._sizes.popleft() if self._sizes else 0 for _ in range(rounds)], rounds)
+
+    def check_order(self) -> None:
+        largest, negative_smallest = all_reduce_max([self.order, -self.order])
+        if largest != -negative_smallest:
+            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
 
 
-_REFILLED = (
-    "the loader fills one tensor again for its next batch, and {} processes share out as many batches at once: let it make a "
-    "new one for each (yield x.clone())"
-)
+def sharing_among(processes: int, rank: int) -> SingleProcess:
+    """Return how a process gets its share of the batches."""
+    return SingleProcess() if processes == 1 else RoundRobin(rank, processes)
 
 
-def _version(thing: Any) -> int | None:
+def _common(sizes: list[int], expected: int) -> int:
+    """Return the size that all have, or 0 if they differ or are fewer than expected."""
+    return sizes[0] if len(sizes) == expected and len({*sizes}) == 1 else 0
+
+
+def _version(item: object) -> int | None:
     """Return how often the first tensor of a batch has been changed in place."""
-    first = next(tensors_in(thing), None)
+    first = next(tensors_in(item), None)
     return None if first is None or first.is_inference() else first._version

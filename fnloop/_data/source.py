@@ -1,7 +1,8 @@
-"""Loaders: told apart, opened so that what they yield is a function of (seed, epoch, position), and cut into windows.
+"""Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
 
-A map-style ``DataLoader`` is read by its parts (``_map_style``). Any other iterable is iterated; to go on in the middle of it,
-it is consumed up to there. With several processes, the batches are dealt to them in turn (``_deal``).
+A map-style ``DataLoader`` is read by its parts, see :mod:`fnloop._data.map_style`. Any other iterable
+is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is consumed up to there.
+When there are several processes, the batches are distributed round-robin.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import cast
 
 import attrs
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from fnloop._backend.collectives import all_reduce_max, any_rank
 from fnloop._backend.transfer import tensors_in
 from fnloop._core.rng import fold_in
+from fnloop._core.types import Batch
 from fnloop._data.iterable import iterate
 from fnloop._data.loaders import sharded
 from fnloop._data.map_style import is_sized, length_of, map_style
-from fnloop._data.round_robin import RoundRobin, ShardState
-from fnloop._data.window import END, Padding
+from fnloop._data.round_robin import RoundRobin, SingleProcess, sharing_among
+from fnloop._data.window import END, Padding, Window
 
 __all__ = ["Source", "batch_size_of", "num_updates", "open_source"]
 
@@ -32,22 +34,32 @@ class Source:
     """A loader opened for a run.
 
     Args:
-        batches: ``(epoch, batch, samples) -> this process's batches of that epoch from that position``.
-        length: batches in an epoch, for all processes together; None if that isn't known before its end.
-        processes: how many processes the batches are dealt to.
-        batch_size: samples in a batch, where that is the same for all but the last, and a position can be in samples.
-        samples: samples in an epoch, where batch_size is known.
-        drop_last: whether a smaller last round is left out.
-        dealt: what has been dealt.
+        batches: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
+            position on.
+        length: batches in an epoch, for all processes together; None if unknown before its end.
+        sharing: how the batches are distributed to the processes.
+        batch_size: samples in a batch, if all batches but the last have one known size. Then a
+            position may be given in samples.
+        samples: samples in an epoch, if ``batch_size`` is known.
+        drop_last: whether an incomplete last round is left out.
     """
 
-    batches: Callable[[int | None, int, int], Iterator[Any]]
+    batches: Callable[[int | None, int, int], Iterator[Batch]]
     length: int | None
-    processes: int = 1
+    sharing: SingleProcess
     batch_size: int | None = None
     samples: int = 0
     drop_last: bool = False
-    dealt: ShardState = attrs.field(factory=ShardState)
+
+    @property
+    def processes(self) -> int:
+        """How many processes the batches are distributed to."""
+        return self.sharing.processes
+
+    @property
+    def order(self) -> int:
+        """A checksum of the order of an epoch's samples, where their indices are known."""
+        return self.sharing.order
 
     def left(self, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
@@ -56,115 +68,137 @@ class Source:
         return None if self.length is None else max(self.length - batch, 0)
 
     def batches_of(self, samples: int) -> int:
-        """Return how many batches so many samples make."""
+        """Return how many batches a number of samples makes."""
         assert self.batch_size is not None
         if self.drop_last:
             return samples // (self.batch_size * self.processes) * self.processes
         return math.ceil(samples / self.batch_size)
 
+    def take(self, batch: Batch, window: int) -> tuple[Batch, Window]:
+        """Return what a step takes, without the marks of padding, and what is known of it.
+
+        Args:
+            batch: what the source gave: a batch, or a tuple of them. Call this once for each.
+            window: the window of the step.
+        """
+        given = (batch,) if window == 1 else batch
+        padding = tuple(type(b) is Padding for b in given)
+        size = self.sharing.uniform_batch_size(len(given))
+        if not any(padding):
+            return batch, Window(size)
+        batches = tuple(b.batch if type(b) is Padding else b for b in given)
+        return (batches[0] if window == 1 else batches), Window(size, padding)
+
     def why_empty(self) -> str:
         """Return why an epoch of a loader that drops its last batch has none."""
-        together = f"{self.batch_size * self.processes}"  # type: ignore[operator]
-        if self.processes > 1:
-            together = f"{self.batch_size} × {self.processes} processes"
+        per_process = f"{self.batch_size} on each of {self.processes} processes"
+        together = per_process if self.processes > 1 else f"{self.batch_size}"
         return (
             f"It has {self.samples} samples, and with drop_last an update takes {together}: make "
             "batches smaller."
         )
 
-    def even(self, rounds: int) -> int:
-        """Return the size of every batch in the next rounds, if it is the same in every process; else 0. Ask once for each."""
-        sizes = self.dealt.sizes
-        found = {sizes.popleft() if sizes else 0 for _ in range(rounds)}
-        return found.pop() if len(found) == 1 else 0
+    def check_order(self) -> None:
+        """Raise if the processes have read the data in different orders. A collective."""
+        self.sharing.check_order()
 
 
-def open_source(loader: Any, seed: int, rank: int = 0, processes: int = 1) -> Source:
+def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) -> Source:
     """Open a loader, so that what it yields is a function of the seed, the epoch and the position.
 
     Args:
         loader: any iterable of batches, or a function that returns one.
         seed: the run's.
         rank: the number of this process.
-        processes: how many share the batches.
+        processes: how many processes share the batches.
 
     Raises:
-        ValueError: it shares its data out by itself.
+        ValueError: the loader distributes its data to the processes already.
     """
     if isinstance(loader, sharded):
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
-        _check_whole(loader)
-    deal = RoundRobin(rank, processes, ShardState())
-    if type(loader) in (list, tuple):  # nothing to position: no code runs
+        _check_not_split(loader)
+    sharing = sharing_among(processes, rank)
+    if isinstance(loader, DataLoader) and _is_map_style(loader):
 
-        def listed(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
-            return deal(itertools.islice(loader, batch, None), batch_size_of)
+        def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+            return map_style(loader, seed, epoch, batch, samples, sharing)
 
-        return Source(listed, len(loader), processes, dealt=deal.dealt)
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if plain and not isinstance(loader.dataset, IterableDataset):
+        if not is_sized(loader):
+            return Source(indexed, length_of(loader), sharing)
+        batched = cast(BatchSampler, loader.batch_sampler)
+        total = len(batched.sampler)  # type: ignore[arg-type]
+        source = Source(indexed, None, sharing, batched.batch_size, total, batched.drop_last)
+        return attrs.evolve(source, length=source.batches_of(total))
+    if type(loader) in (list, tuple):  # no code of the user's runs: there is nothing to position
+        listed = cast("list[Batch]", loader)
 
-        def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
-            return map_style(loader, seed, epoch, batch, samples, deal)
+        def sliced(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+            return sharing.split(itertools.islice(listed, batch, None), batch_size_of)
 
-        if is_sized(loader):
-            batched: Any = loader.batch_sampler
-            size, total = batched.batch_size, len(batched.sampler)
-            source = Source(batches, None, processes, size, total, batched.drop_last, deal.dealt)
-            return attrs.evolve(source, length=source.batches_of(total))
-        return Source(batches, length_of(loader), processes, dealt=deal.dealt)
+        return Source(sliced, len(listed), sharing)
 
-    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
-        return deal(iterate(loader, seed, epoch, batch), batch_size_of, made=True)
+    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+        return sharing.split(iterate(loader, seed, epoch, batch), batch_size_of, reused=True)
 
-    return Source(iterated, length_of(loader), processes, dealt=deal.dealt)
+    return Source(iterated, length_of(loader), sharing)
 
 
-def _check_whole(loader: Any) -> None:
-    """Raise if a loader gives each process its share already, in a way of its own."""
+def _is_map_style(loader: DataLoader[object]) -> bool:
+    """Return whether a DataLoader takes samples by index, in torch's own way."""
+    is_plain = type(loader).__iter__ is DataLoader.__iter__
+    return is_plain and not isinstance(loader.dataset, IterableDataset)
+
+
+def _check_not_split(loader: object) -> None:
+    """Raise if a loader gives each process a share already, in a way of its own."""
     samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     if any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers):
         raise ValueError(
-            "the loader has a DistributedSampler, which repeats samples so that all processes get as many. fnloop shares out "
-            "the order itself, each sample once: leave the sampler out, DataLoader(dataset, batch_size, shuffle=True); or keep "
-            "it, and say so: sharded(loader)"
+            "the loader has a DistributedSampler, which repeats samples so that every process gets "
+            "the same number. fnloop distributes the order itself, each sample once: leave the "
+            "sampler out, DataLoader(dataset, batch_size, shuffle=True); or keep it and mark the "
+            "loader, sharded(loader)"
         )
     if type(loader).__module__.startswith("accelerate."):
         raise ValueError(
-            "the loader was prepared by accelerate, which shares it out already: pass the DataLoader as it was before"
+            "the loader was prepared by accelerate, which distributes its batches already: pass the "
+            "DataLoader as it was before"
         )
 
 
-def _open_sharded(loader: Any, seed: int, rank: int, processes: int) -> Source:
+def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Source:
     if processes == 1:
         return open_source(loader, seed)
     source = open_source(loader, fold_in(seed, rank))
 
-    def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Any]:
+    def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         return _pad_to_longest(source.batches(epoch, batch // processes, 0))
 
-    shares = all_reduce_max(
+    longest, some_unknown = all_reduce_max(
         [-1.0 if source.length is None else source.length, source.length is None]
     )
-    return Source(batches, None if shares[1] else int(shares[0]) * processes, processes)
+    length = None if some_unknown else int(longest) * processes
+    return Source(batches, length, RoundRobin(rank, processes))
 
 
-def _pad_to_longest(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield until the longest share is at its end; whose own has ended before borrows from it."""
+def _pad_to_longest(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield until the longest shard ends; shorter shards are padded with their last batch."""
     __tracebackhide__ = True
     last = END
     while any_rank((batch := next(batches, END)) is not END):
         if batch is END and last is END:
             raise ValueError(
-                "this process's share of the data has no batch, and those of others have: give each at least one"
+                "this process's share of the data has no batch, and those of other processes have: "
+                "give each process at least one"
             )
         yield Padding(last) if batch is END else batch
         last = last if batch is END else batch
 
 
-def batch_size_of(batch: Any) -> int:
+def batch_size_of(batch: Batch) -> int:
     """Return the leading dimension of a batch: that of its first tensor that has one."""
     if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
         return batch[0].size(0)  # (x, y): the usual case

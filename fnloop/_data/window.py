@@ -1,31 +1,39 @@
-"""What a process has of a window of batches."""
+"""What a process has of a window of batches, and the marks in a stream of batches."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
-__all__ = ["END", "Padding", "unwrap_padding"]
+from fnloop._core.types import Batch
+
+__all__ = ["END", "Padding", "Window"]
 
 END = object()
 
 
 class Padding:
-    """The batch of another process, for one that has none left. It counts for nothing.
+    """A padding batch for a process whose data ran out. It contributes nothing to gradients or metrics.
 
-    Nobody looks at it, unless a forward exchanges something with other processes, who would wait for it: see :class:`Talk`.
+    It is only run if the forward pass performs collectives, in which the other processes would
+    otherwise wait: see :class:`fnloop._step.evaluation.CollectiveProbe`.
+
+    Args:
+        batch: a batch of another process.
     """
 
     __slots__ = ("batch",)
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Batch) -> None:
         self.batch = batch
 
 
-def unwrap_padding(batch: Any, window: int) -> tuple[Any, tuple[bool, ...]]:
-    """Return what a step takes, with borrowed batches as themselves; and which they are, or nothing if none is."""
-    window_of = (batch,) if window == 1 else batch
-    borrowed = tuple(type(b) is Padding for b in window_of)
-    if not any(borrowed):
-        return batch, ()
-    real = tuple(b.batch if lent else b for b, lent in zip(window_of, borrowed, strict=True))
-    return (real[0] if window == 1 else real), borrowed
+class Window(NamedTuple):
+    """What is known of a window when there are several processes.
+
+    Args:
+        batch_size: samples in each of its batches, in every process; 0 if that may differ.
+        padding: for each of its batches, whether it is padding; empty if none is.
+    """
+
+    batch_size: int = 0
+    padding: tuple[bool, ...] = ()

@@ -48,6 +48,7 @@ from fnloop._graphs.guards import (
     make_rollback,
     undo_capturable,
 )
+from fnloop._step.host import Judge, replace_host
 from fnloop._step.update import wants_closure
 
 __all__ = ["Graph", "GraphedStep", "Recorder", "rebuilt", "recorder_on", "signature"]
@@ -262,6 +263,41 @@ class GraphBreak(NamedTuple):
     judge: Callable[[TrainState, bool], str | None]
 
 
+class _RecordingHost:
+    """Splits the record where the host decides, and lets the update be applied.
+
+    Args:
+        decisions: a list to which ``(out, flag, judge)`` is added.
+        split: what splits the record.
+    """
+
+    def __init__(
+        self, decisions: list[tuple[Output, Tensor, Judge]], split: Callable[[], None]
+    ) -> None:
+        self._decisions, self._split = decisions, split
+
+    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
+        if self._decisions:
+            raise CaptureError(_TWICE)
+        self._decisions.append((out, flag, judge))
+        self._split()
+
+
+class _SkippingHost:
+    """Skips the update, and forbids device work from there on.
+
+    Args:
+        rest: the context of the rest of the update.
+    """
+
+    def __init__(self, rest: contextlib.ExitStack) -> None:
+        self._rest = rest
+
+    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str:
+        self._rest.enter_context(NoKernels())
+        return "left out"
+
+
 class Graph(NamedTuple):
     """A captured update.
 
@@ -424,19 +460,12 @@ class GraphedStep:
         cuts: list[Any] = []
 
         def update(begin: Callable[[], None]) -> tuple[TrainState, Output]:
-            def cut(*decision: Any) -> None:
-                if cuts:
-                    raise CaptureError(_TWICE)
-                cuts.append(decision)
-                begin()
-
-            inside._lease.cut = cut
-            return self.step(inside, static)
+            with replace_host(_RecordingHost(cuts, begin)):
+                return self.step(inside, static)
 
         def left_out(begin: Callable[[], None]) -> None:
             again = tracing_copy(state, Slots(state.slots), TracerProxy)
-            with contextlib.ExitStack() as behind:
-                again._lease.cut = lambda *_: behind.enter_context(NoKernels()) and "left out"
+            with contextlib.ExitStack() as rest, replace_host(_SkippingHost(rest)):
                 self.step(again, static)
 
         try:

@@ -7,11 +7,11 @@ import math
 import attrs
 
 from fnloop._core.history import Fold, Record
-from fnloop._core.merge import merge_metrics
 from fnloop._core.monitor import better, check_monitored, mode_of
 from fnloop._core.state import RECORD, UPDATE, TrainState
 from fnloop._core.types import Call
 from fnloop._display.checks import choice, flag, integer, metric_name, number
+from fnloop._step.engine import engine_of
 
 __all__ = ["early_stop", "halt_on_nonfinite"]
 
@@ -193,9 +193,8 @@ class halt_on_nonfinite:
         if RECORD in state.events:
             loss = state.history[-1].metrics.get("train/loss", 0.0)
         elif UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
-            loss = merge_metrics({"loss": state.metrics["loss"]})[
-                "loss"
-            ].compute()  # a host read, once in so many updates
+            merged = engine_of(state).merge_metrics({"loss": state.metrics["loss"]})
+            loss = merged["loss"].compute()  # a host read, once every `steps` updates
         else:
             return state
         if math.isfinite(loss):

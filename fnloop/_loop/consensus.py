@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,6 @@ from fnloop._backend.collectives import ORDER_MISMATCH, is_lost, start_all_reduc
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.watchdog import ADVICE, DIVERGED, here, verdict, waiting_for_all
 from fnloop._core.state import TrainState
-from fnloop._data.source import Source
-from fnloop._data.window import unwrap_padding
 from fnloop._loop.interrupts import TERMINATED, Interrupts
 
 __all__ = ["Consensus"]
@@ -50,12 +47,9 @@ class Consensus:
 
     Args:
         state: the state at the beginning of the run.
-        source: the training loader.
-        window: how many batches each process takes for an update.
     """
 
-    def __init__(self, state: TrainState, source: Source, window: int) -> None:
-        self._source, self._window = source, window
+    def __init__(self, state: TrainState) -> None:
         self._began = time.monotonic()
         self._agreed_time = 0.0
         self._boundaries, self._next, self._gap = 0, 1, 1
@@ -68,10 +62,6 @@ class Consensus:
     def clock(self) -> float:
         """Return the seconds since the run began, as of the last exchange."""
         return self._agreed_time
-
-    def take(self, state: TrainState, batch: Any) -> Any:
-        """Return what the step is given of a fetched window, and tell the engine about it."""
-        return unwrap_padding(batch, self._window)[0]
 
     def poll(self, state: TrainState, interrupts: Interrupts) -> None:
         """Read the last exchange and begin another, if it is time to."""

@@ -25,6 +25,7 @@ from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts, handlin
 from fnloop._loop.peers import is_alone
 from fnloop._loop.plan import Plan
 from fnloop._loop.run import LOADER, Run, warn_on_main
+from fnloop._step.engine import engine_of
 from fnloop._step.update import consume
 
 __all__ = ["train_epochs"]
@@ -47,7 +48,7 @@ def train_epochs(
         yield _settle(plan, state)
         return
     run, backend = Run(plan, state), state.backend
-    step, source, window, take = plan.step.train, run.source, plan.step.window, run.peers.take
+    step, window, source = plan.step.train, plan.step.window, run.source
     batch_size, position = source.batch_size or 0, positioner(backend.device)
     with _closing(plan.hooks):
         while True:
@@ -57,13 +58,13 @@ def train_epochs(
                     at = (state.epoch, state.batch, state.samples)
                     feed = windows(source, window, backend.device, *at, plan.prefetch)
                     batch: Any = next(feed, END)
-                    over = run.enter(seed, ended=batch is END)
+                    over, take = run.enter(seed, ended=batch is END), engine_of(run.state).take
                     while not over:
                         state = run.state
                         position(mix(seed, state.batch))
                         run.taken = backend.world_size * (1 if window == 1 else len(batch))
                         run.phase = None  # the step
-                        new, out = step(state, take(state, batch))
+                        new, out = step(state, take(state, batch, source, window))
                         run.state = consume(new, out, run.taken, run.taken * batch_size)
                         run.phase, run.before_record = LOADER, True
                         batch = next(feed, END)

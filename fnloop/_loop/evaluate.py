@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 
-from fnloop._backend.collectives import gather_objects, sync_buffers
-from fnloop._backend.public import to_device_of
-from fnloop._core.merge import merge_metrics
-from fnloop._core.metrics import Mean, read, update_, update_loss_
+from fnloop._core.metrics import read, update_, update_loss_
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, position_all, positioner
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Metric, name_of
 from fnloop._data.loaders import check_loader
 from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source
-from fnloop._data.window import END, Padding
+from fnloop._data.window import END
 from fnloop._display import checks
 from fnloop._loop.plan import check_step
-from fnloop._step.distributed import CollectiveProbe, drop_last_metrics, engine_of
+from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep, evaluating
 
 __all__ = ["READ_ONCE", "evaluate", "measure", "open_loader", "predict"]
@@ -42,14 +39,11 @@ def measure(
     """
     __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
-    backend, seed, n, borrowed = state.backend, fold_in(state.seed, COMPUTE), 0, False
+    backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
     batch: Any = None
-    own = False  # whether a batch was this process's own
     position = positioner(backend.device)
     position_all(seed)
-    joint = engine_of(state)
-    if joint is not None:
-        sync_buffers(state.model)
+    evaluation = engine_of(state).start_evaluation(state)
     batches = windows(source, 1, backend.device, None)
     with evaluating(state.model):
         while True:
@@ -61,20 +55,12 @@ def measure(
                 position(
                     mix(seed, n * backend.world_size + backend.rank)
                 )  # of the batch, whichever process has it
-                borrowed, n = type(batch) is Padding, n + 1
-                own = own or not borrowed
-                if joint is None:
-                    _, out = step.forward(state, batch)
-                elif joint.evaluation.leaves_out(borrowed):
-                    continue
-                else:
-                    _, out = joint.evaluation.hear(
-                        step.forward, state, batch.batch if borrowed else batch
-                    )
-                if borrowed or (out.weight.__class__ is int and not out.weight):  # it has no item
-                    continue
-                metrics = update_(metrics, out.metrics) if out.metrics else metrics
-                metrics["loss"] = update_loss_(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+                n += 1
+                for _, out in evaluation.call(step.forward, state, batch):
+                    if out.weight.__class__ is int and not out.weight:  # it has no item
+                        continue
+                    metrics = update_(metrics, out.metrics) if out.metrics else metrics
+                    metrics["loss"] = update_loss_(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
             except Exception as error:
                 layer = where or step.layer_of(error)
                 if alone:
@@ -82,11 +68,8 @@ def measure(
                 raise
     if not n:
         raise ValueError("the loader to evaluate gave no batch." + READ_ONCE)
-    if backend.world_size > 1:
-        source.dealt.check()
-    if borrowed:
-        metrics = drop_last_metrics(metrics)
-    return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics} if own else {}
+    evaluation.finish(source)
+    return evaluation.own_metrics(metrics)
 
 
 # --- evaluation and prediction
@@ -123,7 +106,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
         return read(
-            merge_metrics(
+            engine_of(state).merge_metrics(
                 measure(step, step.meet(state, "forward"), open_loader(loader, state), alone=True)
             ),
             vectors=True,
@@ -182,11 +165,7 @@ def _predict(
     source = open_loader(loader, state)
     batches = windows(source, 1, backend.device, None)
     position, seed = positioner(backend.device), fold_in(state.seed, COMPUTE)
-    talk = CollectiveProbe(state.model)
-    if processes > 1:
-        sync_buffers(state.model)
-    else:
-        talk.needed = False
+    prediction = engine_of(state).start_evaluation(state)
     for n in itertools.count():
         check_not_stale(state, "predict")
         where = "the loader"
@@ -194,24 +173,13 @@ def _predict(
             with isolated(backend.device), evaluating(state.model):
                 batch = next(batches, END)
                 if batch is END:
-                    if processes > 1 and gather:
-                        source.dealt.check()
+                    if gather:
+                        prediction.finish(source)
                     return
                 where = name_of(fn)
                 position(fold_in(seed, n * processes + backend.rank))
-                result: Any = None
-                if not talk.leaves_out(type(batch) is Padding):
-                    result = talk.hear(
-                        fn, state.model, batch.batch if type(batch) is Padding else batch
-                    )
+                results = prediction.call(fn, state.model, batch)
         except Exception as error:
             error.add_note(f"while in {where}, predict, batch {n}")
             raise
-        results = [] if type(batch) is Padding else [result]
-        if processes > 1 and gather:
-            results = [
-                to_device_of(result, theirs)
-                for share in gather_objects(results)
-                for theirs in share
-            ]
-        yield from results
+        yield from prediction.gather(results) if gather else results

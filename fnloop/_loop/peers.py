@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from fnloop._core.state import TrainState
-from fnloop._data.source import Source
 from fnloop._loop.consensus import Consensus
 from fnloop._loop.interrupts import Interrupts
 
@@ -19,10 +18,6 @@ class Peers(Protocol):
     @property
     def clock(self) -> Callable[[], float] | None:
         """Seconds since the run began, the same in every process; None in a single process."""
-        ...
-
-    def take(self, state: TrainState, batch: Any) -> Any:
-        """Return what the step is given of a fetched window."""
         ...
 
     def poll(self, state: TrainState, interrupts: Interrupts) -> None:
@@ -43,9 +38,6 @@ class Alone:
 
     clock = None
 
-    def take(self, state: TrainState, batch: Any) -> Any:
-        return batch
-
     def poll(self, state: TrainState, interrupts: Interrupts) -> None: ...
 
     def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None: ...
@@ -58,12 +50,6 @@ def is_alone(state: TrainState) -> bool:
     return state.backend.world_size == 1
 
 
-def peers_of(state: TrainState, source: Source, window: int) -> Peers:
-    """Return the other processes of a run.
-
-    Args:
-        state: the state at its beginning.
-        source: the training loader.
-        window: how many batches each process takes for an update.
-    """
-    return Alone() if is_alone(state) else Consensus(state, source, window)
+def peers_of(state: TrainState) -> Peers:
+    """Return the other processes of a run that begins with this state."""
+    return Alone() if is_alone(state) else Consensus(state)

@@ -33,7 +33,7 @@ from fnloop._loop.hints import suggest_fused
 from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.plan import Plan
-from fnloop._step.distributed import reduce_report
+from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP
 
 __all__ = ["LOADER", "Run", "warn_on_main"]
@@ -63,7 +63,7 @@ class Run:
         self.source = open_loader(plan.loaders.train, state)
         evaluated = {k: open_loader(v, state) for k, v in plan.loaders.evaluated.items()}
         self.evaluated = {} if plan.evaluate_every is None else evaluated
-        self.peers = peers_of(state, self.source, plan.step.window)
+        self.peers = peers_of(state)
         self.info = self._describe(state)
         plan.check(self.info)
         self.interrupts = Interrupts()
@@ -105,6 +105,7 @@ class Run:
             )
             state.model.train()
         clear_parameter_cache(state)
+        engine_of(state).begin_run(state)
         suggest_fused(state.optimizer, state.backend.device)
         try:
             return self.plan.step.meet(state)
@@ -151,7 +152,7 @@ class Run:
         """End an epoch, or what was run of it; and the run, if it is over."""
         __tracebackhide__ = True
         self.phase = "the agreement of all processes"
-        order = self.source.dealt.order if ended else 0
+        order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)
         stopped_by_hook = self.state.stop not in (None, INTERRUPTED, TERMINATED)
@@ -232,7 +233,7 @@ class Run:
         self.phase = "the record"
         known = state.history[-1].seconds if len(state.history) else 0.0
         seconds = max(time.monotonic() - self.started, known)  # a clock may be set back
-        values = read(reduce_report(state, report | {"seconds": Max(seconds)}, "train/"))
+        values = read(engine_of(state).reduce_report(report | {"seconds": Max(seconds)}, "train/"))
         seconds = values.pop("seconds")
         history = state.history.append(Record(state.epoch, state.step, values, seconds, closing))
         return attrs.evolve(state, history=history, events=state.events | {RECORD})

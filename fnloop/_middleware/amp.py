@@ -18,8 +18,8 @@ from fnloop._backend.fsdp import local_part
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._display.checks import described, integer, number
-from fnloop._step.backward import Backward, commutes_with_scaling
-from fnloop._step.update import host_decision
+from fnloop._step.backward import commutes_with_scaling
+from fnloop._step.host import host_decision
 
 __all__ = ["amp"]
 
@@ -114,13 +114,13 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
         return reason
 
     def gradient(step: Any) -> Step:
-        if not hasattr(step, "within"):
+        if not hasattr(step, "insert_inside"):
             raise ValueError(
                 'amp("fp16") is listed behind a middleware that would see scaled gradients. List it first: '
                 'pipeline(amp("fp16"), ...)'
             )
         return commutes_with_scaling(unscale)(
-            step.within(lambda backward: Backward(backward.forward, _scale, backward.may_skip))
+            step.insert_inside(lambda backward: backward.scaled_by(_scale))
         )
 
     def grow(step: Step) -> Step:

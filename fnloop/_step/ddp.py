@@ -1,4 +1,4 @@
-"""DistributedDataParallel as the distributed engine uses it."""
+"""The average of gradients over processes, by torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,108 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnloop._backend.collectives import any_rank
-from fnloop._core.state import TrainState
+from fnloop._backend.collectives import any_rank, sync_buffers
+from fnloop._core.state import TrainState, all_parameters
+from fnloop._display.log import log
 
-__all__ = ["FixedBucketDDP", "TouchParameters", "graph_nodes", "make_ddp"]
+__all__ = ["BucketReducer"]
 
 
-class TouchParameters(torch.autograd.Function):
-    """Pass a loss on, and let backward come by every parameter: DDP waits for all, and not each loss uses all of them."""
+class BucketReducer:
+    """Averages gradients in DDP's buckets, while backward computes the next ones.
+
+    Args:
+        model: the model that is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._has_buffers = any(True for _ in model.buffers())
+        self._ddp: _FixedBucketDDP | None = None
+        self._params: list[Tensor] = []
+        self._flags: list[bool] = []
+        self._trainable: list[Tensor] = []
+        self._used: list[Tensor] = []  # the parameters that the loss used when DDP was made
+        self._hides_parameters = False  # whether the graph of the loss has graphs inside its nodes
+        self._waits_for_all = False  # whether DDP waits for every parameter, used or not
+        self._warned = False
+
+    def close(self) -> None:
+        """Release the process group, at the end of the script."""
+        self._ddp = None
+
+    def start_window(self) -> None:
+        """Start a window: every process gets the main one's buffers."""
+        if self._has_buffers:
+            sync_buffers(self._model)
+
+    def start_microbatch(self, last: bool) -> None:
+        """Only the last micro-batch goes through DDP, so there is nothing to switch."""
+
+    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
+        """Return a root for backward that adds zero to every gradient."""
+        used = self._used or all_parameters(state)
+        return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
+
+    def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor:
+        """Return the root for the last backward of a window, which averages the gradients.
+
+        Args:
+            state: the state.
+            root: what backward would start from without DDP.
+            touch: whether to make every parameter reachable from it. Otherwise
+                :meth:`finish_window` gives DDP the gradients that it still expects.
+        """
+        params = all_parameters(state)
+        flags = [p.requires_grad for p in params]
+        if params is not self._params or flags != self._flags:
+            trainable = [p for p in params if p.requires_grad]
+            if [*map(id, trainable)] != [*map(id, self._trainable)]:
+                self._make_ddp(state, root, trainable)
+            self._params, self._flags, self._trainable = params, flags, trainable
+        assert self._ddp is not None
+        self._waits_for_all = not self._ddp.find_unused_parameters
+        if touch and self._waits_for_all and not self._hides_parameters:
+            root = _TouchParameters.apply(root, *self._trainable)
+        return self._ddp.forward(root)
+
+    def _make_ddp(self, state: TrainState, root: Tensor, trainable: list[Tensor]) -> None:
+        nodes = list(_graph_nodes(root))
+        reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+        self._hides_parameters = any("CheckpointFunction" in node.name() for node in nodes)
+        self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
+        self._ddp = _make_ddp(state, trainable, unused=len(self._used) < len(trainable))
+
+    def finish_window(self, state: TrainState, touched: bool) -> None:
+        """Give DDP the gradients that it still expects after the last backward of a window."""
+        if not self._waits_for_all or touched:
+            return
+        unused = [p for p in self._trainable if p.grad is None]
+        if unused:
+            self._warn_of(unused)
+            torch.stack([p.flatten()[:1].sum() * 0 for p in unused]).sum().backward()
+
+    def _warn_of(self, unused: list[Tensor]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        is_unused = {id(p) for p in unused}
+        names = [name for name, p in self._model.named_parameters() if id(p) in is_unused]
+        log.warning(
+            "the loss uses some parameters in some updates but not in others (%s). With several "
+            "processes they get a zero gradient when unused, so weight decay and momentum still "
+            "apply; a single process would leave them untouched. For that, pass "
+            "backend=Accelerator(kwargs_handlers="
+            "[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+        )
+
+
+class _TouchParameters(torch.autograd.Function):
+    """Identity on the loss that makes every parameter reachable in backward.
+
+    DDP waits for all parameters, and not each loss uses all of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *trainable: Tensor) -> Tensor:
@@ -30,11 +124,12 @@ class TouchParameters(torch.autograd.Function):
         return (grad, *(None,) * ctx.count)
 
 
-class FixedBucketDDP(DistributedDataParallel):
-    """DDP that doesn't sort its buckets anew when it has seen in which order gradients come.
+class _FixedBucketDDP(DistributedDataParallel):
+    """DDP without bucket rebuilding after the first backward.
 
-    A sum over three processes or more depends, in its last bit, on where in a bucket a gradient is: sorted anew behind the
-    first update, a run that goes on from a checkpoint would not be the one that never stopped.
+    A sum over three processes or more depends, in its last bit, on the position of a gradient in
+    its bucket. With rebuilt buckets a run resumed from a checkpoint would differ from one that never
+    stopped.
     """
 
     def forward(self, loss: Tensor) -> Any:
@@ -43,28 +138,30 @@ class FixedBucketDDP(DistributedDataParallel):
 
 
 class _Trainable(nn.Module):
-    """What DDP is to look after: the model, and what the optimizer trains beside it."""
+    """What DDP averages: the model's parameters, and others that the optimizer trains.
 
-    def __init__(self, model: nn.Module, beside: list[Tensor]) -> None:
+    Args:
+        model: the model.
+        others: the other parameters. A leaf tensor need not be an ``nn.Parameter``, which is why
+            they do not pass through ``register_parameter``.
+    """
+
+    def __init__(self, model: nn.Module, others: list[Tensor]) -> None:
         super().__init__()
         self.model = model
         known: dict[str, Any] = self._parameters
-        known.update(
-            {f"other{i}": p for i, p in enumerate(beside)}
-        )  # past a check: a leaf needn't be an nn.Parameter
+        known.update({f"other{i}": p for i, p in enumerate(others)})
 
 
-def make_ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> FixedBucketDDP:
+def _make_ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> _FixedBucketDDP:
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
-    settings.pop(
-        "broadcast_buffers", None
-    )  # done before forward, and once per update: see Joint.open
+    settings.pop("broadcast_buffers", None)  # done once per window, before forward
     settings.setdefault("find_unused_parameters", any_rank(unused))
-    ddp = FixedBucketDDP(
+    ddp = _FixedBucketDDP(
         _Trainable(state.model, [p for p in trainable if id(p) not in own]),
-        init_sync=False,  # the graph is there already: nothing in it may change
-        **{**_no_buffers(), **settings},
+        init_sync=False,  # the graph exists already: the weights in it must not change
+        **{**_without_buffers(), **settings},
     )
     if state.backend.prepare is not None:
         state.backend.prepare(ddp)
@@ -72,15 +169,14 @@ def make_ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> FixedB
 
 
 @functools.cache
-def _no_buffers() -> dict[str, bool]:
+def _without_buffers() -> dict[str, bool]:
     known = inspect.signature(DistributedDataParallel).parameters
-    return {
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
-    }
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
 
 
-def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield what a loss was computed by."""
+def _graph_nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph of a loss."""
     seen, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()

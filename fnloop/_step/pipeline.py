@@ -28,8 +28,10 @@ from fnloop._core.state import TrainState, check_not_stale, with_slot
 from fnloop._core.types import RINGS, Batch, LossFn, Middleware, Output, Step, name_of
 from fnloop._display import html
 from fnloop._display.checks import described, function
-from fnloop._step.backward import Backward, NoGradientError
+from fnloop._step.backward import Backward
+from fnloop._step.engine import engine_of
 from fnloop._step.forward import forward
+from fnloop._step.gradients import NoGradientError
 from fnloop._step.update import OPTIMIZER, consume, update
 
 __all__ = ["STEP", "Pipeline", "PipelineStep", "evaluating", "pipeline", "supervised"]
@@ -278,7 +280,7 @@ class PipelineStep:
             with self._calls_noted() as calls:
                 reply = step(state, batch)
             _check_reply(reply, f"{member!r}, in its {ring} ring,")
-            if not calls and reply[1].skip is None and state.backend.world_size == 1:
+            if not calls and reply[1].skip is None and engine_of(state).calls_every_batch:
                 raise ValueError(
                     f"{member!r} did not call the step that it wraps, so nothing was trained: write state, out = "
                     'step(state, batch); or, to leave an update out, return an Output with skip="why"'

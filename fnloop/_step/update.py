@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fnloop._backend.collectives import any_rank, start_all_reduce_sum
 from fnloop._core.metrics import update_, update_loss_
 from fnloop._core.state import (
     TrainState,
@@ -25,32 +24,11 @@ from fnloop._core.state import (
     parameters,
 )
 from fnloop._core.types import Batch, Output, Step
+from fnloop._step.engine import engine_of
 
-__all__ = ["OPTIMIZER", "consume", "host_decision", "report", "update", "wants_closure"]
+__all__ = ["OPTIMIZER", "consume", "report", "update", "wants_closure"]
 
 OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
-
-
-def host_decision(
-    state: TrainState, out: Output, flag: Tensor, judge: Callable[[TrainState, bool], str | None]
-) -> tuple[TrainState, Output]:
-    """Let the host decide about an update, by a flag that the device has computed.
-
-    Args:
-        state: the state.
-        out: what has been found out so far.
-        flag: a scalar.
-        judge: ``(state, flag) -> why the update is to be left out, or None``. What it keeps it changes in place, and only where
-            it leaves the update out: else that may still fail.
-
-    Returns:
-        What a step returns. While an update is recorded it goes on: there the record is cut in two, and the host decides
-        between the two whenever they are played.
-    """
-    cut = state._lease.cut
-    # A host read: whether this update counts decides the step counter, and schedules with it.
-    skip = judge(state, bool(flag)) if cut is None else cut(out, flag, judge)
-    return state, out if skip is None else attrs.evolve(out, skip=skip)
 
 
 def update(step: Step, may_skip: bool = False) -> Step:
@@ -71,12 +49,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
             if wants_closure(type(state.optimizer)):
                 return _by_closure(step, state, batch)
             new, out = step(state, batch)
-            if (
-                may_skip
-                and state.backend.world_size > 1
-                and any_rank(out.skip is not None)
-                and out.skip is None
-            ):
+            if may_skip and engine_of(state).any(out.skip is not None) and out.skip is None:
                 out = attrs.evolve(out, skip="left out by another process")
             applied = out.skip is None
             if applied:
@@ -113,7 +86,7 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
             raise ValueError(
                 f"{type(state.optimizer).__name__} can't leave an update out ({replies[-1][1].skip})"
             )
-        return _of_all(state, replies[-1][1])
+        return engine_of(state).mean_loss(replies[-1][1])
 
     give_up_ownership(
         state
@@ -121,15 +94,6 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
     state.optimizer.step(closure)  # type: ignore[arg-type]
     new, out = replies[0]
     return advance(new, applied=True), out
-
-
-def _of_all(state: TrainState, out: Output) -> Tensor:
-    """Return the mean loss over all processes."""
-    if state.backend.world_size == 1:
-        return out.loss
-    weight = torch.as_tensor(out.weight, dtype=torch.float64, device=out.loss.device)
-    total, items = start_all_reduce_sum(out.loss.double() * weight), start_all_reduce_sum(weight)
-    return (total() / items()).to(out.loss.dtype)
 
 
 _TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
-"""The weighted mean over the batches of a window."""
+"""The weighted mean over the batches of a window: of losses, metrics and gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,9 @@ from torch import Tensor
 from fnloop._backend.fsdp import local_part
 from fnloop._core.metrics import combine
 from fnloop._core.types import Metric, Output
-from fnloop._step.distributed import Weight
 
 __all__ = [
+    "Weight",
     "WeightedSum",
     "at_least_float32",
     "divide",
@@ -23,88 +22,102 @@ __all__ = [
     "weight_on_device",
 ]
 
+Weight = int | float | Tensor
+
 
 class WeightedSum:
-    """The running sum of a window: what its batches weigh, their losses and metrics."""
+    """The running sum of a window: the weights of its batches, their losses and metrics.
+
+    Attributes:
+        weight: the sum of the weights of the batches that were added; None before the first.
+        reference: the first weight. Batches count relative to it, which keeps fp16 in its range.
+    """
 
     def __init__(self) -> None:
         self.weight: Weight | None = None
-        self.reference: Weight | None = (
-            None  # the first weight: shares are relative to it, to keep fp16 in its range
-        )
-        self.loss: Tensor | None = None
-        self.last: Output | None = None
-        self.metrics: Mapping[str, Metric] = {}
-        self._sums: tuple[Tensor, Tensor] | None = (
-            None  # of the tensors, as given and as counted: the same if all were right
-        )
-        self._weighed: tuple[Output | None, Weight] = (None, 0)
+        self.reference: Weight | None = None
+        self._loss: Tensor | None = None
+        self._last: Output | None = None
+        self._metrics: Mapping[str, Metric] = {}
+        # The sums of the weights on the device, as given and as counted: equal if all are valid.
+        self._checked: tuple[Tensor, Tensor] | None = None
+        self._latest: tuple[Output | None, Weight] = (None, 0)
 
-    def share(self, out: Output) -> Weight | None:
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch was added."""
+        return self.weight is None
+
+    def relative_weight(self, out: Output) -> Weight | None:
         """Return weight / reference, or None where that is 1."""
-        weight = self._weight(out)
+        weight = self._weight_of(out)
         if self.reference is None:
             self.reference = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
         if isinstance(self.reference, Tensor) or isinstance(weight, Tensor):
             return weight / self.reference
-        return (
-            None
-            if weight is self.reference or weight == self.reference
-            else weight / self.reference
-        )
+        if weight is self.reference or weight == self.reference:
+            return None
+        return weight / self.reference
 
-    def _weight(self, out: Output) -> Weight:
-        """Return what a micro-batch weighs: 0 if its tensor is NaN, infinite or negative, which is remembered on the device."""
+    def _weight_of(self, out: Output) -> Weight:
+        """Return the weight of a micro-batch.
+
+        A tensor that is NaN, infinite or negative counts as 0. That is remembered on the device.
+        """
         if not isinstance(out.weight, Tensor):
             return out.weight
-        if self._weighed[0] is not out:
+        if self._latest[0] is not out:
             given = in_wide_dtype(out.weight, out.loss)
-            weight = valid_weight(given)
-            self._sums = (
-                (given, weight)
-                if self._sums is None
-                else (self._sums[0] + given, self._sums[1] + weight)
-            )
-            self._weighed = out, weight
-        return self._weighed[1]
+            valid = valid_weight(given)
+            if self._checked is None:
+                self._checked = given, valid
+            else:
+                self._checked = self._checked[0] + given, self._checked[1] + valid
+            self._latest = out, valid
+        return self._latest[1]
 
     def add(self, out: Output) -> None:
-        """Count a micro-batch; one that is skipped is left out of the window."""
+        """Count a micro-batch, unless it is skipped."""
         __tracebackhide__ = True
         if out.skip is not None:
             return
-        loss, weight = out.loss.detach(), self._weight(out)
-        if self.loss is None or self.weight is None:
-            self.loss, self.weight = at_least_float32(loss) * weight, weight
+        loss, weight = out.loss.detach(), self._weight_of(out)
+        if self._loss is None or self.weight is None:
+            self._loss, self.weight = at_least_float32(loss) * weight, weight
         elif isinstance(weight, Tensor):
-            self.loss, self.weight = (
-                self.loss + at_least_float32(loss) * weight,
-                self.weight + weight,
-            )
+            self._loss = self._loss + at_least_float32(loss) * weight
+            self.weight = self.weight + weight
         else:
-            self.loss, self.weight = self.loss.add_(loss, alpha=weight), self.weight + weight
+            self._loss, self.weight = self._loss.add_(loss, alpha=weight), self.weight + weight
         if out.metrics:
-            self.metrics = combine(self.metrics, out.metrics)
-        self.last = out
+            self._metrics = combine(self._metrics, out.metrics)
+        self._last = out
+
+    def divide(self, gradients: Sequence[Tensor | None]) -> None:
+        """Turn the sum of relative weight × gradient into the mean, in place."""
+        assert self.weight is not None
+        divide(gradients, self.weight, self.reference)
 
     def output(self) -> Output:
-        assert self.loss is not None and self.last is not None and self.weight is not None
-        weight: Any = self.weight
-        items = torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1
-        reported = (
-            weight
-            if self._sums is None
-            else torch.where(self._sums[0] == self._sums[1], weight, math.nan)
-        )
-        return Output(self.loss / items, reported, self.last.aux, self.metrics)
+        """Return the mean loss and the combined metrics of the batches that were added."""
+        assert self._loss is not None and self._last is not None and self.weight is not None
+        weight: int | Tensor
+        if isinstance(self.weight, Tensor):
+            weight, items = self.weight, torch.where(self.weight == 0, 1, self.weight)
+        else:
+            weight = items = int(self.weight)
+            items = items or 1
+        if self._checked is not None:
+            given, valid = self._checked
+            weight = torch.where(given == valid, self.weight, math.nan)  # type: ignore[call-overload]
+        return Output(self._loss / items, weight, self._last.aux, self._metrics)
 
 
-def weight_on_device(out: Output, weight: Any = None) -> Tensor:
-    """Return a weight, of a batch by default, as a tensor on the device; it may be one in another process, or an int."""
-    weight = torch.as_tensor(
-        out.weight if weight is None else weight, device=out.loss.device
-    ).detach()
-    return valid_weight(weight.to(torch.float32 if weight.device.type == "mps" else torch.float64))
+def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
+    """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
+    given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
+    wide = torch.float32 if given.device.type == "mps" else torch.float64
+    return valid_weight(given.detach().to(wide))
 
 
 def valid_weight(weight: Tensor) -> Tensor:
@@ -113,20 +126,21 @@ def valid_weight(weight: Tensor) -> Tensor:
 
 
 def in_wide_dtype(weight: Tensor, loss: Tensor) -> Tensor:
-    """Return a count in a dtype that holds it exactly beside the loss."""
+    """Return a count in the loss's dtype, at least float32, which holds it exactly."""
     return weight.to(torch.promote_types(loss.dtype, torch.float32))
 
 
-def divide(grads: Sequence[Tensor | None], weight: Weight, reference: Weight | None = None) -> None:
-    """Turn the sum of weight/reference × gradient into the mean, in place."""
-    local = [local_part(grad) for grad in grads if grad is not None]
+def divide(
+    gradients: Sequence[Tensor | None], weight: Weight, reference: Weight | None = None
+) -> None:
+    """Divide gradients by weight / reference, in place."""
+    local = [local_part(gradient) for gradient in gradients if gradient is not None]
     if not local:
         return
-    divisor: Any = weight if reference is None else weight / reference
+    divisor = weight if reference is None else weight / reference
     if isinstance(divisor, Tensor):
-        torch._foreach_div_(
-            local, torch.where(divisor == 0, 1.0, divisor)
-        )  # no item at all: the gradient is zero
+        # Without any item the gradient is zero, and stays so.
+        torch._foreach_div_(local, torch.where(divisor == 0, 1.0, divisor))
     elif divisor in (0, 1):
         return
     elif math.frexp(divisor)[0] == 0.5:  # a power of two: multiplying is exact too, and faster
@@ -136,4 +150,5 @@ def divide(grads: Sequence[Tensor | None], weight: Weight, reference: Weight | N
 
 
 def at_least_float32(loss: Tensor) -> Tensor:
+    """Return a loss in float32 if its dtype is narrower."""
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss

@@ -1,0 +1,167 @@
+"""Forward and backward of one window when there are several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fnloop._backend.collectives import start_all_reduce_max, start_all_reduce_sum
+from fnloop._backend.watchdog import waiting_for_all
+from fnloop._core.state import TrainState, parameters
+from fnloop._core.types import Batch, Output
+from fnloop._data.window import Window
+from fnloop._step.evaluation import CollectiveProbe
+from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
+from fnloop._step.weight_agreement import WeightAgreement
+from fnloop._step.weighted_sum import Weight, WeightedSum, divide, weight_on_device
+
+__all__ = ["DistributedWindow"]
+
+
+class Reducer(Protocol):
+    """What averages the gradients of a window over processes."""
+
+    def start_window(self) -> None: ...
+    def start_microbatch(self, last: bool, /) -> None: ...
+    def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
+    def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor: ...
+    def finish_window(self, state: TrainState, touched: bool) -> None: ...
+
+
+class Engine(Protocol):
+    """What a window needs of the engine, which outlives it."""
+
+    processes: int
+    items: Weight
+    own_parts: set[str]
+    ended_on_padding: bool
+    empty_output: Output | None
+    weights: WeightAgreement
+    probe: CollectiveProbe
+
+    @property
+    def reducer(self) -> Reducer: ...
+    def window_of(self, state: TrainState, /) -> Window: ...
+    def is_padding(self, window: Window, n: int, batches: int, /) -> bool: ...
+    def seed_own(self, state: TrainState, /) -> None: ...
+    def seed_shared(self, state: TrainState, /) -> None: ...
+
+
+class DistributedWindow:
+    """Forward and backward of a window, averaged over processes in its last backward.
+
+    Args:
+        engine: the engine.
+        loss: the loss, and the root of backward.
+        state: the state that is trained.
+        batches: how many batches the window has.
+    """
+
+    def __init__(self, engine: Engine, loss: LossRoot, state: TrainState, batches: int) -> None:
+        self._engine, self._loss, self._batches = engine, loss, batches
+        self._taken = engine.window_of(state)
+        self._total = WeightedSum()
+        self._n = 0  # batches so far
+        self._is_padding = False
+        self._is_uniform = False  # whether all batches are known to weigh the same
+        self._stashed: list[Tensor | None] | None = None
+        self._items: Callable[[], Tensor] | None = None
+        self._applied: Callable[[], list[float]] | None = None
+        engine.seed_own(state)
+        engine.reducer.start_window()
+
+    def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        engine = self._engine
+        self._is_padding = engine.is_padding(self._taken, self._n, self._batches)
+        self._n += 1
+        engine.reducer.start_microbatch(self._n == self._batches)
+        if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
+            return state, engine.empty_output
+        return engine.probe.call(self._loss.forward, state, batch)
+
+    def backward(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        engine, size = self._engine, self._taken.batch_size
+        if engine.empty_output is None:
+            engine.empty_output = Output(torch.zeros_like(out.loss), weight_on_device(out) * 0)
+        if self._n == 1:
+            self._agree_on_weights(state, out)
+        if self._is_uniform:
+            engine.weights.check(out, size)
+        root = self._root(state, out)
+        if self._n == self._batches:
+            root = self._start_averaging(state, out, root)
+        root.backward()
+
+    def _agree_on_weights(self, state: TrainState, out: Output) -> None:
+        weights = self._engine.weights
+        size = self._taken.batch_size
+        self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, size)
+        if self._batches > 1 or not self._is_uniform:
+            self._stashed = stash_gradients(state)
+        if not self._is_uniform:
+            self._total.reference = weights.reference(weight_on_device(out))
+
+    def _root(self, state: TrainState, out: Output) -> Tensor:
+        """Return the root of this process's backward; it adds zero for padding and skipped batches."""
+        engine = self._engine
+        if self._is_padding and out is not engine.empty_output:
+            return out.loss * 0  # it was run, for its collectives: backward may have some too
+        if self._is_padding or out.skip is not None:
+            return engine.reducer.zero_loss(state, out.loss)
+        relative = None if self._is_uniform else self._total.relative_weight(out)
+        root = self._loss.root(state, out, relative)
+        engine.own_parts.update(out.metrics)
+        if self._batches > 1 or not self._is_uniform:
+            self._total.add(out)
+        return root
+
+    def _start_averaging(self, state: TrainState, out: Output, root: Tensor) -> Tensor:
+        """Start to exchange what the mean depends on. Return the root of the last backward."""
+        uniform, total = self._is_uniform, self._total
+        skippable = self._loss.may_skip or (not uniform and self._engine.weights.are_on_host(out))
+        if not uniform:
+            weight = 0 if total.weight is None else total.weight
+            self._items = start_all_reduce_sum(weight_on_device(out, weight))
+        root = self._engine.reducer.attach(state, root, touch=self._batches > 1)
+        if skippable:
+            self._applied = start_all_reduce_max([not total.is_empty])
+        return root
+
+    def finish(self, state: TrainState, out: Output) -> Output:
+        engine, total = self._engine, self._total
+        engine.reducer.finish_window(state, touched=self._batches > 1)
+        engine.ended_on_padding = self._is_padding
+        engine.seed_shared(state)
+        if self._applied is not None and not _any(self._applied):
+            skip = out.skip or "left out by every process"
+            return Output(out.loss.detach(), 0, out.aux, {}, skip)
+        self._divide(state)
+        if self._is_uniform and self._batches == 1:
+            return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
+        restore_gradients(state, self._stashed)
+        if total.is_empty:
+            return Output(torch.zeros_like(out.loss), 0, out.aux)
+        return total.output()
+
+    def _divide(self, state: TrainState) -> None:
+        """Turn the mean over processes of the sum over batches into the mean over items."""
+        engine = self._engine
+        if self._is_uniform:
+            engine.items = self._taken.batch_size * self._batches * engine.processes
+            if self._batches > 1:
+                divide([p.grad for p in parameters(state)], self._batches)
+            return
+        assert self._items is not None and self._total.reference is not None
+        engine.items = self._items()
+        reference = self._total.reference * engine.processes
+        divide([p.grad for p in parameters(state)], engine.items, reference)
+
+
+def _any(flags: Callable[[], list[float]]) -> bool:
+    with waiting_for_all("an agreement"):
+        return flags()[0] > 0

@@ -1,0 +1,126 @@
+"""The gradient engine of a single process: gradients add up in ``.grad``, as autograd does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import attrs
+from torch import Tensor
+
+from fnloop._core.metrics import Mean
+from fnloop._core.state import TrainState, parameters
+from fnloop._core.types import Batch, Metric, Output
+from fnloop._data.source import Source
+from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
+from fnloop._step.weighted_sum import WeightedSum, in_wide_dtype, valid_weight
+
+__all__ = ["LocalEngine"]
+
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
+
+
+class LocalEngine:
+    """One process: most questions to the engine have their argument as the answer.
+
+    The methods are those of :class:`fnloop._step.engine.GradientEngine`.
+    """
+
+    calls_every_batch = True
+
+    def begin_run(self, state: TrainState) -> None: ...
+
+    def take(self, state: TrainState, batch: Batch, source: Source, window: int) -> Batch:
+        return batch
+
+    def start_batch(self, loss: LossRoot, state: TrainState) -> LocalBatch:
+        return LocalBatch(loss)
+
+    def start_window(self, loss: LossRoot, state: TrainState, batches: int) -> LocalWindow:
+        return LocalWindow(loss, state)
+
+    def start_sum(self) -> WeightedSum:
+        return WeightedSum()
+
+    def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        return [p.grad for p in params]
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def mean_loss(self, out: Output) -> Tensor:
+        return out.loss
+
+    def start_evaluation(self, state: TrainState) -> LocalEvaluation:
+        return LocalEvaluation()
+
+    def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        return dict(metrics)
+
+    def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
+        return dict(report)
+
+
+class LocalBatch:
+    """Forward and backward of one batch."""
+
+    __slots__ = ("_loss", "forward")
+
+    def __init__(self, loss: LossRoot) -> None:
+        self._loss, self.forward = loss, loss.forward
+
+    def backward(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        if out.skip is None:
+            relative = None
+            if isinstance(out.weight, Tensor):  # on the device: 1, or 0 for a batch without items
+                relative = in_wide_dtype(valid_weight(out.weight) > 0, out.loss)
+            self._loss.root(state, out, relative).backward()
+
+    def finish(self, state: TrainState, out: Output) -> Output:
+        if out.skip is not None:
+            return attrs.evolve(out, loss=out.loss.detach())
+        return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
+
+
+class LocalWindow:
+    """Forward and backward of a window, weighted by the items of its batches."""
+
+    __slots__ = ("_loss", "_stashed", "_total", "forward")
+
+    def __init__(self, loss: LossRoot, state: TrainState) -> None:
+        self._loss, self.forward = loss, loss.forward
+        self._total, self._stashed = WeightedSum(), stash_gradients(state)
+
+    def backward(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        if out.skip is None:
+            self._loss.root(state, out, self._total.relative_weight(out)).backward()
+        self._total.add(out)
+
+    def finish(self, state: TrainState, out: Output) -> Output:
+        if self._total.is_empty:
+            restore_gradients(state, self._stashed)
+            return attrs.evolve(out, loss=out.loss.detach())
+        self._total.divide([p.grad for p in parameters(state)])
+        restore_gradients(state, self._stashed)
+        return self._total.output()
+
+
+class LocalEvaluation:
+    """An evaluation or a prediction in one process."""
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
+    ) -> list[Result]:
+        __tracebackhide__ = True
+        return [fn(subject, batch)]
+
+    def finish(self, source: Source) -> None: ...
+
+    def own_metrics(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics}
+
+    def gather(self, results: list[Result]) -> list[Result]:
+        return results

@@ -1,0 +1,47 @@
+"""The average of gradients of a model under ``fully_shard``, which does most of it by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fnloop._backend.collectives import start_all_reduce_sum
+from fnloop._backend.fsdp import roots
+from fnloop._backend.join import parameters_beside
+from fnloop._core.state import TrainState
+
+__all__ = ["ShardReducer"]
+
+
+class ShardReducer:
+    """Lets ``fully_shard`` average its gradients, and averages those of all other parameters.
+
+    The methods are those of :class:`fnloop._step.ddp.BucketReducer`.
+
+    Args:
+        model: the model that is trained.
+        processes: the number of processes.
+    """
+
+    def __init__(self, model: nn.Module, processes: int) -> None:
+        self._roots, self._processes = roots(model), processes
+
+    def close(self) -> None: ...
+
+    def start_window(self) -> None: ...
+
+    def start_microbatch(self, last: bool) -> None:
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+
+    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
+        return loss * 0
+
+    def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor:
+        return root
+
+    def finish_window(self, state: TrainState, touched: bool) -> None:
+        for p in parameters_beside(state.model, state.optimizer):
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad.copy_(start_all_reduce_sum(p.grad)() / self._processes)

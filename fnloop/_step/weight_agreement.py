@@ -1,0 +1,62 @@
+"""What the processes of a run agree on about the weights of its batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fnloop._backend.collectives import all_reduce_max_tensor, any_rank
+from fnloop._core.types import Output
+
+__all__ = ["WeightAgreement"]
+
+
+class WeightAgreement:
+    """Facts about weights that are the same in every process, each exchanged once in a run."""
+
+    def __init__(self) -> None:
+        self._are_batch_sizes: bool | None = None
+        self._are_on_host: bool | None = None
+        self._reference: Tensor | None = None
+
+    def is_uniform(self, out: Output, batch_size: int) -> bool:
+        """Return whether all batches of a window weigh the same, in every process.
+
+        Args:
+            out: the output of its first batch.
+            batch_size: the number of samples in every batch of it, or 0 if it may differ.
+        """
+        if not batch_size:
+            return False
+        if self._are_batch_sizes is None:
+            differs = "weight" in out.aux or bool(out.weight != batch_size)
+            self._are_batch_sizes = not any_rank(differs)
+        return self._are_batch_sizes
+
+    def check(self, out: Output, batch_size: int) -> None:
+        """Raise if a batch does not weigh what the processes have agreed on."""
+        if "weight" in out.aux or out.weight != batch_size:
+            given = "what aux says" if "weight" in out.aux else out.weight
+            raise ValueError(
+                f"so far each batch of {batch_size} samples weighed {batch_size}, and now one weighs "
+                f"{given}: return aux['weight'], the number of items, for every batch"
+            )
+
+    def are_on_host(self, out: Output) -> bool:
+        """Return whether the weights are ints in every process.
+
+        Then the host can tell a window without items from others.
+        """
+        if self._are_on_host is None:
+            self._are_on_host = not any_rank(isinstance(out.weight, Tensor))
+        return self._are_on_host
+
+    def reference(self, weight: Tensor) -> Tensor:
+        """Return the weight that others count relative to, the same in every process.
+
+        It is a power of two, so that it changes no bit of the mean.
+        """
+        if self._reference is None:
+            largest = all_reduce_max_tensor(weight).clamp(min=1)
+            self._reference = torch.exp2(torch.floor(torch.log2(largest)))
+        return self._reference
