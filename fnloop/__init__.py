@@ -63,6 +63,7 @@ from fnloop._state import unwrap as unwrap
 from fnloop._types import Middleware as Middleware
 from fnloop._types import Output as Output
 from fnloop._types import middleware as middleware
+from fnloop._version import __version__ as __version__
 
 __all__ = [
     "CaptureError",
@@ -121,8 +122,6 @@ __all__ = [
     "unwrap",
     "when",
 ]
-
-__version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:

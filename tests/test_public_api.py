@@ -20,6 +20,7 @@ LAYERS = [
     "_history_blocks", "_files", "_folders", "_rendezvous", "_backend", "_sharded", "_watch", "_processes", "_tracker",
     "_state", "_signals", "_joint", "_deal", "_map_style", "_data", "_steps", "_pipeline", "_guard", "_capture",
     "_optimizer_state", "_resumable", "_checkpoint", "schedules", "_middleware", "_hooks", "_fit", "testing", "__init__",
+    "_version",
 ]  # fmt: skip
 OPTIONAL = {
     "matplotlib",
