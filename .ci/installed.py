@@ -18,7 +18,7 @@ assert fl.__version__ == importlib.metadata.version("fnloop")
 modules = [module.name for module in pkgutil.walk_packages(fl.__path__, "fnloop.")]
 for name in modules:
     importlib.import_module(name)
-state = fl.fit(fl.pipeline(fl.clip(1.0))(toy_loss), toy(), [torch.ones(2)] * 3, epochs=2)
+state = fl.fit(fl.pipeline(fl.clip(1.0))(toy_loss), toy(), [torch.ones(2)] * 3, epochs=2, hooks=())
 assert state.step == 6
 with tempfile.TemporaryDirectory() as place:
     assert fl.restore(fl.save(state, f"{place}/a"), toy()).step == 6
