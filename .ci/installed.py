@@ -1,4 +1,4 @@
-"""Check an installed fnloop: all of its modules can be imported, it is typed, and it trains, saves and restores."""
+"""Check an installed fnloop: every module imports, it is typed, and it trains, saves, restores."""
 
 import importlib
 import importlib.metadata

@@ -1,9 +1,12 @@
-"""Let a build of torch for CUDA run on the CPU alone, without the gigabytes of NVIDIA's libraries that it asks for.
+"""Let a CUDA build of torch run on the CPU, without the gigabytes of NVIDIA libraries it requires.
 
-The package index has builds for CUDA only, of most versions. Installed by ``pip install --no-deps torch==...``, such a build
-is not imported, since the libraries that it links to are missing. This script, run by the same interpreter, puts a library in
-the place of each: it has the functions that torch links to, and all of them return 100, "no CUDA-capable device". It also takes
-those requirements out of torch's metadata, so that pip does not install them later. It needs gcc, nm and readelf.
+For most versions, the package index has only CUDA builds for Linux. After ``pip install --no-deps
+torch==...`` such a build cannot be imported, because the libraries that it links to are missing.
+This script, run by the same interpreter, builds a stub of each library. A stub has the functions
+that torch links to. All of them return 100, "no CUDA-capable device". The script also removes these
+requirements from the metadata of torch, so that pip does not install them later.
+
+It needs gcc, nm and readelf.
 """
 
 import importlib.util
@@ -13,16 +16,17 @@ import tempfile
 from pathlib import Path
 
 NVIDIA = r"lib(cu|nv|nccl)"
-FUNCTIONS = r"_*(cu|nv|nccl|pnccl)"  # of libraries that give their functions no version
+FUNCTIONS = r"_*(cu|nv|nccl|pnccl)"  # those without a version
 SOURCE = "{returns} {name}(void) {{ return {value}; }}"
 
 
 def output(*command: object) -> str:
-    return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
+    words = list(map(str, command))
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def linked(folder: Path) -> tuple[set[str], dict[str, set[str]]]:
-    """Return the libraries that those in a folder need and that are not there, and by version the functions that they lack."""
+    """Return the NVIDIA libraries that a folder lacks, and the functions it lacks, by version."""
     there, needed, missing, defined = set(), set(), {}, set()
     for library in folder.glob("*.so*"):
         there.add(library.name)
@@ -31,24 +35,26 @@ def linked(folder: Path) -> tuple[set[str], dict[str, set[str]]]:
             kind, symbol = line.split()[-2:]
             name, _, version = symbol.partition("@")
             (missing.setdefault(version, set()) if kind == "U" else defined).add(name)
-    missing[""] = {name for name in missing.get("", ()) if re.match(FUNCTIONS, name) and name not in defined}
+    missing[""] = {name for name in missing.get("", set()) - defined if re.match(FUNCTIONS, name)}
     return {name for name in needed - there if re.match(NVIDIA, name)}, missing
 
 
 def build(library: Path, versions: dict[str, set[str]]) -> None:
-    """Build a library of functions that do nothing, by version."""
+    """Build a stub with these functions, by version."""
     names = sorted(set().union(*versions.values()))
     lines = [
         SOURCE.format(returns="void *", name=name, value=0)
-        if name.startswith("__cudaRegister")  # these are called while the library is loaded
+        if name.startswith("__cudaRegister")  # called while torch is loaded
         else SOURCE.format(returns="int", name=name, value=100)
         for name in names
     ]
-    exports = [f"{version} {{ global: {'; '.join(sorted(of))}; }};" for version, of in versions.items() if version and of]
+    versioned = {version: of for version, of in versions.items() if version and of}
+    exports = [f"{version} {{ global: {'; '.join(of)}; }};" for version, of in versioned.items()]
     with tempfile.TemporaryDirectory() as folder:
         (source := Path(folder, "source.c")).write_text("\n".join(lines))
         (script := Path(folder, "exports.map")).write_text("\n".join(exports))
-        options = [f"-Wl,-soname,{library.name}", *([f"-Wl,--version-script={script}"] if exports else [])]
+        options = [f"-Wl,--version-script={script}"] if exports else []
+        options.append(f"-Wl,-soname,{library.name}")
         output("gcc", "-shared", "-fPIC", "-w", "-o", library, source, *options)
 
 
@@ -61,13 +67,13 @@ def main() -> None:
         versions = {version: of for version, of in missing.items() if version == name}
         if name.startswith("libnvshmem"):
             versions["NVSHMEM"] = missing.get("NVSHMEM", set())
-        if name.startswith("libnccl"):  # any one will do for those without a version
+        if name.startswith("libnccl"):  # functions without a version can be in any stub
             versions[""] = missing[""]
         build(folder / name, versions)
     for metadata in folder.parent.parent.glob("torch-*.dist-info/METADATA"):
-        lines = metadata.read_text().splitlines(keepends=True)
-        metadata.write_text("".join(x for x in lines if not re.match("Requires-Dist: (nvidia|cuda|triton)", x)))
-    print(f"{len(libraries)} libraries of NVIDIA are replaced by ones without a device")
+        text = metadata.read_text()
+        metadata.write_text(re.sub(r"(?m)^Requires-Dist: (nvidia|cuda|triton).*\n", "", text))
+    print(f"{len(libraries)} NVIDIA libraries are replaced by stubs")
 
 
 if __name__ == "__main__":
