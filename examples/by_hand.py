@@ -27,7 +27,12 @@ def start():
     """Return a model and its optimizer, the same whenever it is called."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 5, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10)
+        nn.Conv2d(1, 16, 5, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 5, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 10),
     )
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
@@ -68,7 +73,10 @@ def main():
 
     data = batches()
     (mine, optimizer), (theirs, other) = start(), start()
-    losses = by_hand(mine, optimizer, data, args.epochs), with_fnloop(theirs, other, data, args.epochs)
+    losses = (
+        by_hand(mine, optimizer, data, args.epochs),
+        with_fnloop(theirs, other, data, args.epochs),
+    )
 
     print("epoch   by hand    fnloop")
     for epoch, (a, b) in enumerate(zip(*losses, strict=True), 1):

@@ -22,7 +22,12 @@ TOGETHER = 64  # images in an update, of all processes together
 
 def small_cnn():
     """Return a CNN in which an image knows nothing of the others in its batch, which is smaller on more processes."""
-    convolutions = [nn.Conv2d(1, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU()]  # 28 -> 13 -> 6
+    convolutions = [
+        nn.Conv2d(1, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2),
+        nn.ReLU(),
+    ]  # 28 -> 13 -> 6
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 6 * 6, 10))
 
 
@@ -42,7 +47,9 @@ def note_share(share):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="A small CNN learns handwritten digits, on any number of processes.")
+    parser = argparse.ArgumentParser(
+        description="A small CNN learns handwritten digits, on any number of processes."
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--resume", help="folder for checkpoints, to go on from")
     args = parser.parse_args()
@@ -50,26 +57,45 @@ def main():
     torch.manual_seed(0)
     model = small_cnn()
     state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
-    state, hooks = (fl.resume(args.resume, state) if args.resume else state), [fl.progress(), fl.halt_on_nonfinite()]
+    state, hooks = (
+        (fl.resume(args.resume, state) if args.resume else state),
+        [fl.progress(), fl.halt_on_nonfinite()],
+    )
     if args.resume:
-        hooks.append(fl.every(steps=20)(fl.checkpoint(args.resume)))  # written once, by the main process
+        hooks.append(
+            fl.every(steps=20)(fl.checkpoint(args.resume))
+        )  # written once, by the main process
 
     processes, share = state.backend.world_size, []
     train, valid = digits()
     held_out = DataLoader(valid, batch_size=100)
-    loaders = {"train": DataLoader(train, batch_size=TOGETHER // processes, shuffle=True), "valid": held_out}
-    middleware = fl.metric(accuracy=accuracy), fl.clip(1.0), fl.schedule(one_cycle()), note_share(share)
+    loaders = {
+        "train": DataLoader(train, batch_size=TOGETHER // processes, shuffle=True),
+        "valid": held_out,
+    }
+    middleware = (
+        fl.metric(accuracy=accuracy),
+        fl.clip(1.0),
+        fl.schedule(one_cycle()),
+        note_share(share),
+    )
     step = fl.pipeline(*middleware)(fl.supervised(nn.CrossEntropyLoss()))
     state = fl.fit(step, state, loaders, epochs=args.epochs, hooks=hooks)
 
     # Each of these lines runs in every process, on its share of the images, and gives what one process would get.
     found = fl.evaluate(step, state, held_out)
-    guesses = torch.cat([*fl.predict(lambda model, batch: model(batch[0]).argmax(dim=1), state, held_out)])
+    guesses = torch.cat(
+        [*fl.predict(lambda model, batch: model(batch[0]).argmax(dim=1), state, held_out)]
+    )
     shares = fl.gather(sum(share))
     if state.backend.main:
         print(state.history)
-        print(f"accuracy on the {len(guesses):,} images held out: {found['accuracy']:.1%}, on {processes} processes")
-        print(f"taken for a seven: {(guesses == 7).sum()} of them; {(valid.tensors[1] == 7).sum()} are one")
+        print(
+            f"accuracy on the {len(guesses):,} images held out: {found['accuracy']:.1%}, on {processes} processes"
+        )
+        print(
+            f"taken for a seven: {(guesses == 7).sum()} of them; {(valid.tensors[1] == 7).sum()} are one"
+        )
         print(f"images that each process trained on: {', '.join(f'{n:,}' for n in shares)}")
 
 

@@ -56,7 +56,10 @@ def main():
 
     torch.manual_seed(args.seed)
     train, valid = digits()
-    loaders = {"train": DataLoader(train, batch_size=64, shuffle=True), "valid": DataLoader(valid, batch_size=500)}
+    loaders = {
+        "train": DataLoader(train, batch_size=64, shuffle=True),
+        "valid": DataLoader(valid, batch_size=500),
+    }
 
     model = small_cnn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05)
@@ -70,7 +73,9 @@ def main():
     state = fl.fit(step, state, loaders, epochs=args.epochs, hooks=hooks)
 
     print(state.history)
-    print(f"accuracy on the {len(valid):,} images held out: {state.history.latest('valid/accuracy'):.1%}")
+    print(
+        f"accuracy on the {len(valid):,} images held out: {state.history.latest('valid/accuracy'):.1%}"
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "mnist.png"
     state.history.plot().savefig(picture)

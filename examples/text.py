@@ -17,7 +17,18 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, random_split
 
-from fnloop import TrainState, accumulate, amp, clip, evaluate, every, fit, pipeline, predict, schedule
+from fnloop import (
+    TrainState,
+    accumulate,
+    amp,
+    clip,
+    evaluate,
+    every,
+    fit,
+    pipeline,
+    predict,
+    schedule,
+)
 from fnloop.schedules import cosine
 
 CONTEXT, WIDTH = 64, 96
@@ -32,15 +43,27 @@ def encode(text):
 def snippets():
     """Return every paragraph between two newlines, the long ones in pieces."""
     paragraphs = (p for topic in topics.values() for p in topic.split("\n\n") if p.strip())
-    return [piece for p in paragraphs for piece in encode(f"\n{p}\n").split(CONTEXT + 1) if len(piece) > 1]
+    return [
+        piece
+        for p in paragraphs
+        for piece in encode(f"\n{p}\n").split(CONTEXT + 1)
+        if len(piece) > 1
+    ]
 
 
 class GPT(nn.Module):
     def __init__(self):
         super().__init__()
-        self.characters, self.places = nn.Embedding(len(ALPHABET), WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        block = nn.TransformerEncoderLayer(WIDTH, 3, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.characters, self.places = (
+            nn.Embedding(len(ALPHABET), WIDTH),
+            nn.Embedding(CONTEXT, WIDTH),
+        )
+        block = nn.TransformerEncoderLayer(
+            WIDTH, 3, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            block, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False
+        )
         self.head = nn.Linear(WIDTH, len(ALPHABET))
 
     def forward(self, text):
@@ -70,7 +93,9 @@ def main():
     parser.add_argument("--epochs", type=int, default=2)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # such small matrices keep one core busy; two would wait for each other
+    torch.set_num_threads(
+        1
+    )  # such small matrices keep one core busy; two would wait for each other
     torch.manual_seed(0)
     train, valid = random_split(snippets(), [0.9, 0.1])  # type: ignore[arg-type]  # a list will do
     padded = functools.partial(pad_sequence, batch_first=True, padding_value=PAD)
@@ -78,14 +103,20 @@ def main():
     valid = DataLoader(valid, batch_size=32, collate_fn=padded)
 
     model = GPT()
-    state = TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.1))
-    step = pipeline(amp("bf16"), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1)))(next_character)
+    state = TrainState.create(
+        model, torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.1)
+    )
+    step = pipeline(amp("bf16"), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1)))(
+        next_character
+    )
     untrained = evaluate(step, state, valid)["loss"]
     state = fit(step, state, (train, valid), epochs=args.epochs, evaluate_every=every(epochs=0.25))
 
     print(state.history)
     blind, trained = math.log(len(ALPHABET)), state.history.latest("valid/loss")
-    print(f"nats per character: {blind:.2f} blindly, {untrained:.2f} untrained, {trained:.2f} trained")
+    print(
+        f"nats per character: {blind:.2f} blindly, {untrained:.2f} untrained, {trained:.2f} trained"
+    )
     (text,) = predict(write_on, state, [encode("\nThe ")])
     print(text)
 

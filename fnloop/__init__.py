@@ -63,6 +63,7 @@ from fnloop._middleware.schedule import schedule as schedule
 from fnloop._middleware.schedule import torch_scheduler as torch_scheduler
 from fnloop._step.pipeline import pipeline as pipeline
 from fnloop._step.pipeline import supervised as supervised
+from fnloop._version import __version__ as __version__
 
 __all__ = [
     "CaptureError",
@@ -121,8 +122,6 @@ __all__ = [
     "unwrap",
     "when",
 ]
-
-__version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def run(name: str, *arguments: str, launcher: tuple[str, ...] = ("-W", "error")) -> str:
     command = [sys.executable, *launcher, str(EXAMPLES / name), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -45,7 +48,15 @@ def test_by_hand_and_fnloop_agree():
     assert "equal" in run("by_hand.py")
 
 
-ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+ACCELERATE = (
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--main_process_port",
+    "0",
+)
 
 
 def test_many_gives_the_same_on_two_processes():
@@ -55,13 +66,17 @@ def test_many_gives_the_same_on_two_processes():
     assert "on 2 processes" in together and "each process trained on: 10,080, 9,920" in together
     assert together.count("images held out") == 1  # only one of the two prints
     (one,), (two,) = (re.findall(r"held out: ([\d.]+)%", out) for out in (alone, together))
-    assert float(two) == pytest.approx(float(one), abs=0.3)  # of 1,000 images; sums were rounded in another order
+    assert float(two) == pytest.approx(
+        float(one), abs=0.3
+    )  # of 1,000 images; sums were rounded in another order
     assert float(two) > 95
 
 
 def test_many_goes_on_with_another_number_of_processes(tmp_path):
     folder = str(tmp_path / "runs")
-    assert "trained on: 4,032, 3,968" in run("many.py", "--epochs", "2", "--resume", folder, launcher=ACCELERATE)
+    assert "trained on: 4,032, 3,968" in run(
+        "many.py", "--epochs", "2", "--resume", folder, launcher=ACCELERATE
+    )
     out = run("many.py", "--epochs", "3", "--resume", folder)
     assert "trained on: 4,000" in out  # one epoch was left
     assert [line.split()[0] for line, _ in accuracies(out)] == ["1", "2", "3"]

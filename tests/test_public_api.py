@@ -16,7 +16,7 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 ROOMS = [  # a room imports from those before it
-    *("_display", "_backend", "_core", "schedules", "_data", "_step"),
+    *("_version", "_display", "_backend", "_core", "schedules", "_data", "_step"),
     *("_graphs", "_checkpoint", "_middleware", "_hooks", "_loop", "testing"),
 ]
 OPTIONAL = {

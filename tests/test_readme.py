@@ -17,6 +17,7 @@ def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
     model = nn.Linear(3, 2)
     batches = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))] * 5
     names = {
+        "__name__": "readme",  # what is pickled is looked up there, not in every module that is imported
         "nn": nn,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),

@@ -893,6 +893,7 @@ if __name__ == "__main__":
 # --- terminated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "attempts"), [("training", 10), ("evaluation", 2)])
 def test_a_run_with_workers_that_is_terminated_twice_is_saved(moment, attempts, tmp_path):
     """All processes of the run get both signals: the second one kills its workers, while it saves or evaluates."""

@@ -223,8 +223,17 @@ def resumes(folder, new, step=step, data=DATA, splits=(5,)):
         assert_same(fl.fit(step, resumed, data, epochs=2, hooks=()), whole)
 
 
+COMPILES_ITSELF = "timm.kron.Kron"
+
+
 @pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == COMPILES_ITSELF else ())
+        for name in OPTIMIZERS
+    ],
+)
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, caplog, name):
     scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step
     resumes(tmp_path, lambda seed=0: new_state(OPTIMIZERS[name], seed), scheduled)

@@ -11,7 +11,6 @@ import torch
 from fake_recorder import Tape
 from sample_middleware import average, decay, largest_output, noise, output_mean, weight_penalty
 from torch import nn
-from torch.utils._pytree import tree_map
 
 import fnloop as fl
 from fnloop import CaptureError, schedules
@@ -114,8 +113,13 @@ SCALED = fl.amp("fp16", init_scale=2.0**20, growth_interval=4)
 
 
 def single_precision(problem):
-    """fp16 unscales float32 gradients; the problems are in float64."""
-    batches = tree_map(lambda t: t.float(), problem.batches)
+    """fp16 unscales float32 gradients; the problems are in float64. Their targets stay so: the loss is of that type."""
+    batches = [
+        {**batch, "x": batch["x"].float()}
+        if isinstance(batch, dict)
+        else (batch[0].float(), batch[1])
+        for batch in problem.batches
+    ]
     return attrs.evolve(problem, model=lambda: problem.model().float(), batches=batches)
 
 
