@@ -23,6 +23,8 @@ import attrs
 from fnloop import _checks, _plot, _show
 from fnloop._types import Call, name_of
 
+__docformat__ = "google"
+
 __all__ = [
     "constant", "cosine", "exponential", "inverse_sqrt", "join", "linear", "multistep", "one_cycle", "plot",
     "polynomial", "step_decay", "warmup", "wsd",

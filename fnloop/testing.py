@@ -40,6 +40,8 @@ from fnloop._pipeline import Pipeline, PipelineStep, pipeline
 from fnloop._state import TrainState, parameters, snapshot
 from fnloop._types import Batch, LossFn, Middleware, Output
 
+__docformat__ = "google"
+
 __all__ = [
     "HostReadError", "Problem", "Spy", "Toy",
     "assert_same", "check_laws", "law_accumulation", "law_fold", "law_neutral", "law_no_host_reads", "law_purity",
