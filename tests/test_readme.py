@@ -30,7 +30,7 @@ def test_the_example_runs_as_it_is_pasted(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     losses = ast.literal_eval(done.stdout)
-    assert len(losses) == 8 and losses[-1] < 0.2 < losses[0]  # of two classes: 0.69 blindly
+    assert len(losses) == 8 and losses[-1] < losses[0] / 2
 
 
 def test_the_links_lead_somewhere():
