@@ -1,14 +1,15 @@
-"""Draw the pictures of the README: a step, a run in progress and a history, as a notebook shows them.
+"""Draw the pictures of the README: a step, a run and a history, as a notebook shows them.
 
     pip install -e '.[examples]' ipykernel nbclient pillow PyQt6-WebEngine
     QT_QPA_PLATFORM=offscreen python notebooks/pictures.py
 
-A kernel runs the cells below. What fnloop displays in them is HTML, which the browser of Qt draws in the style of
-JupyterLab. The history is the figure of ``history.plot()``.
+A kernel runs the cells below. What fnloop displays in them is HTML, which the browser of Qt draws
+in the style of JupyterLab. The history is the figure of ``history.plot()``.
 """
 
 import argparse
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -34,9 +35,11 @@ images, labels = map(torch.from_numpy, mnist_data())
 images = images.float().view(-1, 1, 28, 28) / 255
 order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
 train, valid = (TensorDataset(images[part], labels[part]) for part in order.split(4000))
-loaders = {"train": DataLoader(train, batch_size=16, shuffle=True), "valid": DataLoader(valid, batch_size=500)}
-convolutions = nn.Conv2d(1, 16, 5, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 5, stride=2), nn.ReLU()
-model = nn.Sequential(*convolutions, nn.Flatten(), nn.Dropout(0.3), nn.Linear(512, 10))
+shuffled = DataLoader(train, batch_size=16, shuffle=True)
+loaders = {"train": shuffled, "valid": DataLoader(valid, batch_size=500)}
+first, second = nn.Conv2d(1, 16, 5, stride=2), nn.Conv2d(16, 32, 5, stride=2)
+layers = first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Dropout(0.3)
+model = nn.Sequential(*layers, nn.Linear(512, 10))
 state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
 
 
@@ -49,8 +52,9 @@ def loss_fn(model, batch):
 def accuracy(aux, batch):
     return (aux["output"].argmax(dim=1) == batch[1]).float().mean()
 #---
-accuracy = fl.metric(accuracy=accuracy)
-step = fl.pipeline(fl.amp("bf16"), accuracy, fl.accumulate(4), fl.clip(1.0), fl.schedule(schedules.cosine(warmup=0.1)))(loss_fn)
+decay = fl.schedule(schedules.cosine(warmup=0.1))
+middleware = fl.amp("bf16"), fl.metric(accuracy=accuracy), fl.accumulate(4), fl.clip(1.0), decay
+step = fl.pipeline(*middleware)(loss_fn)
 step
 #---
 state = fl.fit(step, state, loaders, epochs=8)
@@ -59,7 +63,8 @@ state.history.plot().savefig("history.png", dpi=110)
 """
 
 STYLE = """
-body {margin: 0; background: white; color: rgba(0, 0, 0, .87); font: 14px/1.3 system-ui, Helvetica, Arial, sans-serif}
+body {margin: 0; background: white; color: rgba(0, 0, 0, .87)}
+body {font: 14px/1.3 system-ui, Helvetica, Arial, sans-serif}
 #shown {display: inline-block; padding: 12px 14px; white-space: nowrap}
 code {font: 13px/1.3 Menlo, Consolas, 'DejaVu Sans Mono', monospace}
 table {border-collapse: collapse; font-size: 13px; margin-bottom: 10px}
@@ -80,8 +85,9 @@ class Client(NotebookClient):
 
 def run_cells(folder):
     """Run the cells in a folder, and return the HTML that each has displayed, in order."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(part) for part in CELLS.strip().split("#---\n")])
-    client = Client(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": folder}})
+    cells = [nbformat.v4.new_code_cell(part) for part in CELLS.strip().split("#---\n")]
+    book = nbformat.v4.new_notebook(cells=cells)
+    client = Client(book, timeout=600, resources={"metadata": {"path": folder}})
     client.shown = {}
     client.execute()
     return client.shown
@@ -98,13 +104,14 @@ def draw(html, path, scale=2):
     view = QWebEngineView()
     view.setZoomFactor(scale)
     view.resize(2400, 1600)
-    view.setHtml(f"<!doctype html><meta charset='utf-8'><style>{STYLE}</style><div id='shown'>{html}</div>")
+    head = f"<!doctype html><meta charset='utf-8'><style>{STYLE}</style>"
+    view.setHtml(f"{head}<div id='shown'>{html}</div>")
     view.show()
-    size = "(({width, height}) => [width, height])(document.getElementById('shown').getBoundingClientRect())"
-    found = []
+    box, found = "document.getElementById('shown').getBoundingClientRect()", []
+    size = f"(box => [box.width, box.height])({box})"
     view.loadFinished.connect(lambda _: view.page().runJavaScript(size, found.append))
     wait(lambda: found)
-    (width, height) = found[0]
+    width, height = found[0]
     wait(lambda: False, 1000)  # until it is painted
     view.grab().copy(0, 0, round(width * scale), round(height * scale)).save(str(path))
 
@@ -120,23 +127,29 @@ def wait(is_done, milliseconds=20_000):
 
 def shrink(path, colors=64):
     """Reduce a picture to a palette, which is all that text and lines need."""
-    Image.open(path).convert("RGB").quantize(colors, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture = Image.open(path).convert("RGB").quantize(colors, dither=Image.Dither.NONE)
+    picture.save(path, optimize=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description="Draw the pictures of the README.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures", help="folder for the pictures")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
 
     with tempfile.TemporaryDirectory() as scratch:
         shown = run_cells(scratch)
-        Path(scratch, "history.png").rename(folder / "history.png")
-    # In the seventh epoch, when the bar is about two thirds full.
-    table = min(shown[2], key=lambda html: abs(progress_of(html)[0] - 7) * 100 + abs(progress_of(html)[1] - 65))
+        shutil.copy(Path(scratch, "history.png"), folder)
+    (step,), runs = shown[1], shown[2]
+
+    def distance(html):
+        """Return how far a table is from six epochs and a bar that is two thirds full."""
+        rows, filled = progress_of(html)
+        return abs(rows - 7) * 100 + abs(filled - 67)
+
     app = QApplication(["pictures"])
-    draw(shown[1][0], folder / "rings.png")
-    draw(table, folder / "progress.png")
+    draw(step, folder / "rings.png")
+    draw(min(runs, key=distance), folder / "progress.png")
     app.quit()
     for picture in sorted(folder.glob("*.png")):
         shrink(picture)

@@ -44,15 +44,23 @@ def test_a_notebook_is_stripped_and_knows_no_machine(name):
     assert set(BOOKS[name].metadata) == {"kernelspec", "language_info"}
     for cell in BOOKS[name].cells:
         assert cell.metadata == {}
-        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cell.id), f"give the cell {cell.id} a name of words, which stays"
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cell.id), (
+            f"give the cell {cell.id} a name of words, which stays"
+        )
         assert not re.search(r"/(home|root|tmp|work|usr|opt|Users)/|[A-Z]:\\", cell.source)
         if cell.cell_type == "code":
-            assert (cell.outputs, cell.execution_count) == ([], None), f"strip the outputs of {cell.id}"
+            assert (cell.outputs, cell.execution_count) == ([], None), (
+                f"strip the outputs of {cell.id}"
+            )
 
 
 @pytest.mark.parametrize("name", BOOKS)
 def test_the_links_of_a_notebook_lead_somewhere(name):
-    links = {target for cell in BOOKS[name].cells for target in re.findall(r"\]\(([^):]+\.ipynb)\)", cell.source)}
+    links = {
+        target
+        for cell in BOOKS[name].cells
+        for target in re.findall(r"\]\(([^):]+\.ipynb)\)", cell.source)
+    }
     assert {target for target in links if not (ROOT / "notebooks" / target).exists()} == set()
 
 
@@ -61,14 +69,20 @@ def test_the_links_of_a_notebook_lead_somewhere(name):
 def test_a_notebook_runs_and_runs_again(name, tmp_path):
     book = copy.deepcopy(BOOKS[name])
     cells = [(i, cell) for i, cell in enumerate(book.cells) if cell.cell_type == "code"]
-    client = nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client = nbclient.NotebookClient(
+        book, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": path, "IPYTHONDIR": str(tmp_path / "ipython"), "OMP_NUM_THREADS": "1"}
     again = random.Random(name).choice(cells[1:-1])
     with client.setup_kernel(env=os.environ | settings):
         for i, cell in [*cells, again, *cells]:
             client.execute_cell(cell, i)
-    assert not any(out.output_type == "stream" and "Warning" in out.text for _, cell in cells for out in cell.outputs)
+    assert not any(
+        out.output_type == "stream" and "Warning" in out.text
+        for _, cell in cells
+        for out in cell.outputs
+    )
 
 
 # --- coming_from_a_trainer
@@ -78,7 +92,9 @@ def lines(code):
     return [line for line in code.splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize("name", ["pytorch-accelerated", "lightning", "lightning-classifier", "fastnlp"])
+@pytest.mark.parametrize(
+    "name", ["pytorch-accelerated", "lightning", "lightning-classifier", "fastnlp"]
+)
 def test_an_example_has_no_more_lines_than_theirs(name):
     source = {cell.id: cell.source for cell in COMING}
     (theirs,) = re.findall(r"```python\n(.*?)```", source[name], re.S)
@@ -87,9 +103,18 @@ def test_an_example_has_no_more_lines_than_theirs(name):
 
 def right_hand_sides():
     (table,) = (cell.source for cell in COMING if cell.id == "table")
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ") and "you wrote" not in line]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in table.splitlines()
+        if line.startswith("| ") and "you wrote" not in line
+    ]
     assert all(len(row) == 2 for row in rows), "a | in the code of a row"
-    return [code for _, right in rows for code in re.findall(r"`([^`]+)`", right) if code not in (*WORDS, "reduce_on_plateau")]
+    return [
+        code
+        for _, right in rows
+        for code in re.findall(r"`([^`]+)`", right)
+        if code not in (*WORDS, "reduce_on_plateau")
+    ]
 
 
 WORDS = (
@@ -106,7 +131,7 @@ WORDS = (
 
 
 def names(folder):
-    """Return what the right column takes for granted: data, a model after a run, a folder with its checkpoints."""
+    """Return what the right column uses: data, a trained model, a folder with its checkpoints."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,12 +139,22 @@ def names(folder):
     dataset = TensorDataset(torch.randn(1000, 3), torch.arange(1000) % 2)
     train, valid, test = (DataLoader(dataset, batch_size=250) for _ in range(3))
     loss_fn = fl.supervised(criterion)
-    accuracy = fl.metric(accuracy=lambda aux, batch: (aux["output"].argmax(1) == batch[1]).float().mean())
+    accuracy = fl.metric(
+        accuracy=lambda aux, batch: (aux["output"].argmax(1) == batch[1]).float().mean()
+    )
     step = fl.pipeline(fl.schedule(fl.schedules.constant()), accuracy)(loss_fn)
     saves = fl.checkpoint(folder, best="valid/loss")
-    state = fl.fit(step, fl.TrainState.create(model, optimizer), (train, valid), epochs=1, hooks=(saves,))
+    state = fl.fit(
+        step, fl.TrainState.create(model, optimizer), (train, valid), epochs=1, hooks=(saves,)
+    )
     hook, other_loss_fn, out = (lambda state: state), loss_fn, fl.Output(torch.tensor(0.0), 1)
-    path, saved, device, number_of_tokens, batch = folder / "file", fl.latest(folder), "cpu", 3, next(iter(train))
+    path, saved, device, number_of_tokens, batch = (
+        folder / "file",
+        fl.latest(folder),
+        "cpu",
+        3,
+        next(iter(train)),
+    )
     average = torch.optim.swa_utils.AveragedModel(model)
     return globals() | locals()
 
@@ -136,7 +171,9 @@ def test_a_right_hand_side_is_code_that_runs(code, tmp_path, monkeypatch, settin
     monkeypatch.chdir(tmp_path)
     known = names(tmp_path)
     if "MulticlassF1Score" in code:
-        known["MulticlassF1Score"] = pytest.importorskip("torchmetrics.classification").MulticlassF1Score
+        known["MulticlassF1Score"] = pytest.importorskip(
+            "torchmetrics.classification"
+        ).MulticlassF1Score
     if "tensorboard" in code:
         pytest.importorskip("tensorboard")
     if re.match(r"def |[a-z, ]+ = ", code):
@@ -149,7 +186,11 @@ def test_a_right_hand_side_is_code_that_runs(code, tmp_path, monkeypatch, settin
 def use(value, known):
     """Train with what a piece of code has made; if that is a state, continue from it."""
     settings = {"step": known["step"], "loaders": (known["train"], known["valid"]), "hooks": ()}
-    wants = [*inspect.signature(value).parameters] if callable(value) and not isinstance(value, type) else []
+    wants = (
+        [*inspect.signature(value).parameters]
+        if callable(value) and not isinstance(value, type)
+        else []
+    )
     if isinstance(value, fl.TrainState):
         known["state"] = value
     elif isinstance(value, fl.Middleware):
@@ -188,7 +229,7 @@ LOSSES = (1.0, 0.5, 0.5, 0.75, 0.25, 0.25, 0.5, 0.5)  # of eight epochs
 
 
 def plateau_hooks(reduce_on_plateau, seen):
-    """Return three hooks: one reports the losses above, one is under test, one notes the learning rate."""
+    """Return hooks: one reports the losses above, one is tested, one notes the learning rate."""
 
     def report(state):
         record = fl.Record(state.epoch, state.step, {"valid/loss": LOSSES[state.epoch - 1]}, 0.0)
@@ -198,7 +239,12 @@ def plateau_hooks(reduce_on_plateau, seen):
         seen.append(state.optimizer.param_groups[0]["lr"])
         return state
 
-    return tuple(map(fl.every(epochs=1), (report, reduce_on_plateau("valid/loss", factor=0.5, patience=1), note)))
+    return tuple(
+        map(
+            fl.every(epochs=1),
+            (report, reduce_on_plateau("valid/loss", factor=0.5, patience=1), note),
+        )
+    )
 
 
 @pytest.mark.parametrize("kept", [None, "snapshot", "checkpoint"])

@@ -35,7 +35,9 @@ def test_the_example_runs_as_it_is_pasted(tmp_path):
 
 def test_the_links_lead_somewhere():
     targets = re.findall(r"\]\(([^)#:]+)\)|src=\"([^\":]+)\"", README.read_text())
-    assert [path for pair in targets for path in pair if path and not (README.parent / path).exists()] == []
+    assert [
+        path for pair in targets for path in pair if path and not (README.parent / path).exists()
+    ] == []
 
 
 def test_the_pictures_are_small():

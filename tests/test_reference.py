@@ -22,9 +22,20 @@ SUBJECTS = [
 
 def build(folder, *modules):
     """Build the reference of modules in a folder, with warnings as errors."""
-    command = [sys.executable, "-W", "error", "-m", "pdoc", *modules, "--output-directory", str(folder)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "pdoc",
+        *modules,
+        "--output-directory",
+        str(folder),
+    ]
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +46,9 @@ def pages(tmp_path_factory):
     done = build(folder, *modules.split())
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     files = folder.rglob("*.html")
-    return {".".join(path.relative_to(folder).with_suffix("").parts): path.read_text() for path in files}
+    return {
+        ".".join(path.relative_to(folder).with_suffix("").parts): path.read_text() for path in files
+    }
 
 
 @pytest.mark.slow
@@ -48,7 +61,11 @@ def test_every_public_name_is_in_the_reference(pages, module):
 
 @pytest.mark.slow
 def test_docstrings_are_read_as_sections(pages):
-    assert [name for name in ("fnloop", "fnloop.schedules", "fnloop.testing") if ">Arguments:</h6>" not in pages[name]] == []
+    assert [
+        name
+        for name in ("fnloop", "fnloop.schedules", "fnloop.testing")
+        if ">Arguments:</h6>" not in pages[name]
+    ] == []
 
 
 @pytest.mark.slow
@@ -56,7 +73,11 @@ def test_the_front_page_links_every_name_under_its_subject(pages):
     (front,) = re.findall(r'<section class="module-info">(.*?)</section>', pages["fnloop"], re.S)
     assert re.findall(r'<h1 id="[\w-]+">(.*?)</h1>', front) == SUBJECTS
     heads = [item.split("</code>: ")[0] for item in re.findall(r"<li>(.*?)</li>", front, re.S)]
-    linked = [name for head in heads for name in re.findall(r'<a href="[#\w/.]+">(?:fnloop\.)?(\w+)</a>', head)]
+    linked = [
+        name
+        for head in heads
+        for name in re.findall(r'<a href="[#\w/.]+">(?:fnloop\.)?(\w+)</a>', head)
+    ]
     assert sorted(linked) == sorted(fnloop.__all__)  # each of them once
 
 
