@@ -53,8 +53,15 @@ class GPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(len(ALPHABET), WIDTH)
         self.places = nn.Embedding(CONTEXT, WIDTH)
-        settings = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        block = nn.TransformerEncoderLayer(WIDTH, 3, 4 * WIDTH, **settings)
+        block = nn.TransformerEncoderLayer(
+            WIDTH,
+            nhead=3,
+            dim_feedforward=4 * WIDTH,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
         norm = nn.LayerNorm(WIDTH)
         self.blocks = nn.TransformerEncoder(block, 2, norm, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, len(ALPHABET))
