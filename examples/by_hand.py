@@ -1,9 +1,9 @@
-"""The same training twice: by hand, and with fnloop. Both end at the same weights, to the bit.
+"""The same training twice: by hand, and with fnloop. Both end with the same weights, bit for bit.
 
     python examples/by_hand.py
 
-An update takes four batches, in which every image counts the same. 4,000 images in batches of 64 leave a last window of
-only three batches, the last of which has only 32 images.
+An update takes four batches, and every image in it counts the same. 4,000 images in batches of 64
+leave a last window of only three batches, and the last batch has only 32 images.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def batches():
 
 
 def start():
-    """Return a model and its optimizer, the same whenever it is called."""
+    """Return a model and its optimizer, with the same weights at each call."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2),
@@ -83,7 +83,7 @@ def main():
         print(f"{epoch:5}  {a:.6f}  {b:.6f}")
     pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
     gap = max((a - b).abs().max().item() for a, b in pairs)
-    print(f"final weights: {'equal to the bit' if gap == 0 else f'apart by up to {gap:.1g}'}")
+    print(f"final weights: {'equal bit for bit' if gap == 0 else f'apart by up to {gap:.1g}'}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Handwritten digits on several processes. The script doesn't say how many, and what comes out doesn't depend on it.
+"""Handwritten digits on several processes. The result does not depend on their number.
 
-    accelerate launch --multi_gpu --num_processes 2 examples/many.py     # two processes; without GPUs, on the CPU
-    torchrun --nproc-per-node 2 examples/many.py                         # the same
-    python examples/many.py                                              # one process, the same accuracy
+    accelerate launch --multi_gpu --num_processes 2 examples/many.py    # two
+    torchrun --nproc-per-node 2 examples/many.py                        # two
+    python examples/many.py                                             # one, the same accuracy
 
-With --resume FOLDER it can be killed and started again, on as many processes as there are by then.
+Without GPUs the processes run on the CPU.
+
+With --resume FOLDER you can kill it and start it again, on any number of processes.
 """
 
 import argparse
@@ -17,23 +19,19 @@ from torch.utils.data import DataLoader
 import fnloop as fl
 from fnloop.schedules import one_cycle
 
-TOGETHER = 64  # images in an update, of all processes together
+TOGETHER = 64  # images in an update, in all processes together
 
 
 def small_cnn():
-    """Return a CNN in which an image knows nothing of the others in its batch, which is smaller on more processes."""
-    convolutions = [
-        nn.Conv2d(1, 16, 3, stride=2),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2),
-        nn.ReLU(),
-    ]  # 28 -> 13 -> 6
-    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 6 * 6, 10))
+    """Return a CNN without BatchNorm, whose results would depend on the size of a batch."""
+    first, second = nn.Conv2d(1, 16, 3, stride=2), nn.Conv2d(16, 32, 3, stride=2)  # 28 -> 13 -> 6
+    layers = first, nn.ReLU(), second, nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(32 * 6 * 6, 10))
 
 
 @fl.middleware("step")
 def note_share(share):
-    """Note how many images of each update this process has trained on."""
+    """Note on how many images of each update this process has trained."""
 
     def wrap(step):
         def noted(state, batch):
@@ -47,32 +45,24 @@ def note_share(share):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description="A small CNN learns handwritten digits, on any number of processes."
-    )
+    parser = argparse.ArgumentParser(description="A small CNN learns digits on many processes.")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--resume", help="folder for checkpoints, to go on from")
+    parser.add_argument("--resume", help="folder for checkpoints to resume from")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     model = small_cnn()
     state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
-    state, hooks = (
-        (fl.resume(args.resume, state) if args.resume else state),
-        [fl.progress(), fl.halt_on_nonfinite()],
-    )
+    hooks = [fl.progress(), fl.halt_on_nonfinite()]
     if args.resume:
-        hooks.append(
-            fl.every(steps=20)(fl.checkpoint(args.resume))
-        )  # written once, by the main process
+        state = fl.resume(args.resume, state)
+        hooks.append(fl.every(steps=20)(fl.checkpoint(args.resume)))  # written by the main process
 
     processes, share = state.backend.world_size, []
     train, valid = digits()
     held_out = DataLoader(valid, batch_size=100)
-    loaders = {
-        "train": DataLoader(train, batch_size=TOGETHER // processes, shuffle=True),
-        "valid": held_out,
-    }
+    shuffled = DataLoader(train, batch_size=TOGETHER // processes, shuffle=True)
+    loaders = {"train": shuffled, "valid": held_out}
     middleware = (
         fl.metric(accuracy=accuracy),
         fl.clip(1.0),
@@ -82,20 +72,17 @@ def main():
     step = fl.pipeline(*middleware)(fl.supervised(nn.CrossEntropyLoss()))
     state = fl.fit(step, state, loaders, epochs=args.epochs, hooks=hooks)
 
-    # Each of these lines runs in every process, on its share of the images, and gives what one process would get.
+    # Every process runs these lines on its share of the images, and gets the result of all.
     found = fl.evaluate(step, state, held_out)
-    guesses = torch.cat(
-        [*fl.predict(lambda model, batch: model(batch[0]).argmax(dim=1), state, held_out)]
-    )
+    guesses = fl.predict(lambda model, batch: model(batch[0]).argmax(dim=1), state, held_out)
+    guesses = torch.cat([*guesses])
     shares = fl.gather(sum(share))
     if state.backend.main:
         print(state.history)
-        print(
-            f"accuracy on the {len(guesses):,} images held out: {found['accuracy']:.1%}, on {processes} processes"
-        )
-        print(
-            f"taken for a seven: {(guesses == 7).sum()} of them; {(valid.tensors[1] == 7).sum()} are one"
-        )
+        images = f"{len(guesses):,} images held out"
+        print(f"accuracy on the {images}: {found['accuracy']:.1%}, on {processes} processes")
+        sevens = (guesses == 7).sum(), (valid.tensors[1] == 7).sum()
+        print(f"sevens: {sevens[0]} predicted, {sevens[1]} real")
         print(f"images that each process trained on: {', '.join(f'{n:,}' for n in shares)}")
 
 

@@ -2,7 +2,8 @@
 
     python examples/mnist.py --epochs 10 --out . --resume runs/mnist
 
-With --resume it can be killed and started again: it goes on where it was, and ends as if nothing had happened.
+With --resume you can kill it and start it again: it resumes where it left off, and the result is
+the same, bit for bit.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from fnloop.schedules import one_cycle
 
 
 def digits():
-    """Return the training images and the held-out ones, each with their labels; which is which never changes."""
+    """Return the training images and the held-out ones, with labels. The split never changes."""
     images, labels = map(torch.from_numpy, mnist_data())
     images = images.float().view(-1, 1, 28, 28) / 255
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -27,7 +28,7 @@ def digits():
 
 
 def conv_block(channels_in, channels_out):
-    """Look at every 3 × 3 neighbourhood, and halve the resolution."""
+    """Convolve 3 × 3 neighbourhoods, and halve the resolution."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels_out),
@@ -51,21 +52,18 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for mnist.png")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=Path, help="folder for checkpoints, to go on from")
+    parser.add_argument("--resume", type=Path, help="folder for checkpoints to resume from")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
     train, valid = digits()
-    loaders = {
-        "train": DataLoader(train, batch_size=64, shuffle=True),
-        "valid": DataLoader(valid, batch_size=500),
-    }
+    shuffled = DataLoader(train, batch_size=64, shuffle=True)
+    loaders = {"train": shuffled, "valid": DataLoader(valid, batch_size=500)}
 
     model = small_cnn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05)
-    step = fl.pipeline(fl.metric(accuracy=accuracy), fl.clip(1.0), fl.schedule(one_cycle()))(
-        fl.supervised(nn.CrossEntropyLoss())
-    )
+    middleware = fl.metric(accuracy=accuracy), fl.clip(1.0), fl.schedule(one_cycle())
+    step = fl.pipeline(*middleware)(fl.supervised(nn.CrossEntropyLoss()))
     state, hooks = fl.TrainState.create(model, optimizer), [fl.progress(), fl.halt_on_nonfinite()]
     if args.resume:
         state = fl.resume(args.resume, state)
@@ -73,9 +71,8 @@ def main():
     state = fl.fit(step, state, loaders, epochs=args.epochs, hooks=hooks)
 
     print(state.history)
-    print(
-        f"accuracy on the {len(valid):,} images held out: {state.history.latest('valid/accuracy'):.1%}"
-    )
+    reached = state.history.latest("valid/accuracy")
+    print(f"accuracy on the {len(valid):,} images held out: {reached:.1%}")
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "mnist.png"
     state.history.plot().savefig(picture)

@@ -1,9 +1,10 @@
-"""Text: a small GPT learns Python's help pages character by character, and then writes some of its own.
+"""Text: a small GPT learns Python's help pages, character by character, and then writes its own.
 
     python examples/text.py --epochs 2
 
-Paragraphs differ in length, so batches differ in characters. The loss says how many it is the mean of; so every
-character counts the same, in an update from four batches and in every number that is reported.
+Paragraphs differ in length, so batches differ in their number of characters. The loss function
+returns this number. So every character counts the same, in an update from four batches and in every
+reported number.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from fnloop.schedules import cosine
 
 CONTEXT, WIDTH = 64, 96
 ALPHABET = "".join(sorted(set("\n".join(topics.values()))))
-PAD = -1  # no character
+PAD = -1  # not a character
 
 
 def encode(text):
@@ -41,29 +42,28 @@ def encode(text):
 
 
 def snippets():
-    """Return every paragraph between two newlines, the long ones in pieces."""
+    """Return all paragraphs, each between two newlines; long ones are split into pieces."""
     paragraphs = (p for topic in topics.values() for p in topic.split("\n\n") if p.strip())
-    return [
-        piece
-        for p in paragraphs
-        for piece in encode(f"\n{p}\n").split(CONTEXT + 1)
-        if len(piece) > 1
-    ]
+    pieces = (piece for p in paragraphs for piece in encode(f"\n{p}\n").split(CONTEXT + 1))
+    return [piece for piece in pieces if len(piece) > 1]
 
 
 class GPT(nn.Module):
     def __init__(self):
         super().__init__()
-        self.characters, self.places = (
-            nn.Embedding(len(ALPHABET), WIDTH),
-            nn.Embedding(CONTEXT, WIDTH),
-        )
+        self.characters = nn.Embedding(len(ALPHABET), WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
         block = nn.TransformerEncoderLayer(
-            WIDTH, 3, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+            WIDTH,
+            nhead=3,
+            dim_feedforward=4 * WIDTH,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
-        self.blocks = nn.TransformerEncoder(
-            block, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False
-        )
+        norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.TransformerEncoder(block, 2, norm, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, len(ALPHABET))
 
     def forward(self, text):
@@ -74,14 +74,14 @@ class GPT(nn.Module):
 
 
 def next_character(model, batch):
-    """Return the mean loss over the characters that are there, and how many those are."""
+    """Return the mean loss over the characters, padding left out, and their number."""
     given, wanted = batch[:, :-1].clamp(min=0), batch[:, 1:]
     loss = cross_entropy(model(given).flatten(0, 1), wanted.flatten(), ignore_index=PAD)
     return loss, {"weight": (wanted != PAD).sum()}
 
 
 def write_on(model, text, length=300, temperature=0.7):
-    """Return the text with more characters, each drawn from what the model expects."""
+    """Return the text with more characters, each drawn from the model's prediction."""
     for _ in range(length):
         logits = model(text[None, -CONTEXT:])[0, -1]
         text = torch.cat([text, (logits / temperature).softmax(-1).multinomial(1)])
@@ -93,30 +93,25 @@ def main():
     parser.add_argument("--epochs", type=int, default=2)
     args = parser.parse_args()
 
-    torch.set_num_threads(
-        1
-    )  # such small matrices keep one core busy; two would wait for each other
+    torch.set_num_threads(1)  # matrices this small are fastest on one core
     torch.manual_seed(0)
-    train, valid = random_split(snippets(), [0.9, 0.1])  # type: ignore[arg-type]  # a list will do
+    train, valid = random_split(snippets(), [0.9, 0.1])  # type: ignore[arg-type]  # a list is enough
     padded = functools.partial(pad_sequence, batch_first=True, padding_value=PAD)
     train = DataLoader(train, batch_size=8, shuffle=True, collate_fn=padded)
     valid = DataLoader(valid, batch_size=32, collate_fn=padded)
 
     model = GPT()
-    state = TrainState.create(
-        model, torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.1)
-    )
-    step = pipeline(amp("bf16"), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1)))(
-        next_character
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.1)
+    state = TrainState.create(model, optimizer)
+    middleware = amp("bf16"), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1))
+    step = pipeline(*middleware)(next_character)
     untrained = evaluate(step, state, valid)["loss"]
     state = fit(step, state, (train, valid), epochs=args.epochs, evaluate_every=every(epochs=0.25))
 
     print(state.history)
     blind, trained = math.log(len(ALPHABET)), state.history.latest("valid/loss")
-    print(
-        f"nats per character: {blind:.2f} blindly, {untrained:.2f} untrained, {trained:.2f} trained"
-    )
+    numbers = f"{blind:.2f} by guessing, {untrained:.2f} untrained, {trained:.2f} trained"
+    print(f"nats per character: {numbers}")
     (text,) = predict(write_on, state, [encode("\nThe ")])
     print(text)
 

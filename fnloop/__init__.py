@@ -1,12 +1,208 @@
 """A training loop for PyTorch that is a functional pipeline of composable step transforms.
 
     step = pipeline(accumulate(4), clip(1.0))(loss_fn)
-    state = fit(step, TrainState.create(model, optimizer), {"train": train, "valid": valid}, epochs=8)
+    state = TrainState.create(model, optimizer)
+    state = fit(step, state, {"train": train, "valid": valid}, epochs=8)
     state.history["valid/loss"]
 
-A run is a fold of a *step* over batches. The step is a loss function wrapped in *middleware*; what is carried from
-batch to batch is one immutable record, the *state*; *hooks* are functions of the state, called between updates.
+`fit` calls the *step* on one batch after another. The step is a loss function wrapped in
+*middleware*. What is carried from batch to batch is one immutable record, the *state*. *Hooks*
+are functions of the state, called between updates.
+
+# State and steps
+
+- `TrainState`, `RunInfo`: what a run depends on, and how long it is.
+- `snapshot`, `unwrap`: an independent copy of a state; your own module.
+- `pipeline`, `supervised`, `Output`: make a step from a loss function; what a step returns.
+- `StaleStateError`: raised for a state that has been advanced.
+
+A loss function takes the module and a batch, and returns the mean loss, or `(loss, aux)`. `aux`
+goes to the metrics. If the loss is not the mean over the leading dimension of the batch,
+`aux["weight"]` says how many items it is the mean of (a token count on the device, for example).
+Losses, gradients and metrics are averaged by this weight.
+
+A state owns its module, its optimizer and its tensors, which a step updates in place. All else in
+it is a value.
+
+# Middleware and rings
+
+- `accumulate`, `clip`, `clip_value`: gradients.
+- `amp`, `compiled`, `cuda_graph`, `CaptureError`: precision and speed.
+- `schedule`, `torch_scheduler`: learning rates.
+- `metric`: numbers beside the loss.
+- `middleware`, `Middleware`: write your own.
+
+| ring | wraps | sees |
+|---|---|---|
+| `forward` | the loss function, in training and evaluation | the batch; then loss, aux, metrics |
+| `loss` | the forward ring, in training only | the scalar that backward starts from |
+| `gradient` | backward | gradients, in `.grad` |
+| `update` | the optimizer's step | the new parameters |
+| `device` | all of the above | only device work, no host values |
+| `step` | everything | counters, the host |
+
+Within a ring the listed order is kept, and the first is innermost. A pipeline has a repr that is
+the code you typed; it can be compared and pickled. A middleware keeps what it needs in
+`state.slots[name]`, never in a closure. `Output.skip` leaves an update out: it counts in
+`state.skipped`, and no other counter changes.
+
+# Metrics
+
+- `Mean`, `Sum`, `Min`, `Max`, `Last`: each is made for a batch, combined over batches and
+  processes, and computed once.
+- `from_torchmetrics`: a metric of torchmetrics.
+- `History`, `Record`: what a run has measured.
+
+The name of a metric says whether lower is better ("loss", "error") or higher ("acc", "f1", "auc",
+"precision", "recall"). For any other name, pass `mode="min"` or `mode="max"`. A name such as
+"val/loss" is refused before the first update if no loader is named "val".
+
+# Runs
+
+- `fit`, `run`: train up to a target. `run` yields the state after each epoch.
+- `evaluate`, `predict`: leave the state unchanged.
+
+Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
+re-running a cell is harmless.
+
+A record is appended at each end of an epoch and at each evaluation. A run that ends between two
+records appends a *closing* record, with an evaluation, unless Ctrl-C or a signal ended it. If the
+run continues, the closing record stays where it is, and hooks such as `early_stop` ignore it.
+
+The order of a shuffled map-style DataLoader, the augmentation in its dataset and torch's random
+draws are a function of (seed, epoch, position). They do not depend on the number of workers, on
+evaluation, or on where a run was resumed. Random draws of the loss function from Python's and
+NumPy's generators are restored too, provided the run does not switch between zero and more
+workers. The global random state is restored after a run. It is shared by threads, so a second
+`fit`, `run`, `evaluate` or `predict` in another thread is refused.
+
+The next window of batches is fetched, and copied to the device, while the step runs. `prefetch=n`
+fetches n windows.
+
+Ctrl-C stops `fit` after the current update and returns the state. An exception keeps its type,
+has a note that says where it happened (`while in clip(1.0), train, epoch 2, batch 37, step 812`),
+and carries the last consistent state as `.state`. If an evaluation failed, a run that continues
+from this state repeats the evaluation. If `optimizer.step()` failed, the weights are between two
+updates: the exception has no `.state`, and the states of the model are stale. Notebooks and
+pytest show your frames of the traceback, and not those of fnloop (`%xmode Plain` shows all).
+
+# Hooks
+
+- `every`, `when`, `once`, `on_main`: when and where a hook runs. `every` and `when` also say when
+  to evaluate.
+- `progress`, `live_plot`: show a run.
+- `early_stop`, `halt_on_nonfinite`: stop it.
+- `track`, `to_csv`, `to_jsonl`: send its records elsewhere.
+
+A hook stops a run by `attrs.evolve(state, stop="why")`. It may have these attributes: `monitors =
+"valid/loss"`, the metric it reads; `reports = ("mine/loss",)`, the metrics it adds to records;
+and the methods `begin(state)`, called before the first update of a run, and `failed(state,
+error)`.
+
+# Checkpoints
+
+- `checkpoint`, `save`: save as a hook, or by hand.
+- `resume`, `restore`, `latest`, `best`: read what was saved.
+- `CheckpointError`: raised for a checkpoint that is damaged or does not match.
+
+A resumed run continues with the next batch, and its result is bit for bit what it would have been
+without the interruption: shuffling, workers, dropout, augmentation, fp16, schedules and running
+metrics included. You may change the batch size or the number of workers: exactly the remaining
+samples are trained.
+
+A checkpoint is a folder: `model.safetensors`, `optimizer.safetensors` (by parameter name),
+`slots.safetensors`, `state.json`, and a manifest with checksums. There is no pickle in it, so
+loading one cannot execute code. It holds the module's state, which parameters are frozen and
+which submodules are in evaluation mode, the optimizer, slots, running metrics, history, counters
+and generators, and `state.extra`, for your own plain data. A slot may be plain data, tensors, an
+attrs record, or an object with a `state_dict`. The records of a long history are written once, in
+the folder `.records` beside the checkpoints.
+
+A checkpoint is written to a temporary folder, flushed, and renamed. So at any moment the newest
+one is complete. `latest` and `resume` take the most recent one, and skip damaged ones with a
+warning. If all are damaged, `resume` raises. A disk that cannot be read is an error, and does not
+count as damage. A folder of checkpoints and a table belong to one run (`state.run_id`; for a
+table `a.csv` it is stored in `.a.csv.run`). A second run without `resume` is refused before its
+first update, and no file is changed. `save` replaces a checkpoint only; it refuses a folder with
+other files.
+
+SIGTERM ends `fit` after the current update (`state.stop == "SIGTERM"`), and the state is saved.
+SIGUSR1 saves, and the run continues.
+
+Before the first update of a run that keeps checkpoints, fnloop saves, restores and updates a tiny
+copy of an optimizer that is not torch's. An optimizer that does not resume exactly is refused by
+name. Where that cannot be tried, a warning says so.
+
+# Processes
+
+- `gather`, `reduce`, `broadcast`: combine nested lists, tuples and mappings; every process has to
+  call them.
+- `sharded`: marks a loader that gives each process its own part.
+
+Start the same script with `torchrun --nproc-per-node 8 train.py`, on each of two machines with
+`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 train.py`,
+or with `accelerate launch train.py`, which uses what `accelerate config` says. N processes with
+batch size b train as one process with batch size N·b.
+
+*Data.* The batches of a loader are distributed round-robin. No sample is repeated or left out,
+and sizes need not divide. Loaders stay plain: no `DistributedSampler`, no `prepare`. If each
+process already reads its own part of a stream, wrap it in `sharded(loader)`; such a run can be
+resumed mid-epoch only on the same number of processes. A custom sampler must give the same order
+in each process. The order is compared at the end of each epoch and evaluation, and the norms of
+the weights at the end of each epoch. If they differ, the run fails with an explanation.
+
+*Model.* `state.model` is your module, not a wrapper. DistributedDataParallel averages the
+gradients once per update, while backward runs. Buffers such as BatchNorm statistics are taken
+from the main process; if that matters, use `nn.SyncBatchNorm.convert_sync_batchnorm(model)`. A
+parameter that no process uses has no gradient, as in one process. If the first update used it and
+a later one does not, its gradient is zero, and a warning says how to change that.
+
+*Numbers.* In a step, `out.loss`, `out.weight` and `state.metrics` are those of this process.
+Random numbers drawn after backward are the same in all processes; those of the loss function
+(dropout) differ. Metrics of the loss function and the forward ring are combined; metrics that a
+middleware reports after gradients were averaged (`grad_norm`) count once. `state.backend` has
+`rank`, `world_size`, `device`, and `main`: whether this is the main process.
+
+*Hooks.* All processes must decide alike: by the history, by counters, by `every(seconds=...)`,
+whose clock is shared, or by `reduce(state.metrics)`. If processes diverge, the run fails within a
+minute, and the error names the process, the call it waits in, and the step. If one waits for the
+others for more than 30 seconds, it says where. A SIGTERM or SIGUSR1 to one process is obeyed by
+all, after the same update. Loader workers survive a SIGTERM that is sent to all processes of a
+job. When a process fails or is killed, all others end within seconds, and its traceback is on
+stderr.
+
+*Restarts.* Under `torchrun --max-restarts 3`, a script with `resume` ends bit for bit as if it
+had not been killed, if fnloop joins the processes. If something else does (`fully_shard` before
+`TrainState.create`, or your own `Accelerator`), torch 2.13 reads addresses of dead processes.
+Start such a script with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone
+--max-restarts 3 ...`. A run saved on N processes can be resumed on M, mid-epoch too, if all
+processes can read the folder.
+
+*Large models.* Call `fully_shard(model)` before you make the optimizer, or, on GPUs, choose FSDP
+version 2 in `accelerate config`. The same checkpoints load into such a model; `snapshot` cannot
+copy it. DeepSpeed, Megatron and FSDP 1 run backward and the update themselves, so middleware
+cannot see gradients: fnloop raises an error and suggests `fully_shard`. Tensor parallelism is
+refused.
+
+*Settings.* If `accelerate config` says bf16, it is used where the pipeline lists no `amp`; for
+fp16, list `amp("fp16")`. Pass settings of DistributedDataParallel as `TrainState.create(...,
+backend=Accelerator(kwargs_handlers=[...]))`.
+
+*Tested* on every change: 1, 2 and 3 processes on the CPU of one machine (gloo),
+DistributedDataParallel and `fully_shard`, and restarts. NCCL and several machines use the same
+calls of torch and have not been tested yet.
+
+# Schedules
+
+- `fnloop.schedules`: cosine, linear, wsd and others; `fnloop.schedules.plot` draws them.
+
+# Testing
+
+`fnloop.testing` has a toy problem, a spy step, a guard against host reads, and the laws of the
+library as checks.
 """
+
+__docformat__ = "google"
 
 from fnloop import schedules as schedules
 from fnloop._backend.public import broadcast as broadcast

@@ -1,4 +1,4 @@
-"""The examples run from their beginning to their end, and reach what they promise."""
+"""The examples run to their end, and reach what they promise."""
 
 import os
 import re
@@ -14,12 +14,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run(name: str, *arguments: str, launcher: tuple[str, ...] = ("-W", "error")) -> str:
     command = [sys.executable, *launcher, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"},
-    )
+    settings = os.environ | {"MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=settings)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,42 +37,34 @@ def accuracies(out: str):
 def test_text_learns():
     out = run("text.py")
     (trained,) = re.findall(r"([\d.]+) trained", out.replace("untrained", ""))
-    assert float(trained) < 2.0  # nats per character; 4.6 blindly
+    assert float(trained) < 2.0  # nats per character; 4.6 by guessing
 
 
 def test_by_hand_and_fnloop_agree():
     assert "equal" in run("by_hand.py")
 
 
-ACCELERATE = (
-    "-m",
-    "accelerate.commands.launch",
-    "--multi_gpu",
-    "--num_processes",
-    "2",
-    "--main_process_port",
-    "0",
-)
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
+ACCELERATE += ("--main_process_port", "0")  # any free port
 
 
 def test_many_gives_the_same_on_two_processes():
     alone, together = run("many.py"), run("many.py", launcher=ACCELERATE)
     assert "on 1 processes" in alone and "each process trained on: 20,000" in alone
-    # 4,000 images in batches of 32 are 125, dealt in turn: 63 to the first process and 62 to the second, for 5 epochs
+    # 4,000 images in batches of 32 make 125 batches. The first process gets 63 of them in each of
+    # 5 epochs, and the second 62.
     assert "on 2 processes" in together and "each process trained on: 10,080, 9,920" in together
     assert together.count("images held out") == 1  # only one of the two prints
     (one,), (two,) = (re.findall(r"held out: ([\d.]+)%", out) for out in (alone, together))
-    assert float(two) == pytest.approx(
-        float(one), abs=0.3
-    )  # of 1,000 images; sums were rounded in another order
+    # Of 1,000 images; sums are rounded in another order.
+    assert float(two) == pytest.approx(float(one), abs=0.3)
     assert float(two) > 95
 
 
-def test_many_goes_on_with_another_number_of_processes(tmp_path):
+def test_many_resumes_with_another_number_of_processes(tmp_path):
     folder = str(tmp_path / "runs")
-    assert "trained on: 4,032, 3,968" in run(
-        "many.py", "--epochs", "2", "--resume", folder, launcher=ACCELERATE
-    )
+    arguments = ("--epochs", "2", "--resume", folder)
+    assert "trained on: 4,032, 3,968" in run("many.py", *arguments, launcher=ACCELERATE)
     out = run("many.py", "--epochs", "3", "--resume", folder)
     assert "trained on: 4,000" in out  # one epoch was left
     assert [line.split()[0] for line, _ in accuracies(out)] == ["1", "2", "3"]

@@ -1,8 +1,8 @@
-"""The notebooks run from top to bottom, and again, and keep what they say."""
+"""The notebooks run from top to bottom, and again, and what they say is true."""
 
 import copy
 import inspect
-import itertools  # noqa: F401  # this one, and others below, for what is in the table
+import itertools  # noqa: F401  # this import, and others below, are used in the table
 import math
 import os
 import random
@@ -32,10 +32,8 @@ COMING = BOOKS["coming_from_a_trainer"].cells
 def test_every_notebook_is_here_and_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     assert set(BOOKS) == {
-        "all_of_fnloop",
-        "coming_from_a_trainer",
-        "interrupt_fork_resume",
-        "write_your_own_middleware",
+        *("all_of_fnloop", "coming_from_a_trainer", "many_processes", "recipes"),
+        *("resume_and_checkpoints", "write_your_own_middleware"),
     }
     assert [path.name for path in NOTEBOOKS if path.name not in readme] == []
 
@@ -133,7 +131,7 @@ WORDS = (
 
 
 def names(folder):
-    """Return what the right column takes for granted: data, a model with a run behind it, a folder with its checkpoints."""
+    """Return what the right column uses: data, a trained model, a folder with its checkpoints."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -186,7 +184,7 @@ def test_a_right_hand_side_is_code_that_runs(code, tmp_path, monkeypatch, settin
 
 
 def use(value, known):
-    """Train with what a piece of code has made, whatever it is; where that is a state, with this state."""
+    """Train with what a piece of code has made; if that is a state, continue from it."""
     settings = {"step": known["step"], "loaders": (known["train"], known["valid"]), "hooks": ()}
     wants = (
         [*inspect.signature(value).parameters]
@@ -208,7 +206,7 @@ def use(value, known):
     elif isinstance(value, tuple) and value[0] is known["train"]:
         settings["loaders"] = value
     elif value is not None:
-        return  # a number, a table, a module, ...: it is there, and nothing can be trained with it
+        return  # a number, a table, a module, ...: it exists, and cannot be trained with
     state = known["state"]
     updates = state.step + 2
     state = fl.fit(state=state, steps=updates, **settings)
@@ -231,7 +229,7 @@ LOSSES = (1.0, 0.5, 0.5, 0.75, 0.25, 0.25, 0.5, 0.5)  # of eight epochs
 
 
 def plateau_hooks(reduce_on_plateau, seen):
-    """Return hooks: the losses above as the history, what is to be tested, and the learning rate noted."""
+    """Return hooks: one reports the losses above, one is tested, one notes the learning rate."""
 
     def report(state):
         record = fl.Record(state.epoch, state.step, {"valid/loss": LOSSES[state.epoch - 1]}, 0.0)
@@ -252,9 +250,7 @@ def plateau_hooks(reduce_on_plateau, seen):
 @pytest.mark.parametrize("kept", [None, "snapshot", "checkpoint"])
 @pytest.mark.parametrize("split", range(1, 8))
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_the_plateau_hook_does_what_torchs_does_wherever_the_run_is_split(
-    kept, split, scheduled, tmp_path
-):
+def test_the_plateau_hook_equals_torchs_at_any_split_of_the_run(kept, split, scheduled, tmp_path):
     other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     plateau = ReduceLROnPlateau(other, factor=0.5, patience=1, threshold=0.0)
     expected = [plateau.step(loss) or other.param_groups[0]["lr"] for loss in LOSSES]
@@ -269,14 +265,14 @@ def test_the_plateau_hook_does_what_torchs_does_wherever_the_run_is_split(
     state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if kept == "checkpoint" else state
     state = fl.fit(step, state, [ONE], epochs=8, hooks=hooks)
     assert seen == [rate * (0.5 if scheduled else 1) for rate in expected]
-    if kept == "snapshot":  # the other branch keeps its own
+    if kept == "snapshot":  # the first branch keeps its own rate
         assert first.optimizer.param_groups[0]["lr"] == rate
     # Update i used the rate that epoch i - 1 ended with.
     assert state.model.w.item() == -sum([1.0, *expected[:-1]]) * (0.5 if scheduled else 1)
 
 
 def test_the_fork_recipe_sets_the_learning_rate_or_is_refused():
-    fork = recipe("interrupt_fork_resume", "fork", "fork")
+    fork = recipe("recipes", "fork", "fork")
     step = fl.pipeline(fl.clip(float("inf")))(toy_loss)
     trunk = fl.fit(step, toy(), [ONE], hooks=())
     assert fl.fit(step, fork(trunk, 0.25), [ONE], hooks=()).model.w.item() == -1.25

@@ -24,6 +24,8 @@ from fnloop._core.types import Call, name_of
 from fnloop._display import checks, html
 from fnloop._display import plot as _plot
 
+__docformat__ = "google"
+
 __all__ = [
     "constant",
     "cosine",

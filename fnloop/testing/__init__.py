@@ -43,6 +43,8 @@ from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit
 from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline
 
+__docformat__ = "google"
+
 __all__ = [
     "HostReadError",
     "Problem",
