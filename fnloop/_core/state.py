@@ -18,6 +18,7 @@ import attrs
 from torch import nn
 from torch.optim import Optimizer
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.join import join
 from fnloop._backend.launch import Backend
@@ -581,7 +582,7 @@ def unwrap(state: TrainState) -> nn.Module:
         raise TypeError(f"unwrap expects state as a TrainState; got {described(state)}")
     model = state.model
     while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        if (inner := torch_compat.uncompiled(model)) is not None:
             model = inner
         elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module

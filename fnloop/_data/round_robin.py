@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import ORDER_MISMATCH, all_reduce_max
 from fnloop._backend.transfer import tensors_in
 from fnloop._backend.watchdog import DIVERGED
@@ -108,4 +109,4 @@ _REFILLED = (
 def _version(thing: Any) -> int | None:
     """Return how often the first tensor of a batch has been changed in place."""
     first = next(tensors_in(thing), None)
-    return None if first is None or first.is_inference() else first._version
+    return None if first is None or first.is_inference() else torch_compat.version_of(first)

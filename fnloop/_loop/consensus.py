@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import ORDER_MISMATCH, start_all_reduce_max
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.watchdog import ADVICE, DIVERGED, here, waiting_for_all
@@ -42,7 +43,7 @@ def _norms(state: TrainState) -> dict[str, float]:
     named = {name: p.detach() for name, p in state.model.named_parameters() if plain(p)}
     if not named:
         return {}
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm([*named.values()])])
+    norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm([*named.values()])])
     return dict(zip(named, norms.nan_to_num(0.0).tolist(), strict=True))
 
 

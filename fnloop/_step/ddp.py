@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fnloop._backend.collectives import any_rank
+from fnloop._backend.torch_compat import CHECKED, reduce_in_backward
 from fnloop._core.state import TrainState
 
 __all__ = ["FixedBucketDDP", "TouchParameters", "graph_nodes", "make_ddp"]
@@ -38,8 +40,7 @@ class FixedBucketDDP(DistributedDataParallel):
     """
 
     def forward(self, loss: Tensor) -> Any:
-        self.reducer.prepare_for_forward()
-        return self._post_forward(loss)
+        return reduce_in_backward(self, loss)
 
 
 class _Trainable(nn.Module):
@@ -48,13 +49,37 @@ class _Trainable(nn.Module):
     def __init__(self, model: nn.Module, beside: list[Tensor]) -> None:
         super().__init__()
         self.model = model
-        known: dict[str, Any] = self._parameters
-        known.update(
-            {f"other{i}": p for i, p in enumerate(beside)}
-        )  # past a check: a leaf needn't be an nn.Parameter
+        self.beside = beside
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        # Not registered: a leaf of an optimizer need not be an nn.Parameter.
+        yield from ((f"other{i}", p) for i, p in enumerate(self.beside))
+        yield from super().named_parameters(*args, **kwargs)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+@functools.cache
+def check_ddp(device: torch.device) -> None:
+    """Raise unless DDP averages gradients as it is called here, which is not how torch documents it.
+
+    Every process must call it. It runs once, before the first update.
+    """
+    probe = torch.zeros(1, device=device, requires_grad=True)
+    ddp = FixedBucketDDP(_Trainable(nn.Module(), [probe]), init_sync=False)
+    ddp.forward((probe * dist.get_rank()).sum()).backward()
+    mean = (dist.get_world_size() - 1) / 2
+    if probe.grad is None or probe.grad.item() != mean:
+        raise RuntimeError(
+            f"DistributedDataParallel of torch {torch.__version__} does not average gradients in the "
+            f"way that fnloop calls it. Install torch {CHECKED}, on which it was checked, or a newer "
+            f"fnloop"
+        )
 
 
 def make_ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> FixedBucketDDP:
+    check_ddp(state.backend.device)
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
     settings.pop(

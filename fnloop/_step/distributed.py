@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._backend.collectives import (
     all_reduce_max_tensor,
@@ -24,6 +25,7 @@ from fnloop._backend.collectives import (
 )
 from fnloop._backend.fsdp import is_sharded, roots
 from fnloop._backend.join import parameters_beside
+from fnloop._backend.torch_compat import leaf_of
 from fnloop._core.merge import merge_metrics
 from fnloop._core.metrics import Last
 from fnloop._core.rng import COMPUTE, fold_in, positioner
@@ -201,9 +203,9 @@ class DistributedEngine:
                 *map(id, self._trainable)
             ]:  # somebody has added, frozen or unfrozen something
                 nodes = list(graph_nodes(start))
-                reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+                reached = {id(leaf_of(node)) for node in nodes}
                 self._hides = any(
-                    "CheckpointFunction" in node.name() for node in nodes
+                    CheckpointFunction.__name__ in node.name() for node in nodes
                 )  # a graph within backward
                 self._used = [p for p in trainable if self._hides or id(p) in reached]
                 self._ddp = make_ddp(state, trainable, len(self._used) < len(trainable))

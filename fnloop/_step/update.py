@@ -11,9 +11,9 @@ import attrs
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fnloop._backend.collectives import any_rank, start_all_reduce_sum
+from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.metrics import update_, update_loss_
 from fnloop._core.state import (
     TrainState,
@@ -83,7 +83,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
                 give_up_ownership(
                     new
                 )  # until the update is whole, no state owns what the optimizer changes
-                _apply(new.optimizer)
+                apply_optimizer(new.optimizer)
         finally:
             for p in params:
                 p.grad = None
@@ -130,32 +130,6 @@ def _of_all(state: TrainState, out: Output) -> Tensor:
     weight = torch.as_tensor(out.weight, dtype=torch.float64, device=out.loss.device)
     total, items = start_all_reduce_sum(out.loss.double() * weight), start_all_reduce_sum(weight)
     return (total() / items()).to(out.loss.dtype)
-
-
-_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
-
-
-def _apply(optimizer: Optimizer) -> None:
-    """Call ``optimizer.step()``, past torch's wrapper around it where that would do nothing.
-
-    The wrapper marks the step for a profiler and calls hooks: 5 µs, with neither a profiler nor a hook.
-    """
-    __tracebackhide__ = True
-    step = type(optimizer).step
-    bare = getattr(step, "__wrapped__", None)
-    if (
-        bare is None
-        or getattr(step, "__code__", None) is not _TORCHS_WRAPPER
-        or "step" in vars(optimizer)  # patched, as torch's schedulers do
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
-    ):
-        optimizer.step()
-    else:
-        bare(optimizer)
 
 
 def report(out: Output, metrics: Mapping[str, Any], by: str) -> Output:
