@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
 import pickle
 import sys
@@ -16,13 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
 from fnloop._backend.fsdp import local_part
 from fnloop._backend.launch import accelerator, launched
-from fnloop._backend.rendezvous import default_store, own_store
+from fnloop._backend.rendezvous import own_store
+from fnloop._backend.torch_compat import (
+    broadcast_coalesced,
+    collectives_begun,
+    default_store,
+    meeting_in,
+)
 from fnloop._backend.transfer import to_cpu
 from fnloop._backend.watchdog import start_watchdog, stop_watchdog, wait_for_work, waiting_for_all
+from fnloop._display.log import log
 
 __all__ = [
     "ORDER_MISMATCH",
@@ -30,6 +37,7 @@ __all__ = [
     "all_reduce_max_tensor",
     "any_rank",
     "broadcast_tensors",
+    "check_collective_count",
     "collective_count",
     "control_group",
     "gather_objects",
@@ -68,8 +76,8 @@ def control_group() -> Any:
     atexit.register(_shutdown)
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_drain)
-    store = own_store(distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-    with default_store(store):
+    store = own_store(default_store(), dist.get_rank(), dist.get_world_size())
+    with meeting_in(store):
         group = dist.new_group(backend="gloo")
     start_watchdog(store, group)
     return group
@@ -109,7 +117,7 @@ def broadcast_tensors(tensors: list[Tensor]) -> None:
     tensors = [t for t in tensors if 0 not in t.stride()]  # an expanded one can't be written to
     if tensors:
         group: Any = _group(tensors[0].device) or dist.group.WORLD
-        dist._broadcast_coalesced(group, tensors, 250 << 20, 0)  # type: ignore[attr-defined]  # as torch's DDP does
+        broadcast_coalesced(group, tensors)
 
 
 def sync_buffers(model: nn.Module) -> None:
@@ -139,10 +147,32 @@ def _drain() -> None:
     time.sleep(0.002)
 
 
+_counts = True  # whether torch counts the collectives of the default group
+_calls = itertools.count()
+
+
 def collective_count() -> int:
-    """Return how many collectives there have been so far, of others than ours."""
-    group: Any = dist.group.WORLD
-    return group._get_sequence_number_for_group()
+    """Return how many collectives this process has begun in the default group, which fnloop's own messages do not use.
+
+    Where torch does not count them, it returns a new number each time: a function then seems to use collectives, and is
+    called on padding too, which is slower and right.
+    """
+    begun = collectives_begun(dist.group.WORLD) if _counts else None
+    return next(_calls) if begun is None else begun
+
+
+def check_collective_count(device: torch.device) -> None:
+    """Find out whether torch counts the collectives of the default group. Every process must call it."""
+    global _counts
+    before = collectives_begun(dist.group.WORLD)
+    dist.all_reduce(torch.zeros(1, device=device))
+    _counts = collectives_begun(dist.group.WORLD) != before
+    if not _counts:
+        log.warning(
+            "torch %s does not count the collectives of %s: fnloop assumes that every loss function uses some, so a process "
+            "without a batch runs it too",
+            torch.__version__, dist.get_backend(),
+        )  # fmt: skip
 
 
 def _finish(work: Any, value: Tensor, what: str) -> None:

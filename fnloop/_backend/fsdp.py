@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fnloop._backend.torch_compat import local_tensor
+
 __all__ = ["check_sharded", "full", "is_sharded", "like_sharded", "local_part", "reshard", "roots"]
 
 
@@ -86,7 +88,7 @@ def reshard(model: nn.Module) -> None:
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor, sharing its memory."""
     kind = _dtensor()
-    return tensor._local_tensor if kind is not None and isinstance(tensor, kind) else tensor  # type: ignore[attr-defined]
+    return local_tensor(tensor) if kind is not None and isinstance(tensor, kind) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import broadcast_tensors, control_group
+from fnloop._backend.collectives import broadcast_tensors, check_collective_count, control_group
 from fnloop._backend.fsdp import check_sharded, is_sharded
 from fnloop._backend.launch import Backend, accelerator, backend_of, fully_sharded, launched
 
@@ -65,6 +65,7 @@ def join(
             "the model has lazy parameters, which know no shape yet: call it once, model(x), before this"
         )
     control_group()  # a collective: made now, where every process comes by
+    check_collective_count(backend.device)
     if is_sharded(model):
         check_sharded(model)
         broadcast_tensors([p.detach() for p in parameters_beside(model, optimizer)])

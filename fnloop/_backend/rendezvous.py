@@ -11,15 +11,13 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["agree_on_attempt", "default_store", "join_settings", "own_store"]
+__all__ = ["agree_on_attempt", "join_settings", "own_store"]
 
 PAUSE = 0.01  # seconds between two looks of the first process
 LOOK = timedelta(seconds=1)  # that the others wait before they look again
@@ -44,18 +42,6 @@ def own_store(store: Any, rank: int, size: int) -> Any:
 
 def _outlives_attempts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-@contextlib.contextmanager
-def default_store(store: Any) -> Iterator[None]:
-    """Let new groups meet in this store."""
-    world, group = distributed_c10d._world, cast(Any, dist.group.WORLD)
-    backend, usual = world.pg_map[group]
-    world.pg_map[group] = backend, store
-    try:
-        yield
-    finally:
-        world.pg_map[group] = backend, usual
 
 
 def agree_on_attempt(

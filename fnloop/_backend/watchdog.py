@@ -21,8 +21,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from fnloop._backend.torch_compat import collectives_begun, process_groups
 from fnloop._display.log import log
 
 __all__ = [
@@ -238,16 +238,15 @@ class Watchdog(threading.Thread):
 
 
 def _begun(group: Any) -> int:
-    """Return how many collectives of a group this process has begun."""
-    return group._get_sequence_number_for_group()
+    """Return how many collectives of a group this process has begun; 0 if torch does not count them."""
+    return collectives_begun(group) or 0
 
 
 def _place(control: Any) -> dict[str, Any]:
     """Return what this process waits in, the step it is after, and how many collectives it has begun in each group."""
     counts = {}
-    for group in list(distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
-            counts[group.group_name] = _begun(group)
+    for group in process_groups():
+        counts[group.group_name] = _begun(group)
     what, _, behind = next(iter(_waiting[:]), (None, 0.0, 0))
     return {
         "waits": what,

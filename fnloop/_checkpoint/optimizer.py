@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded, like_sharded
+from fnloop._backend.torch_compat import COMPILED
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._core.serialize import as_number, as_safetensor, decode, encode, from_safetensor
 from fnloop._core.snapshot import unwrap
@@ -84,7 +86,7 @@ COUNTS = (
 
 def bare_name(name: str) -> str:
     """Return a name in the model without what torch.compile has put into it."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
+    return name.replace(f"{COMPILED}.", "").removesuffix(COMPILED).rstrip(".")
 
 
 @attrs.frozen(eq=False)
@@ -142,13 +144,11 @@ def of_torch(optimizer: Optimizer) -> bool:
 def saves_itself(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is saved by its own state_dict."""
     cls = type(optimizer)
-    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-    hooks += ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     return (
         cls.state_dict is not Optimizer.state_dict
         or cls.load_state_dict is not Optimizer.load_state_dict
         or "state" not in vars(optimizer)  # a property, of which state_dict may know more
-        or any(getattr(optimizer, name, None) for name in hooks)
+        or torch_compat.has_state_dict_hooks(optimizer)
     )
 
 

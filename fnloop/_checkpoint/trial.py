@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fnloop._backend import torch_compat
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.optimizer import (
     Owned,
@@ -124,7 +125,7 @@ def _aside(device: torch.device) -> Iterator[None]:
     """Keep the global generators as they are, say no warnings, and compile nothing."""
     eager = (
         torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
+        if torch_compat.compiler_is_loaded()
         else contextlib.nullcontext()
     )
     with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
@@ -297,7 +298,7 @@ def _tiny(owned: Owned, numbers: torch.Generator, edge: int = EDGE) -> Owned:
         for name, value in vars(inner).items():
             if name != "step":  # a schedule's, around the one of the class
                 _cut_tensors(value, memo, seen, shapes, SMALL, edge)
-                hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+                hooks = torch_compat.is_hook_table(name)
                 vars(memo[id(inner)])[name] = OrderedDict() if hooks else copy.deepcopy(value, memo)
     twin = memo[id(owned.optimizer)]
     names = {id(memo[p]): owned.names.get(p, "?") for p in copied}

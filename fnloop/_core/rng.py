@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fnloop._backend import torch_compat
+
 __all__ = [
     "COMPUTE",
     "FETCH",
@@ -136,7 +138,7 @@ def positioner(device: torch.device) -> Callable[[int], Any]:
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        on_device = torch.cuda.default_generators[index].manual_seed
+        on_device = torch_compat.seeder_of(index)
     else:
         on_device = torch.get_device_module(device).manual_seed
 

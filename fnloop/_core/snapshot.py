@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.ownership import Ownership, ParameterCache
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run
@@ -83,7 +84,7 @@ def unwrap(state: TrainState) -> nn.Module:
         raise TypeError(f"unwrap expects state as a TrainState; got {described(state)}")
     model = state.model
     while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        if (inner := torch_compat.uncompiled(model)) is not None:
             model = inner
         elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module

@@ -14,6 +14,12 @@ from fnloop._display.checks import described, function
 
 __all__ = ["from_torchmetrics"]
 
+# Private names of torchmetrics.Metric, checked on 1.9.0. Without one of the first two, saving and merging raise.
+_STATES = "_defaults"  # names of the states, with what each begins with
+_UPDATES = "_update_count"  # how often it was updated
+_SYNCS = "_to_sync"  # whether it combines processes by itself
+_CACHED = "_computed"  # the value computed last
+
 
 @attrs.frozen(eq=False)
 class TorchMetric:
@@ -65,8 +71,8 @@ class TorchMetric:
         """Return what has been seen, as plain data and tensors."""
         seen = self.own().seen
         return {
-            "updates": seen._update_count,
-            "states": {name: getattr(seen, name) for name in seen._defaults},
+            "updates": getattr(seen, _UPDATES),
+            "states": {name: getattr(seen, name) for name in getattr(seen, _STATES)},
         }
 
     def from_parts(self, parts: Mapping[str, Any]) -> TorchMetric:
@@ -74,7 +80,7 @@ class TorchMetric:
         seen = _fresh_copy(self.template)
         for name, value in parts["states"].items():
             setattr(seen, name, value)
-        seen._update_count = parts["updates"]
+        setattr(seen, _UPDATES, parts["updates"])
         return TorchMetric(self.template, seen=seen)
 
 
@@ -82,7 +88,8 @@ def _fresh_copy(template: Any) -> Any:
     """Return a metric like the template that has seen nothing, and leaves it to us to combine what processes have seen."""
     seen = copy.deepcopy(template)
     seen.reset()
-    seen.sync_on_compute = seen._to_sync = False
+    seen.sync_on_compute = False
+    setattr(seen, _SYNCS, False)
     return seen
 
 
@@ -99,7 +106,7 @@ def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
 def _merge(metric: Any, other: Any) -> None:
     try:
         metric.merge_state(other)
-        metric._computed = None  # torchmetrics keeps a value that was computed before
+        setattr(metric, _CACHED, None)  # the value that was computed before
     except RuntimeError as error:
         error.add_note(
             f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process"

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from fnloop._backend import torch_compat
 from fnloop._core.rng import FETCH, ORDER, fold_in, own_generator, position_all
 from fnloop._core.types import name_of
 from fnloop._data.loaders import is_iterable
-from fnloop._data.map_style import make_killable, set_epoch, sigterm_resistant_workers
+from fnloop._data.map_style import set_epoch, sigterm_resistant_workers
 from fnloop._data.window import END
 from fnloop._display.checks import described
 
@@ -27,9 +28,8 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[A
     set_epoch(epoch, loader, getattr(loader, "dataset", None))
     order, fetch = fold_in(seed, ORDER, epoch or 0), fold_in(seed, FETCH, epoch or 0)
     if isinstance(loader, DataLoader):
-        loader._iterator = (
-            None  # persistent workers would go on with the generators of the epoch before
-        )
+        # Persistent workers would continue with the generators of the epoch before.
+        torch_compat.forget_workers(loader)
     with (
         contextlib.ExitStack() as stack
     ):  # until the first batch is there: only then has everybody taken its generator
@@ -52,7 +52,7 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[A
                     f"the loader {name_of(loader)} must return an iterable of batches; it returned {described(iterable)}. "
                     "Did you forget to return or yield?"
                 )
-        batches = make_killable(iter(iterable))
+        batches = torch_compat.make_killable(iter(iterable))
         if start and batches is loader:
             raise ValueError(
                 f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "

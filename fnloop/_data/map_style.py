@@ -27,6 +27,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from fnloop._backend import torch_compat
 from fnloop._core.rng import FETCH, ORDER, fold_in, own_generator, position_all
 from fnloop._data.round_robin import SingleProcess
 from fnloop._data.window import END, Padding
@@ -34,7 +35,6 @@ from fnloop._data.window import END, Padding
 __all__ = [
     "is_sized",
     "length_of",
-    "make_killable",
     "map_style",
     "set_epoch",
     "sigterm_resistant_workers",
@@ -233,7 +233,7 @@ def _with_workers(loader: DataLoader, tickets: Iterator[_BatchRequest]) -> Itera
     )  # taken out: who reads the loader meanwhile gets another
     try:
         sampler.next = tickets
-        yield from make_killable(iter(pool))
+        yield from torch_compat.make_killable(iter(pool))
     finally:
         if loader.persistent_workers:
             _worker_loaders[loader] = pool, sampler
@@ -268,15 +268,8 @@ class _WorkerInit(NamedTuple):
 
     def __call__(self, worker: int) -> None:
         info: Any = torch.utils.data.get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
+        torch_compat.set_worker_dataset(info, info.dataset.dataset)
         _IgnoreFirstSigterm(self.init)(worker)
-
-
-def make_killable(batches: Iterator[Any]) -> Iterator[Any]:
-    """Let the workers of an iterator be killed by who ends them, as a SIGTERM doesn't, and return it."""
-    for worker in getattr(batches, "_workers", ()):
-        worker._popen.terminate = worker._popen.kill
-    return batches
 
 
 class _IgnoreFirstSigterm(NamedTuple):

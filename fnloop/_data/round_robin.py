@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import ORDER_MISMATCH, all_reduce_max
 from fnloop._backend.transfer import tensors_in
 from fnloop._backend.watchdog import DIVERGED
@@ -130,4 +131,4 @@ def _common(sizes: list[int], expected: int) -> int:
 def _version(item: object) -> int | None:
     """Return how often the first tensor of a batch has been changed in place."""
     first = next(tensors_in(item), None)
-    return None if first is None or first.is_inference() else first._version
+    return None if first is None or first.is_inference() else torch_compat.version_of(first)

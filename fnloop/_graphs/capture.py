@@ -27,6 +27,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display.log import log
@@ -197,7 +198,7 @@ def _buffers(tensors: list[Tensor]) -> list[Tensor]:
 
 def _copy(to: list[Tensor], tensors: list[Tensor]) -> None:
     if tensors:
-        torch._foreach_copy_(to, tensors, non_blocking=True)
+        torch_compat.foreach_copy_(to, tensors, non_blocking=True)
 
 
 # --- outputs

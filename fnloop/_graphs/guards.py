@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fnloop._backend import torch_compat
 from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import as_number
 from fnloop._core.state import SCHEDULED, TrainState, parameters
@@ -108,7 +108,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Original
         values.update(
             {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
         )  # counts
-    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # it is, while warming up
+    torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
     return given
 
 
@@ -252,14 +252,11 @@ def identity_of(value: Any) -> list[int]:
 # --- what may not happen while an update is recorded
 
 
-class NoKernels(TorchDispatchMode):
+class NoKernels(torch_compat.DispatchMode):
     """Nothing may reach the device: behind the point where the host leaves an update out, a graph has nothing to play."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        looks = (
-            all(r.alias_info for r in func._schema.returns) and not func._schema.is_mutable
-        )  # a view: nothing is computed
-        if func.namespace == "profiler" or looks:
+        if not torch_compat.computes(func):
             return func(*args, **(kwargs or {}))
         raise CaptureError(
             f"the update can't be captured: something computes ({func}) behind a gradient that overflowed in fp16, where a "
@@ -325,7 +322,7 @@ def host_state(state: TrainState) -> dict[str, Any]:
         carried = {
             k: v for k, v in plain.items() if not (isinstance(v, Tensor) and v.requires_grad)
         }
-        _note(path, {**carried, **module._buffers}, device, found, set())
+        _note(path, {**carried, **torch_compat.buffers_of(module)}, device, found, set())
     _note("state.slots", dict(state.slots), device, found, set())
     return found
 
@@ -335,7 +332,10 @@ def _note(
 ) -> None:
     if isinstance(value, Tensor):
         where = value.data_ptr() if value.layout is torch.strided else id(value)
-        found[path] = (where, None if value.device.type == device.type else value._version)
+        found[path] = (
+            where,
+            None if value.device.type == device.type else torch_compat.version_of(value),
+        )
     elif value is None or isinstance(value, int | float | str):
         found[path] = value
     elif id(value) not in seen:
@@ -431,7 +431,10 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
         (vars(m), {k: v for k, v in vars(m).items() if isinstance(v, PLAIN)})
         for m in state.model.modules()
     ]
-    dicts = [*(m._buffers for m in state.model.modules()), *_dicts(dict(state.slots))]
+    dicts = [
+        *(torch_compat.buffers_of(m) for m in state.model.modules()),
+        *_dicts(dict(state.slots)),
+    ]
     contents = [(content, dict(content)) for content in dicts]
     generators, generator = HostGenerators.capture(), torch.get_rng_state()
 

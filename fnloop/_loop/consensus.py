@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import ORDER_MISMATCH, is_lost, start_all_reduce_max
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.watchdog import ADVICE, DIVERGED, here, verdict, waiting_for_all
@@ -156,7 +157,7 @@ def _norms(state: TrainState) -> dict[str, float]:
     named = {name: p.detach() for name, p in state.model.named_parameters() if _has_norm(p)}
     if not named:
         return {}
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm([*named.values()])])
+    norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm([*named.values()])])
     return dict(zip(named, norms.nan_to_num(0.0).tolist(), strict=True))
 
 

@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import all_reduce_max_tensor
 from fnloop._backend.fsdp import local_part
 from fnloop._core.state import TrainState, parameters
@@ -156,6 +157,8 @@ def _unscale(grads: list[Any], scale: Tensor) -> Tensor:
     if not grads:
         return found
     sharded = any(local_part(grad) is not grad for grad in grads)
-    grads = [grad._values() if grad.is_sparse else local_part(grad) for grad in grads]
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal())
+    grads = [
+        torch_compat.sparse_values(grad) if grad.is_sparse else local_part(grad) for grad in grads
+    ]
+    torch_compat.unscale_(grads, found, scale.reciprocal())
     return all_reduce_max_tensor(found) if sharded else found  # each process has seen its own parts

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import utils
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import full, local_part
 from fnloop._core.metrics import Mean
 from fnloop._core.state import TrainState, parameters
@@ -109,8 +110,8 @@ def clip_value(limit: float) -> Any:
             state, out = step(state, batch)
             grads = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
             if out.skip is None and grads:
-                torch._foreach_clamp_min_(grads, -limit)
-                torch._foreach_clamp_max_(grads, limit)
+                torch_compat.foreach_clamp_min_(grads, -limit)
+                torch_compat.foreach_clamp_max_(grads, limit)
             return state, out
 
         return clamped

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._backend.collectives import any_rank, sync_buffers
+from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
 from fnloop._core.state import TrainState, all_parameters
 from fnloop._display.log import log
 
@@ -78,8 +81,8 @@ class BucketReducer:
 
     def _make_ddp(self, state: TrainState, root: Tensor, trainable: list[Tensor]) -> None:
         nodes = list(_graph_nodes(root))
-        reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
-        self._hides_parameters = any("CheckpointFunction" in node.name() for node in nodes)
+        reached = {id(leaf_of(node)) for node in nodes}
+        self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
         self._ddp = _make_ddp(state, trainable, unused=len(self._used) < len(trainable))
 
@@ -133,8 +136,7 @@ class _FixedBucketDDP(DistributedDataParallel):
     """
 
     def forward(self, loss: Tensor) -> Any:
-        self.reducer.prepare_for_forward()
-        return self._post_forward(loss)
+        return reduce_in_backward(self, loss)
 
 
 class _Trainable(nn.Module):
@@ -149,11 +151,37 @@ class _Trainable(nn.Module):
     def __init__(self, model: nn.Module, others: list[Tensor]) -> None:
         super().__init__()
         self.model = model
-        known: dict[str, Any] = self._parameters
-        known.update({f"other{i}": p for i, p in enumerate(others)})
+        self.others = others
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        # Not registered: a leaf of an optimizer need not be an nn.Parameter.
+        yield from ((f"other{i}", p) for i, p in enumerate(self.others))
+        yield from super().named_parameters(*args, **kwargs)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+@functools.cache
+def _check_ddp(device: torch.device) -> None:
+    """Raise unless DDP averages gradients as it is called here, which is not how torch documents it.
+
+    Every process must call it. It runs once, before the first update.
+    """
+    probe = torch.zeros(1, device=device, requires_grad=True)
+    ddp = _FixedBucketDDP(_Trainable(nn.Module(), [probe]), init_sync=False)
+    ddp.forward((probe * dist.get_rank()).sum()).backward()
+    mean = (dist.get_world_size() - 1) / 2
+    if probe.grad is None or probe.grad.item() != mean:
+        raise RuntimeError(
+            f"DistributedDataParallel of torch {torch.__version__} does not average gradients in the "
+            f"way that fnloop calls it. Install torch {CHECKED}, on which it was checked, or a newer "
+            f"fnloop"
+        )
 
 
 def _make_ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> _FixedBucketDDP:
+    _check_ddp(state.backend.device)
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
     settings.pop("broadcast_buffers", None)  # done once per window, before forward

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.metrics import update_, update_loss_
 from fnloop._core.state import (
     TrainState,
@@ -56,7 +55,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
                 give_up_ownership(
                     new
                 )  # until the update is whole, no state owns what the optimizer changes
-                _apply(new.optimizer)
+                apply_optimizer(new.optimizer)
         finally:
             for p in params:
                 p.grad = None
@@ -94,32 +93,6 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
     state.optimizer.step(closure)  # type: ignore[arg-type]
     new, out = replies[0]
     return advance(new, applied=True), out
-
-
-_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
-
-
-def _apply(optimizer: Optimizer) -> None:
-    """Call ``optimizer.step()``, past torch's wrapper around it where that would do nothing.
-
-    The wrapper marks the step for a profiler and calls hooks: 5 µs, with neither a profiler nor a hook.
-    """
-    __tracebackhide__ = True
-    step = type(optimizer).step
-    bare = getattr(step, "__wrapped__", None)
-    if (
-        bare is None
-        or getattr(step, "__code__", None) is not _TORCHS_WRAPPER
-        or "step" in vars(optimizer)  # patched, as torch's schedulers do
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
-    ):
-        optimizer.step()
-    else:
-        bare(optimizer)
 
 
 def report(out: Output, metrics: Mapping[str, Any], by: str) -> Output:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import local_part
 from fnloop._core.metrics import combine
 from fnloop._core.types import Metric, Output
@@ -140,13 +141,13 @@ def divide(
     divisor = weight if reference is None else weight / reference
     if isinstance(divisor, Tensor):
         # Without any item the gradient is zero, and stays so.
-        torch._foreach_div_(local, torch.where(divisor == 0, 1.0, divisor))
+        torch_compat.foreach_div_(local, torch.where(divisor == 0, 1.0, divisor))
     elif divisor in (0, 1):
         return
     elif math.frexp(divisor)[0] == 0.5:  # a power of two: multiplying is exact too, and faster
-        torch._foreach_mul_(local, 1 / divisor)
+        torch_compat.foreach_mul_(local, 1 / divisor)
     else:
-        torch._foreach_div_(local, divisor)
+        torch_compat.foreach_div_(local, divisor)
 
 
 def at_least_float32(loss: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ import torch
 from toolz import partition_all
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fnloop._backend import torch_compat
 from fnloop._core.snapshot import snapshot
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, LossFn, Middleware, Output
@@ -211,9 +211,9 @@ class HostReadError(AssertionError):
     """A tensor was read to the host where that was forbidden."""
 
 
-class _NoHostReads(TorchDispatchMode):
+class _NoHostReads(torch_compat.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if torch_compat.reads_to_host(func):
             raise HostReadError(
                 "a tensor was read to the host (.item(), float(), bool(), if tensor: ...)"
             )

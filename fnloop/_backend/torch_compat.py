@@ -1,0 +1,307 @@
+"""Every private or undocumented name of torch that fnloop uses. No other module touches one.
+
+All were run on torch 2.13.0, and compared with the sources of 2.11.0 and 2.12.0. Each has a guard. Where a
+name is missing there is a fallback, or an error that says what to do where continuing would be unsafe.
+``import fnloop`` depends on none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optim
+
+from fnloop._display.log import log
+
+CHECKED = "2.11 to 2.13"
+COMPILED = (
+    "_orig_mod"  # where torch.compile's wrapper keeps a module, and part of parameters' names
+)
+
+
+def _missing(name: str, why: str) -> RuntimeError:
+    return RuntimeError(
+        f"torch {torch.__version__} has no {name}, which fnloop needs {why}. Install torch {CHECKED}, "
+        f"or a newer fnloop"
+    )
+
+
+# --- optimizers
+
+_WRAPPER_USES = {  # names in torch's wrapper around Optimizer.step; one that has others is not skipped
+    *("cast", "Optimizer", "__class__", "__name__", "torch", "autograd", "profiler"),
+    *("record_function", "chain", "values", "isinstance", "tuple", "len", "RuntimeError"),
+    *("_global_optimizer_pre_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_code"),
+    *("_optimizer_step_post_hooks", "_global_optimizer_post_hooks"),
+}
+
+
+def _find_wrapper() -> object:
+    wrap = getattr(Optimizer, "profile_hook_step", None)
+    code = getattr(wrap(lambda: None), "__code__", None) if wrap is not None else None
+    return code if code is not None and _WRAPPER_USES.issuperset(code.co_names) else object()
+
+
+_wrapper = _find_wrapper()
+_pre_hooks = getattr(_optim, "_global_optimizer_pre_hooks", True)
+_post_hooks = getattr(_optim, "_global_optimizer_post_hooks", True)
+_profiler_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+
+
+def apply_optimizer(optimizer: Optimizer) -> None:
+    """Call ``optimizer.step()`` without torch's wrapper, where the wrapper would do nothing.
+
+    The wrapper marks the step for a profiler and calls hooks: 5 µs, even with neither. It is called
+    if one of the names is missing that tell whether it has anything to do.
+    """
+    __tracebackhide__ = True
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None)
+    if (
+        bare is None
+        or getattr(step, "__code__", None) is not _wrapper
+        or "step" in vars(optimizer)  # patched, as torch's schedulers do
+        or getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or _pre_hooks
+        or _post_hooks
+        or _profiler_enabled()
+    ):
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def is_hook_table(name: str) -> bool:
+    """Return whether an attribute of an optimizer holds hooks."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def has_state_dict_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks change what an optimizer saves or loads."""
+    return any(v for k, v in vars(optimizer).items() if is_hook_table(k) and "state_dict" in k)
+
+
+def silence_capturable_warning(optimizer: Optimizer) -> None:
+    """Let a capturable optimizer run eagerly without a warning. Fallback: torch warns once."""
+    vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True
+
+
+# --- tensors
+
+
+def _foreach(name: str) -> Callable[..., Any]:
+    """Return an operation on a list of tensors. Fallback: one tensor after the other."""
+
+    def one_by_one(tensors: Sequence[Tensor], other: Any, **options: Any) -> None:
+        others = other if isinstance(other, list) else [other] * len(tensors)
+        for tensor, value in zip(tensors, others, strict=True):
+            getattr(tensor, name)(value, **options)
+
+    return getattr(torch, f"_foreach_{name}", one_by_one)
+
+
+def _unscale_one_by_one(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+    for grad in grads:
+        found.logical_or_(~torch.isfinite(grad).all())
+        grad.mul_(inverse)
+
+
+foreach_clamp_max_ = _foreach("clamp_max_")
+foreach_clamp_min_ = _foreach("clamp_min_")
+foreach_copy_ = _foreach("copy_")
+foreach_div_ = _foreach("div_")
+foreach_mul_ = _foreach("mul_")
+foreach_norm: Callable[[Sequence[Tensor]], Sequence[Tensor]] = getattr(
+    torch, "_foreach_norm", lambda tensors: [*map(torch.linalg.vector_norm, tensors)]
+)
+unscale_: Callable[[Sequence[Tensor], Tensor, Tensor], object] = getattr(  # as GradScaler does
+    torch, "_amp_foreach_non_finite_check_and_unscale_", _unscale_one_by_one
+)
+
+
+def sparse_values(grad: Tensor) -> Tensor:
+    """Return the values of a sparse gradient, in its memory. Fallback: it must be coalesced."""
+    return grad._values() if hasattr(grad, "_values") else grad.values()
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when a tensor is written to. Fallback: a checksum of it."""
+    version = getattr(tensor, "_version", None)
+    if version is None:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        version = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
+    return version
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Return this process's part of a DTensor, in its memory. Fallback: the public method, slower."""
+    local = getattr(tensor, "_local_tensor", None)
+    if local is None:
+        with torch.no_grad():  # so that no autograd node is made
+            local = tensor.to_local()
+    return local
+
+
+def leaf_of(node: object) -> Tensor | None:
+    """Return the leaf that an autograd node accumulates into. Fallback: DDP searches for leaves."""
+    return getattr(node, "variable", None)
+
+
+def seeder_of(index: int) -> Callable[[int], object]:
+    """Return what seeds the generator of a CUDA device. Fallback: it seeds those of all devices."""
+    generators = getattr(torch.cuda, "default_generators", None)
+    return generators[index].manual_seed if generators else torch.cuda.manual_seed_all
+
+
+# --- operators
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+except ImportError:
+
+    class DispatchMode:  # type: ignore[no-redef]
+        """Stands for torch's class: it can be derived from, and raises when it is entered."""
+
+        def __enter__(self) -> None:
+            raise _missing("TorchDispatchMode", "to watch which operators run")
+
+        def __exit__(self, *_: object) -> None: ...
+
+
+def computes(func: Any) -> bool:
+    """Return whether an operator is neither a view nor a mark of the profiler. Fallback: it is not."""
+    schema = getattr(func, "_schema", None)
+    view = schema and all(r.alias_info for r in schema.returns) and not schema.is_mutable
+    return not view and getattr(func, "namespace", None) != "profiler"
+
+
+def reads_to_host(func: object) -> bool:
+    """Return whether an operator reads a tensor to the host."""
+    return str(func) == "aten._local_scalar_dense.default"
+
+
+# --- modules
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether torch.compile may have compiled something in this process."""
+    return "torch._dynamo" in sys.modules
+
+
+def uncompiled(model: nn.Module) -> nn.Module | None:
+    """Return the module in torch.compile's wrapper; None if it is not one. Fallback: it stays wrapped."""
+    inner = getattr(model, COMPILED, None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own table of buffers. Fallback: a copy."""
+    own = vars(module).get("_buffers")
+    return dict(module.named_buffers(recurse=False)) if own is None else own
+
+
+# --- data loaders
+
+
+def set_worker_dataset(info: object, dataset: object) -> None:
+    """Replace the data set in ``get_worker_info()``, which refuses it. Fallback: it stays, and a warning."""
+    try:
+        object.__setattr__(info, "dataset", dataset)
+    except (AttributeError, TypeError):
+        log.warning("get_worker_info().dataset is a wrapper in torch %s", torch.__version__)
+
+
+def make_killable(batches: Iterator[Any]) -> Iterator[Any]:
+    """Make ``terminate`` kill the workers of an iterator, which ignore their first SIGTERM, and return it.
+
+    Fallback: a worker that torch has to terminate outlives the first attempt.
+    """
+    for worker in getattr(batches, "_workers", ()):
+        process = getattr(worker, "_popen", None)
+        if hasattr(process, "terminate") and hasattr(process, "kill"):
+            process.terminate = process.kill
+    return batches
+
+
+def forget_workers(loader: Any) -> None:
+    """Make the next iterator of a DataLoader start its workers anew, even persistent ones."""
+    if loader.persistent_workers and not hasattr(loader, "_iterator"):
+        raise _missing("DataLoader._iterator", "to restart persistent workers: leave them out")
+    loader._iterator = None
+
+
+# --- several processes
+
+_c10d: Any = getattr(dist, "distributed_c10d", None)
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups. Fallback: the default one."""
+    world = getattr(_c10d, "_world", None)
+    return [dist.group.WORLD] if world is None else [*world.pg_map]
+
+
+def default_store() -> Any:
+    """Return the store in which the processes of the default group have met."""
+    store = getattr(_c10d, "_get_default_store", None)
+    if store is None:
+        raise _missing("_get_default_store", "when there are several processes")
+    return store()
+
+
+@contextlib.contextmanager
+def meeting_in(store: object) -> Iterator[None]:
+    """Make new groups meet in this store instead of the default one."""
+    world, group = getattr(_c10d, "_world", None), dist.group.WORLD
+    if world is None:
+        raise _missing("distributed_c10d._world", "when there are several processes")
+    backend, usual = world.pg_map[group]
+    world.pg_map[group] = backend, store
+    try:
+        yield
+    finally:
+        world.pg_map[group] = backend, usual
+
+
+def collectives_begun(group: object) -> int | None:
+    """Return how many collectives of a group this process has begun; None if torch does not count."""
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return None if count is None else count()
+    except RuntimeError:  # a backend that does not count
+        return None
+
+
+def broadcast_coalesced(group: Any, tensors: list[Tensor]) -> None:
+    """Broadcast tensors of the main process in place. Fallback: one tensor after the other."""
+    at_once = getattr(dist, "_broadcast_coalesced", None)
+    if at_once is not None:
+        at_once(group, tensors, 250 << 20, 0)  # as torch's DDP does
+        return
+    for t in tensors:
+        dense = t.contiguous()
+        dist.broadcast(dense, 0, group=group)
+        t.copy_(dense)
+
+
+def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
+    """Return a loss whose backward averages gradients over processes, in buckets that stay as made.
+
+    Fallback: DDP's own forward. It sorts the buckets anew after the first update, so that a resumed
+    run on three processes or more may differ from an uninterrupted one in the last bits.
+    """
+    reducer, finish = getattr(ddp, "reducer", None), getattr(ddp, "_post_forward", None)
+    if finish is None or not hasattr(reducer, "prepare_for_forward"):
+        return DistributedDataParallel.forward(ddp, loss)
+    reducer.prepare_for_forward()
+    return finish(loss)

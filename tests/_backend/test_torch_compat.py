@@ -1,0 +1,441 @@
+"""Private names of torch are used in one file, and each may be missing."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._python_dispatch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as optim
+from torch.utils.data import DataLoader
+
+import fnloop
+from fnloop._backend import torch_compat
+
+ROOT = Path(fnloop.__file__).parent
+COMPAT = Path(torch_compat.__file__)
+UNDOCUMENTED = {  # names of torch without an underscore that its reference does not have
+    *("default_generators", "distributed_c10d", "prepare_for_forward", "profile_hook_step"),
+    *("__wrapped__", "_popen"),
+}
+OTHERS = {  # private names of other libraries, each in one file
+    "_display/plot.py": {"_repr_png_"},  # IPython's protocol
+    "_middleware/schedule.py": {"_repr_html_"},
+    "_backend/launch.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
+    "_backend/watchdog.py": {"_exit", "_current_frames"},  # documented, of os and sys
+}
+
+
+# --- no other file uses one
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_uses(tree):
+    """Yield each private name in a module that may belong to another library: (line, name).
+
+    They are the attributes ``x._name``, the literals in ``getattr(x, "_name")`` (hasattr, setattr and delattr too), and
+    imports from torch with a private part.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (is_private(node.attr) or node.attr in UNDOCUMENTED):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            called, name = node.func, node.args[1]
+            reads = isinstance(called, ast.Name) and called.id.endswith("attr")
+            if reads and isinstance(name, ast.Constant) and is_private(str(name.value)):
+                yield node.lineno, name.value
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
+        elif isinstance(node, ast.Import):
+            parts = [
+                p for a in node.names if a.name.startswith("torch.") for p in a.name.split(".")
+            ]
+            yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
+
+
+def own_names(trees):
+    """Return the private names that fnloop itself defines: functions, attributes of self, class bodies and slots."""
+    found = {"_fields"}  # of named tuples, documented
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                for line in node.body:
+                    target = getattr(line, "target", None) or next(
+                        iter(getattr(line, "targets", ())), None
+                    )
+                    if isinstance(target, ast.Name):
+                        found.add(target.id)
+                        if target.id == "__slots__":
+                            found |= set(ast.literal_eval(line.value))
+            stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if stored and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                found.add(node.attr)
+    return found
+
+
+def test_no_other_file_uses_a_private_name_of_torch():
+    trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if path != COMPAT}
+    own = own_names(trees.values())
+    found = []
+    for path, tree in trees.items():
+        where = str(path.relative_to(ROOT))
+        for line, name in private_uses(tree):
+            if name not in own and name not in OTHERS.get(where, ()):
+                found.append(f"{where}:{line} {name}")
+    assert not found
+
+
+def test_no_other_file_spells_a_name_that_torch_compat_guards():
+    compat = ast.parse(COMPAT.read_text())
+    names = {name for _, name in private_uses(compat)} - {"__wrapped__"}
+    names |= {node.value for node in ast.walk(compat) if isinstance(node, ast.Constant)}
+    guarded = {n for n in names if isinstance(n, str) and is_private(n) and n.isidentifier()}
+    assert {"_orig_mod", "_foreach_norm", "_local_tensor", "_post_forward"} <= guarded
+    for path in ROOT.rglob("*.py"):
+        if path != COMPAT:
+            tree = ast.parse(path.read_text())
+            spelled = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+            assert not spelled & guarded, path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo",
+        "from torch.utils import _pytree",
+        "from torch.optim.optimizer import _global_optimizer_pre_hooks",
+        "torch._foreach_norm([])",
+        "tensor._version",
+        "getattr(model, '_orig_mod', None)",
+        "torch.cuda.default_generators",
+    ],
+)
+def test_a_private_name_is_found(line):
+    assert [*private_uses(ast.parse(line))]
+
+
+# --- each may be missing
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Return a function that removes names of torch, and returns torch_compat imported anew without them."""
+
+    def without(owner, *names):
+        for name in names:
+            monkeypatch.delattr(owner, name)
+        spec = importlib.util.spec_from_file_location("compat_without", COMPAT)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return without
+
+
+def test_import_fnloop_depends_on_no_private_name():
+    code = """if True:
+        import accelerate, torch, torch.distributed as dist
+        import torch.utils._python_dispatch as dispatch
+        from torch.optim import optimizer as optim
+        removed = []
+        for owner, *names in (
+            (torch.optim.Optimizer, "profile_hook_step"),
+            (optim, "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+            (torch.autograd, "_profiler_enabled"),
+            (torch, *(name for name in dir(torch) if name.startswith(("_foreach_", "_amp_")))),
+            (torch.cuda, "default_generators"),
+            (dispatch, "TorchDispatchMode"),
+            (dist, "_broadcast_coalesced", "distributed_c10d"),
+            (torch.nn.parallel.DistributedDataParallel, "_post_forward"),
+        ):
+            removed += [(owner, name, vars(owner)[name]) for name in names]
+            for name in names:
+                delattr(owner, name)
+        import fnloop as fl
+        for entry in removed:
+            setattr(*entry)  # torch itself needs some of them
+        from fnloop.testing import toy, toy_loss
+        state, _ = fl.pipeline(fl.clip_value(1.0))(toy_loss)(toy(), torch.tensor([4.0]))
+        print(state.model.w.item())
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.strip() == "-1.0", ran.stderr
+
+
+def train(compat, hook=None):
+    """Make an update with learning rate 1 and gradient 2 from 0, and return what the hook has seen, and the weight."""
+    weight, seen = nn.Parameter(torch.zeros(())), []
+    weight.grad = torch.tensor(2.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    if hook is not None:
+        getattr(optimizer, hook)(lambda *_: seen.append(weight.item()))
+    compat.apply_optimizer(optimizer)
+    return seen, weight.item()
+
+
+@pytest.fixture
+def marks(monkeypatch):
+    """The steps that a wrapper of torch has marked for a profiler."""
+    found, mark = [], torch.autograd.profiler.record_function
+    monkeypatch.setattr(
+        torch.autograd.profiler, "record_function", lambda name: found.append(name) or mark(name)
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hook", "seen"), [("register_step_pre_hook", [0.0]), ("register_step_post_hook", [-2.0])]
+)
+def test_hooks_of_an_optimizer_are_called(hook, seen):
+    assert train(torch_compat) == ([], -2.0)
+    assert train(torch_compat, hook) == (seen, -2.0)
+
+
+def test_the_wrapper_is_skipped_only_while_it_has_nothing_to_do(marks):
+    train(torch_compat)
+    assert marks == []
+    train(torch_compat, "register_step_pre_hook")
+    assert marks == ["Optimizer.step#SGD.step"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Optimizer, "profile_hook_step"),
+        (optim, "_global_optimizer_pre_hooks"),
+        (optim, "_global_optimizer_post_hooks"),
+        (torch.autograd, "_profiler_enabled"),
+    ],
+)
+def test_without_a_name_the_wrapper_is_called(request, without, owner, name):
+    compat = without(owner, name)
+    request.getfixturevalue("monkeypatch").undo()  # torch itself needs some of them
+    marks = request.getfixturevalue("marks")
+    assert train(compat) == ([], -2.0)
+    assert marks == ["Optimizer.step#SGD.step"]
+
+
+def test_a_wrapper_that_does_more_is_not_skipped(monkeypatch, without):
+    def profile_hook_step(step):
+        def wrapper(*args):
+            print(args)
+            return step(*args)
+
+        return wrapper
+
+    monkeypatch.setattr(Optimizer, "profile_hook_step", staticmethod(profile_hook_step))
+    compat = without(torch)
+    assert getattr(compat._wrapper, "co_names", None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("clamp_min_", (-1.0,), [-1.0, 6.0]),
+        ("clamp_max_", (1.0,), [-3.0, 1.0]),
+        ("mul_", (0.5,), [-1.5, 3.0]),
+        ("div_", (torch.tensor(3.0),), [-1.0, 2.0]),
+        ("copy_", ([torch.tensor(7.0), torch.tensor(8.0)],), [7.0, 8.0]),
+    ],
+)
+def test_lists_of_tensors_are_changed_one_by_one(without, name, arguments, expected):
+    for compat in (torch_compat, without(torch, f"_foreach_{name}")):
+        tensors = [torch.tensor(-3.0), torch.tensor(6.0)]
+        getattr(compat, f"foreach_{name}")(tensors, *arguments)
+        assert [t.item() for t in tensors] == expected
+
+
+def test_norms_and_unscaling_of_lists_one_by_one(without):
+    for compat in (
+        torch_compat,
+        without(torch, "_foreach_norm", "_amp_foreach_non_finite_check_and_unscale_"),
+    ):
+        assert [*map(float, compat.foreach_norm([torch.tensor([3.0, 4.0])]))] == [5.0]
+        grads, found = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(())
+        compat.unscale_(grads, found, torch.tensor(0.5))
+        assert [g.tolist() for g in grads] == [[1.0, 2.0], [3.0]] and found.item() == 0
+        compat.unscale_(
+            [torch.tensor([1.0]), torch.tensor([float("inf")])], found, torch.tensor(1.0)
+        )
+        assert found.item() == 1
+
+
+class Nameless:
+    """A tensor without its private names."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __getattr__(self, name):
+        if is_private(name):
+            raise AttributeError(name)
+        return getattr(self.tensor, name)
+
+
+def test_what_is_read_from_a_tensor():
+    tensor = torch.zeros(2, dtype=torch.bfloat16)
+    for read in (tensor, Nameless(tensor)):
+        before = torch_compat.version_of(read)
+        assert torch_compat.version_of(read) == before
+        tensor.add_(1)
+        assert torch_compat.version_of(read) != before
+    sparse = torch.sparse_coo_tensor([[1]], [5.0], (3,), check_invariants=True).coalesce()
+    assert torch_compat.sparse_values(Nameless(sparse)).tolist() == [5.0]
+    part = SimpleNamespace(to_local=lambda: tensor)
+    assert torch_compat.local_tensor(part) is tensor
+    assert torch_compat.leaf_of(object()) is None
+
+
+def test_without_its_generators_cuda_is_seeded_as_a_whole(without, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    without(torch.cuda, "default_generators").seeder_of(0)(7)
+    assert seeds == [7]
+
+
+def test_without_dispatch_modes_watching_operators_raises(without):
+    compat = without(torch.utils._python_dispatch, "TorchDispatchMode")
+
+    class Watch(compat.DispatchMode):
+        pass
+
+    with pytest.raises(RuntimeError, match="has no TorchDispatchMode, which fnloop needs"), Watch():
+        pass
+    assert torch_compat.computes(SimpleNamespace(namespace="aten"))
+
+
+def test_without_their_tables_modules_are_read_through_public_methods():
+    class Tableless(nn.BatchNorm1d):
+        pass
+
+    module = Tableless(1)
+    own = torch_compat.buffers_of(module)
+    assert own is module._buffers
+    public = SimpleNamespace(named_buffers=module.named_buffers)
+    assert torch_compat.buffers_of(public) == own
+    assert torch_compat.uncompiled(nn.Linear(1, 1)) is None
+
+
+def test_without_their_names_loaders_are_left_alone_or_refused():
+    assert torch_compat.make_killable(it := iter([1])) is it
+    worker = SimpleNamespace()
+    assert torch_compat.make_killable(SimpleNamespace(_workers=[worker]))._workers == [worker]
+    process = SimpleNamespace(terminate=lambda: "asked", kill=lambda: "killed")
+    torch_compat.make_killable(SimpleNamespace(_workers=[SimpleNamespace(_popen=process)]))
+    assert process.terminate() == "killed"
+    loader = DataLoader([1])
+    del loader._iterator
+    torch_compat.forget_workers(loader)  # without persistent workers there is nothing to forget
+    loader = SimpleNamespace(persistent_workers=True)
+    with pytest.raises(RuntimeError, match="to restart persistent workers: leave them out"):
+        torch_compat.forget_workers(loader)
+
+
+def test_a_dataset_that_cannot_be_replaced_is_a_warning(caplog):
+    torch_compat.set_worker_dataset(None, [])
+    assert "get_worker_info().dataset is a wrapper" in caplog.text
+
+
+def test_hooks_of_a_state_dict_are_noticed():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+    assert not torch_compat.has_state_dict_hooks(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert not torch_compat.has_state_dict_hooks(optimizer)
+    optimizer.register_state_dict_post_hook(lambda *_: None)
+    assert torch_compat.has_state_dict_hooks(optimizer)
+
+
+# --- several processes
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_collectives_are_counted(group):
+    before = torch_compat.collectives_begun(group)
+    dist.all_reduce(torch.zeros(1))
+    assert torch_compat.collectives_begun(group) == before + 1
+    assert torch_compat.collectives_begun(object()) is None
+    assert torch_compat.process_groups() == [group]
+
+
+def test_where_collectives_are_not_counted_every_function_seems_to_use_some(
+    group, monkeypatch, caplog
+):
+    from fnloop._backend import collectives
+
+    assert collectives.collective_count() == collectives.collective_count()
+    monkeypatch.setattr(collectives, "_counts", True)
+    monkeypatch.setattr(collectives, "collectives_begun", lambda group: 0)
+    collectives.check_collective_count(torch.device("cpu"))
+    assert "does not count the collectives of gloo" in caplog.text
+    assert collectives.collective_count() != collectives.collective_count()
+
+
+def test_without_names_of_groups_the_default_one_is_used_or_it_raises(group, without, monkeypatch):
+    without = without(dist, "distributed_c10d", "_broadcast_coalesced")
+    assert without.process_groups() == [group]
+    with pytest.raises(RuntimeError, match="_get_default_store, which fnloop needs"):
+        without.default_store()
+    with pytest.raises(RuntimeError, match="_world, which fnloop needs"), without.meeting_in(None):
+        pass
+    column = torch.arange(4.0).view(2, 2)[:, 1]  # not contiguous
+    without.broadcast_coalesced(group, [column])
+    assert column.tolist() == [1.0, 3.0]
+
+
+def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
+    class Passing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(()))
+
+        def forward(self, loss):
+            return loss
+
+    def forward(self, loss):
+        (loss,), _ = self._pre_forward(loss)
+        return self._renamed(self.module(loss))
+
+    def gradient():
+        ddp = DistributedDataParallel(Passing())
+        torch_compat.reduce_in_backward(ddp, ddp.module.w * 3).backward()
+        return ddp.module.w.grad.item()
+
+    assert gradient() == 3.0
+    monkeypatch.setattr(
+        DistributedDataParallel, "_renamed", DistributedDataParallel._post_forward, raising=False
+    )
+    monkeypatch.setattr(DistributedDataParallel, "forward", forward)
+    monkeypatch.delattr(DistributedDataParallel, "_post_forward")
+    assert gradient() == 3.0
+
+
+def test_a_ddp_that_does_not_average_is_an_error(group, monkeypatch):
+    from fnloop._step import ddp
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)  # the mean of the ranks is 1
+    ddp.check_ddp.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(ddp, "reduce_in_backward", lambda ddp, loss: loss * 2)
+    with pytest.raises(RuntimeError, match="does not average gradients"):
+        ddp.check_ddp.__wrapped__(torch.device("cpu"))
