@@ -25,15 +25,15 @@ from fnloop._core.metrics import Max as Max
 from fnloop._core.metrics import Mean as Mean
 from fnloop._core.metrics import Min as Min
 from fnloop._core.metrics import Sum as Sum
+from fnloop._core.middleware import Middleware as Middleware
+from fnloop._core.middleware import middleware as middleware
 from fnloop._core.state import RunInfo as RunInfo
 from fnloop._core.state import StaleStateError as StaleStateError
 from fnloop._core.state import TrainState as TrainState
 from fnloop._core.state import snapshot as snapshot
 from fnloop._core.state import unwrap as unwrap
 from fnloop._core.torchmetrics import from_torchmetrics as from_torchmetrics
-from fnloop._core.types import Middleware as Middleware
 from fnloop._core.types import Output as Output
-from fnloop._core.types import middleware as middleware
 from fnloop._data.loaders import sharded as sharded
 from fnloop._graphs.guards import CaptureError as CaptureError
 from fnloop._hooks.checkpoint import checkpoint as checkpoint

@@ -37,7 +37,11 @@ class Notebook:
 
     def __init__(self):
         self.book = nbformat.v4.new_notebook()
-        settings = {"timeout": 120, "allow_errors": True, "resources": {"metadata": {"path": Path(fnloop.__file__).parents[1]}}}
+        settings = {
+            "timeout": 120,
+            "allow_errors": True,
+            "resources": {"metadata": {"path": Path(fnloop.__file__).parents[1]}},
+        }
         self.client = nbclient.NotebookClient(self.book, kernel_name="python3", **settings)
 
     def run(self, source):
@@ -53,7 +57,9 @@ class Notebook:
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
     notebook = Notebook()
-    with notebook.client.setup_kernel(env=os.environ | {"IPYTHONDIR": str(tmp_path_factory.mktemp("ipython"))}):
+    with notebook.client.setup_kernel(
+        env=os.environ | {"IPYTHONDIR": str(tmp_path_factory.mktemp("ipython"))}
+    ):
         assert notebook.run(SETUP).outputs == []
         yield notebook
 
@@ -75,7 +81,12 @@ def test_a_run_is_one_output_with_a_row_per_epoch(notebook):
     assert html.count("<tr>") == 1 + 5
     assert "<th>valid/loss</th>" in html
     assert "epoch 5/5" not in html  # its bar is done with
-    assert only(cell, "text/plain").splitlines()[-1].split()[:4] == ["5", "20", "-17.5", "-20"]  # w falls by 1 per update
+    assert only(cell, "text/plain").splitlines()[-1].split()[:4] == [
+        "5",
+        "20",
+        "-17.5",
+        "-20",
+    ]  # w falls by 1 per update
 
 
 def test_running_a_cell_again_adds_no_output(notebook):
@@ -86,11 +97,20 @@ def test_running_a_cell_again_adds_no_output(notebook):
 
 
 def test_a_run_that_goes_on_shows_its_own_epochs_only(notebook):
-    first = notebook.run("show = fl.progress()\nstate = fl.fit(step, toy(), loaders, epochs=2, hooks=(show,))")
+    first = notebook.run(
+        "show = fl.progress()\nstate = fl.fit(step, toy(), loaders, epochs=2, hooks=(show,))"
+    )
     before = only(first, "text/html")
     second = notebook.run("state = fl.fit(step, state, loaders, epochs=5, hooks=(show,))")
-    assert [line.split()[0] for line in only(second, "text/plain").splitlines()] == ["epoch", "3", "4", "5"]
-    assert only(first, "text/html") == before  # a hook that is used again leaves the older cell alone
+    assert [line.split()[0] for line in only(second, "text/plain").splitlines()] == [
+        "epoch",
+        "3",
+        "4",
+        "5",
+    ]
+    assert (
+        only(first, "text/html") == before
+    )  # a hook that is used again leaves the older cell alone
 
 
 def test_an_interrupted_run_leaves_its_bar_where_it_stopped(notebook):
@@ -105,7 +125,9 @@ def test_an_interrupted_run_leaves_its_bar_where_it_stopped(notebook):
 
 
 def test_an_exception_closes_the_bar(notebook):
-    cell = notebook.run("fails = at_the_third(lambda: 1 / 0)\nstate = fl.fit(fails, toy(), loaders, epochs=5)")
+    cell = notebook.run(
+        "fails = at_the_third(lambda: 1 / 0)\nstate = fl.fit(fails, toy(), loaders, epochs=5)"
+    )
     (kind, data), (error, _) = shown(cell)
     assert (kind, error) == ("display_data", "error")
     assert data["text/plain"].splitlines()[-1] == "the run ended here"
@@ -114,7 +136,9 @@ def test_an_exception_closes_the_bar(notebook):
 
 
 def test_live_plot_is_one_picture_that_is_drawn_again(notebook):
-    cell = notebook.run("state = fl.fit(step, toy(), loaders, epochs=5, hooks=(fl.live_plot(refresh=0),))")
+    cell = notebook.run(
+        "state = fl.fit(step, toy(), loaders, epochs=5, hooks=(fl.live_plot(refresh=0),))"
+    )
     ((kind, data),) = shown(cell)
     assert kind == "display_data"
     assert len(data["image/png"]) > 1000
@@ -123,7 +147,9 @@ def test_live_plot_is_one_picture_that_is_drawn_again(notebook):
 
 
 def test_live_plot_that_is_used_again_leaves_the_older_cell_alone(notebook):
-    first = notebook.run("draws = fl.live_plot()\nstate = fl.fit(step, toy(), loaders, epochs=1, hooks=(draws,))")
+    first = notebook.run(
+        "draws = fl.live_plot()\nstate = fl.fit(step, toy(), loaders, epochs=1, hooks=(draws,))"
+    )
     before = only(first, "image/png")
     second = notebook.run("state = fl.fit(step, state, loaders, epochs=2, hooks=(draws,))")
     assert only(first, "image/png") == before != only(second, "image/png")
@@ -131,17 +157,28 @@ def test_live_plot_that_is_used_again_leaves_the_older_cell_alone(notebook):
 
 def test_a_figure_is_shown_once(notebook):
     for ask in ("state.history.plot()", "fl.schedules.plot(fl.schedules.linear(), 10)"):
-        assert [(kind, "image/png" in data) for kind, data in shown(notebook.run(ask))] == [("execute_result", True)]
+        assert [(kind, "image/png" in data) for kind, data in shown(notebook.run(ask))] == [
+            ("execute_result", True)
+        ]
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        *("state", "state.history", "state.history[0]", "step", "fl.pipeline(fl.clip(1.0))", "fl.RunInfo(epochs=2)"),
+        *(
+            "state",
+            "state.history",
+            "state.history[0]",
+            "step",
+            "fl.pipeline(fl.clip(1.0))",
+            "fl.RunInfo(epochs=2)",
+        ),
         *("fl.schedules.linear()", "step(fl.snapshot(state), batches[0])[1]"),
     ],
 )
 def test_what_a_cell_ends_with_is_shown_as_html_and_as_text(notebook, value):
     ((kind, data),) = shown(notebook.run(value))
     assert (kind, sorted(data)) == ("execute_result", ["text/html", "text/plain"])
-    assert data["text/plain"] == notebook.run(f"print(repr({value}))").outputs[0]["text"].rstrip("\n")
+    assert data["text/plain"] == notebook.run(f"print(repr({value}))").outputs[0]["text"].rstrip(
+        "\n"
+    )

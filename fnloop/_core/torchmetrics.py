@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fnloop._core.types import Batch, name_of
+from fnloop._core.call import name_of
+from fnloop._core.types import Batch
 from fnloop._display.checks import described, function
 
 __all__ = ["from_torchmetrics"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from fnloop._core.call import name_of
 from fnloop._core.rng import FETCH, ORDER, fold_in, own_generator, position_all
-from fnloop._core.types import name_of
 from fnloop._data.loaders import is_iterable
 from fnloop._data.map_style import make_killable, set_epoch, sigterm_resistant_workers
 from fnloop._data.window import END

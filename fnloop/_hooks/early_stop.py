@@ -6,11 +6,11 @@ import math
 
 import attrs
 
+from fnloop._core.call import Call
 from fnloop._core.history import Fold, Record
 from fnloop._core.merge import merge_metrics
 from fnloop._core.monitor import better, check_monitored, mode_of
 from fnloop._core.state import RECORD, UPDATE, TrainState
-from fnloop._core.types import Call
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 
 __all__ = ["early_stop", "halt_on_nonfinite"]

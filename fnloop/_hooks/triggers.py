@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import attrs
 
+from fnloop._core.call import name_of
 from fnloop._core.state import EPOCH, UPDATE, RunInfo, TrainState, now, with_slot
-from fnloop._core.types import name_of
 from fnloop._display import checks
 from fnloop._hooks.wrapper import Wrapper
 

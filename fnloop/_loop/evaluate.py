@@ -10,11 +10,13 @@ import torch
 
 from fnloop._backend.collectives import gather_objects, sync_buffers
 from fnloop._backend.public import to_device_of
+from fnloop._core.call import name_of
 from fnloop._core.merge import merge_metrics
 from fnloop._core.metrics import Mean, read, update_, update_loss_
+from fnloop._core.middleware import Middleware
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, position_all, positioner
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Batch, Metric, Middleware, name_of
+from fnloop._core.types import Batch, Metric
 from fnloop._data.loaders import check_loader
 from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source

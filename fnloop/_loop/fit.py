@@ -24,6 +24,7 @@ import torch
 from fnloop._backend.collectives import is_lost
 from fnloop._backend.launch import Backend
 from fnloop._backend.watchdog import ADVICE, DIVERGED, verdict
+from fnloop._core.call import name_of
 from fnloop._core.history import Record
 from fnloop._core.metrics import Max, read
 from fnloop._core.monitor import check_names
@@ -44,7 +45,6 @@ from fnloop._core.state import (
     owns_handles,
     tell_share,
 )
-from fnloop._core.types import name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, num_updates

@@ -17,8 +17,9 @@ import attrs
 from torch import Tensor
 
 from fnloop._backend.collectives import any_rank
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Middleware, Output, Step, middleware
+from fnloop._core.types import Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import commutes_with_scaling
 from fnloop._step.distributed import engine_of

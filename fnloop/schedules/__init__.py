@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from fnloop._core.types import Call, name_of
+from fnloop._core.call import Call, name_of
 from fnloop._display import checks, html
 from fnloop._display import plot as _plot
 

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fnloop._core.middleware import Middleware
 from fnloop._core.state import TrainState, parameters, snapshot
-from fnloop._core.types import Batch, LossFn, Middleware, Output
+from fnloop._core.types import Batch, LossFn, Output
 from fnloop._data.prefetch import windows
 from fnloop._data.source import open_source
 from fnloop._display import checks
