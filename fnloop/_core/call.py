@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 
@@ -36,7 +37,7 @@ class Call:
 
     factory: Callable[..., object]
     args: tuple[object, ...] = ()
-    kwargs: Mapping[str, object] = attrs.field(factory=dict)
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __repr__(self) -> str:
         keywords = (f"{name}={name_of(value)}" for name, value in self.kwargs.items())

@@ -28,7 +28,7 @@ def merge_metrics(
     if rank_and_size()[1] == 1:
         return dict(metrics)
     mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
-    sent = {k: m.on_host() if hasattr(m, "on_host") else m for k, m in mine.items()}
+    sent = {k: m.to_cpu() if hasattr(m, "to_cpu") else m for k, m in mine.items()}
     parts = gather_objects((set(mine if partial is None else partial), sent))
     shared = set().union(
         *(names for names, _ in parts)

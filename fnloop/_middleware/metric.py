@@ -88,7 +88,7 @@ def _plain(metric: Any) -> Metric:
         if isinstance(v, Tensor)
     }
     metric = attrs.evolve(metric, **parts) if parts else metric
-    return metric.own() if hasattr(metric, "own") else metric
+    return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
 
 
 def _read(name: str, value: Any, weight: int | Tensor) -> Metric:

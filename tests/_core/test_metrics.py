@@ -403,7 +403,7 @@ def test_f1_over_uneven_batches_is_f1_over_everything_at_once():
 
 
 def test_parts_that_have_been_seen_are_combined_too():
-    a, b, c = (part.own() for part in f1_parts())
+    a, b, c = (part.to_accumulator() for part in f1_parts())
     waiting = f1_parts()[2]
     assert a.combine(b).combine(c).compute() == 0.75
     assert a.combine(b.combine(c)).compute() == 0.75
@@ -413,7 +413,7 @@ def test_parts_that_have_been_seen_are_combined_too():
 
 @pytest.mark.parametrize("seen", [False, True], ids=["inputs that wait", "inputs that were seen"])
 def test_combining_torchmetrics_changes_neither(seen):
-    a, b, c = (part.own() if seen else part for part in f1_parts())
+    a, b, c = (part.to_accumulator() if seen else part for part in f1_parts())
     a.combine(b).combine(c)
     c.combine(b)
     assert [part.compute() for part in (a, b, c)] == [pytest.approx(2 / 3), 0.0, 1.0]
@@ -423,7 +423,7 @@ def test_the_template_is_never_updated():
     template = binary_f1()
     a, b, c = f1_parts(template)
     absorbed([a, b, c]).compute()
-    a.own().combine(b.own()).compute()
+    a.to_accumulator().combine(b.to_accumulator()).compute()
     assert template.update_count == 0
     assert template.tp.sum() == 0
 
@@ -486,7 +486,7 @@ def test_what_a_step_found_out_does_not_change_with_the_next(window, batches):
 
 
 def test_a_value_that_was_computed_before_is_not_kept():
-    a, b, c = (part.own() for part in f1_parts())
+    a, b, c = (part.to_accumulator() for part in f1_parts())
     running = update_(update_({}, {"m": a}), {"m": b})
     assert running["m"].compute() == 0.5  # 1 true positive, 1 false positive, 1 false negative
     assert update_(running, {"m": c})["m"].compute() == 0.75
