@@ -19,7 +19,6 @@ from fnloop._checkpoint.select import best as best
 from fnloop._checkpoint.select import latest as latest
 from fnloop._checkpoint.select import resume as resume
 from fnloop._core.history import History as History
-from fnloop._core.history import Record as Record
 from fnloop._core.metrics import Last as Last
 from fnloop._core.metrics import Max as Max
 from fnloop._core.metrics import Mean as Mean
@@ -27,6 +26,7 @@ from fnloop._core.metrics import Min as Min
 from fnloop._core.metrics import Sum as Sum
 from fnloop._core.middleware import Middleware as Middleware
 from fnloop._core.middleware import middleware as middleware
+from fnloop._core.record import Record as Record
 from fnloop._core.state import RunInfo as RunInfo
 from fnloop._core.state import StaleStateError as StaleStateError
 from fnloop._core.state import TrainState as TrainState

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fnloop._core.call import Call
-from fnloop._core.history import History, check_plot
+from fnloop._core.history import History
+from fnloop._core.history_plot import check_plot
 from fnloop._core.state import TrainState
 from fnloop._display import checks, html, plot
 

@@ -14,7 +14,7 @@ from fnloop._core.call import name_of
 from fnloop._core.merge import merge_metrics
 from fnloop._core.metrics import Mean, read, update_, update_loss_
 from fnloop._core.middleware import Middleware
-from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, position_all, positioner
+from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Metric
 from fnloop._data.loaders import check_loader
@@ -46,8 +46,8 @@ def measure(
     backend, seed, n, borrowed = state.backend, fold_in(state.seed, COMPUTE), 0, False
     batch: Any = None
     own = False  # whether a batch was this process's own
-    position = positioner(backend.device)
-    position_all(seed)
+    position = torch_seeder(backend.device)
+    seed_all(seed)
     joint = engine_of(state)
     if joint is not None:
         sync_buffers(state.model)
@@ -201,7 +201,7 @@ def _predict(
     processes = backend.world_size
     source = open_loader(loader, state)
     batches = windows(source, 1, backend.device, None)
-    position, seed = positioner(backend.device), fold_in(state.seed, COMPUTE)
+    position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
     talk = CollectiveProbe(state.model)
     if processes > 1:
         sync_buffers(state.model)

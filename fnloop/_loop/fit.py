@@ -25,10 +25,18 @@ from fnloop._backend.collectives import is_lost
 from fnloop._backend.launch import Backend
 from fnloop._backend.watchdog import ADVICE, DIVERGED, verdict
 from fnloop._core.call import name_of
-from fnloop._core.history import Record
 from fnloop._core.metrics import Max, read
 from fnloop._core.monitor import check_names
-from fnloop._core.rng import COMPUTE, alone, fold_in, isolated, mix, positioner, seed_host
+from fnloop._core.record import Record
+from fnloop._core.rng import (
+    COMPUTE,
+    fold_in,
+    isolated,
+    mix,
+    reserved_generators,
+    seed_host,
+    torch_seeder,
+)
 from fnloop._core.state import (
     EPOCH,
     PENDING,
@@ -130,7 +138,10 @@ def fit(
     __tracebackhide__ = True
     checked = _checked(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)
     try:
-        with alone(), handling(state.backend.world_size == 1) as signals:  # between two epochs too
+        with (
+            reserved_generators(),
+            handling(state.backend.world_size == 1) as signals,
+        ):  # between two epochs too
             for state in _run(*checked, signals=signals):  # noqa: B007
                 pass
     except RuntimeError as error:
@@ -233,7 +244,7 @@ def _run(
         state.backend.device,
         state.backend.world_size,
     )
-    source, batch_size, position = run.source, run.source.batch_size or 0, positioner(device)
+    source, batch_size, position = run.source, run.source.batch_size or 0, torch_seeder(device)
     try:
         while True:
             with (

@@ -26,7 +26,7 @@ from fnloop._backend.fsdp import is_sharded, roots
 from fnloop._backend.join import parameters_beside
 from fnloop._core.merge import merge_metrics
 from fnloop._core.metrics import Last
-from fnloop._core.rng import COMPUTE, fold_in, positioner
+from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.state import TrainState, all_parameters
 from fnloop._core.types import Output
 from fnloop._display.log import log
@@ -137,7 +137,7 @@ class DistributedEngine:
         self._used: list[Tensor] = []  # those that the loss depended on when DDP was made
         self._warned = False
         self._calls, self._turn = 0, -1  # of backward in one update
-        self._position = positioner(state.backend.device)
+        self._position = torch_seeder(state.backend.device)
         self._hides = False  # whether the loss's graph hides parameters
         self._waits = False  # whether DDP waits for every parameter, used or not
         self._known: bool | None = (

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fnloop import History, Record, early_stop, halt_on_nonfinite
-from fnloop._core.history import Fold, better
+from fnloop._core.history import Fold, records_since
+from fnloop._core.monitor import better
 from fnloop.testing import toy
 
 NAN, INF = math.nan, math.inf
@@ -83,7 +84,7 @@ def delete(metrics):
 )
 def test_the_metrics_of_a_record_cannot_be_changed_nor_those_of_a_copy(remade, change):
     made = remade(history(0.5))
-    with pytest.raises(TypeError, match="a record's metrics can't be changed"):
+    with pytest.raises(TypeError, match="a record's metrics cannot be changed"):
         change(made[0].metrics)
     assert made == history(0.5)
 
@@ -127,7 +128,7 @@ def test_appending_shares_the_log_and_a_second_continuation_copies_it():
     assert (start[-1].step, longer[-1].step, longer[-4].step) == (20, 40, 10)
     assert (start == history(1, 2), start == left, left == longer[:3]) == (True, False, True)
     assert [r.step for r in reversed(left)] == [30, 20, 10]
-    assert [r.step for r in left._since(1)] == [20, 30]
+    assert [r.step for r in records_since(left, 1)] == [20, 30]
 
 
 @pytest.mark.parametrize("index", [2, -3])

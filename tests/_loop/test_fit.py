@@ -1300,7 +1300,7 @@ def test_while_one_thread_is_in_a_run_another_is_refused_and_neither_number_chan
     assert entered.wait(10)
     with pytest.raises(
         RuntimeError,
-        match=r"one of them is at work in another thread.*one after the other, or each in a process",
+        match=r"another thread of this process is inside one of them.*one after the other, or each in a process",
     ):
         BORROWERS[name]()
     leave.set()
