@@ -1,4 +1,4 @@
-"""The shape of the library: what is public, what may import what, sizes, and that every name is documented."""
+"""The shape of the library: public names, imports between rooms, private names, and sizes."""
 
 import ast
 import graphlib
@@ -19,7 +19,10 @@ from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 # A room imports only from the rooms before it.
-ROOMS = "_display _backend _core schedules _data _step _graphs _checkpoint _middleware _hooks _loop testing"
+ROOMS = (
+    "_display _backend _core schedules _data _step "
+    "_graphs _checkpoint _middleware _hooks _loop testing"
+)
 OPTIONAL = {
     *("matplotlib", "pandas", "torchmetrics", "IPython", "ipykernel", "nbclient", "nbformat"),
     *("mlxtend", "sklearn", "accelerate", "tensorboard", "wandb", "mlflow"),
@@ -43,12 +46,12 @@ PATHS = sorted(ROOT.rglob("*.py"))
 
 @cache
 def modules():
-    """The path and the syntax tree of every file of the package."""
+    """Return the path and the syntax tree of every file of the package."""
     return tuple((path, ast.parse(path.read_text())) for path in PATHS)
 
 
 def name_of(path: Path) -> str:
-    """The name of a module, such as ``fnloop._core.rng``."""
+    """Return the name of a module, such as ``fnloop._core.rng``."""
     return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -57,7 +60,7 @@ def room_of(module: str) -> str:
 
 
 def imports(tree):
-    """Every import in a file: the name of the module, or of what may be a module in it, and the node."""
+    """Yield each import in a file: the name of a module, or of what may be one, and the node."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
@@ -68,7 +71,7 @@ def imports(tree):
 
 @cache
 def import_graph():
-    """Module to the modules of the package that it imports, anywhere in its file; but for fnloop itself."""
+    """Module to the modules of the package that it imports, anywhere in its file."""
     known = {name_of(path) for path, _ in modules()}
     return {
         name_of(path): {name for name, _ in imports(tree) if name in known and name.count(".") > 1}
@@ -164,17 +167,19 @@ PRIVATE_OF_OTHERS = {
     "_backend/launch.py": {"_shared_state", "_models", "_optimizers"},  # of accelerate
     "_core/torchmetrics.py": {"_update_count", "_to_sync"},
 }
-DOCUMENTED = {"_fields", "_asdict", "_replace", "_make", "_exit"}  # of named tuples, and of os
+DOCUMENTED = {  # of named tuples, os and sys
+    *("_fields", "_asdict", "_replace", "_make", "_exit", "_current_frames", "_getframe"),
+}
 
 
 def is_private(name: str) -> bool:
-    """Whether a name is private; special methods are not, nor are those that IPython calls."""
+    """Return whether a name is private. Special methods and those of IPython are not."""
     special = re.fullmatch(r"__\w+__|_repr_\w+_|_ipython_\w+_|_+", name)
     return name.startswith("_") and not special and name not in DOCUMENTED
 
 
 def defined_in(tree) -> set[str]:
-    """Every name that a file defines: variables, functions, classes, and attributes set on self or cls."""
+    """Return the variables, functions, classes and attributes that a file defines."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -269,7 +274,7 @@ OVER_UNTIL_THE_MERGE = {
 
 
 def function_lines(tree):
-    """The name of every function, and the lines of its body without the docstring."""
+    """Yield the name of each function, and the lines of its body without the docstring."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body

@@ -1,12 +1,14 @@
 """Every argument of every public function is given 22 values, of which few make sense there.
 
-A call is right if the value is accepted on purpose (the table lists those), or if fnloop itself raises, with a message that
-names the function or the argument. It is wrong if it ends in a message of Python's or of torch's: if the frame that raised is
-not one of fnloop's, or the statement there is not a ``raise``.
+A call is right if the value is accepted on purpose (the table lists those), or if fnloop itself
+raises, with a message that names the function or the argument. It is wrong if it ends in a message
+of Python's or of torch's: if the frame that raised is not one of fnloop's, or the statement there
+is not a ``raise``.
 
-Not in the table: what Python itself reports (a missing argument), records that only the library makes (``Output``, ``RunInfo``,
-``TrainState(...)`` itself), exceptions, arguments for which every value is right (``gather(tree)``, ``broadcast(tree)``), and
-batches, which are a matter between a loader and a loss function.
+Not in the table: what Python itself reports (a missing argument), records that only the library
+makes (``Output``, ``RunInfo``, ``TrainState(...)`` itself), exceptions, arguments for which every
+value is right (``gather(tree)``, ``broadcast(tree)``), and batches, which are a matter between a
+loader and a loss function.
 """
 
 import dis
@@ -61,7 +63,7 @@ ANY = " ".join(VALUES)
 
 
 class Entry(NamedTuple):
-    """An argument: how it is given, which values are accepted, and other words by which a message may call it."""
+    """An argument: how to give it, the accepted values, and other words for it in messages."""
 
     call: object
     accepts: str = ""
@@ -443,7 +445,7 @@ def outcome(name, entry, make):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_wrong_call_is_told_what_is_wrong(name, tmp_path, monkeypatch):
+def test_a_wrong_argument_raises_an_error_that_names_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {value: outcome(name, ENTRIES[name], make) for value, make in VALUES.items()}
     wrong = {value: end for value, end in found.items() if end.kind in ("theirs", "unnamed")}

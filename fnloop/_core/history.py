@@ -1,8 +1,9 @@
 """The history of a run: one record per report, appended and never changed.
 
-A report is made at every evaluation, at every end of an epoch, and at the end of a run. Histories are values: appending to
-one returns another, and two continuations of one are independent. Several histories share one growing log, and each knows
-how many of its records are its own, so that appending costs the same after ten records and after a million.
+A report is made at every evaluation, at every end of an epoch, and at the end of a run. Histories
+are values: appending to one returns another, and two continuations of one are independent. Several
+histories share one growing log, and each knows how many of its records are its own, so that
+appending costs the same after ten records and after a million.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 class _Log:
-    """An append-only list of records, and the index at which each metric first appeared, in that order."""
+    """An append-only list of records, and where each metric first appeared, in that order."""
 
     __slots__ = ("lock", "names", "records")
 
@@ -64,9 +65,12 @@ class History:
         TypeError: something else is among them.
 
     Example:
-        >>> history = History().append(Record(1, 10, {"valid/loss": 0.5})).append(Record(2, 20, {"valid/loss": 0.25}))
-        >>> history["valid/loss"], history.latest("valid/loss"), history.best("valid/loss"), history[-1].step
-        ((0.5, 0.25), 0.25, 0.25, 20)
+        >>> history = History([Record(1, 10, {"valid/loss": 0.5})])
+        >>> history = history.append(Record(2, 20, {"valid/loss": 0.25}))
+        >>> history["valid/loss"], history.latest("valid/loss"), history.best("valid/loss")
+        ((0.5, 0.25), 0.25, 0.25)
+        >>> history[-1].step
+        20
         >>> history
         epoch  step  valid/loss  seconds
             1    10         0.5      0.0
@@ -128,7 +132,7 @@ class History:
     @overload
     def __getitem__(self, key: slice) -> History: ...
     def __getitem__(self, key: str | int | slice) -> tuple[float, ...] | Record | History:
-        """Return the values of a metric, from the records that have it; or a record by its index; or a part.
+        """Return the values of a metric, from the records that have it; or a record; or a part.
 
         Raises:
             KeyError: no record has a metric of that name; the message lists the known ones.
@@ -167,7 +171,10 @@ class History:
         return (found or self.having(key)[-1]).metrics[key]
 
     def best(self, key: str, mode: str | None = "min") -> float:
-        """Return the best value of a metric; NaN only if it is always NaN. With mode=None its name decides what is better."""
+        """Return the best value of a metric; NaN only if it is always NaN.
+
+        With ``mode=None`` the name of the metric decides whether lower or higher is better.
+        """
         return self.best_record(key, mode).metrics[key]
 
     def best_record(self, key: str, mode: str | None = "min") -> Record:
@@ -200,7 +207,10 @@ class History:
         return History, (self.records,)
 
     def to_dicts(self) -> list[dict[str, float]]:
-        """Return a list of flat dicts: epoch, step, the metrics and seconds; of a closing record, also ``"closing": True``."""
+        """Return a flat dict per record: epoch, step, the metrics and seconds.
+
+        Only a closing record also has ``"closing": True``.
+        """
         rows = []
         for record in self:
             row: dict[str, float] = {"epoch": record.epoch, "step": record.step, **record.metrics}
@@ -229,23 +239,26 @@ class History:
         return html.table(table(self, self.keys())) if len(self) else "<code>History()</code>"
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Figure:
-        """Draw every metric: one axis per metric, one line per loader, with the best evaluation marked.
+        """Draw every metric: one axis per metric, one line per loader, the best evaluation marked.
 
         Args:
-            mode: "min" or "max", or a mapping from metrics ("accuracy") to one of them. By default a metric whose name
-                contains "loss" or "error" is better when lower, and one with "acc", "f1", "auc", "precision" or "recall" when
-                higher. For other names no best point is marked.
+            mode: "min" or "max", or a mapping from metrics ("accuracy") to one of them. By default
+                a metric whose name contains "loss" or "error" is better when lower, and one with
+                "acc", "f1", "auc", "precision" or "recall" when higher. For other names no best
+                point is marked.
             x: the x axis, "step" or "epoch"; evaluations within an epoch are at fractions of it.
 
         Returns:
-            A matplotlib Figure; ``figure.savefig("history.png")`` writes it. A notebook shows it once.
+            A matplotlib Figure; ``figure.savefig("history.png")`` writes it. A notebook shows it
+            once.
 
         Raises:
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
             ValueError: there is nothing to draw, or an argument is not one of its choices.
 
         Example:
-            >>> history = History([Record(1, 10, {"train/loss": 3.0, "valid/loss": 2.0}), Record(2, 20, {"valid/loss": 1.0})])
+            >>> first = Record(1, 10, {"train/loss": 3.0, "valid/loss": 2.0})
+            >>> history = History([first, Record(2, 20, {"valid/loss": 1.0})])
             >>> figure = history.plot(x="epoch")
             >>> [line.get_label() for line in figure.axes[0].lines]
             ['train', 'valid', 'best 1']
@@ -254,19 +267,21 @@ class History:
 
 
 def records_since(history: History, start: int) -> list[Record]:
-    """Return the records from an index on, at a cost that does not depend on how many come before it.
+    """Return the records from an index on. The cost does not depend on how many come before it.
 
     Example:
-        >>> [record.step for record in records_since(History([Record(1, 10, {}), Record(2, 20, {})]), 1)]
+        >>> history = History([Record(1, 10, {}), Record(2, 20, {})])
+        >>> [record.step for record in records_since(history, 1)]
         [20]
     """
     return history._since(start)
 
 
 class Fold(Generic[T]):
-    """A function of a history that folds over its records, and looks only at the new ones when it is called again.
+    """A function of a history that folds over its records, and later only over the new ones.
 
-    It caches its last value. A history with another log, such as a fork or one that was restored, is folded from its start.
+    It caches its last value. A history with another log, such as a fork or one that was restored,
+    is folded from its start.
 
     Args:
         step: ``(value, record) -> value``; it must not change the value in place.
@@ -280,7 +295,8 @@ class Fold(Generic[T]):
 
     def __init__(self, step: Callable[[T, Record], T], initial: T) -> None:
         self.step, self.initial = step, initial
-        # The log that was folded, how many of its records, and their value: one tuple, for other threads.
+        # The log that was folded, how many of its records, and their value. One tuple, because an
+        # assignment to it is atomic.
         self._cache: tuple[_Log | None, int, T] = (None, 0, initial)
 
     def __call__(self, history: History) -> T:

@@ -63,9 +63,10 @@ def _metric_of(key: str) -> str:
 
 
 def _epochs(records: Sequence[Record]) -> dict[int, float]:
-    """Return how many epochs had passed at each step that has a record, interpolated within an epoch.
+    """Return how many epochs had passed at each step of a record, interpolated within an epoch.
 
-    The first record that counts an epoch was made at its end. Before there is one, the length of an epoch is unknown.
+    The first record that counts an epoch was made at its end. Before there is one, the length of an
+    epoch is unknown.
     """
     ends = [(0, 0)]  # (step, epoch)
     for r in records:
@@ -83,7 +84,7 @@ def _epochs(records: Sequence[Record]) -> dict[int, float]:
 
 
 def _mode_of(metric: str, keys: Iterable[str], mode: Mode) -> str | None:
-    """Return whether lower ("min") or higher ("max") values are better: as given, or by the name; None if neither says."""
+    """Return the given mode of a metric, or the one that its name suggests, or None."""
     if isinstance(mode, Mapping):
         mode = next((mode[name] for name in (*keys, metric) if name in mode), None)
     return mode_by_name(f"/{metric}") if mode is None else mode

@@ -1,7 +1,8 @@
-"""Metrics: made for a batch, combined over batches, windows and processes in any grouping, computed once.
+"""Metrics: made for a batch, combined over batches, windows and processes, computed once.
 
-Values stay on the device until a report is read: :func:`read` fetches all of them in one transfer. ``combine`` is pure.
-:func:`update_` adds to the running metrics of an epoch in place, because only the newest state owns those tensors.
+Values stay on the device until a report is read: :func:`read` fetches all of them in one transfer.
+``combine`` is pure. :func:`update_` adds to the running metrics of an epoch in place, because only
+the newest state owns those tensors.
 """
 
 from __future__ import annotations
@@ -253,8 +254,8 @@ BUILTIN_METRICS = {f"fnloop.{metric.__name__}": metric for metric in (Mean, Sum,
 def update_(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Combine ``new`` into ``running``, in place where a metric can.
 
-    ``running`` must not be used afterwards. A metric that a checkpoint holds as :class:`Pending` takes its class from the
-    first new one of its name.
+    ``running`` must not be used afterwards. A metric that a checkpoint holds as :class:`Pending`
+    takes its class from the first new one of its name.
     """
     __tracebackhide__ = True
     merged = dict(running)
@@ -302,7 +303,8 @@ def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, floa
 
     Args:
         metrics: name to metric.
-        vectors: whether a metric may compute something else than a number, which a history could not hold.
+        vectors: whether a metric may compute something else than a number, which a history could
+            not hold.
 
     Returns:
         Name to float.

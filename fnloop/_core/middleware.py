@@ -1,4 +1,4 @@
-"""Middleware: a transform of steps as a record, and the decorator that makes one from a function."""
+"""Middleware: a transform of steps as a record, and the decorator that makes one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fnloop._display import checks
 
 __all__ = ["Middleware", "middleware"]
 
-_PARTS = {  # a part of a middleware that is not a ring: what it is to be, and the arguments it is called with
+# The functions of a middleware that are not a ring: what each is, and how many arguments it takes.
+_PARTS = {
     "init": ("a function state -> what its slot holds, or None", 1),
     "loss_fn": ("a function loss function -> loss function, or None", 1),
     "check": ("a function of all middleware of a pipeline, or None", 1),
@@ -25,18 +26,21 @@ _PARTS = {  # a part of a middleware that is not a ring: what it is to be, and t
 
 @attrs.frozen(repr=False, eq=False)
 class Middleware:
-    """A transform of steps: for each ring that it acts in, a function that takes a step and returns one.
+    """A transform of steps: for each ring that it acts in, a function from a step to a step.
 
-    Most are made with the decorator :func:`middleware`. Write the record itself for a middleware that acts in several
-    rings, keeps something in ``state.slots[name]``, or takes several batches at once.
+    Most are made with the decorator :func:`middleware`. Write the record itself for a middleware
+    that acts in several rings, keeps something in ``state.slots[name]``, or takes several batches
+    at once.
 
     Args:
         name: the name of its slot, used in errors too; it must be unique in a pipeline.
         forward, loss, gradient, update, device, step: ``step -> step`` for that ring, or None.
-        init: ``state -> value`` that makes its slot ``state.slots[name]``, or None if it has no slot.
+        init: ``state -> value`` that makes its slot ``state.slots[name]``, or None if it has no
+            slot.
         window: how many batches one call of the step takes.
         loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
-        check: called with all middleware of a pipeline when it is composed; raises if they are incompatible; or None.
+        check: called with all middleware of a pipeline when it is composed; raises if they are
+            incompatible; or None.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -116,15 +120,15 @@ def _remake(fields: Mapping[str, Any]) -> Middleware:
 def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Middleware]]:
     """Turn a function of settings into a factory of middleware for one ring.
 
-    The function takes the settings and returns ``wrap``, which takes a step and returns one. It may also return a
-    :class:`Middleware`, if it acts in several rings or needs a slot.
+    The function takes the settings and returns ``wrap``, which takes a step and returns one. It may
+    also return a :class:`Middleware`, if it acts in several rings or needs a slot.
 
     Args:
         ring: "forward", "loss", "gradient", "update", "device" or "step".
 
     Returns:
-        A decorator. The decorated function returns a :class:`Middleware` that prints as the call that made it, is equal to
-        another from the same call, and can be pickled.
+        A decorator. The decorated function returns a :class:`Middleware` that prints as the call
+        that made it, is equal to another from the same call, and can be pickled.
 
     Raises:
         ValueError: there is no such ring.

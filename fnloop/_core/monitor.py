@@ -25,8 +25,8 @@ def better(value: float, than: float, mode: str) -> bool:
         ValueError: the mode is something else.
 
     Example:
-        >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min"), better(math.inf, math.nan, "min")
-        (True, False, True)
+        >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min")
+        (True, False)
     """
     if not isinstance(mode, str) or mode not in ("min", "max"):
         raise ValueError(
@@ -39,7 +39,7 @@ def better(value: float, than: float, mode: str) -> bool:
 
 
 def mode_by_name(key: str) -> str | None:
-    """Return "min" or "max" according to the name of a metric, without its loader; None if it suggests neither or both.
+    """Return the mode that the name of a metric suggests, "min" or "max"; None if neither or both.
 
     Example:
         >>> mode_by_name("valid/loss"), mode_by_name("loss/Accuracy"), mode_by_name("valid/bleu")
@@ -62,8 +62,8 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
         ValueError: it is something else; or it is None and the name suggests no mode.
 
     Example:
-        >>> mode_of("early_stop", "valid/accuracy", None), mode_of("early_stop", "valid/bleu", "max")
-        ('max', 'max')
+        >>> mode_of("early_stop", "valid/loss", None), mode_of("early_stop", "valid/bleu", "max")
+        ('min', 'max')
     """
     if mode is not None:
         better(0.0, 0.0, mode)  # raises if it is not a mode
@@ -80,12 +80,14 @@ def check_names(hooks: Iterable[object], loaders: Sequence[str]) -> None:
     """Raise if a hook monitors a metric of a loader that is never read.
 
     Args:
-        hooks: all hooks of a run, including those in wrappers. A hook may have two attributes: ``monitors``, the name of the
-            metric that it watches, or None; and ``reports``, the names of the metrics that it adds to records.
+        hooks: all hooks of a run, including those in wrappers. A hook may have two attributes:
+            ``monitors``, the name of the metric that it watches, or None; and ``reports``, the
+            names of the metrics that it adds to records.
         loaders: the names of the loaders that are evaluated.
 
     Raises:
-        KeyError: there is no such loader; the message lists the known ones and suggests the nearest name.
+        KeyError: there is no such loader; the message lists the known ones and suggests the nearest
+            name.
     """
     hooks = [*hooks]
     reported = {name for hook in hooks for name in getattr(hook, "reports", ())}
@@ -115,8 +117,8 @@ def check_monitored(owner: str, key: str, state: Any) -> bool:
         state: a state whose newest boundary added a record.
 
     Raises:
-        KeyError: the record has other metrics of the same loader, and no record has this one. The message lists those of the
-            newest record.
+        KeyError: the record has other metrics of the same loader, and no record has this one. The
+            message lists those of the newest record.
     """
     metrics: Mapping[str, float] = state.history[-1].metrics
     if key in metrics:

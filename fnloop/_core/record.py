@@ -19,7 +19,8 @@ class _FrozenDict(dict[str, float]):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("a record's metrics cannot be changed: append another record")
 
-    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[_FrozenDict], tuple[dict[str, float]]]:
         return _FrozenDict, (dict(self),)
@@ -63,8 +64,9 @@ class Record:
         step: updates applied.
         metrics: name to value: "train/loss", "train/grad_norm", "valid/loss", ...
         seconds: time spent in runs so far; not compared.
-        closing: whether it was made only because the run ended here, between two reports. A run that continues makes its
-            reports as if this record did not exist, and folds over the history skip it.
+        closing: whether it was made only because the run ended here, between two reports. A run
+            that continues makes its reports as if this record did not exist, and folds over the
+            history skip it.
 
     Example:
         >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]
@@ -94,7 +96,7 @@ def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
 
 
 def best_record(records: Iterable[Record], key: str, mode: str) -> Record:
-    """Return the record with the best value of a metric, which all of them have; of equal values, the oldest.
+    """Return the record with the best value of a metric, which all have; of equals, the oldest.
 
     Example:
         >>> best_record([Record(1, 10, {"a": 2.0}), Record(2, 20, {"a": 1.0})], "a", "min").step

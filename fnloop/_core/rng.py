@@ -1,17 +1,19 @@
 """Random numbers as a function of the position in a run.
 
-Inside a run, torch's global generators (the CPU's and the device's) are seeded before every update, from (seed, epoch,
-batch). All global generators, including Python's and NumPy's, are seeded before every batch that is loaded, from the same
-numbers and another purpose. So an evaluation, a hook or a prefetching worker cannot change what torch draws, and a resumed
-run draws what it would have drawn.
+Inside a run, torch's global generators (the CPU's and the device's) are seeded before every update,
+from (seed, epoch, batch). All global generators, including Python's and NumPy's, are seeded before
+every batch that is loaded, from the same numbers and another purpose. So an evaluation, a hook or a
+prefetching worker cannot change what torch draws, and a resumed run draws what it would have drawn.
 
-Seeding Python's and NumPy's generators costs 3 % of a small update. They are therefore seeded once per epoch, and their
-states are saved within it (:class:`HostGenerators`). What a loss function draws from them resumes exactly, but a hook that
-draws advances them, and a loader without workers, which loads in this process, seeds them with each batch.
+Seeding Python's and NumPy's generators costs 3 % of a small update. They are therefore seeded once
+per epoch, and their states are saved within it (:class:`HostGenerators`). What a loss function
+draws from them resumes exactly, but a hook that draws advances them, and a loader without workers,
+which loads in this process, seeds them with each batch.
 
 After a run the caller's generators are as they were before.
 
-Seeds are mixed with SplitMix64 (Steele, Lea and Flood, 2014, https://doi.org/10.1145/2660193.2660195).
+Seeds are mixed with SplitMix64 (Steele, Lea and Flood, 2014,
+https://doi.org/10.1145/2660193.2660195).
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def mix(seed: int, number: int) -> int:
 
 
 def fold_in(seed: int, *numbers: int) -> int:
-    """Mix numbers into a seed, one after the other. Neighbouring numbers give unrelated 64-bit seeds.
+    """Mix numbers into a seed, one after the other. Neighbours give unrelated 64-bit seeds.
 
     Example:
         >>> fold_in(0, 1) != fold_in(0, 2) != fold_in(1, 1)
@@ -100,7 +102,7 @@ class HostGenerators(NamedTuple):
         return cls((version, tuple(map(int, words)), gauss), tuple(parts["numpy"]))
 
     def checked(self) -> HostGenerators:
-        """Return them, or raise what Python's or NumPy's generator raises if it cannot take its state."""
+        """Return them; raise what Python or NumPy raises if its generator cannot take them."""
         random.Random().setstate(self.python)
         np.random.RandomState().set_state(self.numpy)
         return self
@@ -165,13 +167,13 @@ def seed_all(seed: int) -> None:
 
 
 def seed_all_count() -> int:
-    """Return how often :func:`seed_all` was called. A higher count later means that the generators were seeded."""
+    """Return how often :func:`seed_all` was called."""
     return _seed_all_count
 
 
 @contextlib.contextmanager
 def saved_before_seeding() -> Iterator[list[Generators]]:
-    """Give a list to which the first call of :func:`seed_all` in the context adds the generators as they were before it."""
+    """Give a list to which the first :func:`seed_all` adds the generators as they were before."""
     global _saved
     outer, saved = _saved, []
     _saved = saved
@@ -197,9 +199,9 @@ def reserved_generators() -> Iterator[None]:
     nested = _owners.get(process) == thread
     if not nested and _owners.setdefault(process, thread) != thread:
         raise RuntimeError(
-            "fit, run, evaluate and predict seed the global random generators, and another thread of "
-            "this process is inside one of them: each would change the numbers of the other. Call "
-            "them one after the other, or each in a process of its own"
+            "fit, run, evaluate and predict seed the global random generators, and another thread "
+            "of this process is inside one of them: each would change the numbers of the other. "
+            "Call them one after the other, or each in a process of its own"
         )
     try:
         yield
@@ -229,7 +231,7 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_generator(owner: object, seed: int) -> Iterator[None]:
-    """Replace the ``generator`` of a sampler or a loader, if it has one, by a new one with this seed."""
+    """Replace the ``generator`` of a sampler or a loader, if it has one, by one with this seed."""
     if not hasattr(owner, "generator"):
         yield
         return

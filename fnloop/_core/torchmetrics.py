@@ -1,6 +1,7 @@
 """Metrics of torchmetrics as metrics of fnloop.
 
-Two attributes have no public setter in torchmetrics 1.4 to 1.9, and are set here only: ``_to_sync`` and ``_update_count``.
+Two attributes have no public setter in torchmetrics 1.4 to 1.9, and are set here only: ``_to_sync``
+and ``_update_count``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Arguments = tuple[object, ...]  # of one call of Metric.update
 
 @attrs.frozen(eq=False)
 class TorchMetric:
-    """A torchmetrics metric that fnloop can combine: inputs that have yet to be seen, or an object that has seen them.
+    """A torchmetrics metric that fnloop can combine.
 
     Args:
         template: the metric that the user gave; never updated.
@@ -66,8 +67,8 @@ class TorchMetric:
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"a metric of a run is one number, but {self.template!r} computes {shape}. Choose a "
-                f'reduction in it, such as average="macro", or give one metric per number.'
+                f"a metric of a run is one number, but {self.template!r} computes {shape}. Choose "
+                f'a reduction in it, such as average="macro", or give one metric per number.'
             )
         return float(value)
 
@@ -89,7 +90,7 @@ class TorchMetric:
         return TorchMetric(self.template, seen=seen)
 
     def _updated(self) -> Torchmetric:
-        """Return an object that has seen all inputs: this one's own, or a copy if there are inputs left."""
+        """Return an object that has seen all inputs: the one held, or a copy if inputs are left."""
         __tracebackhide__ = True
         if self.seen is None:
             return _update(_fresh_copy(self.template), self.inputs)
@@ -97,7 +98,7 @@ class TorchMetric:
 
 
 def _fresh_copy(template: Torchmetric) -> Torchmetric:
-    """Return a metric like the template that has seen nothing. fnloop combines the parts of processes, not torchmetrics."""
+    """Return a metric like the template that has seen nothing and does not synchronize."""
     seen = copy.deepcopy(template)
     seen.reset()
     seen.sync_on_compute = False
@@ -131,9 +132,9 @@ def _merge(metric: Torchmetric, other: Torchmetric) -> None:
 class from_torchmetrics:
     """A metric function from a torchmetrics metric, for ``metric(name=...)``.
 
-    Right for metrics that are not a mean over batches (F1, AUROC, ...): the metric sees every batch and is computed once.
-    The given object is a template: it is copied, never updated. Its argument checks read from the device;
-    ``validate_args=False`` keeps a step free of host reads.
+    Right for metrics that are not a mean over batches (F1, AUROC, ...): the metric sees every batch
+    and is computed once. The given object is a template: it is copied, never updated. Its argument
+    checks read from the device; ``validate_args=False`` keeps a step free of host reads.
 
     Args:
         metric: a ``torchmetrics.Metric`` that computes one number.
@@ -144,12 +145,14 @@ class from_torchmetrics:
 
     Raises:
         ImportError: torchmetrics is not installed (the extra ``fnloop[torchmetrics]``).
-        TypeError: ``metric`` is not a torchmetrics metric, or ``inputs`` is not a function (aux, batch).
+        TypeError: ``metric`` is not a torchmetrics metric, or ``inputs`` is not a function (aux,
+            batch).
 
     Example:
         >>> import torch
         >>> from torchmetrics.classification import MulticlassF1Score
-        >>> f1 = from_torchmetrics(MulticlassF1Score(3), lambda aux, batch: (aux["output"], batch[1]))
+        >>> inputs = lambda aux, batch: (aux["output"], batch[1])
+        >>> f1 = from_torchmetrics(MulticlassF1Score(3), inputs)
         >>> f1({"output": torch.eye(3)}, (None, torch.arange(3))).compute()
         1.0
     """

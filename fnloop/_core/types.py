@@ -1,7 +1,8 @@
 """The vocabulary: what a loss function, a step, an output and a metric are.
 
-A *step* is ``(state, batch) -> (state, Output)`` at every layer. A *middleware* wraps a step and returns a step. Its
-*ring* decides which steps it wraps, and ``pipeline`` keeps the listed order within a ring:
+A *step* is ``(state, batch) -> (state, Output)`` at every layer. A *middleware* wraps a step and
+returns a step. Its *ring* decides which steps it wraps, and ``pipeline`` keeps the listed order
+within a ring:
 
     ring       wraps                                          sees
     forward    the loss function, in training and evaluation  the batch; then loss, aux, metrics
@@ -11,7 +12,8 @@ A *step* is ``(state, batch) -> (state, Output)`` at every layer. A *middleware*
     device     all of the above                               only device work, no host values
     step       everything                                     counters, the host
 
-This module knows nothing about states or models. ``state`` defines the record, ``_step.pipeline`` the composition.
+This module knows nothing about states or models. ``state`` defines the record, ``_step.pipeline``
+the composition.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ class LossFn(Protocol):
     """What a user writes: a function that returns the mean loss of a batch, or ``(loss, aux)``."""
 
     def __call__(self, model: nn.Module, batch: Batch, /) -> Tensor | tuple[Tensor, Aux]:
-        """Return the mean loss over the items of ``batch``, a scalar, and optionally a mapping ``aux``.
+        """Return the mean loss over the items of ``batch``, and optionally a mapping ``aux``.
 
-        ``aux["weight"]`` overrides the number of items that the loss is the mean of. By default that is the leading
-        dimension of the batch. It is an int, or a scalar tensor on the device such as a token count.
+        ``aux["weight"]`` overrides the number of items that the loss is the mean of. By default
+        that is the leading dimension of the batch. It is an int, or a scalar tensor on the device
+        such as a token count.
 
-        An int of 0 skips the batch. If every batch of a window is skipped, no update is made. A tensor of 0 adds nothing to the
-        gradient, but the update is made, with a gradient of zero if all weights are 0: to skip it, the host would have to wait
-        for the device. NaN, infinite and negative tensors count as 0, and the next report raises a ValueError.
+        An int of 0 skips the batch. If every batch of a window is skipped, no update is made. A
+        tensor of 0 adds nothing to the gradient, but the update is made, with a gradient of zero if
+        all weights are 0: to skip it, the host would have to wait for the device. NaN, infinite and
+        negative tensors count as 0, and the next report raises a ValueError.
         """
         ...
 
@@ -58,7 +62,7 @@ Wrap = Callable[[Step], Step]
 
 
 class Metric(Protocol):
-    """A value that is combined over batches, windows and processes in any grouping, and computed once."""
+    """A value that can be combined over batches, windows and processes in any grouping."""
 
     def combine(self, other: Self, /) -> Self:
         """Return the metric of both parts. Neither is changed."""
@@ -75,7 +79,8 @@ class Output:
 
     Args:
         loss: the mean loss, a scalar tensor; detached once backward has run.
-        weight: the number of items that ``loss`` is the mean of; an int, or a scalar tensor on the device.
+        weight: the number of items that ``loss`` is the mean of; an int, or a scalar tensor on the
+            device.
         aux: what the loss function returned besides the loss; for a window, that of its last batch.
         metrics: name to metric.
         skip: why this update is to be skipped, or None. A middleware sets it.

@@ -1,9 +1,11 @@
 """Schedules: pure functions ``(step, total_steps) -> factor`` on a group's initial value.
 
-Update i, counted from 0, uses ``f(i, total)``. The first update never has a factor of zero, and the last one is near the
-minimum, not at it: in a decay over T updates, update t is at ``t/T``; in a warmup over W updates, it is at ``(t + 1)/W``.
+Update i, counted from 0, uses ``f(i, total)``. The first update never has a factor of zero, and the
+last one is near the minimum, not at it: in a decay over T updates, update t is at ``t/T``; in a
+warmup over W updates, it is at ``(t + 1)/W``.
 
-Lengths are numbers of updates (an int: ``warmup=100``) or fractions of the run (a float from 0 to 1: ``warmup=0.1``).
+Lengths are numbers of updates (an int: ``warmup=100``) or fractions of the run (a float from 0 to
+1: ``warmup=0.1``).
 
     >>> f = cosine(warmup=2)
     >>> [round(f(i, 6), 3) for i in range(6)]

@@ -61,18 +61,20 @@ def _warmed(n: Length, schedule: Factor) -> Factor:
 
 @schedule_factory
 def join(*schedules: Factor, at: Sequence[Length]) -> Factor:
-    """Run schedules one after the other. Each counts its own steps from 0 and is given its own length.
+    """Run schedules one after the other. Each counts its own steps and knows its own length.
 
     Args:
         *schedules: two or more.
-        at: where each but the first begins, as updates or fractions of the run, in increasing order.
+        at: where each but the first begins, as updates or fractions of the run, in increasing
+            order.
 
     Returns:
         A schedule: a function ``(step, total_steps) -> factor``.
 
     Raises:
         TypeError: something is not a schedule, or at is not a list of lengths.
-        ValueError: there are too few schedules or boundaries. When called: the boundaries do not increase.
+        ValueError: there are too few schedules or boundaries. When called: the boundaries do not
+            increase.
 
     Example:
         >>> from fnloop.schedules import constant, linear

@@ -22,8 +22,8 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
     """Draw schedules: the factor of each update of a run.
 
     Args:
-        schedules: a schedule, a list or a tuple of them, or a mapping from labels to schedules. Any function
-            ``(step, total_steps) -> factor`` is a schedule.
+        schedules: a schedule, a list or a tuple of them, or a mapping from labels to schedules. Any
+            function ``(step, total_steps) -> factor`` is a schedule.
         total_steps: how many updates the run has, at least 1.
 
     Returns:

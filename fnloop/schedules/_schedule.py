@@ -1,4 +1,4 @@
-"""What a schedule is: a function of the step as a value, how one is made, and what a length means."""
+"""What a schedule is, how one is made, and what a length means."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ P = ParamSpec("P")
 
 @attrs.frozen(repr=False)
 class Schedule:
-    """A function ``(step, total_steps) -> factor`` that shows, compares and pickles as the call that made it.
+    """A function ``(step, total_steps) -> factor`` that shows and compares as its call.
 
     Args:
         call: the call.

@@ -48,7 +48,7 @@ def _check_ratio(owner: str, name: str, value: object) -> None:
 def _phases(
     owner: str, decay: Callable[[float], float], warmup: Length, cooldown: Length, min_ratio: float
 ) -> Factor:
-    """Warm up, decay from 1 to ``min_ratio`` as ``decay(t)`` does from 1 to 0, and stay there for the cooldown."""
+    """Warm up, decay from 1 to ``min_ratio`` along ``decay``, and stay there for the cooldown."""
     check_length(owner, "warmup", warmup)
     check_length(owner, "cooldown", cooldown)
     _check_sum(owner, warmup, cooldown)
@@ -95,7 +95,8 @@ def linear(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0) -> 
         A schedule: a function ``(step, total_steps) -> factor``.
 
     Raises:
-        ValueError: a length is below 0, the lengths exceed the run, or min_ratio is not from 0 to 1.
+        ValueError: a length is below 0, the lengths exceed the run, or min_ratio is not from 0 to
+            1.
         TypeError: a length is not a number.
 
     Example:
@@ -121,14 +122,16 @@ def cosine(
         A schedule: a function ``(step, total_steps) -> factor``.
 
     Raises:
-        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1, or k is not above 0.
+        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1,
+            or k is not above 0.
         TypeError: a length is not a number.
 
     Example:
         >>> [round(cosine()(i, 4), 3) for i in range(4)]
         [1.0, 0.854, 0.5, 0.146]
 
-    Source: Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983; k-decay: https://arxiv.org/abs/2004.05909
+    Source: Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983; k-decay:
+    https://arxiv.org/abs/2004.05909
     """
     checks.number("cosine", "k", k, "the exponent of k-decay", above=0)
     return _phases(
@@ -152,7 +155,8 @@ def polynomial(
         A schedule: a function ``(step, total_steps) -> factor``.
 
     Raises:
-        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1, or power is not above 0.
+        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1,
+            or power is not above 0.
         TypeError: a length is not a number.
 
     Example:
@@ -228,7 +232,8 @@ def wsd(
         A schedule: a function ``(step, total_steps) -> factor``.
 
     Raises:
-        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1, or there is no such kind.
+        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1,
+            or there is no such kind.
         TypeError: a length is not a number.
 
     Example:

@@ -1,8 +1,8 @@
-"""Tools to test your own middleware: a toy problem, a spy step, a guard against host reads, and the laws as checks.
+"""Tools to test your own middleware: a toy, a spy, a guard against host reads, and the laws.
 
     >>> import fnloop as fl, torch
     >>> from fnloop.testing import check_laws
-    >>> check_laws(fl.pipeline(fl.accumulate(2), fl.clip(1.0)))       # an AssertionError names the law that is broken
+    >>> check_laws(fl.pipeline(fl.accumulate(2), fl.clip(1.0)))  # raises if a law is broken
 
 A middleware is tested by itself with a :func:`spy` in the place of the step that it wraps:
 

@@ -17,7 +17,7 @@ COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
 
 def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
-    """Assert that two states are the same: counters, parameters, buffers, optimizer, slots, history.
+    """Assert that two states are the same: counters, weights, optimizer, slots, history.
 
     Closing records are not compared, because they depend on where a run ended.
 

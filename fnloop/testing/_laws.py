@@ -56,7 +56,7 @@ def _updates(pipe: Pipeline, problem: Problem) -> int:
 
 
 def law_fold(pipe: Pipeline, problem: Problem) -> None:
-    """Assert that stopping a run at any update and continuing it equals never having stopped, bit for bit.
+    """Assert that a run stopped at any update and continued equals one never stopped, bit for bit.
 
     The stopped run has a closing record where it stopped, and the same records otherwise.
 
@@ -86,7 +86,7 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
 
 
 def law_purity(pipe: Pipeline, problem: Problem) -> None:
-    """Assert that a run depends on its snapshot only, and changes neither given records nor global generators.
+    """Assert that a run depends on its snapshot only, and changes nothing that it was given.
 
     Args:
         pipe: what ``pipeline(...)`` returns.
@@ -127,7 +127,9 @@ def law_purity(pipe: Pipeline, problem: Problem) -> None:
 
 
 def law_neutral(neutral: Middleware, pipe: Pipeline, problem: Problem) -> None:
-    """Assert that a middleware at its neutral setting changes nothing but its own slot, first or last in a pipeline.
+    """Assert that a middleware at its neutral setting changes nothing but its own slot.
+
+    It is put first and last in a pipeline.
 
     Args:
         neutral: the middleware, such as ``accumulate(1)``.
@@ -166,7 +168,9 @@ def law_accumulation(
     accumulate: Callable[[int], Middleware],
     rtol: float = 1e-12,
 ) -> None:
-    """Assert that n accumulated batches make the same update as one batch of all their items, also in a small last window.
+    """Assert that n accumulated batches make the update of one batch of all their items.
+
+    The last window may be smaller.
 
     Args:
         pipe: the middleware listed after accumulate.
@@ -205,7 +209,9 @@ def law_accumulation(
 
 
 def law_no_host_reads(pipe: Pipeline, problem: Problem) -> None:
-    """Assert that no update reads a tensor to the host. The problem's optimizer must not read one either.
+    """Assert that no update reads a tensor to the host.
+
+    The problem's optimizer must not read one either.
 
     Args:
         pipe: what ``pipeline(...)`` returns.
@@ -231,10 +237,11 @@ def law_no_host_reads(pipe: Pipeline, problem: Problem) -> None:
 
 
 def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
-    """Assert that a skipped update advances only the position in the data: no counter, no schedule, no average.
+    """Assert that a skipped update advances only the position in the data.
 
-    Every second window is skipped. The run must equal one of the same length in which those windows do not exist. The
-    problem must be without randomness.
+    It advances no counter, no schedule, and no average. Every second window is skipped. The run
+    must equal one of the same length in which those windows do not exist. The problem must be
+    without randomness.
 
     Args:
         pipe: what ``pipeline(...)`` returns.

@@ -72,7 +72,7 @@ class Problem:
 
 
 def small() -> Problem:
-    """Return a problem without randomness: a small net in float64, tuple batches of unequal sizes, a small last batch.
+    """Return a problem without randomness: a small net in float64, batches of unequal sizes.
 
     Returns:
         A problem that every law can be checked on.

@@ -20,7 +20,7 @@ __all__ = ["HostReadError", "Spy", "no_host_reads", "spy"]
 
 @attrs.define
 class Spy:
-    """A step that records its calls and returns what it was told to return. Make one with :func:`spy`.
+    """A step that records its calls and returns given values. Make one with :func:`spy`.
 
     Args:
         loss, grad, weight, aux, skip: as in :func:`spy`.
@@ -116,12 +116,13 @@ def no_host_reads() -> contextlib.AbstractContextManager[object]:
         A context manager.
 
     Raises:
-        HostReadError: inside the context, when ``.item()``, ``float(tensor)``, ``if tensor`` or the like is called.
+        HostReadError: inside the context, when ``.item()``, ``float(tensor)``, ``if tensor`` or the
+            like is called.
 
     Example:
         >>> with no_host_reads():
         ...     torch.ones(()).item()
         Traceback (most recent call last):
-        fnloop.testing.HostReadError: a tensor was read to the host (.item(), float(), bool(), if tensor: ...)
+        fnloop.testing.HostReadError: a tensor was read to the host (.item(), float(), ...)
     """
     return _NoHostReads()

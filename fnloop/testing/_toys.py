@@ -34,7 +34,7 @@ class Toy(nn.Module):
 
 
 def toy(w: float = 0.0, lr: float = 1.0) -> TrainState:
-    """Return the state of a toy model with plain SGD: an update with gradient g changes w by -lr × g.
+    """Return the state of a toy with plain SGD: an update with gradient g changes w by -lr × g.
 
     Args:
         w: the initial value of the parameter.

@@ -118,7 +118,7 @@ VALUES = [
 @pytest.mark.parametrize(
     ("schedule", "expected"), VALUES, ids=[f"{schedule!r}-{len(row)}" for schedule, row in VALUES]
 )
-def test_a_run_of_so_many_updates_uses_these_factors(schedule, expected):
+def test_the_factors_of_a_whole_run(schedule, expected):
     assert factors(schedule, len(expected)) == pytest.approx(expected, abs=1e-12)
 
 
@@ -163,7 +163,7 @@ def test_one_as_an_int_is_one_update_and_as_a_float_the_whole_run():
     ],
     ids=repr,
 )
-def test_behind_the_end_of_the_run_a_decay_stays_at_its_minimum(schedule, minimum):
+def test_after_the_end_of_the_run_a_decay_stays_at_its_minimum(schedule, minimum):
     assert [schedule(i, 4) for i in (4, 5, 100)] == [minimum] * 3
 
 
@@ -182,7 +182,7 @@ def test_a_run_shorter_than_its_warmup_only_warms_up():
     ],
     ids=repr,
 )
-def test_fractions_may_make_the_whole_run(schedule, expected):
+def test_fractions_may_add_up_to_the_whole_run(schedule, expected):
     assert factors(schedule, 4) == pytest.approx(expected)
 
 
@@ -254,13 +254,13 @@ def test_the_last_update_is_near_the_minimum_but_not_at_it(schedule, minimum, to
     ],
     ids=repr,
 )
-def test_a_warmup_rises_by_equal_stairs_and_goes_over_without_a_jump(schedule):
+def test_a_warmup_rises_linearly_and_ends_without_a_jump(schedule):
     up = [schedule(i, 1000) for i in range(10)]
     assert up == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     assert schedule(10, 1000) == pytest.approx(1.0, abs=0.05)
 
 
-def test_one_cycle_goes_over_its_peak_without_a_jump():
+def test_one_cycle_passes_its_peak_without_a_jump():
     schedule = one_cycle(peak=100)
     assert [schedule(i, 1000) for i in (99, 100, 101)] == pytest.approx([1, 1, 1], abs=0.001)
 
@@ -278,17 +278,17 @@ def told(step, total):
     return step, total
 
 
-def test_joined_schedules_count_their_own_steps_and_know_their_own_lengths():
+def test_joined_schedules_count_their_own_steps_and_get_their_own_lengths():
     schedule = join(told, told, told, at=[2, 3])
     assert [schedule(i, 5) for i in range(5)] == [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)]
 
 
-def test_only_the_last_of_joined_schedules_has_no_length_where_the_run_has_none():
+def test_without_a_length_of_the_run_only_the_last_joined_schedule_has_none():
     schedule = join(told, told, at=[2])
     assert [schedule(i, None) for i in (1, 2, 7)] == [(1, 2), (0, None), (5, None)]
 
 
-def test_behind_a_warmup_a_schedule_has_the_rest_of_the_run():
+def test_after_a_warmup_a_schedule_covers_the_rest_of_the_run():
     schedule = warmup(2)(lambda step, total: total + step / 10)
     assert [schedule(i, 5) for i in (1, 2, 3)] == [3.0, 3.0, 3.1]
 
@@ -309,7 +309,7 @@ def test_behind_a_warmup_a_schedule_has_the_rest_of_the_run():
     ],
     ids=repr,
 )
-def test_with_every_length_in_updates_these_need_no_length_of_the_run(schedule, expected):
+def test_schedules_with_lengths_in_updates_do_not_need_the_length_of_the_run(schedule, expected):
     assert [schedule(i, None) for i in range(2)] == expected
 
 
@@ -334,7 +334,7 @@ def test_with_every_length_in_updates_these_need_no_length_of_the_run(schedule, 
     ],
     ids=repr,
 )
-def test_others_say_that_they_need_the_length_of_the_run(schedule):
+def test_other_schedules_raise_without_the_length_of_the_run(schedule):
     with pytest.raises(ValueError, match=r"needs the length of the run: call it through fit\("):
         schedule(0, None)
 
@@ -353,7 +353,7 @@ def test_others_say_that_they_need_the_length_of_the_run(schedule):
     ],
     ids=repr,
 )
-def test_on_a_loader_without_length_they_say_so_before_the_first_update(schedule):
+def test_without_the_length_of_a_loader_they_raise_before_the_first_update(schedule):
     def loader():
         return (torch.tensor([1.0]) for _ in range(4))
 
@@ -442,7 +442,8 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (
             lambda: cosine(warmup=100.0),
             ValueError,
-            r"cosine expects warmup as a fraction of the run, from 0\.0 to 1\.0; got 100\.0\. For updates, write an int: 100$",
+            r"cosine expects warmup as a fraction of the run, from 0\.0 to 1\.0; got 100\.0\. "
+            r"For updates, write an int: 100$",
         ),
         (
             lambda: polynomial(warmup="2"),
@@ -515,7 +516,8 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (
             lambda: warmup(2)(cosine),
             TypeError,
-            r"warmup expects a function \(step, total_steps\) -> factor, such as cosine\(\); got cosine\. Call it: cosine\(\)",
+            r"warmup expects a function \(step, total_steps\) -> factor, such as cosine\(\); "
+            r"got cosine\. Call it: cosine\(\)",
         ),
         (
             lambda: join(constant(), linear, at=[2]),
@@ -613,7 +615,8 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (
             lambda: fl.schedule(warmup(2)),
             TypeError,
-            r"a function \(step, total_steps\) -> factor, such as cosine\(\); <lambda> takes \(schedule\)",
+            r"a function \(step, total_steps\) -> factor, such as cosine\(\); "
+            r"<lambda> takes \(schedule\)",
         ),
         (
             lambda: fl.schedule(lambda i: 1.0),
@@ -632,7 +635,7 @@ def test_a_setting_out_of_range_is_an_error_when_the_schedule_is_made(make, erro
         make()
 
 
-def test_boundaries_that_fall_are_an_error_once_the_length_is_known():
+def test_falling_boundaries_are_an_error_once_the_length_is_known():
     schedule = join(constant(), constant(), constant(), at=[0.5, 3])
     assert schedule(0, 6) == 1.0
     with pytest.raises(
@@ -686,7 +689,7 @@ def test_a_plot_needs_the_length_of_a_run(total):
 
 
 @pytest.mark.parametrize("given", [linear, [linear()] * 2 + [0.1], {"a": lambda step: 1.0}])
-def test_what_is_no_schedule_cannot_be_plotted(given):
+def test_only_a_schedule_can_be_plotted(given):
     with pytest.raises(
         TypeError, match=r"plot expects .*a function \(step, total_steps\) -> factor"
     ):
@@ -694,6 +697,6 @@ def test_what_is_no_schedule_cannot_be_plotted(given):
 
 
 @pytest.mark.parametrize("none", [[], {}])
-def test_there_is_nothing_to_plot_without_a_schedule(none):
+def test_a_plot_needs_a_schedule(none):
     with pytest.raises(ValueError, match="plot expects at least one schedule"):
         plot(none, 4)
