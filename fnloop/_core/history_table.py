@@ -25,7 +25,7 @@ def table(
         records: a history, or a sequence of records.
         names: the metrics to show.
         first: the index of the first record to show.
-        most: how many records to show; if there are more, those in the middle are left out.
+        most: how many records to show; if there are more, the middle is cut.
 
     Example:
         >>> table([Record(1, 10, {"loss": 0.5})], ["loss", "acc"])

@@ -299,7 +299,7 @@ def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Me
 def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, float]:
     """Compute every metric, with one transfer from the device.
 
-    A metric that is still :class:`Pending` is left out: no batch of this run has shown its class.
+    A metric that is still :class:`Pending` is skipped: no batch of this run has shown its class.
 
     Args:
         metrics: name to metric.

@@ -1,4 +1,4 @@
-"""History: records that never change, and what can be read off them."""
+"""History: records that never change, and the ways to read them."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ NAN, INF = math.nan, math.inf
 
 
 def history(*values, key="valid/loss"):
-    """One record per value, at steps 10, 20, ..."""
+    """Return a history with one record per value, at steps 10, 20, ..."""
     return History(Record(i, 10 * i, {key: value}) for i, value in enumerate(values, 1))
 
 
@@ -204,7 +204,7 @@ def test_a_fold_reads_only_new_records_and_depends_only_on_the_history():
 
 @pytest.mark.parametrize("n", [10, 10_000])
 def test_the_cost_of_a_record_does_not_depend_on_the_number_of_records(n):
-    """What is touched when one is appended, by a count: no record of those before."""
+    """Appending a record, and hooks that read it, touch no earlier record."""
     made, stop = history(*range(n)), early_stop("valid/loss", patience=n + 1)
     state = attrs.evolve(toy(), history=made, events=frozenset({"record"}))
     stop(state)
@@ -281,7 +281,7 @@ def test_the_values_of_a_metric_skip_records_without_it():
     made = History([Record(1, 10, {"a": 1}), Record(1, 15, {"b": 7}), Record(2, 20, {"a": 3})])
     assert made["a"] == (1.0, 3.0)
     assert [record.step for record in made.having("a")] == [10, 20]
-    assert made.latest("b") == 7.0  # of the newest record that has it
+    assert made.latest("b") == 7.0  # from the newest record that has it
 
 
 @pytest.mark.parametrize(
@@ -315,13 +315,13 @@ def test_latest_is_the_newest_value_not_the_best():
     [
         ((3, 1, 2), "min", 20),
         ((3, 1, 2), "max", 10),
-        ((2, 1, 1), "min", 20),  # of equals, the older
+        ((2, 1, 1), "min", 20),  # of equal values, the older
         ((1, 2, 2), "max", 20),
         ((NAN, 2, 3), "min", 20),  # NaN is worse than anything
         ((NAN, 2, 3), "max", 30),
         ((2, NAN), "min", 10),
         ((2, NAN), "max", 10),
-        ((NAN, INF), "min", 20),  # worse than infinity, too
+        ((NAN, INF), "min", 20),  # also worse than infinity
         ((NAN, -INF), "max", 20),
         ((NAN, NAN), "min", 10),  # unless there is nothing else
         ((0.0, -0.0), "min", 10),  # these two are equal
@@ -479,7 +479,7 @@ def test_to_pandas_has_a_row_per_record_and_nan_for_what_is_missing():
 def test_a_missing_dependency_is_an_error_that_says_what_to_install(
     monkeypatch, module, call, message
 ):
-    monkeypatch.setitem(sys.modules, module, None)  # as if it could not be found
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(ImportError, match=message):
         call(history(0.5))
 
@@ -493,7 +493,7 @@ def plot(made, **settings):
 
 
 def lines(axis):
-    """What is drawn: label to points."""
+    """Return the drawn curves: label to points."""
     return {
         line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
         for line in axis.lines
@@ -533,8 +533,8 @@ def test_a_plot_has_a_line_per_loader_and_marks_the_best_evaluation():
         ("loss", {"mode": "max"}, "best 2"),
         ("accuracy", {"mode": {"accuracy": "min"}}, "best 1"),
         ("error", {}, "best 1"),
-        ("bleu", {}, None),  # its name says nothing
-        ("loss_of_accuracy", {}, None),  # or two things
+        ("bleu", {}, None),  # its name suggests nothing
+        ("loss_of_accuracy", {}, None),  # or both
         ("score", {"mode": {"score": "max"}}, "best 2"),
         ("score", {"mode": {"valid/score": "max"}}, "best 2"),  # by its whole name
         ("accuracy", {"mode": {"valid/accuracy": "min"}}, "best 1"),

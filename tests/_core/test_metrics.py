@@ -1,4 +1,4 @@
-"""Metrics are monoids: combined over batches of any size in any grouping, and computed once."""
+"""Metrics: combined over batches of any size in any grouping, and computed once."""
 
 import copy
 import math
@@ -18,11 +18,11 @@ NAN = math.nan
 
 
 def same(a, b):
-    """Equal numbers, where NaN equals NaN."""
+    """Return whether two numbers are equal. NaN equals NaN."""
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-# --- the laws of a monoid
+# --- combining
 
 MONOIDS = {  # a metric of a batch of numbers, and its value over the numbers 1 to 6
     "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5),
@@ -38,7 +38,7 @@ kinds = pytest.mark.parametrize("number", KINDS.values(), ids=KINDS)
 
 
 def in_batches(of, number):
-    """The metrics of [1], [2, 3] and [4, 5, 6]."""
+    """Return the metrics of [1], [2, 3] and [4, 5, 6]."""
     return [of([number(x) for x in batch]) for batch in ([1.0], [2.0, 3.0], [4.0, 5.0, 6.0])]
 
 
@@ -109,7 +109,7 @@ def test_nan_propagates_except_in_last(metric, a, b, value, first, second):
     assert same(metric(first(a)).combine(metric(second(b))).compute(), value)
 
 
-# --- the running reduction: in place
+# --- the running metrics: in place
 
 
 def accumulated(metrics):
@@ -164,7 +164,7 @@ def test_a_running_loss_is_the_mean_over_items(number):
     for loss, weight in zip(losses, (3, 1, 4), strict=True):
         running = update_loss_(running, loss, number(weight))
     assert running.compute() == 3.0  # (12 + 8 + 4) / 8
-    assert losses == [4.0, 8.0, 1.0]  # none was added into
+    assert losses == [4.0, 8.0, 1.0]  # none was changed
 
 
 # --- in a run
@@ -176,7 +176,7 @@ def test_weights_of_half_precision_are_summed_in_double_precision():
     def loss_fn(model, batch):
         return 0 * model.w + 1, {
             "weight": torch.ones((), dtype=torch.bfloat16)
-        }  # in which 256 + 1 is 256
+        }  # in bfloat16, 256 + 1 is 256
 
     state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 300, hooks=())
     assert state.history["train/loss"] == (1.0,)
@@ -251,7 +251,7 @@ def test_a_vector_in_a_metric_is_an_error_that_names_the_metric(vector, message)
 
 @fl.middleware("gradient")
 def skip_negative():
-    """Leave out the update of a batch that begins with a negative number."""
+    """Skip the update of a batch that begins with a negative number."""
 
     def wrap(step):
         def skipping(state, batch):
@@ -446,7 +446,7 @@ def test_f1_in_an_evaluation_is_that_of_the_whole_loader():
 
 
 def labels(aux, batch):
-    """The batch as what was predicted; right is 0."""
+    """Return the batch as predictions, and 0 as the targets."""
     return batch.long(), 0 * batch.long()
 
 
@@ -574,7 +574,7 @@ def test_a_metric_function_shows_what_it_was_made_from():
 
 
 def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchmetrics", None)  # as if it could not be found
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)  # as if it were not installed
     with pytest.raises(
         ImportError, match=r"needs torchmetrics: pip install 'fnloop\[torchmetrics\]'"
     ):

@@ -87,7 +87,7 @@ def test_a_step_that_raises_leaves_its_state_fresh():
     state, failing = toy(), fl.pipeline(fl.accumulate(2))(fails)
     with pytest.raises(ZeroDivisionError):
         failing(state, [ONE, torch.tensor([2.0])])
-    assert state.model.w.grad is None  # nothing half-done is left for the next update
+    assert state.model.w.grad is None  # no partial gradient is left for the next update
     state, _ = step(state, ONE)
     assert state.model.w.item() == -1.0
 
@@ -123,7 +123,7 @@ def test_a_snapshot_copies_model_and_optimizer_together():
 
 
 def test_a_snapshot_of_lbfgs_can_be_trained():
-    """LBFGS has a list of parameters of its own, which torch doesn't copy."""
+    """LBFGS has its own list of parameters, which torch does not copy."""
     model = Toy(w=5.0)
     state = fl.TrainState.create(
         model, torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe")
@@ -208,7 +208,7 @@ def test_bad_input_says_what_to_type(make, error, message):
 
 def test_an_optimizer_or_a_module_that_wraps_another_is_kept():
     class Slow(torch.optim.SGD):
-        """Keeps another optimizer, as a Lookahead does."""
+        """Holds another optimizer, as a Lookahead does."""
 
         def __init__(self, inner):
             super().__init__(inner.param_groups[0]["params"], lr=1.0)

@@ -41,7 +41,7 @@ def scaled(by, *, power=1):
 
 @middleware("step")
 def counted(slot=0):
-    """Two rings, a slot and a window: more than one wrap says."""
+    """Return a record with two rings, a slot and a window."""
     return Middleware("counter", forward=same, step=other, init=len, window=slot + 1)
 
 
@@ -202,7 +202,7 @@ def test_the_name_of_a_setting_is_what_the_user_typed(value, name):
             Middleware("scaled", gradient=scaled(1.0).gradient),
             scaled(1.0),
             False,
-        ),  # one was called, one was written
+        ),  # one is the result of a call
         (scaled(1.0), "scaled(1.0)", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Schedules: which factor each update uses, update i being the i-th from 0."""
+"""Schedules: the factor of each update, counted from 0."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ def factors(schedule, total):
 
 VALUES = [
     (constant(), [1, 1, 1]),
-    # down along a line, from 1 in the first update to one stair above the minimum in the last
+    # linear, from 1 in the first update to one stair above the minimum in the last
     (linear(), [1, 0.75, 0.5, 0.25]),
     (linear(min_ratio=0.5), [1, 0.875, 0.75, 0.625]),
     (linear(warmup=2), [0.5, 1, 1, 0.75, 0.5, 0.25]),
@@ -94,13 +94,13 @@ VALUES = [
     (
         warmup(2)(one_cycle(peak=1, start_ratio=0.5)),
         [0.25, 0.5, 0.5, 1],
-    ),  # up to what the schedule begins with
+    ),  # up to the first factor of the schedule
     (warmup(2)(lambda step, total: 0.5), [0.25, 0.5, 0.5]),  # any function
     (warmup(0)(linear()), [1, 0.5]),
     (
         warmup(2)(linear()),
         [0.5, 1],
-    ),  # as long as the run, or longer: up to what the schedule begins with
+    ),  # as long as the run, or longer: up to the first factor of the schedule
     (warmup(4)(linear()), [0.25, 0.5]),
     (warmup(4)(cosine(min_ratio=0.5)), [0.25, 0.5, 0.75]),
     (warmup(1.0)(polynomial()), [0.5, 1]),
@@ -130,7 +130,7 @@ def test_the_factors_of_a_whole_run(schedule, expected):
         (one_cycle(peak=0.5), one_cycle(peak=4)),
         (wsd(warmup=0.25, decay=0.5), wsd(warmup=2, decay=4)),
         (step_decay(0.25), step_decay(2)),
-        (step_decay(0.01), step_decay(1)),  # a stair is at least an update long
+        (step_decay(0.01), step_decay(1)),  # an interval is at least one update long
         (multistep([0.5, 0.75]), multistep([4, 6])),
         (inverse_sqrt(0.25), inverse_sqrt(2)),
         (warmup(0.5)(cosine()), warmup(4)(cosine())),
@@ -274,7 +274,7 @@ def test_a_larger_k_keeps_a_cosine_high_for_longer():
 
 
 def told(step, total):
-    """A schedule that returns what it is told."""
+    """A schedule that returns its arguments."""
     return step, total
 
 
@@ -343,7 +343,7 @@ def test_other_schedules_raise_without_the_length_of_the_run(schedule):
     "schedule",
     [
         cosine(),
-        cosine(warmup=2),  # in the warmup it could do without, but not for long
+        cosine(warmup=2),  # the warmup itself does not need it
         wsd(warmup=2, decay=2),
         warmup(2)(cosine()),
         warmup(2)(warmup(2)(linear())),
@@ -595,7 +595,7 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
             ValueError,
             r"join expects at >= 0; got nan",
         ),
-        # no list
+        # not a list
         (
             lambda: multistep(3),
             TypeError,
@@ -611,7 +611,7 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
             TypeError,
             r"join expects at as a list of lengths; got 0\.5",
         ),
-        # as functions of the step that a pipeline is to use
+        # given to the middleware
         (
             lambda: fl.schedule(warmup(2)),
             TypeError,
@@ -649,7 +649,7 @@ def test_falling_boundaries_are_an_error_once_the_length_is_known():
 
 
 def drawn(figure):
-    """What is drawn: label to points."""
+    """Return the drawn curves: label to points."""
     (axis,) = figure.axes
     return {
         line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
