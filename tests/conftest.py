@@ -1,4 +1,4 @@
-"""One thread: the tests are small, several run at once, and results must not depend on how many cores there are."""
+"""Use one thread: results must not depend on the number of cores, and several tests run at once."""
 
 import torch
 

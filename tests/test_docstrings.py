@@ -1,5 +1,7 @@
-"""Every public function and class says what it does, takes, gives and raises, and shows it. That the examples run is for
-``--doctest-modules``."""
+"""Every public docstring says what it does, its arguments, returns and errors, with an example.
+
+``--doctest-modules`` runs the examples.
+"""
 
 import ast
 import inspect
@@ -31,21 +33,18 @@ METHODS = {
     for method, function in vars(value).items()
     if not method.startswith("_") and inspect.isroutine(getattr(function, "__func__", function))
 }
-MADE_BY = (
-    "__init__",
-    "__attrs_post_init__",
-    "__call__",
-)  # what the docstring of a class answers for
+# The methods that the docstring of a class describes.
+MADE_BY = ("__init__", "__attrs_post_init__", "__call__")
 
 
 def section(value, name):
-    """The text of a section of a docstring, or "" if there is none."""
+    """Return the text of a section of a docstring, or "" if there is none."""
     found = re.search(rf"^{name}:\n((?:[ ]{{4}}.*\n?|\n)*)", inspect.getdoc(value) or "", re.M)
     return found[1] if found else ""
 
 
 def names_in(text):
-    """What a section lists: the names before the colon, at its left edge."""
+    """Return the names that a section lists, before the colon at its left edge."""
     heads = [line.split(":")[0] for line in text.splitlines() if re.match(r"    \S", line)]
     return {name.strip(" *") for head in heads for name in head.split(",")}
 
@@ -58,7 +57,7 @@ def parameters(value):
 
 
 def raising(tree):
-    """Whether there is a ``raise`` with an exception."""
+    """Return whether there is a ``raise`` with an exception."""
     return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(tree))
 
 
@@ -67,7 +66,7 @@ def tree_of(function):
 
 
 def raises(function):
-    """Whether a function raises: itself, or through the private functions of its module."""
+    """Return whether a function raises, itself or through the private functions of its module."""
     module = ast.parse(inspect.getsource(inspect.getmodule(function)))
     helpers = {
         node.name: node
@@ -94,7 +93,7 @@ def test_the_first_line_says_what_it_does(name):
     first, *rest = (inspect.getdoc((PUBLIC | METHODS)[name]) or "").splitlines() or [""]
     assert re.search(r"[.:]$", first), f"{name} has no summary of one line: {first!r}"
     assert not rest or not rest[0] or first.endswith(":") or not rest[0][0].islower(), (
-        f"{name}: the summary goes on"
+        f"{name}: the summary has more than one line"
     )
 
 
@@ -107,14 +106,14 @@ def test_every_parameter_is_described_and_no_other(name):
 @pytest.mark.parametrize(
     "name", [name for name, value in DESCRIBED.items() if inspect.isfunction(value)]
 )
-def test_what_is_returned_is_described(name):
+def test_the_return_value_is_described(name):
     value = DESCRIBED[name]
     nothing = inspect.signature(value).return_annotation in (None, "None")
     assert bool(section(value, "Returns").strip()) is not nothing
 
 
 @pytest.mark.parametrize("name", DESCRIBED | METHODS)
-def test_what_is_raised_is_described(name):
+def test_exceptions_are_described(name):
     value = (DESCRIBED | METHODS)[name]
     made = (
         [function for method in MADE_BY if (function := vars(value).get(method))]
@@ -127,7 +126,7 @@ def test_what_is_raised_is_described(name):
         if inspect.getsourcefile(function) == inspect.getsourcefile(value)
     ):
         assert re.search(r"^    \w+(, \w+)*: \S", section(value, "Raises"), re.M), (
-            f"{name} raises, and doesn't say what"
+            f"{name} raises, but has no section Raises"
         )
 
 
@@ -136,7 +135,7 @@ def test_there_is_an_example(name):
     assert ">>> " in section(DESCRIBED[name], "Example")
 
 
-# --- what the tests above find
+# --- tests of the helpers
 
 
 def complete(a, *b, c=1, **d):
@@ -159,10 +158,10 @@ def silent():
     """Do nothing."""
 
 
-def test_a_complete_docstring_is_read_rightly():
+def test_a_complete_docstring_is_parsed():
     assert names_in(section(complete, "Args")) == parameters(complete) == {"a", "b", "c", "d"}
     assert names_in(section(silent, "Args")) == set() and section(complete, "Raises") == ""
 
 
-def test_what_a_helper_raises_counts():
+def test_exceptions_of_private_helpers_count():
     assert raises(complete) and not raises(silent)

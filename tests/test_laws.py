@@ -1,4 +1,4 @@
-"""The laws of the design, over a table of middleware and their combinations. A new middleware joins by a row here."""
+"""The laws of the design, over a table of middleware. Add a row for a new middleware."""
 
 import math
 import sys
@@ -100,7 +100,7 @@ def test_fp16_keeps_the_laws_of_fold_and_purity(members):
 def by_hand(
     problem, epochs, *, n=1, clip=None, clip_value=None, precision=None, factor=lambda i, total: 1.0
 ):
-    """The loop that fnloop replaces, with everything in its place."""
+    """The loop that fnloop replaces, written by hand."""
     state = problem.state()
     model, optimizer = state.model, state.optimizer
     losses, step, total = [], 0, epochs * -(-len(problem.batches) // n)
@@ -150,7 +150,7 @@ HAND_LOOPS = [
 
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize(("members", "settings"), HAND_LOOPS, ids=lambda value: repr(value)[:60])
-def test_fit_equals_the_loop_written_by_hand_to_the_bit(members, settings, epochs):
+def test_fit_equals_the_hand_written_loop_bit_for_bit(members, settings, epochs):
     problem = small()
     state = fl.fit(
         fl.pipeline(*members)(problem.loss_fn),
@@ -167,8 +167,8 @@ def test_fit_equals_the_loop_written_by_hand_to_the_bit(members, settings, epoch
     )
 
 
-def test_fit_equals_the_hand_loop_with_batch_norm_and_dropout_given_the_same_draws():
-    """Dropout draws by position: a hand loop that sets torch's generator as fnloop does draws the same."""
+def test_fit_equals_the_hand_written_loop_with_batch_norm_and_dropout():
+    """A hand loop that seeds torch's generator by position, as fnloop does, draws the same."""
     from fnloop._core.rng import COMPUTE, fold_in
 
     problem = stochastic()
@@ -197,13 +197,13 @@ def test_fit_equals_the_hand_loop_with_batch_norm_and_dropout_given_the_same_dra
     [(), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)],
     ids=repr,
 )
-def test_n_batches_make_the_update_of_one_batch_of_them_all(n, members):
+def test_n_accumulated_batches_make_the_update_of_one_large_batch(n, members):
     law_accumulation(fl.pipeline(*members), small(), n, fl.accumulate)
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_accumulation_is_the_same_on_its_other_path(n):
-    """A gradient middleware inside accumulate makes it take the gradients out; this one changes nothing."""
+    """A gradient middleware inside accumulate selects its other path. This one changes nothing."""
     untouched = fl.Middleware(
         "untouched", gradient=lambda step: lambda state, batch: step(state, batch)
     )
@@ -243,11 +243,11 @@ def test_the_reported_loss_does_not_depend_on_n(n):
 @pytest.mark.parametrize("problem", [small, stochastic])
 def test_a_neutral_setting_changes_nothing(neutral, members, problem):
     if neutral.name in [m.name for m in members]:
-        pytest.skip("two of one name")
+        pytest.skip("a pipeline cannot have two of one name")
     law_neutral(neutral, fl.pipeline(*members), problem())
 
 
-def test_a_neutral_setting_may_keep_a_slot_of_its_own_and_no_more():
+def test_a_neutral_setting_may_only_change_its_own_slot():
     law_neutral(
         fl.Middleware("kept", step=lambda step: step, init=lambda state: [1.0]),
         fl.pipeline(),
@@ -307,13 +307,13 @@ def frames_between_fit_and_the_loss(*members: fl.Middleware) -> list[str]:
     ],
     ids=repr,
 )
-def test_at_most_four_frames_and_one_for_each_middleware(members):
+def test_at_most_four_frames_and_one_per_middleware_separate_fit_from_the_loss(members):
     frames = frames_between_fit_and_the_loss(*members)
     assert len(frames) <= 4 + len(members), frames
 
 
 def test_a_law_that_is_broken_is_named():
-    """The laws can fail: a middleware with state in a closure breaks the fold and purity."""
+    """The laws can fail: a middleware with state in a closure breaks them."""
 
     def forgetful() -> fl.Middleware:
         calls = []

@@ -1,4 +1,4 @@
-"""In a notebook: cells are run by a real kernel, and what they show is read back."""
+"""fnloop in a notebook: a real kernel runs cells, and the tests read their outputs."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def at_the_third(do):
 
 
 class Notebook:
-    """A kernel, and the cells that it is given."""
+    """A kernel and its cells."""
 
     def __init__(self):
         self.book = nbformat.v4.new_notebook()
@@ -50,7 +50,7 @@ class Notebook:
         return self.again(self.book.cells[-1])
 
     def again(self, cell):
-        """Run a cell, which may have been run before."""
+        """Run a cell again."""
         return self.client.execute_cell(cell, self.book.cells.index(cell))
 
 
@@ -65,12 +65,12 @@ def notebook(tmp_path_factory):
 
 
 def shown(cell):
-    """What a cell shows: kind and data of each output."""
+    """Return the kind and the data of each output of a cell."""
     return [(out.output_type, out.get("data", {})) for out in cell.outputs]
 
 
 def only(cell, mime):
-    """The only output of a cell, in a format."""
+    """Return the only output of a cell, in a format."""
     ((_, data),) = shown(cell)
     return data[mime]
 
@@ -80,7 +80,7 @@ def test_a_run_is_one_output_with_a_row_per_epoch(notebook):
     html = only(cell, "text/html")
     assert html.count("<tr>") == 1 + 5
     assert "<th>valid/loss</th>" in html
-    assert "epoch 5/5" not in html  # its bar is done with
+    assert "epoch 5/5" not in html  # the bar is gone
     assert only(cell, "text/plain").splitlines()[-1].split()[:4] == [
         "5",
         "20",
@@ -96,7 +96,7 @@ def test_running_a_cell_again_adds_no_output(notebook):
         assert [kind for kind, _ in shown(cell)] == ["display_data"]
 
 
-def test_a_run_that_goes_on_shows_its_own_epochs_only(notebook):
+def test_a_continued_run_shows_its_own_epochs_only(notebook):
     first = notebook.run(
         "show = fl.progress()\nstate = fl.fit(step, toy(), loaders, epochs=2, hooks=(show,))"
     )
@@ -108,14 +108,13 @@ def test_a_run_that_goes_on_shows_its_own_epochs_only(notebook):
         "4",
         "5",
     ]
-    assert (
-        only(first, "text/html") == before
-    )  # a hook that is used again leaves the older cell alone
+    assert only(first, "text/html") == before  # reusing a hook does not change the older cell
 
 
 def test_an_interrupted_run_leaves_its_bar_where_it_stopped(notebook):
     cell = notebook.run(
-        "stop = at_the_third(lambda: os.kill(os.getpid(), signal.SIGINT))\nstate = fl.fit(stop, toy(), loaders, epochs=5)"
+        "stop = at_the_third(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "state = fl.fit(stop, toy(), loaders, epochs=5)"
     )
     bar, note = only(cell, "text/plain").splitlines()
     assert bar.startswith("epoch 1/5:  75% 3/4 [")
@@ -135,7 +134,7 @@ def test_an_exception_closes_the_bar(notebook):
     assert len(after.outputs) == 1
 
 
-def test_live_plot_is_one_picture_that_is_drawn_again(notebook):
+def test_live_plot_redraws_one_picture(notebook):
     cell = notebook.run(
         "state = fl.fit(step, toy(), loaders, epochs=5, hooks=(fl.live_plot(refresh=0),))"
     )
@@ -146,7 +145,7 @@ def test_live_plot_is_one_picture_that_is_drawn_again(notebook):
     assert len(cell.outputs) == 1
 
 
-def test_live_plot_that_is_used_again_leaves_the_older_cell_alone(notebook):
+def test_reusing_live_plot_does_not_change_the_older_cell(notebook):
     first = notebook.run(
         "draws = fl.live_plot()\nstate = fl.fit(step, toy(), loaders, epochs=1, hooks=(draws,))"
     )
@@ -176,7 +175,7 @@ def test_a_figure_is_shown_once(notebook):
         *("fl.schedules.linear()", "step(fl.snapshot(state), batches[0])[1]"),
     ],
 )
-def test_what_a_cell_ends_with_is_shown_as_html_and_as_text(notebook, value):
+def test_the_value_of_a_cell_is_shown_as_html_and_as_text(notebook, value):
     ((kind, data),) = shown(notebook.run(value))
     assert (kind, sorted(data)) == ("execute_result", ["text/html", "text/plain"])
     assert data["text/plain"] == notebook.run(f"print(repr({value}))").outputs[0]["text"].rstrip(

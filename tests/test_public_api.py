@@ -1,12 +1,15 @@
-"""The shape of the library: what is public, what may import what, and that all of it is documented."""
+"""The shape of the library: public names, imports between rooms, private names, and sizes."""
 
 import ast
+import graphlib
 import inspect
 import pkgutil
 import pydoc
 import re
 import subprocess
 import sys
+import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,40 +18,20 @@ import fnloop
 from fnloop import schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
-ROOMS = [  # a room imports from those before it
-    *("_version", "_display", "_backend", "_core", "schedules", "_data", "_step"),
-    *("_graphs", "_checkpoint", "_middleware", "_hooks", "_loop", "testing"),
-]
+# A room imports only from the rooms before it.
+ROOMS = (
+    "_display _backend _core schedules _data _step "
+    "_graphs _checkpoint _middleware _hooks _loop testing"
+)
 OPTIONAL = {
-    "matplotlib",
-    "pandas",
-    "torchmetrics",
-    "IPython",
-    "ipykernel",
-    "nbclient",
-    "nbformat",
-    "mlxtend",
-    "sklearn",
-    "accelerate",
-    "tensorboard",
-    "wandb",
-    "mlflow",
+    *("matplotlib", "pandas", "torchmetrics", "IPython", "ipykernel", "nbclient", "nbformat"),
+    *("mlxtend", "sklearn", "accelerate", "tensorboard", "wandb", "mlflow"),
 }
 CONTRACT = {
     *("TrainState", "RunInfo", "StaleStateError", "snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
-    *(
-        "accumulate",
-        "clip",
-        "clip_value",
-        "amp",
-        "schedule",
-        "torch_scheduler",
-        "metric",
-        "compiled",
-        "cuda_graph",
-        "CaptureError",
-    ),
+    *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric"),
+    *("compiled", "cuda_graph", "CaptureError"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
@@ -58,27 +41,49 @@ CONTRACT = {
 }
 
 
+PATHS = sorted(ROOT.rglob("*.py"))
+
+
+@cache
 def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+    """Return the path and the syntax tree of every file of the package."""
+    return tuple((path, ast.parse(path.read_text())) for path in PATHS)
 
 
-def layer(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """Return the name of a module, such as ``fnloop._core.rng``."""
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
 def imports(tree):
+    """Yield each import in a file: the name of a module, or of what may be one, and the node."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or "", node
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+
+
+@cache
+def import_graph():
+    """Module to the modules of the package that it imports, anywhere in its file."""
+    known = {name_of(path) for path, _ in modules()}
+    return {
+        name_of(path): {name for name, _ in imports(tree) if name in known and name.count(".") > 1}
+        for path, tree in modules()
+        if path.parent != ROOT
+    }
 
 
 def test_the_public_names_are_those_of_the_contract():
     assert set(fnloop.__all__) == CONTRACT
     public = {name for name in vars(fnloop) if not name.startswith("_")} - {"testing"}
-    assert public == CONTRACT, "a name is importable and not in __all__, or the other way round"
+    assert public == CONTRACT, "__all__ and the importable names differ"
 
 
 @pytest.mark.parametrize("module", [fnloop, schedules, testing])
@@ -98,7 +103,7 @@ def test_help_shows_what_is_public():
 
 
 def test_a_function_and_a_package_never_share_a_name():
-    """`import fnloop.middleware` used to find a package behind the function of that name."""
+    """A package ``fnloop.middleware`` would hide the function of that name."""
     packages = {module.name for module in pkgutil.iter_modules(fnloop.__path__)}
     assert {name for name in fnloop.__all__ if name in packages} == {"schedules"}
 
@@ -119,30 +124,188 @@ def test_an_import_that_fails_leaves_garbage_collection_on():
 
 
 def test_imports_only_point_down():
-    for path, tree in modules():
-        mine = layer(path)
-        for name, _ in imports(tree):
-            if name.startswith("fnloop.") and path.parent != ROOT:
-                theirs = name.split(".")[1]
-                sibling = mine == theirs
-                assert ROOMS.index(theirs) < ROOMS.index(mine) or (
-                    sibling and mine not in ("_middleware",)
-                ), f"{path.name} imports {name}"
+    rooms = ROOMS.split()
+    for module, imported in import_graph().items():
+        for other in imported:
+            assert rooms.index(room_of(other)) <= rooms.index(room_of(module)), (
+                f"{module} imports {other}"
+            )
 
 
-def test_middleware_do_not_import_each_other():
+def test_imports_make_no_circle():
+    try:
+        graphlib.TopologicalSorter(import_graph()).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_the_house_has_at_most_nine_floors():
+    """A room is one floor above the highest room that it imports from."""
+    below = {room: set() for room in ROOMS.split()}
+    for module, imported in import_graph().items():
+        below[room_of(module)] |= {room_of(other) for other in imported} - {room_of(module)}
+    floors = {}
+    for room in graphlib.TopologicalSorter(below).static_order():
+        floors[room] = 1 + max((floors[other] for other in below[room]), default=0)
+    assert max(floors.values()) <= 9, floors
+
+
+def test_middleware_and_hooks_import_neither_each_other_nor_the_loop():
+    for module, imported in import_graph().items():
+        rooms = {room_of(other) for other in imported}
+        if room_of(module) == "_middleware":
+            assert not rooms & {"_middleware", "_hooks", "_loop"}, module
+        if room_of(module) == "_hooks":
+            assert not rooms & {"_middleware", "_loop"}, module
+
+
+# --- private names
+
+# Files that may use private names of others, and which; None is any.
+PRIVATE_OF_OTHERS = {
+    "_backend/torch_compat.py": None,
+    "_backend/launch.py": {"_shared_state", "_models", "_optimizers"},  # of accelerate
+    "_core/torchmetrics.py": {"_update_count", "_to_sync"},
+}
+DOCUMENTED = {  # of named tuples, os and sys
+    *("_fields", "_asdict", "_replace", "_make", "_exit", "_current_frames", "_getframe"),
+}
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name is private. Special methods and those of IPython are not."""
+    special = re.fullmatch(r"__\w+__|_repr_\w+_|_ipython_\w+_|_+", name)
+    return name.startswith("_") and not special and name not in DOCUMENTED
+
+
+def defined_in(tree) -> set[str]:
+    """Return the variables, functions, classes and attributes that a file defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            found.add(node.attr)
+        elif isinstance(node, ast.Assign) and "__slots__" in map(ast.unparse, node.targets):
+            found |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
+            found.add(getattr(node.args[1], "value", ""))
+    return found
+
+
+def of_self(node: ast.Attribute) -> bool:
+    return ast.unparse(node.value) in ("self", "cls", "super()")
+
+
+def private_reads(tree):
+    """Yield each private name of another module that a file uses, and its line."""
+    mine = defined_in(tree)
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Attribute) and not of_self(node):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "setattr",
+            "hasattr",
+        ):
+            constant = node.args[1]
+            names = [constant.value] if isinstance(constant, ast.Constant) else []
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            names += (node.module or "").split(".") if "fnloop" not in (node.module or "") else []
+            names = [name for name in names if f"{node.module}.{name}" not in import_graph()]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        yield from ((name, node.lineno) for name in names if is_private(name) and name not in mine)
+
+
+@pytest.mark.xfail(strict=False, reason="until the rooms are merged: torch_compat, TrainState")
+def test_no_module_uses_a_private_name_of_another():
+    found = []
     for path, tree in modules():
-        if layer(path) == "_middleware":
-            assert not [
-                n
-                for n, _ in imports(tree)
-                if n.startswith(("fnloop._middleware", "fnloop._hooks", "fnloop._loop"))
+        file = str(path.relative_to(ROOT))
+        allowed = PRIVATE_OF_OTHERS.get(file, set())
+        if allowed is not None:
+            found += [
+                f"{file}:{n}: {name}" for name, n in private_reads(tree) if name not in allowed
             ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("state._lease", ["_lease"]),
+        ("other._x = 1", ["_x"]),
+        ("getattr(torch, '_foreach_norm')", ["_foreach_norm"]),
+        ("from torch.utils._python_dispatch import TorchDispatchMode", ["_python_dispatch"]),
+        ("from fnloop._core.rng import _secret", ["_secret"]),
+        ("from fnloop.schedules import _shapes", []),
+        ("self._x", []),
+        ("super()._x", []),
+        ("x.__dict__, figure._repr_png_, pair._fields, _", []),
+        ("class A:\n    _x: int\n    def f(self, other): return other._x", []),
+        ("class A:\n    __slots__ = ('_x',)\nA()._x", []),
+        ("class A:\n    def f(self): self._x = 1\nA()._x", []),
+    ],
+)
+def test_a_private_name_of_another_module_is_found(source, found):
+    assert [name for name, _ in private_reads(ast.parse(source))] == found
+
+
+# --- sizes
+
+LINES, FUNCTION_LINES = 400, 60
+OVER_UNTIL_THE_MERGE = {
+    "_checkpoint/files.py",
+    "_checkpoint/optimizer.py",
+    "_checkpoint/trial.py",
+    "_core/state.py",
+    "_graphs/capture.py",
+    "_graphs/guards.py",
+    "_loop/fit.py",
+    "_middleware/amp.py",
+    "_step/backward.py",
+    "_step/pipeline.py",
+}
+
+
+def function_lines(tree):
+    """Yield the name of each function, and the lines of its body without the docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            yield node.name, node.end_lineno - body[0].lineno + 1 if body else 0
+
+
+def sized(path):
+    file = str(path.relative_to(ROOT))
+    marks = [pytest.mark.xfail(strict=False)] if file in OVER_UNTIL_THE_MERGE else []
+    return pytest.param(path, marks=marks, id=file)
+
+
+@pytest.mark.parametrize("path", [*map(sized, PATHS)])
+def test_no_file_and_no_function_is_too_long(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINES
+    long = {name: n for name, n in function_lines(ast.parse(text)) if n > FUNCTION_LINES}
+    assert not long
+
+
+@pytest.mark.xfail(strict=False, reason="until the rooms are merged")
+def test_few_values_have_the_type_any():
+    assert sum(len(re.findall(r"\bAny\b", path.read_text())) for path in PATHS) < 200
+
+
+# --- optional dependencies
 
 
 def test_only_the_backend_knows_accelerate():
     for path, tree in modules():
-        if layer(path) != "_backend":
+        if path.parent.name != "_backend":
             assert not [n for n, _ in imports(tree) if n.split(".")[0] == "accelerate"], path
 
 
@@ -181,7 +344,7 @@ def test_every_public_name_is_documented(name, value):
     assert (value.__doc__ or "").strip(), f"{name} has no docstring"
 
 
-def test_every_module_says_what_it_is_about():
+def test_every_module_has_a_docstring():
     for path, tree in modules():
         assert ast.get_docstring(tree), f"{path} has no docstring"
 
@@ -192,8 +355,6 @@ def test_every_module_can_be_imported():
 
 
 def test_only_what_is_declared_is_imported():
-    import tomllib
-
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     declared = {d.split(">")[0].split("[")[0] for d in project["dependencies"]}
     declared |= {
@@ -202,10 +363,7 @@ def test_only_what_is_declared_is_imported():
         for d in extra
     }
     declared |= {"attrs", "attr", "fnloop", "__future__"}
-    declared |= {
-        "pandas",
-        "IPython",
-    }  # which have an error of their own, or are there where they are asked for
+    declared |= {"pandas", "IPython"}  # optional, with an error of their own or a check before
     for path, tree in modules():
         for name, _ in imports(tree):
             top = name.split(".")[0]

@@ -1,12 +1,14 @@
-"""Every argument of every public function is given 22 values, of which few make sense there.
+"""Every argument of every public function is given 22 values, most of them wrong.
 
-A call is right if the value is accepted on purpose (the table lists those), or if fnloop itself raises, with a message that
-names the function or the argument. It is wrong if it ends in a message of Python's or of torch's: if the frame that raised is
-not one of fnloop's, or the statement there is not a ``raise``.
+A call is right if the value is accepted on purpose (the table lists those), or if fnloop itself
+raises, with a message that names the function or the argument. It is wrong if it ends in a message
+of Python's or of torch's: if the frame that raised is not one of fnloop's, or the statement there
+is not a ``raise``.
 
-Not in the table: what Python itself reports (a missing argument), records that only the library makes (``Output``, ``RunInfo``,
-``TrainState(...)`` itself), exceptions, arguments for which every value is right (``gather(tree)``, ``broadcast(tree)``), and
-batches, which are a matter between a loader and a loss function.
+Not in the table: errors of Python itself (a missing argument), records that only the library makes
+(``Output``, ``RunInfo``, ``TrainState(...)`` itself), exceptions, arguments that accept every value
+(``gather(tree)``, ``broadcast(tree)``), and batches, whose form a loader and a loss function
+agree on.
 """
 
 import dis
@@ -28,7 +30,7 @@ ONE = torch.ones(1)
 
 
 class Thing:
-    """A class that nothing expects."""
+    """A class that no function expects."""
 
 
 VALUES = {
@@ -61,7 +63,7 @@ ANY = " ".join(VALUES)
 
 
 class Entry(NamedTuple):
-    """An argument: how it is given, which values are accepted, and other words by which a message may call it."""
+    """An argument: how to give it, the accepted values, and other words for it in messages."""
 
     call: object
     accepts: str = ""
@@ -82,7 +84,7 @@ def records(key="valid/loss"):
 
 
 def run_entries(name, run):
-    """The arguments of ``fit`` and of ``run``, which are the same."""
+    """Return the entries of ``fit`` or ``run``, which have the same arguments."""
     return {
         f"{name}(step)": Entry(lambda v: run(v, toy(), [ONE])),
         f"{name}(state)": Entry(lambda v: run(step(), v, [ONE]), "", ("fit",)),
@@ -296,7 +298,7 @@ CHECKPOINTS = {
     "best(folder)": Entry(fl.best, "'x' path"),
 }
 
-LENGTH = "0"  # of a part of a run; 1.5 is no fraction
+LENGTH = "0"  # accepted as a length; 1.5 is not a fraction
 SCHEDULES = {
     **{
         f"schedules.{name}({argument})": Entry(
@@ -320,12 +322,16 @@ SCHEDULES = {
     "schedules.multistep(gamma)": Entry(lambda v: schedules.multistep([1], v), "1.5"),
     "schedules.warmup(schedule)": Entry(lambda v: schedules.warmup(1)(v)),
     "schedules.join(schedules)": Entry(lambda v: schedules.join(schedules.linear(), v, at=[1])),
-    "schedules.join(at)": Entry(lambda v: schedules.join(schedules.linear(), schedules.linear(), at=v)),
+    "schedules.join(at)": Entry(
+        lambda v: schedules.join(schedules.linear(), schedules.linear(), at=v)
+    ),
     "schedules.plot(schedules)": Entry(lambda v: schedules.plot(v, 2), "", ("plot",)),
     "schedules.plot(total_steps)": Entry(lambda v: schedules.plot(schedules.linear(), v)),
     "linear()(step)": Entry(lambda v: schedules.linear()(v, 4), "0"),
-    "linear()(total_steps)": Entry(lambda v: schedules.linear()(0, v), "-1 0", ("length of the run",)),
-}  # fmt: skip
+    "linear()(total_steps)": Entry(
+        lambda v: schedules.linear()(0, v), "-1 0", ("length of the run",)
+    ),
+}
 
 TESTING = {
     "Toy(w)": Entry(testing.Toy, f"{NUMBERS} nan inf"),
@@ -443,7 +449,7 @@ def outcome(name, entry, make):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_wrong_call_is_told_what_is_wrong(name, tmp_path, monkeypatch):
+def test_a_wrong_argument_raises_an_error_that_names_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {value: outcome(name, ENTRIES[name], make) for value, make in VALUES.items()}
     wrong = {value: end for value, end in found.items() if end.kind in ("theirs", "unnamed")}
@@ -453,7 +459,7 @@ def test_a_wrong_call_is_told_what_is_wrong(name, tmp_path, monkeypatch):
     ]
 
 
-if __name__ == "__main__":  # the count, for all entries
+if __name__ == "__main__":  # print the count of all outcomes
     import collections
     import contextlib
     import sys

@@ -19,7 +19,8 @@ from typing import Any
 import attrs
 
 from fnloop._checkpoint.format import CheckpointError
-from fnloop._core.history import Fold, History, Record
+from fnloop._core.history import Fold, History
+from fnloop._core.record import Record
 from fnloop._core.serialize import encode
 from fnloop._display.checks import described
 

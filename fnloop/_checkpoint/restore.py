@@ -19,8 +19,9 @@ from fnloop._checkpoint.format import CheckpointError, Contents
 from fnloop._checkpoint.optimizer import bare_name, optimizer_loader, owned_by
 from fnloop._checkpoint.retention import run_of
 from fnloop._checkpoint.save import COUNTERS, PARTS
-from fnloop._core.history import History, Record
+from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
+from fnloop._core.record import Record
 from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.serialize import Pending, decode, from_safetensor
 from fnloop._core.snapshot import unwrap

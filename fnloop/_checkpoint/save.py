@@ -120,7 +120,7 @@ def _per_rank_metrics(state: TrainState) -> list[dict[str, Any]]:
         return []
     metrics: Mapping[str, Any] = state.metrics
     return gather_objects(
-        {name: m.on_host() if hasattr(m, "on_host") else m for name, m in metrics.items()}
+        {name: m.to_cpu() if hasattr(m, "to_cpu") else m for name, m in metrics.items()}
     )
 
 

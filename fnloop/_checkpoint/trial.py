@@ -39,7 +39,7 @@ from fnloop._checkpoint.optimizer import (
     owned_by,
     saves_itself,
 )
-from fnloop._core.rng import isolated, positioner, seed_host
+from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.state import TrainState
 from fnloop._display.log import log
 from fnloop._step.update import wants_closure
@@ -114,7 +114,7 @@ def _try(owned: Owned, device: torch.device) -> tuple[str | None, str | None]:
     for edge in (EDGE, FULL) if few else (EDGE,):
         try:
             with _aside(device):
-                return _fault(owned, positioner(device), edge), None
+                return _fault(owned, torch_seeder(device), edge), None
         except Exception as error:
             obstacle = " ".join(f"{type(error).__name__}: {error}".split())
     return None, obstacle

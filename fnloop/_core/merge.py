@@ -26,7 +26,7 @@ def merge_metrics(
         Name to metric, on the host; the same in every process.
     """
     mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
-    sent = {k: m.on_host() if hasattr(m, "on_host") else m for k, m in mine.items()}
+    sent = {k: m.to_cpu() if hasattr(m, "to_cpu") else m for k, m in mine.items()}
     parts = gather_objects((set(mine if own is None else own), sent))
     shared = set().union(*(names for names, _ in parts))  # some may have had no batch
     merged = dict(parts[0][1])

@@ -1,8 +1,8 @@
-"""Metrics as monoids: made for a batch, combined over batches, windows and processes, computed once.
+"""Metrics: made for a batch, combined over batches, windows and processes, computed once.
 
-Values stay on the device until somebody reads a report: :func:`read` fetches all of them in one transfer.
-``combine`` is pure. The running reduction of an epoch, which only the newest state owns, uses :func:`absorb`, which
-adds into the tensors it holds.
+Values stay on the device until a report is read: :func:`read` fetches all of them in one transfer.
+``combine`` is pure. :func:`update_` adds to the running metrics of an epoch in place, because only
+the newest state owns those tensors.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ __all__ = [
     "update_loss_",
 ]
 
-Number = Any  # a float or a scalar tensor
+Number = Any  # a float, or a scalar tensor
 
 
 def to_accumulator_dtype(value: Number) -> Number:
-    """Return a copy to sum in, without a graph: float64 where the device has it."""
+    """Return a copy to sum in, without a graph: float64 on devices that have it."""
     if not isinstance(value, Tensor):
         return value
-    return value.detach().to(
-        torch.float32 if value.device.type == "mps" else torch.float64, copy=True
-    )
+    dtype = torch.float32 if value.device.type == "mps" else torch.float64
+    return value.detach().to(dtype, copy=True)
 
 
 @attrs.frozen(eq=False)
@@ -66,22 +65,23 @@ class Mean:
     weight: Number
 
     def __attrs_post_init__(self) -> None:
-        if self.total.__class__ is not Tensor or self.total.ndim:
+        # A mean is made in every update: first what costs next to nothing.
+        if not isinstance(self.total, Tensor) or self.total.ndim:
             scalar("Mean", "total", self.total)
         if self.weight.__class__ is not int:
             scalar("Mean", "weight", self.weight)
 
     def combine(self, other: Mean) -> Mean:
-        """Return the mean of both, each with its weight.
+        """Return the mean over the items of both.
 
         Raises:
-            TypeError: the other is of another kind.
+            TypeError: the other is not a Mean.
         """
         _check_kind(self, other)
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def compute(self) -> float:
-        """Return the mean; NaN if nothing was weighed.
+        """Return the mean; NaN if the weights sum to 0.
 
         Raises:
             ValueError: a weight was NaN, infinite or negative.
@@ -89,34 +89,39 @@ class Mean:
         total, weight = float(self.total), float(self.weight)
         if not 0 <= weight < math.inf:
             raise ValueError(
-                f"the weights of a mean are numbers of items, finite and at least 0; their sum is {weight:g}. A loss function "
-                'gives them in aux["weight"]: one of them was NaN, infinite or negative, and counted as 0 in the gradients'
+                "the weights of a mean are numbers of items, finite and at least 0; their sum is "
+                f'{weight:g}. A loss function gives them in aux["weight"]: one of them was NaN, '
+                "infinite or negative, and counted as 0 in the gradients"
             )
         return total / weight if weight else math.nan
 
-    def absorb(self, other: Mean) -> Mean:
-        """Combine into the tensor of this one, which must be this one's own."""
+    def update_(self, other: Mean) -> Mean:
+        """Combine in place, into the tensor of this one, which must not be shared."""
         if isinstance(self.total, Tensor):
             return Mean(self.total.add_(other.total), self.weight + other.weight)
         return self.combine(other)
 
-    def own(self) -> Mean:
-        """Return one whose total is its own and wide enough to sum in."""
+    def to_accumulator(self) -> Mean:
+        """Return a copy whose tensors are not shared, in a dtype wide enough to sum in."""
         return Mean(to_accumulator_dtype(self.total), to_accumulator_dtype(self.weight))
 
 
-def _check_kind(mine: Any, other: Any) -> None:
+def _check_kind(mine: object, other: object) -> None:
     if not isinstance(other, type(mine)):
         name = type(mine).__name__
         raise TypeError(f"{name}.combine expects other as a {name}; got {described(other)}")
 
 
-def _of_numbers(choose: Callable, choose_tensors: Callable, a: Number, b: Number) -> Number:
+def _choose(
+    choose: Callable[[float, float], float],
+    choose_tensors: Callable[[Tensor, Tensor], Tensor],
+    a: Number,
+    b: Number,
+) -> Number:
+    """Return one of two numbers; NaN if one of them is."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        like = a if isinstance(a, Tensor) else b
-        return choose_tensors(
-            torch.as_tensor(a, device=like.device), torch.as_tensor(b, device=like.device)
-        )
+        device = (a if isinstance(a, Tensor) else b).device
+        return choose_tensors(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
     return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
 
 
@@ -125,7 +130,7 @@ class _Value:
     value: Number
 
     def __attrs_post_init__(self) -> None:
-        if self.value.__class__ is not Tensor or self.value.ndim:
+        if not isinstance(self.value, Tensor) or self.value.ndim:
             scalar(type(self).__name__, "value", self.value)
 
     def compute(self) -> float:
@@ -152,27 +157,25 @@ class Sum(_Value):
         """Return the sum of both.
 
         Raises:
-            TypeError: the other is of another kind.
+            TypeError: the other is not a Sum.
         """
         _check_kind(self, other)
         return Sum(self.value + other.value)
 
-    def absorb(self, other: Sum) -> Sum:
-        """Combine into the tensor of this one, which must be this one's own."""
-        return (
-            Sum(self.value.add_(other.value))
-            if isinstance(self.value, Tensor)
-            else self.combine(other)
-        )
+    def update_(self, other: Sum) -> Sum:
+        """Combine in place, into the tensor of this one, which must not be shared."""
+        if isinstance(self.value, Tensor):
+            return Sum(self.value.add_(other.value))
+        return self.combine(other)
 
-    def own(self) -> Sum:
-        """Return one whose value is its own and wide enough to sum in."""
+    def to_accumulator(self) -> Sum:
+        """Return a copy whose tensor is not shared, in a dtype wide enough to sum in."""
         return Sum(to_accumulator_dtype(self.value))
 
 
 @attrs.frozen(eq=False)
 class Min(_Value):
-    """The smallest; NaN if there is one.
+    """The smallest value; NaN if one of them is NaN.
 
     Args:
         value: a number or a scalar tensor.
@@ -189,15 +192,15 @@ class Min(_Value):
         """Return the smaller of both.
 
         Raises:
-            TypeError: the other is of another kind.
+            TypeError: the other is not a Min.
         """
         _check_kind(self, other)
-        return Min(_of_numbers(min, torch.minimum, self.value, other.value))
+        return Min(_choose(min, torch.minimum, self.value, other.value))
 
 
 @attrs.frozen(eq=False)
 class Max(_Value):
-    """The largest; NaN if there is one.
+    """The largest value; NaN if one of them is NaN.
 
     Args:
         value: a number or a scalar tensor.
@@ -214,15 +217,15 @@ class Max(_Value):
         """Return the larger of both.
 
         Raises:
-            TypeError: the other is of another kind.
+            TypeError: the other is not a Max.
         """
         _check_kind(self, other)
-        return Max(_of_numbers(max, torch.maximum, self.value, other.value))
+        return Max(_choose(max, torch.maximum, self.value, other.value))
 
 
 @attrs.frozen(eq=False)
 class Last(_Value):
-    """The newest.
+    """The newest value.
 
     Args:
         value: a number or a scalar tensor.
@@ -239,36 +242,38 @@ class Last(_Value):
         """Return the other.
 
         Raises:
-            TypeError: the other is of another kind.
+            TypeError: the other is not a Last.
         """
         _check_kind(self, other)
         return other
 
 
-BUILTIN_METRICS = {f"fnloop.{monoid.__name__}": monoid for monoid in (Mean, Sum, Min, Max, Last)}
+BUILTIN_METRICS = {f"fnloop.{metric.__name__}": metric for metric in (Mean, Sum, Min, Max, Last)}
 
 
 def update_(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine ``new`` into ``running``, in place where a metric can; ``running`` must not be used afterwards."""
+    """Combine ``new`` into ``running``, in place where a metric can.
+
+    ``running`` must not be used afterwards. A metric that a checkpoint holds as :class:`Pending`
+    takes its class from the first new one of its name.
+    """
     __tracebackhide__ = True
     merged = dict(running)
     for name, metric in new.items():
         so_far = merged.get(name)
-        if isinstance(
-            so_far, Pending
-        ):  # of a checkpoint: now there is one of its kind to read it into
+        if isinstance(so_far, Pending):
             so_far = materialize(metric, so_far)
         if so_far is None:
-            merged[name] = metric.own() if hasattr(metric, "own") else metric
+            keeps = hasattr(metric, "to_accumulator")
+            merged[name] = metric.to_accumulator() if keeps else metric
         else:
-            merged[name] = (
-                so_far.absorb(metric) if hasattr(so_far, "absorb") else so_far.combine(metric)
-            )
+            in_place = hasattr(so_far, "update_")
+            merged[name] = so_far.update_(metric) if in_place else so_far.combine(metric)
     return merged
 
 
-def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine metrics of two parts, by name; neither is changed."""
+def combine(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Combine the metrics of two parts, by name. Neither is changed."""
     __tracebackhide__ = True
     merged = dict(a)
     for name, metric in b.items():
@@ -277,33 +282,35 @@ def combine(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
-    """Add a batch's mean loss to a running mean, with one kernel where the weight is a number."""
+    """Add a batch's mean loss to a running mean, with one kernel if the weight is a number."""
     if isinstance(weight, Tensor):
-        given: Any = to_accumulator_dtype(weight)
-        weight = torch.where(
-            given >= 0, given, math.nan
-        )  # a negative one could not be seen in the sum
+        given = to_accumulator_dtype(weight)
+        # A negative weight becomes NaN, because a sum of weights would hide it.
+        weight = torch.where(given >= 0, given, math.nan)
     if running is None:
         return Mean(to_accumulator_dtype(loss).mul_(weight), weight)
     if isinstance(weight, Tensor):
-        return Mean(
-            running.total.add_(to_accumulator_dtype(loss).mul_(weight)), running.weight + weight
-        )
-    return Mean(running.total.add_(loss, alpha=weight), running.weight + weight)
+        total = running.total.add_(to_accumulator_dtype(loss).mul_(weight))
+    else:
+        total = running.total.add_(loss, alpha=weight)
+    return Mean(total, running.weight + weight)
 
 
 def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, float]:
-    """Compute every metric, fetching from the device once.
+    """Compute every metric, with one transfer from the device.
+
+    A metric that is still :class:`Pending` is skipped: no batch of this run has shown its class.
 
     Args:
         metrics: name to metric.
-        vectors: whether a metric may compute something else than a number, which a history could not hold.
+        vectors: whether a metric may compute something else than a number, which a history could
+            not hold.
 
     Returns:
         Name to float.
 
     Raises:
-        TypeError: a metric is not a number.
+        TypeError: a metric does not compute a number.
 
     Example:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
@@ -312,47 +319,43 @@ def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, floa
     __tracebackhide__ = True
     values: dict[str, float] = {}
     for name, metric in to_host(metrics).items():
-        if not isinstance(
-            metric, Pending
-        ):  # which was never met again in its epoch: what it was made from isn't known
-            values[name] = value = metric.compute()
-            if not (
-                vectors
-                or isinstance(value, int | float)
-                or (isinstance(value, Tensor) and value.numel() == 1)
-            ):
-                try:
-                    float(value)  # a number of numpy's, say
-                except (TypeError, ValueError, RuntimeError) as error:
-                    found = (
-                        f"shape {tuple(value.shape)}"
-                        if hasattr(value, "shape")
-                        else described(value)
-                    )
-                    raise TypeError(
-                        f"a metric of a run such as {name!r} is one number, but it computes {found}"
-                    ) from error
+        if not isinstance(metric, Pending):
+            values[name] = metric.compute()
+            if not vectors:
+                _check_number(name, values[name])
     return values
 
 
-def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with the numbers of ours on the host, fetched in one transfer."""
-    found = dict(metrics)
-    plain = {
-        k: attrs.asdict(m, recurse=False) for k, m in found.items() if isinstance(m, Mean | _Value)
-    }
+def _check_number(name: str, value: object) -> None:
+    """Raise TypeError unless a metric has computed one number, without a read from the device."""
+    __tracebackhide__ = True
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return
+    try:
+        float(value)  # type: ignore[arg-type]  # such as a number of numpy's
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = getattr(value, "shape", None)
+        found = described(value) if shape is None else f"shape {tuple(shape)}"
+        raise TypeError(
+            f"a metric of a run such as {name!r} is one number, but it computes {found}"
+        ) from error
+
+
+def to_host(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """Return metrics with the tensors of the built-in ones as numbers, fetched in one transfer."""
+    found: dict[str, Any] = dict(metrics)
     cells = [
-        (k, field, v)
-        for k, parts in plain.items()
-        for field, v in parts.items()
-        if isinstance(v, Tensor)
+        (name, field, value)
+        for name, metric in found.items()
+        if isinstance(metric, Mean | _Value)
+        for field, value in attrs.asdict(metric, recurse=False).items()
+        if isinstance(value, Tensor)
     ]
     if cells:
-        home = cells[0][2].device
-        dtype = torch.float32 if home.type == "mps" else torch.float64
-        numbers = torch.stack(
-            [v.detach().to(home, dtype) for _, _, v in cells]
-        ).tolist()  # the one host read of a report
+        device = cells[0][2].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        tensors = [value.detach().to(device, dtype) for _, _, value in cells]
+        numbers = torch.stack(tensors).tolist()  # the one host read of a report
         for (name, field, _), number in zip(cells, numbers, strict=True):
             found[name] = attrs.evolve(found[name], **{field: number})
     return found

@@ -1,4 +1,4 @@
-"""The names of metrics that hooks watch: whether there are such, and whether lower or higher values are better."""
+"""Metrics that hooks monitor: whether they exist, and whether lower or higher values are better."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ FALLING, RISING = ("loss", "error"), ("acc", "f1", "auc", "auroc", "precision", 
 
 
 def better(value: float, than: float, mode: str) -> bool:
-    """Return whether a value is strictly better; NaN is worse than anything.
+    """Return whether a value is strictly better than another. NaN is worse than anything.
 
     Args:
         value, than: the two.
         mode: "min" or "max".
 
+    Raises:
+        ValueError: the mode is something else.
+
     Example:
-        >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min"), better(math.inf, math.nan, "min")
-        (True, False, True)
+        >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min")
+        (True, False)
     """
     if not isinstance(mode, str) or mode not in ("min", "max"):
         raise ValueError(
-            f'mode expects "min" (lower is better) or "max" (higher is better); got {described(mode)}'
+            'mode expects "min" (lower is better) or "max" (higher is better); '
+            f"got {described(mode)}"
         )
     if math.isnan(value):
         return False
@@ -35,7 +39,7 @@ def better(value: float, than: float, mode: str) -> bool:
 
 
 def mode_by_name(key: str) -> str | None:
-    """Return "min" or "max", whichever the name of a metric says, after that of its loader; None if it says nothing, or both.
+    """Return the mode that the name of a metric suggests, "min" or "max"; None if neither or both.
 
     Example:
         >>> mode_by_name("valid/loss"), mode_by_name("loss/Accuracy"), mode_by_name("valid/bleu")
@@ -47,80 +51,88 @@ def mode_by_name(key: str) -> str | None:
 
 
 def mode_of(owner: str, key: str, mode: str | None) -> str:
-    """Return "min" or "max": the mode that was given, or by the name of the metric.
+    """Return the given mode, or the one that the name of the metric suggests.
 
     Args:
-        owner: the hook, as it is called in messages.
+        owner: the name of the hook, for messages.
         key: the metric.
-        mode: what was typed.
+        mode: "min", "max", or None.
 
     Raises:
-        ValueError: it is neither "min", "max" nor None; or it is None and the name does not say it.
+        ValueError: it is something else; or it is None and the name suggests no mode.
 
     Example:
-        >>> mode_of("early_stop", "valid/accuracy", None), mode_of("early_stop", "valid/bleu", "max")
-        ('max', 'max')
+        >>> mode_of("early_stop", "valid/loss", None), mode_of("early_stop", "valid/bleu", "max")
+        ('min', 'max')
     """
     if mode is not None:
-        better(0.0, 0.0, mode)  # checks it
+        better(0.0, 0.0, mode)  # raises if it is not a mode
         return mode
     if (found := mode_by_name(key)) is None:
         raise ValueError(
-            f'{owner}("{key}"): the name does not say whether lower or higher values are better: write mode="min" or mode="max"'
+            f'{owner}("{key}"): the name does not say whether lower or higher values are better: '
+            'write mode="min" or mode="max"'
         )
     return found
 
 
-def check_names(hooks: Iterable[Any], loaders: Sequence[str]) -> None:
+def check_names(hooks: Iterable[object], loaders: Sequence[str]) -> None:
     """Raise if a hook monitors a metric of a loader that is never read.
 
     Args:
-        hooks: all hooks of a run, also those in wrappers. A hook may have two attributes: ``monitors``, the name of the metric
-            that it watches, or None; and ``reports``, the names of the metrics that it adds to records.
+        hooks: all hooks of a run, including those in wrappers. A hook may have two attributes:
+            ``monitors``, the name of the metric that it watches, or None; and ``reports``, the
+            names of the metrics that it adds to records.
         loaders: the names of the loaders that are evaluated.
 
     Raises:
-        KeyError: there is no such loader; the message says what was typed, which loaders there are, and the nearest name.
+        KeyError: there is no such loader; the message lists the known ones and suggests the nearest
+            name.
     """
     hooks = [*hooks]
     reported = {name for hook in hooks for name in getattr(hook, "reports", ())}
+    known = ("train", *loaders)
     for hook in hooks:
         key = getattr(hook, "monitors", None)
         if key is None or key in reported:
             continue
         loader, _, metric = key.partition("/")
-        if metric and loader in ("train", "recent", *loaders):
+        if metric and loader in ("recent", *known):
             continue
-        known = ("train", *loaders)
-        near = difflib.get_close_matches(
-            key, [f"{name}/{rest}" for name in known for rest in (metric or key, "loss")], 1, 0.5
-        )
+        candidates = [f"{name}/{rest}" for name in known for rest in (metric or key, "loss")]
         owner = getattr(hook, "__name__", type(hook).__name__)
         raise KeyError(
-            f"{owner}: there is no metric {key!r}: its first part is not the name of a loader that this run trains on or "
-            f"evaluates; those are: {', '.join(known)}{f'. Did you mean {near[0]!r}?' if near else ''}"
+            f"{owner}: there is no metric {key!r}: its first part is not the name of a loader that "
+            f"this run trains on or evaluates; those are: {', '.join(known)}"
+            f"{_suggestion(key, candidates, 0.5)}"
         )
 
 
 def check_monitored(owner: str, key: str, state: Any) -> bool:
-    """Return whether the newest record has a metric; raise if it has others of that loader, and none ever had this one.
+    """Return whether the newest record has a metric.
 
     Args:
-        owner: the hook, as it is called in messages.
+        owner: the name of the hook, for messages.
         key: the metric.
-        state: a state whose newest boundary has brought a record.
+        state: a state whose newest boundary added a record.
 
     Raises:
-        KeyError: there is no such metric; the message lists those of the record.
+        KeyError: the record has other metrics of the same loader, and no record has this one. The
+            message lists those of the newest record.
     """
     metrics: Mapping[str, float] = state.history[-1].metrics
     if key in metrics:
         return True
     loader = key.partition("/")[0]
     if any(name.startswith(f"{loader}/") for name in metrics) and key not in state.history:
-        near = difflib.get_close_matches(key, metrics, 1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
         raise KeyError(
-            f"{owner}: there is no metric {key!r}; there are: {', '.join(metrics)}{hint}"
+            f"{owner}: there is no metric {key!r}; there are: {', '.join(metrics)}"
+            f"{_suggestion(key, metrics)}"
         )
     return False
+
+
+def _suggestion(key: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the question for the nearest name, or an empty str if none is near."""
+    near = difflib.get_close_matches(key, [*names], 1, cutoff)
+    return f". Did you mean {near[0]!r}?" if near else ""

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from fnloop._core.state import TrainState
+from torch.optim import Optimizer
 
 __all__ = ["Ownership", "ParameterCache", "StaleStateError"]
+
+State = TypeVar("State")
 
 
 class StaleStateError(RuntimeError):
     """A state was used after it had been advanced: a newer state owns its model and optimizer."""
 
 
-class Ownership:
+class Ownership(Generic[State]):
     """Tracks which state owns the model and the optimizer: the state whose version this is.
 
     All states that a run makes of one model share it.
@@ -29,7 +27,7 @@ class Ownership:
 
     def __init__(self) -> None:
         self.version: int | None = 0  # None while an optimizer changes the parameters
-        self.newest: TrainState | None = None  # what the last update made, until it is counted
+        self.newest: State | None = None  # what the last update made, until it is counted
 
 
 class ParameterCache:

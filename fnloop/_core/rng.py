@@ -1,16 +1,19 @@
-"""Randomness as a function of where a run is.
+"""Random numbers as a function of the position in a run.
 
-Inside a run torch's global generators (the CPU's and the device's) are *positioned* before every update by (seed, epoch,
-batch), and all of them, python's and numpy's too, before every batch that is loaded, by the same under another purpose. So
-what torch draws can't be changed by an evaluation, a hook or a prefetching worker, and a resumed run draws what it would have
-drawn.
+Inside a run, torch's global generators (the CPU's and the device's) are seeded before every update,
+from (seed, epoch, batch). All global generators, including Python's and NumPy's, are seeded before
+every batch that is loaded, from the same numbers and another purpose. So an evaluation, a hook or a
+prefetching worker cannot change what torch draws, and a resumed run draws what it would have drawn.
 
-Python's and numpy's generators, whose seeding would cost an update 3 %, start from (seed, epoch) and are carried within the
-epoch (:class:`HostGenerators`): what a loss function draws from them resumes exactly, but a hook that draws moves them on, and
-a loader without workers, which loads in this process, positions them with each batch. Outside a run the caller's generators are
-as they were.
+Seeding Python's and NumPy's generators costs 3 % of a small update. They are therefore seeded once
+per epoch, and their states are saved within it (:class:`HostGenerators`). What a loss function
+draws from them resumes exactly, but a hook that draws advances them, and a loader without workers,
+which loads in this process, seeds them with each batch.
 
-Seeds are mixed with SplitMix64 (Steele, Lea and Flood, 2014, https://doi.org/10.1145/2660193.2660195).
+After a run the caller's generators are as they were before.
+
+Seeds are mixed with SplitMix64 (Steele, Lea and Flood, 2014,
+https://doi.org/10.1145/2660193.2660195).
 """
 
 from __future__ import annotations
@@ -35,21 +38,25 @@ __all__ = [
     "SEED_BITS",
     "Generators",
     "HostGenerators",
-    "alone",
     "fold_in",
     "isolated",
-    "keeping",
     "mix",
     "new_seed",
-    "own_generator",
-    "position_all",
-    "positioner",
+    "reserved_generators",
+    "saved_before_seeding",
+    "seed_all",
+    "seed_all_count",
     "seed_host",
-    "times_positioned",
+    "seeded_generator",
+    "torch_seeder",
 ]
 
 SEED_BITS = (1 << 64) - 1
-ORDER, FETCH, COMPUTE = 1, 2, 3  # the purposes that a seed is folded with: streams that never meet
+ORDER, FETCH, COMPUTE = (
+    1,
+    2,
+    3,
+)  # purposes: each is folded into the seed and gives a stream of its own
 
 
 def mix(seed: int, number: int) -> int:
@@ -61,7 +68,7 @@ def mix(seed: int, number: int) -> int:
 
 
 def fold_in(seed: int, *numbers: int) -> int:
-    """Mix numbers into a seed, one after the other: a 64-bit seed that has nothing to do with its neighbours.
+    """Mix numbers into a seed, one after the other. Neighbours give unrelated 64-bit seeds.
 
     Example:
         >>> fold_in(0, 1) != fold_in(0, 2) != fold_in(1, 1)
@@ -76,16 +83,16 @@ def new_seed() -> int:
 
 
 class HostGenerators(NamedTuple):
-    """Python's and numpy's global generators, in the middle of an epoch."""
+    """The states of Python's and NumPy's global generators."""
 
-    python: Any
+    python: tuple[Any, ...]
     numpy: Any
 
     @classmethod
     def capture(cls) -> HostGenerators:
         return cls(random.getstate(), np.random.get_state())
 
-    def to_parts(self) -> dict[str, Any]:
+    def to_parts(self) -> dict[str, list[Any]]:
         """Return them as plain data, with the long parts as arrays."""
         (version, words, gauss), (name, keys, *rest) = self.python, self.numpy
         return {"python": [version, np.array(words), gauss], "numpy": [name, keys, *rest]}
@@ -97,7 +104,7 @@ class HostGenerators(NamedTuple):
         return cls((version, tuple(map(int, words)), gauss), tuple(parts["numpy"]))
 
     def checked(self) -> HostGenerators:
-        """Return them, having tried that generators take them."""
+        """Return them; raise what Python or NumPy raises if its generator cannot take them."""
         random.Random().setstate(self.python)
         np.random.RandomState().set_state(self.numpy)
         return self
@@ -108,7 +115,7 @@ class HostGenerators(NamedTuple):
 
 
 class Generators(NamedTuple):
-    """Every global generator on the host: all that :func:`position_all` sets."""
+    """The states of all global generators that :func:`seed_all` sets."""
 
     torch: torch.Tensor
     host: HostGenerators
@@ -123,100 +130,96 @@ class Generators(NamedTuple):
 
 
 def seed_host(seed: int) -> None:
-    """Seed python's and numpy's global generators."""
+    """Seed Python's and NumPy's global generators."""
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
 
-def positioner(device: torch.device) -> Callable[[int], Any]:
-    """Return the function that sets torch's global generators, the CPU's and the device's, to a seed."""
-    host = (
-        torch.default_generator.manual_seed
-    )  # torch.manual_seed walks over all backends: 100 times slower
+def torch_seeder(device: torch.device) -> Callable[[int], object]:
+    """Return the function that seeds torch's global generators, the CPU's and the device's."""
+    seed_cpu = torch.default_generator.manual_seed  # 100 times faster than torch.manual_seed
     if device.type == "cpu":
-        return host
+        return seed_cpu
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        on_device = torch_compat.seeder_of(index)
+        seed_device = torch_compat.seeder_of(index)
     else:
-        on_device = torch.get_device_module(device).manual_seed
+        seed_device = torch.get_device_module(device).manual_seed
 
-    def position(seed: int) -> None:
-        host(seed)
-        on_device(seed)
+    def seed_both(seed: int) -> None:
+        seed_cpu(seed)
+        seed_device(seed)
 
-    return position
-
-
-_times = 0  # that position_all was called
-_kept: list[Generators] | None = (
-    None  # where it keeps what it is the first to set, if that is wanted
-)
+    return seed_both
 
 
-def position_all(seed: int) -> None:
-    """Set every global generator that the loading of a batch may draw from to a seed."""
-    global _times
-    _times += 1
-    if _kept is not None and not _kept:
-        _kept.append(Generators.capture())
+_seed_all_count = 0
+_saved: list[Generators] | None = None  # the list of the innermost saved_before_seeding
+
+
+def seed_all(seed: int) -> None:
+    """Seed every global generator that the loading of a batch may draw from."""
+    global _seed_all_count
+    _seed_all_count += 1
+    if _saved is not None and not _saved:
+        _saved.append(Generators.capture())
     torch.default_generator.manual_seed(seed)
     seed_host(seed)
 
 
-def times_positioned() -> int:
-    """Return how often :func:`position_all` was called: what has called it in the meantime has set the generators."""
-    return _times
+def seed_all_count() -> int:
+    """Return how often :func:`seed_all` was called."""
+    return _seed_all_count
 
 
 @contextlib.contextmanager
-def keeping() -> Iterator[list[Generators]]:
-    """Keep the generators as they are before :func:`position_all` sets them, in the list that is given; if it does."""
-    global _kept
-    outer, kept = _kept, []
-    _kept = kept
+def saved_before_seeding() -> Iterator[list[Generators]]:
+    """Give a list to which the first :func:`seed_all` adds the generators as they were before."""
+    global _saved
+    outer, saved = _saved, []
+    _saved = saved
     try:
-        yield kept
+        yield saved
     finally:
-        _kept = outer
+        _saved = outer
 
 
-_inside: dict[
+_owners: dict[
     int, int
-] = {}  # the process, which may be a fork of another -> the thread that has its generators
+] = {}  # process id to thread id; a forked process inherits the entry of its parent
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Let no other thread borrow the global generators meanwhile; this one may, any number of times.
+def reserved_generators() -> Iterator[None]:
+    """Reserve the global generators for this thread. It may reserve them again within the context.
 
     Raises:
-        RuntimeError: another thread has borrowed them.
+        RuntimeError: another thread has reserved them.
     """
     process, thread = os.getpid(), threading.get_ident()
-    nested = _inside.get(process) == thread
-    if not nested and _inside.setdefault(process, thread) != thread:
+    nested = _owners.get(process) == thread
+    if not nested and _owners.setdefault(process, thread) != thread:
         raise RuntimeError(
-            "fit, run, evaluate and predict position the global random generators, and one of them is at work in another "
-            "thread of this process: each would change the numbers of the other. Call them one after the other, or each in a "
-            "process of its own"
+            "fit, run, evaluate and predict seed the global random generators, and another thread "
+            "of this process is inside one of them: each would change the numbers of the other. "
+            "Call them one after the other, or each in a process of its own"
         )
     try:
         yield
     finally:
         if not nested:
-            del _inside[process]
+            del _owners[process]
 
 
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Give the caller's global generators back as they were.
+    """Restore the caller's global generators afterwards.
 
     Raises:
-        RuntimeError: another thread has borrowed them.
+        RuntimeError: another thread has reserved them.
     """
-    with alone():
+    with reserved_generators():
         on_device = None if device.type == "cpu" else torch.get_device_module(device)
         generators = Generators.capture()
         device_state = on_device.get_rng_state(device) if on_device else None
@@ -229,14 +232,15 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_generator(owner: Any, seed: int) -> Iterator[None]:
-    """Let a sampler or a loader that draws from its ``generator`` draw from a fresh one with this seed meanwhile."""
+def seeded_generator(owner: object, seed: int) -> Iterator[None]:
+    """Replace the ``generator`` of a sampler or a loader, if it has one, by one with this seed."""
     if not hasattr(owner, "generator"):
         yield
         return
-    before = owner.generator
-    owner.generator = torch.Generator().manual_seed(seed)
+    attributes: Any = owner
+    before = attributes.generator
+    attributes.generator = torch.Generator().manual_seed(seed)
     try:
         yield
     finally:
-        owner.generator = before
+        attributes.generator = before

@@ -99,7 +99,7 @@ class TrainState:
     events: frozenset[str] = _NOTHING
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
-    _ownership: Ownership = attrs.field(factory=Ownership)
+    _ownership: Ownership[TrainState] = attrs.field(factory=Ownership)
     _version: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
@@ -148,8 +148,8 @@ class TrainState:
         _check_settings(seed, backend)
         model, optimizer, facts = join(model, optimizer, backend)
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
-        seed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
-        return cls(model, optimizer, seed=seed, run_id=run_id, backend=facts)
+        agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
+        return cls(model, optimizer, seed=agreed, run_id=run_id, backend=facts)
 
     @property
     def news(self) -> frozenset[str]:
@@ -211,8 +211,8 @@ def _check_handles(model: object, optimizer: object) -> None:
 
 
 def _check_settings(seed: object, backend: object) -> None:
-    is_int = isinstance(seed, int) and not isinstance(seed, bool)
-    if seed is not None and not (is_int and 0 <= seed <= SEED_BITS):
+    is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= SEED_BITS
+    if seed is not None and not is_seed:
         raise ValueError(
             f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {described(seed)}"
         )
@@ -380,7 +380,7 @@ def clear_parameter_cache(state: TrainState) -> None:
     state._parameters.clear()
 
 
-def ownership_of(state: TrainState) -> Ownership:
+def ownership_of(state: TrainState) -> Ownership[TrainState]:
     """Return what the states of one model and one optimizer share."""
     return state._ownership
 

@@ -1,99 +1,113 @@
-"""Metrics of torchmetrics as metrics of fnloop."""
+"""Metrics of torchmetrics as metrics of fnloop.
+
+Two attributes have no public setter in torchmetrics 1.4 to 1.9, and are set here only: ``_to_sync``
+and ``_update_count``.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import Tensor
 
-from fnloop._core.types import Batch, name_of
+from fnloop._core.call import name_of
+from fnloop._core.types import Aux, Batch
 from fnloop._display.checks import described, function
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric as Torchmetric
 
 __all__ = ["from_torchmetrics"]
 
-# Private names of torchmetrics.Metric, checked on 1.9.0. Without one of the first two, saving and merging raise.
-_STATES = "_defaults"  # names of the states, with what each begins with
-_UPDATES = "_update_count"  # how often it was updated
-_SYNCS = "_to_sync"  # whether it combines processes by itself
-_CACHED = "_computed"  # the value computed last
+Arguments = tuple[object, ...]  # of one call of Metric.update
 
 
 @attrs.frozen(eq=False)
 class TorchMetric:
-    """A torchmetrics metric as a monoid: what was seen is either inputs that wait, or a metric object of its own."""
+    """A torchmetrics metric that fnloop can combine.
 
-    template: Any  # a torchmetrics.Metric, never updated
-    inputs: tuple[tuple[Any, ...], ...] = ()  # arguments of the updates still to be made
-    seen: Any = None  # a torchmetrics.Metric that has been updated with what came before, owned by this record
+    Args:
+        template: the metric that the user gave; never updated.
+        inputs: the arguments of the updates still to be made.
+        seen: a metric that has been updated with all earlier inputs, owned by this record; or None.
+    """
+
+    template: Torchmetric
+    inputs: tuple[Arguments, ...] = ()
+    seen: Torchmetric | None = None
 
     def combine(self, other: TorchMetric) -> TorchMetric:
         __tracebackhide__ = True
         if self.seen is None and other.seen is None:
             return attrs.evolve(self, inputs=self.inputs + other.inputs)
-        return TorchMetric(self.template, seen=copy.deepcopy(self.own().seen)).absorb(other)
+        return TorchMetric(self.template, seen=copy.deepcopy(self._updated())).update_(other)
 
-    def own(self) -> TorchMetric:
-        """Return one whose inputs have all gone into an object of its own."""
+    def to_accumulator(self) -> TorchMetric:
+        """Return a metric with the same content and no inputs left to be seen."""
         __tracebackhide__ = True
         if self.seen is not None and not self.inputs:
             return self
-        seen = copy.deepcopy(self.seen) if self.seen is not None else _fresh_copy(self.template)
-        return TorchMetric(self.template, seen=_update(seen, self.inputs))
+        return TorchMetric(self.template, seen=self._updated())
 
-    def absorb(self, other: TorchMetric) -> TorchMetric:
-        """Combine into the object of this one, in place."""
+    def update_(self, other: TorchMetric) -> TorchMetric:
+        """Combine in place, into the object of this one."""
         __tracebackhide__ = True
-        mine = self.own()
+        seen = self._updated()
         if other.seen is not None:
-            _merge(mine.seen, other.seen)
-        _update(mine.seen, other.inputs)
-        return mine
+            _merge(seen, other.seen)
+        _update(seen, other.inputs)
+        return TorchMetric(self.template, seen=seen)
 
     def compute(self) -> float:
         __tracebackhide__ = True
-        value = self.own().seen.compute()
+        value = self._updated().compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"a metric of a run is one number, but {self.template!r} computes {shape}. Choose a reduction in it, "
-                f'such as average="macro", or give one metric per number.'
+                f"a metric of a run is one number, but {self.template!r} computes {shape}. Choose "
+                f'a reduction in it, such as average="macro", or give one metric per number.'
             )
         return float(value)
 
-    def on_host(self) -> TorchMetric:
-        """Return one like this that can be sent to another process."""
-        return TorchMetric(self.template, seen=copy.deepcopy(self.own().seen).to("cpu"))
+    def to_cpu(self) -> TorchMetric:
+        """Return a copy that can be sent to another process."""
+        return TorchMetric(self.template, seen=copy.deepcopy(self._updated()).to("cpu"))
 
     def to_parts(self) -> dict[str, Any]:
         """Return what has been seen, as plain data and tensors."""
-        seen = self.own().seen
-        return {
-            "updates": getattr(seen, _UPDATES),
-            "states": {name: getattr(seen, name) for name in getattr(seen, _STATES)},
-        }
+        seen = self._updated()
+        return {"updates": seen.update_count, "states": dict(seen.metric_state)}
 
     def from_parts(self, parts: Mapping[str, Any]) -> TorchMetric:
-        """Return one like this that has seen what :meth:`to_parts` returned."""
+        """Return a metric of the same template that has seen what :meth:`to_parts` returned."""
         seen = _fresh_copy(self.template)
         for name, value in parts["states"].items():
             setattr(seen, name, value)
-        setattr(seen, _UPDATES, parts["updates"])
+        seen._update_count = parts["updates"]
         return TorchMetric(self.template, seen=seen)
 
+    def _updated(self) -> Torchmetric:
+        """Return an object that has seen all inputs: the one held, or a copy if inputs are left."""
+        __tracebackhide__ = True
+        if self.seen is None:
+            return _update(_fresh_copy(self.template), self.inputs)
+        return _update(copy.deepcopy(self.seen), self.inputs) if self.inputs else self.seen
 
-def _fresh_copy(template: Any) -> Any:
-    """Return a metric like the template that has seen nothing, and leaves it to us to combine what processes have seen."""
+
+def _fresh_copy(template: Torchmetric) -> Torchmetric:
+    """Return a metric like the template that has seen nothing and does not synchronize."""
     seen = copy.deepcopy(template)
     seen.reset()
     seen.sync_on_compute = False
-    setattr(seen, _SYNCS, False)
+    seen.compute_with_cache = False  # merge_state keeps a value that was computed before
+    seen._to_sync = False
     return seen
 
 
-def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
+def _update(metric: Torchmetric, inputs: tuple[Arguments, ...]) -> Torchmetric:
     __tracebackhide__ = True
     for arguments in inputs:
         for argument in arguments:
@@ -103,13 +117,13 @@ def _update(metric: Any, inputs: tuple[tuple[Any, ...], ...]) -> Any:
     return metric
 
 
-def _merge(metric: Any, other: Any) -> None:
+def _merge(metric: Torchmetric, other: Torchmetric) -> None:
     try:
         metric.merge_state(other)
-        setattr(metric, _CACHED, None)  # the value that was computed before
     except RuntimeError as error:
         error.add_note(
-            f"{metric!r} can't be merged from parts; give fnloop one that can, or evaluate it in one process"
+            f"{metric!r} cannot be merged from parts; give fnloop one that can, or evaluate it in "
+            "one process"
         )
         raise
 
@@ -118,9 +132,9 @@ def _merge(metric: Any, other: Any) -> None:
 class from_torchmetrics:
     """A metric function from a torchmetrics metric, for ``metric(name=...)``.
 
-    Right for metrics that are no mean over batches (F1, AUROC, ...): the metric sees every batch and is computed once.
-    The object that is given is a template: it is copied, never updated. Its argument checks read from the device;
-    ``validate_args=False`` keeps a step free of host reads.
+    Right for metrics that are not a mean over batches (F1, AUROC, ...): the metric sees every batch
+    and is computed once. The given object is a template: it is copied, never updated. Its argument
+    checks read from the device; ``validate_args=False`` keeps a step free of host reads.
 
     Args:
         metric: a ``torchmetrics.Metric`` that computes one number.
@@ -131,20 +145,20 @@ class from_torchmetrics:
 
     Raises:
         ImportError: torchmetrics is not installed (the extra ``fnloop[torchmetrics]``).
-        TypeError: ``metric`` is not a torchmetrics metric, or ``inputs`` is not a function (aux, batch).
+        TypeError: ``metric`` is not a torchmetrics metric, or ``inputs`` is not a function (aux,
+            batch).
 
     Example:
         >>> import torch
         >>> from torchmetrics.classification import MulticlassF1Score
-        >>> f1 = from_torchmetrics(MulticlassF1Score(3), lambda aux, batch: (aux["output"], batch[1]))
+        >>> inputs = lambda aux, batch: (aux["output"], batch[1])
+        >>> f1 = from_torchmetrics(MulticlassF1Score(3), inputs)
         >>> f1({"output": torch.eye(3)}, (None, torch.arange(3))).compute()
         1.0
     """
 
-    metric: Any = attrs.field(
-        eq=id
-    )  # a torchmetrics metric compares to something that isn't a bool
-    inputs: Callable[[Mapping[str, Any], Batch], tuple[Any, ...]]
+    metric: Torchmetric = attrs.field(eq=id)  # its own == returns another metric, not a bool
+    inputs: Callable[[Aux, Batch], Arguments]
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -155,7 +169,8 @@ class from_torchmetrics:
             ) from error
         if not isinstance(self.metric, Torchmetric):
             raise TypeError(
-                f"from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); got {described(self.metric)}"
+                "from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); "
+                f"got {described(self.metric)}"
             )
         wanted = "a function (aux, batch) -> a tuple of the arguments of metric.update"
         function("from_torchmetrics", "inputs", self.inputs, wanted, 2)
@@ -163,13 +178,13 @@ class from_torchmetrics:
     def __repr__(self) -> str:
         return f"from_torchmetrics({self.metric!r}, {name_of(self.inputs)})"
 
-    def __call__(self, aux: Mapping[str, Any], batch: Batch) -> TorchMetric:
+    def __call__(self, aux: Aux, batch: Batch) -> TorchMetric:
         __tracebackhide__ = True
         arguments = self.inputs(aux, batch)
         if not isinstance(arguments, tuple):
             raise TypeError(
-                f"inputs of {self!r} must return a tuple of arguments for update; got {type(arguments).__name__}"
+                f"inputs of {self!r} must return a tuple of arguments for update; "
+                f"got {type(arguments).__name__}"
             )
-        return TorchMetric(
-            self.metric, (tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments),)
-        )
+        detached = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
+        return TorchMetric(self.metric, (detached,))

@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fnloop._backend import torch_compat
-from fnloop._core.rng import FETCH, ORDER, fold_in, own_generator, position_all
-from fnloop._core.types import name_of
+from fnloop._core.call import name_of
+from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._data.loaders import is_iterable
 from fnloop._data.map_style import set_epoch, sigterm_resistant_workers
 from fnloop._data.window import END
@@ -40,11 +40,11 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[A
         for owner in {
             id(owner): owner for owner in (loader, *samplers) if owner is not None
         }.values():
-            stack.enter_context(own_generator(owner, order))
+            stack.enter_context(seeded_generator(owner, order))
         if isinstance(loader, DataLoader):
             stack.enter_context(sigterm_resistant_workers(loader))
         iterable: Any = loader
-        position_all(order)
+        seed_all(order)
         if not is_iterable(loader):
             iterable = iterable()
             if not is_iterable(iterable):
@@ -58,12 +58,12 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[A
                 f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "
                 f"function that makes it (fit(step, state, lambda: batches(...)))"
             )
-        position_all(fold_in(fetch, 0))
+        seed_all(fold_in(fetch, 0))
         batch = next(batches, END)
     for n in itertools.count(1):
         if batch is END:
             return
         if n > start:
             yield batch
-        position_all(fold_in(fetch, n))
+        seed_all(fold_in(fetch, n))
         batch = next(batches, END)

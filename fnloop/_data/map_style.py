@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from fnloop._backend import torch_compat
-from fnloop._core.rng import FETCH, ORDER, fold_in, own_generator, position_all
+from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._data.round_robin import SingleProcess
 from fnloop._data.window import END, Padding
 
@@ -81,7 +81,7 @@ class _BatchDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, ticket: _BatchRequest) -> Any:
         __tracebackhide__ = True
-        position_all(ticket.seed)
+        seed_all(ticket.seed)
         batch = self._batch(ticket.index)
         return Padding(batch) if ticket.borrowed else batch
 
@@ -191,8 +191,8 @@ def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> I
 def _sampled(sampler: Any, seed: int) -> Iterator[Any]:
     """Yield what a sampler yields, drawn from generators that are a function of the seed."""
     inner = getattr(sampler, "sampler", sampler)
-    with own_generator(inner, seed), own_generator(sampler, seed):
-        position_all(seed)
+    with seeded_generator(inner, seed), seeded_generator(sampler, seed):
+        seed_all(seed)
         indices = iter(sampler)
         index = next(
             indices, END
@@ -203,7 +203,7 @@ def _sampled(sampler: Any, seed: int) -> Iterator[Any]:
             return
         yield index
         if draws_globally:
-            position_all(fold_in(seed, n))
+            seed_all(fold_in(seed, n))
         index = next(indices, END)
 
 

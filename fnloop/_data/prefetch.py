@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fnloop._backend.transfer import copy_on_side_stream, may_need_transfer, to_device
-from fnloop._core.rng import Generators, keeping, times_positioned
+from fnloop._core.rng import Generators, saved_before_seeding, seed_all_count
 from fnloop._data.source import Source
 from fnloop._data.window import END, Padding
 
@@ -57,12 +57,12 @@ class _Fetched(NamedTuple):
 
 def _fetched(things: Iterator[Any]) -> _Fetched:
     __tracebackhide__ = True
-    before, thing, error = times_positioned(), END, None
+    before, thing, error = seed_all_count(), END, None
     try:
         thing = next(things, END)
     except Exception as raised:
         error = raised
-    return _Fetched(thing, Generators.capture() if times_positioned() != before else None, error)
+    return _Fetched(thing, Generators.capture() if seed_all_count() != before else None, error)
 
 
 def _prefetched(things: Iterator[Any], n: int) -> Iterator[Any]:
@@ -74,7 +74,7 @@ def _prefetched(things: Iterator[Any], n: int) -> Iterator[Any]:
     __tracebackhide__ = True
     queue: deque[_Fetched] = deque()
     while True:
-        with keeping() as found:
+        with saved_before_seeding() as found:
             try:
                 while len(queue) < n and not (queue and queue[-1].thing is END):
                     queue.append(_fetched(things))

@@ -6,10 +6,11 @@ import math
 
 import attrs
 
-from fnloop._core.history import Fold, Record
+from fnloop._core.call import Call
+from fnloop._core.history import Fold
 from fnloop._core.monitor import better, check_monitored, mode_of
+from fnloop._core.record import Record
 from fnloop._core.state import RECORD, UPDATE, TrainState
-from fnloop._core.types import Call
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._step.engine import engine_of
 
@@ -90,7 +91,7 @@ class early_stop:
         integer("early_stop", "min_steps", self.min_steps, "a number of updates", least=0)
         flag("early_stop", "check_finite", self.check_finite)
         mode_of("early_stop", self.key, self.mode)  # checks it
-        object.__setattr__(self, "_waited", Fold(self._wait))
+        object.__setattr__(self, "_waited", Fold(self._wait, None))
 
     def poll(self, state: TrainState) -> TrainState:
         """Check the name of the metric as soon as it can be known, also where the hook is called rarely."""

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fnloop._core.history import History, check_plot
+from fnloop._core.call import Call
+from fnloop._core.history import History
+from fnloop._core.history_plot import check_plot
 from fnloop._core.state import TrainState
-from fnloop._core.types import Call
 from fnloop._display import checks, html, plot
 
 __all__ = ["live_plot"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
+from fnloop._core.call import name_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import name_of
 from fnloop._display import checks
 from fnloop._hooks.checkpoint import checkpoint
 from fnloop._hooks.triggers import Hook

@@ -9,8 +9,10 @@ from typing import Any, Protocol, TextIO
 from torch import Tensor
 from tqdm import tqdm
 
-from fnloop._core.history import History, Record, table
+from fnloop._core.history import History, records_since
+from fnloop._core.history_table import table
 from fnloop._core.metrics import Last, read
+from fnloop._core.record import Record
 from fnloop._core.state import EPOCH, RECORD, TrainState
 from fnloop._display import checks, html
 
@@ -219,7 +221,7 @@ class _Cell:
         if len(history) < self.known:  # a hook has gone back to a snapshot
             self.names, self.known = {}, self.first or 0
         if len(history) > self.known:
-            new = history._since(max(self.known, self.first or 0))
+            new = records_since(history, max(self.known, self.first or 0))
             self.names.update(dict.fromkeys(name for record in new for name in record.metrics))
             self.known = len(history)
         self.history = history
@@ -227,7 +229,7 @@ class _Cell:
     def draw(self, bar: bool = True, note: str = "") -> None:
         parts, text = [], []
         if len(self.history) > (self.first or 0):
-            rows = table(self.history, ROWS, self.first or 0, [*self.names])
+            rows = table(self.history, [*self.names], self.first or 0, ROWS)
             parts.append(html.table(rows))
             text.append(html.table_text(rows, fixed=2))
         if bar:

@@ -23,9 +23,10 @@ import attrs
 
 from fnloop._backend.public import on_main_process
 from fnloop._checkpoint.retention import is_run_id
-from fnloop._core.history import History, Record
+from fnloop._core.call import Call
+from fnloop._core.history import History
+from fnloop._core.record import Record
 from fnloop._core.state import RECORD, TrainState
-from fnloop._core.types import Call
 from fnloop._display.checks import folder_path, typed_path
 
 __all__ = ["to_csv", "to_jsonl"]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from fnloop._core.history import Record
+from fnloop._core.call import Call
 from fnloop._core.metrics import Last, read
+from fnloop._core.record import Record
 from fnloop._core.state import RECORD, TrainState
-from fnloop._core.types import Call
 from fnloop._display import checks
 from fnloop._display.log import log
 from fnloop._hooks.trackers import read_tracker

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import attrs
 
+from fnloop._core.call import name_of
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import EPOCH, UPDATE, TrainState, now, with_slot
-from fnloop._core.types import name_of
 from fnloop._display import checks
 from fnloop._hooks.wrapper import Wrapper
 

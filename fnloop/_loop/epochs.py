@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from fnloop._core.rng import isolated, mix, positioner
+from fnloop._core.rng import isolated, mix, torch_seeder
 from fnloop._core.state import PENDING, TrainState, check_not_stale, detached_from_run
 from fnloop._data.prefetch import windows
 from fnloop._data.window import END
@@ -49,7 +49,7 @@ def train_epochs(
         return
     run, backend = Run(plan, state), state.backend
     step, window, source = plan.step.train, plan.step.window, run.source
-    batch_size, position = source.batch_size or 0, positioner(backend.device)
+    batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
     with _closing(plan.hooks):
         while True:
             with isolated(backend.device), _listening(state, interrupts) as run.interrupts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from fnloop._core.call import name_of
 from fnloop._core.state import (
     EPOCH,
     TrainState,
@@ -12,7 +13,6 @@ from fnloop._core.state import (
     is_half_updated,
     owns_handles,
 )
-from fnloop._core.types import name_of
 from fnloop._hooks.triggers import Hook
 from fnloop._step.pipeline import STEP, PipelineStep
 

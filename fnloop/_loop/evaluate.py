@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from fnloop._core.call import name_of
 from fnloop._core.metrics import read, update_, update_loss_
-from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, position_all, positioner
+from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Batch, Metric, name_of
+from fnloop._core.types import Batch, Metric
 from fnloop._data.loaders import check_loader
 from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source
@@ -41,8 +42,8 @@ def measure(
     metrics: dict[str, Metric] = {}
     backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
     batch: Any = None
-    position = positioner(backend.device)
-    position_all(seed)
+    position = torch_seeder(backend.device)
+    seed_all(seed)
     evaluation = engine_of(state).start_evaluation(state)
     batches = windows(source, 1, backend.device, None)
     with evaluating(state.model):
@@ -164,7 +165,7 @@ def _predict(
     processes = backend.world_size
     source = open_loader(loader, state)
     batches = windows(source, 1, backend.device, None)
-    position, seed = positioner(backend.device), fold_in(state.seed, COMPUTE)
+    position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
     prediction = engine_of(state).start_evaluation(state)
     for n in itertools.count():
         check_not_stale(state, "predict")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fnloop._core.rng import alone
+from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
 from fnloop._hooks.triggers import Hook, Trigger, every
 from fnloop._loop.epochs import train_epochs
@@ -74,7 +74,10 @@ def fit(
     __tracebackhide__ = True
     plan = make_plan(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)
     try:
-        with alone(), handling(is_alone(state)) as interrupts:  # between two epochs too
+        with (
+            reserved_generators(),
+            handling(is_alone(state)) as interrupts,
+        ):  # between two epochs too
             reached = state
             for reached in train_epochs(plan, state, interrupts):  # noqa: B007
                 pass

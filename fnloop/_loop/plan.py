@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 import attrs
 import torch
 
+from fnloop._core.call import name_of
+from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders
 from fnloop._display import checks
 from fnloop._hooks.checkpoint import checkpoint

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 
-from fnloop._core.history import Record
+from fnloop._core.call import name_of
 from fnloop._core.metrics import Max, read
+from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import (
@@ -22,7 +23,7 @@ from fnloop._core.state import (
     newest,
     owns_handles,
 )
-from fnloop._core.types import Metric, name_of
+from fnloop._core.types import Metric
 from fnloop._data.loaders import sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display.log import log

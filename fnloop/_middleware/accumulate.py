@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 from torch import Tensor
 
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import Backward, Insertable, commutes_with_scaling
 from fnloop._step.engine import engine_of

@@ -16,8 +16,9 @@ from torch import Tensor
 from fnloop._backend import torch_compat
 from fnloop._backend.collectives import all_reduce_max_tensor
 from fnloop._backend.fsdp import local_part
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Batch, Output, Step
 from fnloop._display.checks import described, integer, number
 from fnloop._step.backward import commutes_with_scaling
 from fnloop._step.host import host_decision

@@ -13,8 +13,9 @@ from torch.nn import utils
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import full, local_part
 from fnloop._core.metrics import Mean
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import commutes_with_scaling
 from fnloop._step.update import report

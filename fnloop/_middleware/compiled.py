@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fnloop._core.types import Middleware, middleware
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._display import checks
 
 __all__ = ["compiled"]

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._graphs.capture import GraphedStep, recorder_on
 from fnloop._graphs.guards import CaptureError

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
 from fnloop._step.update import report
 
@@ -87,7 +88,7 @@ def _plain(metric: Any) -> Metric:
         if isinstance(v, Tensor)
     }
     metric = attrs.evolve(metric, **parts) if parts else metric
-    return metric.own() if hasattr(metric, "own") else metric
+    return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
 
 
 def _read(name: str, value: Any, weight: int | Tensor) -> Metric:

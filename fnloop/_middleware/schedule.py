@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fnloop._core.call import name_of
 from fnloop._core.metrics import Last
+from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import SCHEDULED, UPDATE, TrainState, with_slot
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware, name_of
+from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._display.checks import described
 from fnloop._display.log import log
 from fnloop._step.update import report
-from fnloop.schedules import check_schedule
+from fnloop.schedules._schedule import check_schedule
 
 __all__ = ["schedule", "torch_scheduler"]
 

@@ -23,7 +23,7 @@ from fnloop._backend.collectives import (
 )
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.merge import merge_metrics
-from fnloop._core.rng import COMPUTE, fold_in, positioner
+from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.state import TrainState, version_of
 from fnloop._core.types import Batch, Metric, Output
 from fnloop._data.source import Source
@@ -76,7 +76,7 @@ class DistributedEngine:
         self.empty_output: Output | None = None
         self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
         self._calls, self._version = 0, -1  # of backward, in one update
-        self._position = positioner(state.backend.device)
+        self._position = torch_seeder(state.backend.device)
         shutdown_callbacks.add(self)
 
     def close(self) -> None:

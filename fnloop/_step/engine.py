@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from fnloop._core.state import Ownership, TrainState, ownership_of
+from fnloop._core.ownership import Ownership
+from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
 from fnloop._step.distributed import DistributedEngine

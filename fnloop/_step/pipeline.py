@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from fnloop._backend.fsdp import is_sharded, reshard
 from fnloop._backend.transfer import to_device
-from fnloop._core.rng import fold_in, isolated, position_all, positioner
+from fnloop._core.call import name_of
+from fnloop._core.middleware import Middleware
+from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import TrainState, check_not_stale, with_slot
-from fnloop._core.types import RINGS, Batch, LossFn, Middleware, Output, Step, name_of
+from fnloop._core.types import RINGS, Batch, LossFn, Output, Step
 from fnloop._display import html
 from fnloop._display.checks import described, function
 from fnloop._step.backward import Backward
@@ -213,8 +215,8 @@ def _made(member: Middleware, state: TrainState) -> Any:
     __tracebackhide__ = True
     seed, device = fold_in(state.seed, zlib.crc32(member.name.encode())), state.backend.device
     with isolated(device):
-        position_all(seed)
-        positioner(device)(seed)
+        seed_all(seed)
+        torch_seeder(device)(seed)
         return member.init(state)  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""History: records that never change, and what can be read off them."""
+"""History: records that never change, and the ways to read them."""
 
 import copy
 import io
@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from fnloop import History, Record, early_stop, halt_on_nonfinite
-from fnloop._core.history import Fold, better
+from fnloop._core.history import Fold, records_since
+from fnloop._core.monitor import better
 from fnloop.testing import toy
 
 NAN, INF = math.nan, math.inf
 
 
 def history(*values, key="valid/loss"):
-    """One record per value, at steps 10, 20, ..."""
+    """Return a history with one record per value, at steps 10, 20, ..."""
     return History(Record(i, 10 * i, {key: value}) for i, value in enumerate(values, 1))
 
 
@@ -83,12 +84,12 @@ def delete(metrics):
 )
 def test_the_metrics_of_a_record_cannot_be_changed_nor_those_of_a_copy(remade, change):
     made = remade(history(0.5))
-    with pytest.raises(TypeError, match="a record's metrics can't be changed"):
+    with pytest.raises(TypeError, match="a record's metrics cannot be changed"):
         change(made[0].metrics)
     assert made == history(0.5)
 
 
-def test_what_is_made_from_the_metrics_of_a_record_is_a_dict_of_ones_own():
+def test_merging_the_metrics_of_a_record_gives_a_new_dict():
     metrics = history(0.5)[0].metrics
     mine = metrics | {"a": 9}
     mine["b"] = 1
@@ -96,7 +97,7 @@ def test_what_is_made_from_the_metrics_of_a_record_is_a_dict_of_ones_own():
     assert mine == {"valid/loss": 0.5, "a": 9, "b": 1}
 
 
-def test_metrics_of_a_record_are_floats_whatever_was_given():
+def test_metrics_of_a_record_are_converted_to_floats():
     record = Record(1, 10, {"an int": 2, "a tensor": torch.tensor(0.5)})
     assert record.metrics == {"an int": 2.0, "a tensor": 0.5}
     assert all(type(value) is float for value in record.metrics.values())
@@ -127,18 +128,18 @@ def test_appending_shares_the_log_and_a_second_continuation_copies_it():
     assert (start[-1].step, longer[-1].step, longer[-4].step) == (20, 40, 10)
     assert (start == history(1, 2), start == left, left == longer[:3]) == (True, False, True)
     assert [r.step for r in reversed(left)] == [30, 20, 10]
-    assert [r.step for r in left._since(1)] == [20, 30]
+    assert [r.step for r in records_since(left, 1)] == [20, 30]
 
 
 @pytest.mark.parametrize("index", [2, -3])
-def test_an_index_outside_is_an_error_though_the_log_goes_further(index):
+def test_an_index_out_of_range_is_an_error_even_if_the_log_is_longer(index):
     start = history(1, 2)
     start.append(Record(3, 30, {}))
     with pytest.raises(IndexError, match=rf"no record {index} in a history of 2 records"):
         start[index]
 
 
-def test_many_threads_may_continue_one_history():
+def test_several_threads_may_extend_one_history():
     start = history(1)
     made = [None] * 8
 
@@ -161,7 +162,7 @@ def test_many_threads_may_continue_one_history():
 @pytest.mark.parametrize(
     "remade", [copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h)), History]
 )
-def test_a_copy_has_what_is_its_own_and_no_more(remade):
+def test_a_copy_has_the_records_of_its_history_only(remade):
     start = history(1, 2)
     start.append(Record(3, 30, {"a": 1}))
     made = remade(start)
@@ -182,7 +183,7 @@ def test_the_metrics_of_a_record_are_a_mapping():
         Record(1, 1, None)
 
 
-def test_a_fold_looks_at_new_records_only_and_follows_from_the_history_alone():
+def test_a_fold_reads_only_new_records_and_depends_only_on_the_history():
     looked = []
 
     def add(total, record):
@@ -202,8 +203,8 @@ def test_a_fold_looks_at_new_records_only_and_follows_from_the_history_alone():
 
 
 @pytest.mark.parametrize("n", [10, 10_000])
-def test_a_record_costs_the_same_however_many_there_are(n):
-    """What is touched when one is appended, by a count: no record of those before."""
+def test_the_cost_of_a_record_does_not_depend_on_the_number_of_records(n):
+    """Appending a record, and hooks that read it, touch no earlier record."""
     made, stop = history(*range(n)), early_stop("valid/loss", patience=n + 1)
     state = attrs.evolve(toy(), history=made, events=frozenset({"record"}))
     stop(state)
@@ -230,7 +231,7 @@ def test_a_record_costs_the_same_however_many_there_are(n):
 # --- closing records
 
 
-def test_closing_records_are_shown_and_compared_as_what_they_are():
+def test_closing_records_are_shown_and_compared():
     made = History(
         [Record(0, 5, {"valid/loss": 2}, closing=True), Record(1, 10, {"valid/loss": 1})]
     )
@@ -246,7 +247,7 @@ def test_closing_records_are_shown_and_compared_as_what_they_are():
 # --- reading
 
 
-def test_a_key_gives_values_an_index_a_record_a_slice_a_history():
+def test_a_key_gives_values_an_index_gives_a_record_a_slice_gives_a_history():
     made = history(0.5, 0.25, 0.125)
     assert made["valid/loss"] == (0.5, 0.25, 0.125)
     assert made[-1] == Record(3, 30, {"valid/loss": 0.125})
@@ -276,11 +277,11 @@ def test_keys_come_in_the_order_of_their_first_appearance():
     assert made.keys() == ("train/loss", "valid/loss")
 
 
-def test_records_without_a_metric_are_left_out_of_its_values():
+def test_the_values_of_a_metric_skip_records_without_it():
     made = History([Record(1, 10, {"a": 1}), Record(1, 15, {"b": 7}), Record(2, 20, {"a": 3})])
     assert made["a"] == (1.0, 3.0)
     assert [record.step for record in made.having("a")] == [10, 20]
-    assert made.latest("b") == 7.0  # of the newest record that has it
+    assert made.latest("b") == 7.0  # from the newest record that has it
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_records_without_a_metric_are_left_out_of_its_values():
         lambda h: h.having("valid/los"),
     ],
 )
-def test_an_unknown_metric_is_a_key_error_that_names_those_there_are(ask):
+def test_an_unknown_metric_is_a_key_error_that_lists_the_known_ones(ask):
     made = History([Record(1, 10, {"train/loss": 1, "valid/loss": 2})])
     with pytest.raises(
         KeyError, match=r"no metric 'valid/los' in this history; there are: train/loss, valid/loss"
@@ -314,13 +315,13 @@ def test_latest_is_the_newest_value_not_the_best():
     [
         ((3, 1, 2), "min", 20),
         ((3, 1, 2), "max", 10),
-        ((2, 1, 1), "min", 20),  # of equals, the older
+        ((2, 1, 1), "min", 20),  # of equal values, the older
         ((1, 2, 2), "max", 20),
         ((NAN, 2, 3), "min", 20),  # NaN is worse than anything
         ((NAN, 2, 3), "max", 30),
         ((2, NAN), "min", 10),
         ((2, NAN), "max", 10),
-        ((NAN, INF), "min", 20),  # worse than infinity, too
+        ((NAN, INF), "min", 20),  # also worse than infinity
         ((NAN, -INF), "max", 20),
         ((NAN, NAN), "min", 10),  # unless there is nothing else
         ((0.0, -0.0), "min", 10),  # these two are equal
@@ -359,7 +360,7 @@ def test_best_in_an_unknown_mode_is_an_error_even_with_one_record(values):
         (-INF, 0.0, True, False),
     ],
 )
-def test_better_is_strict_and_takes_nan_for_the_worst(value, than, lower, higher):
+def test_better_is_strict_and_nan_is_the_worst(value, than, lower, higher):
     assert (better(value, than, "min"), better(value, than, "max")) == (lower, higher)
 
 
@@ -380,7 +381,7 @@ def test_better_is_strict_and_takes_nan_for_the_worst(value, than, lower, higher
         ({"a": 1}, {"a": 1.0}, True),
     ],
 )
-def test_histories_are_equal_if_their_metrics_are_to_the_bit(one, other, equal):
+def test_histories_are_equal_if_their_metrics_are_equal_bit_for_bit(one, other, equal):
     assert (Record(1, 10, one) == Record(1, 10, other)) is equal
     assert (History([Record(1, 10, one)]) == History([Record(1, 10, other)])) is equal
 
@@ -475,10 +476,10 @@ def test_to_pandas_has_a_row_per_record_and_nan_for_what_is_missing():
         ),
     ],
 )
-def test_what_is_not_installed_is_an_error_that_says_what_to_install(
+def test_a_missing_dependency_is_an_error_that_says_what_to_install(
     monkeypatch, module, call, message
 ):
-    monkeypatch.setitem(sys.modules, module, None)  # as if it could not be found
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(ImportError, match=message):
         call(history(0.5))
 
@@ -492,7 +493,7 @@ def plot(made, **settings):
 
 
 def lines(axis):
-    """What is drawn: label to points."""
+    """Return the drawn curves: label to points."""
     return {
         line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
         for line in axis.lines
@@ -507,7 +508,7 @@ def test_a_plot_has_one_visible_axis_per_metric(n):
     assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == names
 
 
-def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_evaluated():
+def test_a_plot_has_a_line_per_loader_and_marks_the_best_evaluation():
     made = History(
         [
             Record(1, 10, {"train/loss": 3, "valid/loss": 2}),
@@ -532,15 +533,15 @@ def test_a_plot_has_a_line_per_loader_over_steps_and_marks_the_best_of_what_was_
         ("loss", {"mode": "max"}, "best 2"),
         ("accuracy", {"mode": {"accuracy": "min"}}, "best 1"),
         ("error", {}, "best 1"),
-        ("bleu", {}, None),  # its name says nothing
-        ("loss_of_accuracy", {}, None),  # or two things
+        ("bleu", {}, None),  # its name suggests nothing
+        ("loss_of_accuracy", {}, None),  # or both
         ("score", {"mode": {"score": "max"}}, "best 2"),
         ("score", {"mode": {"valid/score": "max"}}, "best 2"),  # by its whole name
         ("accuracy", {"mode": {"valid/accuracy": "min"}}, "best 1"),
         ("accuracy", {"mode": {"loss": "min"}}, "best 2"),  # not in the mapping: by its name
     ],
 )
-def test_a_plot_marks_the_lowest_or_the_highest_as_the_metric_wants(metric, settings, best):
+def test_a_plot_marks_the_lowest_or_the_highest_value_by_mode_or_name(metric, settings, best):
     (axis,) = plot(history(1, 2, key=f"valid/{metric}"), **settings).axes
     assert [label for label in lines(axis) if label.startswith("best")] == [best] * (
         best is not None
@@ -554,7 +555,7 @@ def test_a_plot_in_an_unknown_mode_is_an_error(mode):
 
 
 @pytest.mark.parametrize("x", ["step", "epoch"])
-def test_a_plot_says_what_is_on_its_x_axis(x):
+def test_a_plot_labels_its_x_axis(x):
     (axis,) = plot(history(1, 2), x=x).axes
     assert axis.get_xlabel() == x
     assert [at for at, _ in lines(axis)["valid"]] == {"step": [10, 20], "epoch": [1.0, 2.0]}[x]
@@ -568,7 +569,7 @@ def test_evaluations_within_an_epoch_are_at_fractions_of_it():
     assert lines(axis)["valid"] == [(0.5, 5), (1.0, 10), (1.2, 12), (2.0, 20), (2.5, 25)]
 
 
-def test_within_the_first_epoch_it_is_not_known_how_long_one_is():
+def test_within_the_first_epoch_the_length_of_an_epoch_is_unknown():
     (axis,) = plot(
         History([Record(0, 5, {"valid/loss": 5}), Record(0, 7, {"valid/loss": 7})]), x="epoch"
     ).axes
@@ -598,7 +599,7 @@ def test_a_plot_of_one_record_has_whole_numbers_on_its_x_axis():
     assert axis.get_xlim() == (9, 11)
 
 
-def test_a_plot_is_a_picture_for_a_notebook_in_its_own_size():
+def test_a_notebook_shows_a_plot_in_its_own_size():
     figure = plot(history(1, 2))
     data, size = figure._repr_png_()
     assert data.startswith(b"\x89PNG")
@@ -619,7 +620,7 @@ def test_a_plot_with_nan_and_infinity_can_be_saved():
     assert file.getvalue().startswith(b"\x89PNG")
 
 
-def test_there_is_nothing_to_plot_in_an_empty_history():
+def test_an_empty_history_cannot_be_plotted():
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="nothing to plot: the history is empty"):
         History().plot()

@@ -1,4 +1,4 @@
-"""Metrics are monoids: combined over batches of any size in any grouping, and computed once."""
+"""Metrics: combined over batches of any size in any grouping, and computed once."""
 
 import copy
 import math
@@ -18,11 +18,11 @@ NAN = math.nan
 
 
 def same(a, b):
-    """Equal numbers, where NaN equals NaN."""
+    """Return whether two numbers are equal. NaN equals NaN."""
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-# --- the laws of a monoid
+# --- combining
 
 MONOIDS = {  # a metric of a batch of numbers, and its value over the numbers 1 to 6
     "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5),
@@ -38,7 +38,7 @@ kinds = pytest.mark.parametrize("number", KINDS.values(), ids=KINDS)
 
 
 def in_batches(of, number):
-    """The metrics of [1], [2, 3] and [4, 5, 6]."""
+    """Return the metrics of [1], [2, 3] and [4, 5, 6]."""
     return [of([number(x) for x in batch]) for batch in ([1.0], [2.0, 3.0], [4.0, 5.0, 6.0])]
 
 
@@ -85,7 +85,7 @@ def test_a_mean_weighs_by_its_weights_not_by_batches():
 
 
 @pytest.mark.parametrize("zero", [0, torch.tensor(0)])
-def test_a_mean_of_nothing_is_nan(zero):
+def test_a_mean_of_no_items_is_nan(zero):
     assert math.isnan(Mean(0.0, zero).compute())
 
 
@@ -105,14 +105,14 @@ def test_a_mean_of_nothing_is_nan(zero):
 )
 @pytest.mark.parametrize("first", [float, torch.tensor])
 @pytest.mark.parametrize("second", [float, torch.tensor])
-def test_nan_stays_except_in_last(metric, a, b, value, first, second):
+def test_nan_propagates_except_in_last(metric, a, b, value, first, second):
     assert same(metric(first(a)).combine(metric(second(b))).compute(), value)
 
 
-# --- the running reduction: in place
+# --- the running metrics: in place
 
 
-def absorbed(metrics):
+def accumulated(metrics):
     running = {}
     for metric in metrics:
         running = update_(running, {"m": metric})
@@ -121,36 +121,36 @@ def absorbed(metrics):
 
 @monoids
 @kinds
-def test_absorb_equals_combine(of, value, number):
-    assert absorbed(in_batches(of, number)).compute() == value
+def test_update_in_place_equals_combine(of, value, number):
+    assert accumulated(in_batches(of, number)).compute() == value
 
 
 @monoids
 @kinds
-def test_absorb_leaves_what_it_is_given_as_it_was(of, value, number):
+def test_update_in_place_does_not_change_the_new_metrics(of, value, number):
     del value
     batches = in_batches(of, number)
     before = copy.deepcopy([attrs.astuple(metric) for metric in batches])
-    absorbed(batches)
+    accumulated(batches)
     assert [attrs.astuple(metric) for metric in batches] == before
 
 
 @pytest.mark.parametrize(
     ("metric", "field"), [(Mean(torch.tensor(1.0), 1), "total"), (Sum(torch.tensor(1.0)), "value")]
 )
-def test_absorb_adds_into_the_tensor_that_it_holds(metric, field):
+def test_update_in_place_adds_into_the_running_tensor(metric, field):
     first = update_({}, {"m": metric})
     second = update_(first, {"m": metric})
     assert getattr(second["m"], field) is getattr(first["m"], field)
     assert getattr(second["m"], field).item() == 2.0
 
 
-def test_absorb_sums_in_double_precision():
+def test_update_in_place_sums_in_double_precision():
     large, one = Sum(torch.tensor(2.0**24)), Sum(torch.tensor(1.0))  # in float32, 2²⁴ + 1 is 2²⁴
-    assert absorbed([large, one, one]).compute() == 16777218.0
+    assert accumulated([large, one, one]).compute() == 16777218.0
 
 
-def test_absorb_takes_a_metric_that_appears_later_and_keeps_one_that_does_not():
+def test_a_metric_may_appear_later_or_be_missing_later():
     running = update_({}, {"a": Sum(1.0)})
     running = update_(running, {"b": Sum(10.0)})
     running = update_(running, {"a": Sum(2.0)})
@@ -164,7 +164,7 @@ def test_a_running_loss_is_the_mean_over_items(number):
     for loss, weight in zip(losses, (3, 1, 4), strict=True):
         running = update_loss_(running, loss, number(weight))
     assert running.compute() == 3.0  # (12 + 8 + 4) / 8
-    assert losses == [4.0, 8.0, 1.0]  # none was added into
+    assert losses == [4.0, 8.0, 1.0]  # none was changed
 
 
 # --- in a run
@@ -172,11 +172,11 @@ def test_a_running_loss_is_the_mean_over_items(number):
 ONE, TWO, FOUR = (torch.tensor([x]) for x in (1.0, 2.0, 4.0))
 
 
-def test_weights_of_half_precision_are_summed_wide():
+def test_weights_of_half_precision_are_summed_in_double_precision():
     def loss_fn(model, batch):
         return 0 * model.w + 1, {
             "weight": torch.ones((), dtype=torch.bfloat16)
-        }  # in which 256 + 1 is 256
+        }  # in bfloat16, 256 + 1 is 256
 
     state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 300, hooks=())
     assert state.history["train/loss"] == (1.0,)
@@ -185,7 +185,7 @@ def test_weights_of_half_precision_are_summed_wide():
 @pytest.mark.parametrize("sizes", [[8000], [80] * 100], ids=["one batch", "100 batches"])
 @pytest.mark.parametrize("window", [1, 100])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_losses_of_half_precision_are_summed_wide(dtype, window, sizes):
+def test_losses_of_half_precision_are_summed_in_double_precision(dtype, window, sizes):
     def loss_fn(model, batch):
         return (0 * model.w + 10).to(dtype), {}
 
@@ -214,7 +214,7 @@ def test_losses_of_half_precision_are_summed_wide(dtype, window, sizes):
         (lambda output: Mean(output[0], output[0].exp() * 0 + 2), -0.25),
     ],
 )
-def test_a_metric_made_by_hand_holds_no_graph(by_hand, value):
+def test_a_metric_made_in_a_metric_function_holds_no_graph(by_hand, value):
     step, state = (
         fl.pipeline(fl.metric(m=lambda aux, batch: by_hand(aux["output"])))(toy_loss),
         toy(),
@@ -251,7 +251,7 @@ def test_a_vector_in_a_metric_is_an_error_that_names_the_metric(vector, message)
 
 @fl.middleware("gradient")
 def skip_negative():
-    """Leave out the update of a batch that begins with a negative number."""
+    """Skip the update of a batch that begins with a negative number."""
 
     def wrap(step):
         def skipping(state, batch):
@@ -271,7 +271,7 @@ FACTS = fl.metric(
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_an_update_or_batch_that_is_left_out_has_no_part_in_the_metrics(window):
+def test_a_skipped_update_or_batch_does_not_count_in_the_metrics(window):
     step = fl.pipeline(FACTS, skip_negative(), fl.accumulate(window))(toy_loss)
     state = fl.fit(step, toy(lr=0.0), [FOUR, -100 * ONE, TWO], hooks=())
     assert state.history[0].metrics == {
@@ -282,7 +282,7 @@ def test_an_update_or_batch_that_is_left_out_has_no_part_in_the_metrics(window):
     }
 
 
-def test_an_epoch_of_which_all_is_left_out_has_no_metrics():
+def test_an_epoch_without_applied_updates_has_no_metrics():
     state = fl.fit(fl.pipeline(FACTS, skip_negative())(toy_loss), toy(), [-ONE] * 2, hooks=())
     assert (state.step, state.skipped, dict(state.history[0].metrics)) == (0, 2, {})
 
@@ -334,7 +334,7 @@ def test_read_computes_metrics_of_all_kinds_in_their_order():
     assert all(type(value) is float for value in values.values())
 
 
-def test_read_of_nothing_is_nothing():
+def test_read_of_no_metrics_is_empty():
     assert read({}) == {}
 
 
@@ -365,7 +365,7 @@ def test_read_changes_no_metric():
 
 # --- torchmetrics
 
-#  (prediction, target), with one batch more right than the next:         true +  false +  false -  F1
+#  (prediction, target)                                     true +  false +  false -  F1
 F1_BATCHES = [
     (
         torch.tensor([1, 0]),
@@ -399,11 +399,11 @@ def test_f1_over_uneven_batches_is_f1_over_everything_at_once():
     assert a.compute() == pytest.approx(2 / 3)
     assert a.combine(b).combine(c).compute() == 0.75
     assert a.combine(b.combine(c)).compute() == 0.75
-    assert absorbed(f1_parts()).compute() == 0.75
+    assert accumulated(f1_parts()).compute() == 0.75
 
 
-def test_parts_that_have_been_seen_are_combined_too():
-    a, b, c = (part.own() for part in f1_parts())
+def test_metric_objects_and_waiting_inputs_can_be_combined():
+    a, b, c = (part.to_accumulator() for part in f1_parts())
     waiting = f1_parts()[2]
     assert a.combine(b).combine(c).compute() == 0.75
     assert a.combine(b.combine(c)).compute() == 0.75
@@ -413,7 +413,7 @@ def test_parts_that_have_been_seen_are_combined_too():
 
 @pytest.mark.parametrize("seen", [False, True], ids=["inputs that wait", "inputs that were seen"])
 def test_combining_torchmetrics_changes_neither(seen):
-    a, b, c = (part.own() if seen else part for part in f1_parts())
+    a, b, c = (part.to_accumulator() if seen else part for part in f1_parts())
     a.combine(b).combine(c)
     c.combine(b)
     assert [part.compute() for part in (a, b, c)] == [pytest.approx(2 / 3), 0.0, 1.0]
@@ -422,16 +422,16 @@ def test_combining_torchmetrics_changes_neither(seen):
 def test_the_template_is_never_updated():
     template = binary_f1()
     a, b, c = f1_parts(template)
-    absorbed([a, b, c]).compute()
-    a.own().combine(b.own()).compute()
+    accumulated([a, b, c]).compute()
+    a.to_accumulator().combine(b.to_accumulator()).compute()
     assert template.update_count == 0
     assert template.tp.sum() == 0
 
 
-def test_what_the_template_has_seen_before_does_not_count():
+def test_earlier_updates_of_the_template_do_not_count():
     template = binary_f1()
     template.update(torch.tensor([1, 1, 1]), torch.tensor([0, 0, 0]))
-    assert absorbed(f1_parts(template)).compute() == 0.75
+    assert accumulated(f1_parts(template)).compute() == 0.75
 
 
 def test_f1_in_an_evaluation_is_that_of_the_whole_loader():
@@ -446,7 +446,7 @@ def test_f1_in_an_evaluation_is_that_of_the_whole_loader():
 
 
 def labels(aux, batch):
-    """The batch as what was predicted; right is 0."""
+    """Return the batch as predictions, and 0 as the targets."""
     return batch.long(), 0 * batch.long()
 
 
@@ -474,7 +474,7 @@ def test_under_accumulate_every_batch_is_seen_once():
     [(1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]])],
     ids=["a batch", "a window"],
 )
-def test_what_a_step_found_out_does_not_change_with_the_next(window, batches):
+def test_the_metrics_of_an_output_do_not_change_with_the_next_step(window, batches):
     step, state = fl.pipeline(accuracy(), fl.accumulate(window))(toy_loss), toy()
     outs = []
     for batch in batches:
@@ -485,15 +485,15 @@ def test_what_a_step_found_out_does_not_change_with_the_next(window, batches):
     assert [out.metrics["acc"].compute() for out in outs] == [1.0, 0.0, 0.0]
 
 
-def test_a_value_that_was_computed_before_is_not_kept():
-    a, b, c = (part.own() for part in f1_parts())
+def test_an_earlier_computed_value_is_not_cached():
+    a, b, c = (part.to_accumulator() for part in f1_parts())
     running = update_(update_({}, {"m": a}), {"m": b})
     assert running["m"].compute() == 0.5  # 1 true positive, 1 false positive, 1 false negative
     assert update_(running, {"m": c})["m"].compute() == 0.75
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_a_metric_of_which_parts_cannot_be_merged_works_in_one_process(window):
+def test_a_metric_that_cannot_be_merged_works_in_one_process(window):
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Digits(torchmetrics.Metric):
@@ -541,7 +541,7 @@ def test_inputs_are_detached():
     assert not part.inputs[0][0].requires_grad
 
 
-def test_a_metric_that_computes_no_single_number_says_what_to_choose():
+def test_a_metric_that_computes_a_vector_is_an_error_that_says_what_to_choose():
     classification = pytest.importorskip("torchmetrics.classification")
     per_class = classification.MulticlassF1Score(3, average="none")
     part = from_torchmetrics(per_class, lambda aux, batch: (aux, batch))(
@@ -573,8 +573,8 @@ def test_a_metric_function_shows_what_it_was_made_from():
     )
 
 
-def test_torchmetrics_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchmetrics", None)  # as if it could not be found
+def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)  # as if it were not installed
     with pytest.raises(
         ImportError, match=r"needs torchmetrics: pip install 'fnloop\[torchmetrics\]'"
     ):

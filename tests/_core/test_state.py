@@ -70,7 +70,7 @@ def test_evolving_a_stale_state_does_not_make_it_fresh():
         fl.fit(step, attrs.evolve(state, stop=None), [ONE], hooks=())
 
 
-def test_a_stale_state_says_so():
+def test_the_repr_of_a_stale_state_says_so():
     state = toy()
     new, _ = step(state, ONE)
     assert repr(state).startswith("stale TrainState(step=0")
@@ -87,7 +87,7 @@ def test_a_step_that_raises_leaves_its_state_fresh():
     state, failing = toy(), fl.pipeline(fl.accumulate(2))(fails)
     with pytest.raises(ZeroDivisionError):
         failing(state, [ONE, torch.tensor([2.0])])
-    assert state.model.w.grad is None  # nothing half-done is left for the next update
+    assert state.model.w.grad is None  # no partial gradient is left for the next update
     state, _ = step(state, ONE)
     assert state.model.w.item() == -1.0
 
@@ -122,8 +122,8 @@ def test_a_snapshot_copies_model_and_optimizer_together():
     assert parameter is kept.model.w
 
 
-def test_a_snapshot_of_lbfgs_trains_on():
-    """LBFGS has a list of parameters of its own, which torch doesn't copy."""
+def test_a_snapshot_of_lbfgs_can_be_trained():
+    """LBFGS has its own list of parameters, which torch does not copy."""
     model = Toy(w=5.0)
     state = fl.TrainState.create(
         model, torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe")
@@ -134,7 +134,7 @@ def test_a_snapshot_of_lbfgs_trains_on():
     assert (kept.model.w.item(), state.model.w.item()) == (pytest.approx(3.0), 5.0)
 
 
-def test_two_forks_of_one_snapshot_go_their_own_ways():
+def test_two_forks_of_one_snapshot_are_independent():
     state = toy()
     fork = fl.snapshot(state)
     state, _ = step(state, ONE)
@@ -142,8 +142,8 @@ def test_two_forks_of_one_snapshot_go_their_own_ways():
     assert (state.model.w.item(), fork.model.w.item()) == (-1.0, -5.0)
 
 
-def test_a_snapshot_taken_in_a_hook_goes_on_as_the_run_does():
-    """Python's and numpy's generators are carried within an epoch, and a snapshot in the middle of it has them."""
+def test_a_snapshot_taken_in_a_hook_continues_as_the_run_does():
+    """A snapshot within an epoch has the states of Python's and NumPy's generators."""
     import random
 
     import numpy as np
@@ -206,9 +206,9 @@ def test_bad_input_says_what_to_type(make, error, message):
         make(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
-def test_an_optimizer_or_a_module_that_wraps_another_stays_as_it_is():
+def test_an_optimizer_or_a_module_that_wraps_another_is_kept():
     class Slow(torch.optim.SGD):
-        """Keeps another optimizer, as a Lookahead does."""
+        """Holds another optimizer, as a Lookahead does."""
 
         def __init__(self, inner):
             super().__init__(inner.param_groups[0]["params"], lr=1.0)

@@ -1,4 +1,4 @@
-"""The vocabulary: middleware as values that show, compare and pickle as the call that made them; outputs."""
+"""Middleware as values that show, compare and pickle as the call that made them; outputs."""
 
 import functools
 import pickle
@@ -9,7 +9,8 @@ import torch
 
 import fnloop as fl
 from fnloop import Middleware, Output, middleware
-from fnloop._core.types import RINGS, name_of
+from fnloop._core.call import name_of
+from fnloop._core.types import RINGS
 from fnloop.testing import toy, toy_loss
 
 
@@ -40,7 +41,7 @@ def scaled(by, *, power=1):
 
 @middleware("step")
 def counted(slot=0):
-    """Two rings, a slot and a window: more than one wrap says."""
+    """Return a record with two rings, a slot and a window."""
     return Middleware("counter", forward=same, step=other, init=len, window=slot + 1)
 
 
@@ -56,7 +57,7 @@ def test_a_decorated_function_acts_in_its_ring():
 
 
 @pytest.mark.parametrize("ring", ["forward", "loss", "gradient", "update", "device", "step"])
-def test_the_wrap_goes_into_the_ring_that_was_named_and_no_other(ring):
+def test_the_wrap_goes_into_the_named_ring_only(ring):
     made = middleware(ring)(lambda: same)()
     assert {name: getattr(made, name) for name in RINGS} == {
         name: same if name == ring else None for name in RINGS
@@ -87,7 +88,7 @@ def test_a_decorated_function_may_return_a_whole_record():
 
 
 @pytest.mark.parametrize("ring", ["gradients", "", "Step", None, 3])
-def test_an_unknown_ring_is_an_error_that_names_the_six(ring):
+def test_an_unknown_ring_is_an_error_that_lists_the_six(ring):
     with pytest.raises(
         ValueError, match=r"one of forward, loss, gradient, update, device, step; got "
     ) as caught:
@@ -98,7 +99,7 @@ def test_an_unknown_ring_is_an_error_that_names_the_six(ring):
 def test_a_decorator_without_a_ring_says_how_to_write_it():
     with pytest.raises(
         ValueError,
-        match=r'got the function noise\. Write @middleware\("gradient"\) above a function of settings',
+        match=r'got the function noise\. Write @middleware\("gradient"\) above a function of',
     ):
 
         @middleware
@@ -111,12 +112,15 @@ def test_a_factory_that_returns_no_wrap_is_an_error_that_shows_the_call(returned
     def noise(std):
         return returned
 
-    message = rf"noise\(0\.1\) must return a function step -> step, but it returned {shown}\. Did you forget 'return wrap'"
+    message = (
+        rf"noise\(0\.1\) must return a function step -> step, but it returned {shown}\. "
+        r"Did you forget 'return wrap'"
+    )
     with pytest.raises(TypeError, match=message):
         noise(0.1)
 
 
-def test_an_error_in_the_settings_is_that_of_the_function():
+def test_a_wrong_call_of_a_factory_raises_the_error_of_the_function():
     with pytest.raises(TypeError, match=r"scaled\(\) missing 1 required positional argument: 'by'"):
         scaled()
 
@@ -171,7 +175,7 @@ def test_a_pipeline_shows_what_it_was_made_from():
         (scaled(2), "scaled(2)"),
     ],
 )
-def test_the_name_of_a_setting_is_what_one_types_for_it(value, name):
+def test_the_name_of_a_setting_is_what_the_user_typed(value, name):
     assert name_of(value) == name
 
 
@@ -198,11 +202,11 @@ def test_the_name_of_a_setting_is_what_one_types_for_it(value, name):
             Middleware("scaled", gradient=scaled(1.0).gradient),
             scaled(1.0),
             False,
-        ),  # one was called, one was written
+        ),  # one is the result of a call
         (scaled(1.0), "scaled(1.0)", False),
     ],
 )
-def test_two_are_equal_if_they_come_from_the_same_call(one, another, equal):
+def test_middleware_are_equal_if_they_come_from_the_same_call(one, another, equal):
     assert (one == another) is equal
     assert (another == one) is equal
     assert (one != another) is not equal
@@ -212,12 +216,12 @@ def test_two_are_equal_if_they_come_from_the_same_call(one, another, equal):
     "make",
     [lambda: scaled(2, power=3), lambda: counted(3), lambda: Middleware("mine", gradient=same)],
 )
-def test_equal_ones_have_equal_hashes(make):
+def test_equal_middleware_have_equal_hashes(make):
     assert hash(make()) == hash(make())
     assert len({make(), make()}) == 1
 
 
-def test_settings_that_cannot_be_hashed_are_no_obstacle():
+def test_settings_that_cannot_be_hashed_are_allowed():
     assert len({scaled([1, 2]), scaled([1, 2]), scaled([3])}) == 2
 
 
@@ -240,7 +244,7 @@ def test_a_middleware_pickles(made):
     assert repr(again) == repr(made)
 
 
-def test_what_comes_out_of_a_pickle_works():
+def test_an_unpickled_step_works():
     step = pickle.loads(pickle.dumps(fl.pipeline(scaled(3.0))(toy_loss)))
     state, _ = step(toy(), torch.tensor([1.0]))
     assert state.model.w.item() == -3.0
@@ -270,7 +274,7 @@ def test_a_middleware_is_frozen():
         ),
     ],
 )
-def test_an_output_shows_its_loss_and_the_names_of_what_it_has(out, text):
+def test_an_output_shows_its_loss_and_the_names_of_its_parts(out, text):
     assert repr(out) == text
 
 

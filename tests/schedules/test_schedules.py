@@ -1,4 +1,4 @@
-"""Schedules: which factor each update uses, update i being the i-th from 0."""
+"""Schedules: the factor of each update, counted from 0."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ def factors(schedule, total):
 
 VALUES = [
     (constant(), [1, 1, 1]),
-    # down along a line, from 1 in the first update to one stair above the minimum in the last
+    # linear, from 1 in the first update to one stair above the minimum in the last
     (linear(), [1, 0.75, 0.5, 0.25]),
     (linear(min_ratio=0.5), [1, 0.875, 0.75, 0.625]),
     (linear(warmup=2), [0.5, 1, 1, 0.75, 0.5, 0.25]),
@@ -94,13 +94,13 @@ VALUES = [
     (
         warmup(2)(one_cycle(peak=1, start_ratio=0.5)),
         [0.25, 0.5, 0.5, 1],
-    ),  # up to what the schedule begins with
+    ),  # up to the first factor of the schedule
     (warmup(2)(lambda step, total: 0.5), [0.25, 0.5, 0.5]),  # any function
     (warmup(0)(linear()), [1, 0.5]),
     (
         warmup(2)(linear()),
         [0.5, 1],
-    ),  # as long as the run, or longer: up to what the schedule begins with
+    ),  # as long as the run, or longer: up to the first factor of the schedule
     (warmup(4)(linear()), [0.25, 0.5]),
     (warmup(4)(cosine(min_ratio=0.5)), [0.25, 0.5, 0.75]),
     (warmup(1.0)(polynomial()), [0.5, 1]),
@@ -118,7 +118,7 @@ VALUES = [
 @pytest.mark.parametrize(
     ("schedule", "expected"), VALUES, ids=[f"{schedule!r}-{len(row)}" for schedule, row in VALUES]
 )
-def test_a_run_of_so_many_updates_uses_these_factors(schedule, expected):
+def test_the_factors_of_a_whole_run(schedule, expected):
     assert factors(schedule, len(expected)) == pytest.approx(expected, abs=1e-12)
 
 
@@ -130,7 +130,7 @@ def test_a_run_of_so_many_updates_uses_these_factors(schedule, expected):
         (one_cycle(peak=0.5), one_cycle(peak=4)),
         (wsd(warmup=0.25, decay=0.5), wsd(warmup=2, decay=4)),
         (step_decay(0.25), step_decay(2)),
-        (step_decay(0.01), step_decay(1)),  # a stair is at least an update long
+        (step_decay(0.01), step_decay(1)),  # an interval is at least one update long
         (multistep([0.5, 0.75]), multistep([4, 6])),
         (inverse_sqrt(0.25), inverse_sqrt(2)),
         (warmup(0.5)(cosine()), warmup(4)(cosine())),
@@ -163,7 +163,7 @@ def test_one_as_an_int_is_one_update_and_as_a_float_the_whole_run():
     ],
     ids=repr,
 )
-def test_behind_the_end_of_the_run_a_decay_stays_at_its_minimum(schedule, minimum):
+def test_after_the_end_of_the_run_a_decay_stays_at_its_minimum(schedule, minimum):
     assert [schedule(i, 4) for i in (4, 5, 100)] == [minimum] * 3
 
 
@@ -182,7 +182,7 @@ def test_a_run_shorter_than_its_warmup_only_warms_up():
     ],
     ids=repr,
 )
-def test_fractions_may_make_the_whole_run(schedule, expected):
+def test_fractions_may_add_up_to_the_whole_run(schedule, expected):
     assert factors(schedule, 4) == pytest.approx(expected)
 
 
@@ -254,13 +254,13 @@ def test_the_last_update_is_near_the_minimum_but_not_at_it(schedule, minimum, to
     ],
     ids=repr,
 )
-def test_a_warmup_rises_by_equal_stairs_and_goes_over_without_a_jump(schedule):
+def test_a_warmup_rises_linearly_and_ends_without_a_jump(schedule):
     up = [schedule(i, 1000) for i in range(10)]
     assert up == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     assert schedule(10, 1000) == pytest.approx(1.0, abs=0.05)
 
 
-def test_one_cycle_goes_over_its_peak_without_a_jump():
+def test_one_cycle_passes_its_peak_without_a_jump():
     schedule = one_cycle(peak=100)
     assert [schedule(i, 1000) for i in (99, 100, 101)] == pytest.approx([1, 1, 1], abs=0.001)
 
@@ -274,21 +274,21 @@ def test_a_larger_k_keeps_a_cosine_high_for_longer():
 
 
 def told(step, total):
-    """A schedule that returns what it is told."""
+    """A schedule that returns its arguments."""
     return step, total
 
 
-def test_joined_schedules_count_their_own_steps_and_know_their_own_lengths():
+def test_joined_schedules_count_their_own_steps_and_get_their_own_lengths():
     schedule = join(told, told, told, at=[2, 3])
     assert [schedule(i, 5) for i in range(5)] == [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)]
 
 
-def test_only_the_last_of_joined_schedules_has_no_length_where_the_run_has_none():
+def test_without_a_length_of_the_run_only_the_last_joined_schedule_has_none():
     schedule = join(told, told, at=[2])
     assert [schedule(i, None) for i in (1, 2, 7)] == [(1, 2), (0, None), (5, None)]
 
 
-def test_behind_a_warmup_a_schedule_has_the_rest_of_the_run():
+def test_after_a_warmup_a_schedule_covers_the_rest_of_the_run():
     schedule = warmup(2)(lambda step, total: total + step / 10)
     assert [schedule(i, 5) for i in (1, 2, 3)] == [3.0, 3.0, 3.1]
 
@@ -309,7 +309,7 @@ def test_behind_a_warmup_a_schedule_has_the_rest_of_the_run():
     ],
     ids=repr,
 )
-def test_with_every_length_in_updates_these_need_no_length_of_the_run(schedule, expected):
+def test_schedules_with_lengths_in_updates_do_not_need_the_length_of_the_run(schedule, expected):
     assert [schedule(i, None) for i in range(2)] == expected
 
 
@@ -334,7 +334,7 @@ def test_with_every_length_in_updates_these_need_no_length_of_the_run(schedule, 
     ],
     ids=repr,
 )
-def test_others_say_that_they_need_the_length_of_the_run(schedule):
+def test_other_schedules_raise_without_the_length_of_the_run(schedule):
     with pytest.raises(ValueError, match=r"needs the length of the run: call it through fit\("):
         schedule(0, None)
 
@@ -343,7 +343,7 @@ def test_others_say_that_they_need_the_length_of_the_run(schedule):
     "schedule",
     [
         cosine(),
-        cosine(warmup=2),  # in the warmup it could do without, but not for long
+        cosine(warmup=2),  # the warmup itself does not need it
         wsd(warmup=2, decay=2),
         warmup(2)(cosine()),
         warmup(2)(warmup(2)(linear())),
@@ -353,7 +353,7 @@ def test_others_say_that_they_need_the_length_of_the_run(schedule):
     ],
     ids=repr,
 )
-def test_on_a_loader_without_length_they_say_so_before_the_first_update(schedule):
+def test_without_the_length_of_a_loader_they_raise_before_the_first_update(schedule):
     def loader():
         return (torch.tensor([1.0]) for _ in range(4))
 
@@ -442,7 +442,8 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (
             lambda: cosine(warmup=100.0),
             ValueError,
-            r"cosine expects warmup as a fraction of the run, from 0\.0 to 1\.0; got 100\.0\. For updates, write an int: 100$",
+            r"cosine expects warmup as a fraction of the run, from 0\.0 to 1\.0; got 100\.0\. "
+            r"For updates, write an int: 100$",
         ),
         (
             lambda: polynomial(warmup="2"),
@@ -515,7 +516,8 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
         (
             lambda: warmup(2)(cosine),
             TypeError,
-            r"warmup expects a function \(step, total_steps\) -> factor, such as cosine\(\); got cosine\. Call it: cosine\(\)",
+            r"warmup expects a function \(step, total_steps\) -> factor, such as cosine\(\); "
+            r"got cosine\. Call it: cosine\(\)",
         ),
         (
             lambda: join(constant(), linear, at=[2]),
@@ -593,7 +595,7 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
             ValueError,
             r"join expects at >= 0; got nan",
         ),
-        # no list
+        # not a list
         (
             lambda: multistep(3),
             TypeError,
@@ -609,11 +611,12 @@ def test_equal_schedules_make_equal_pipelines_that_show_them():
             TypeError,
             r"join expects at as a list of lengths; got 0\.5",
         ),
-        # as functions of the step that a pipeline is to use
+        # given to the middleware
         (
             lambda: fl.schedule(warmup(2)),
             TypeError,
-            r"a function \(step, total_steps\) -> factor, such as cosine\(\); <lambda> takes \(schedule\)",
+            r"a function \(step, total_steps\) -> factor, such as cosine\(\); "
+            r"<lambda> takes \(schedule\)",
         ),
         (
             lambda: fl.schedule(lambda i: 1.0),
@@ -632,7 +635,7 @@ def test_a_setting_out_of_range_is_an_error_when_the_schedule_is_made(make, erro
         make()
 
 
-def test_boundaries_that_fall_are_an_error_once_the_length_is_known():
+def test_falling_boundaries_are_an_error_once_the_length_is_known():
     schedule = join(constant(), constant(), constant(), at=[0.5, 3])
     assert schedule(0, 6) == 1.0
     with pytest.raises(
@@ -646,7 +649,7 @@ def test_boundaries_that_fall_are_an_error_once_the_length_is_known():
 
 
 def drawn(figure):
-    """What is drawn: label to points."""
+    """Return the drawn curves: label to points."""
     (axis,) = figure.axes
     return {
         line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
@@ -686,7 +689,7 @@ def test_a_plot_needs_the_length_of_a_run(total):
 
 
 @pytest.mark.parametrize("given", [linear, [linear()] * 2 + [0.1], {"a": lambda step: 1.0}])
-def test_what_is_no_schedule_cannot_be_plotted(given):
+def test_only_a_schedule_can_be_plotted(given):
     with pytest.raises(
         TypeError, match=r"plot expects .*a function \(step, total_steps\) -> factor"
     ):
@@ -694,6 +697,6 @@ def test_what_is_no_schedule_cannot_be_plotted(given):
 
 
 @pytest.mark.parametrize("none", [[], {}])
-def test_there_is_nothing_to_plot_without_a_schedule(none):
+def test_a_plot_needs_a_schedule(none):
     with pytest.raises(ValueError, match="plot expects at least one schedule"):
         plot(none, 4)
