@@ -325,7 +325,7 @@ class History:
             ['train', 'valid', 'best 1']
         """
         check_plot(mode, x)
-        plot.need("History.plot")
+        plot.require_matplotlib("History.plot")
         groups: dict[str, list[str]] = {}
         for key in self.keys():
             groups.setdefault(key.split("/", 1)[-1], []).append(key)

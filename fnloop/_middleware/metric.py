@@ -1,4 +1,4 @@
-"""Metrics beside the loss, in training and in evaluation."""
+"""Add metrics to the loss, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["metric"]
 
 
 @middleware("forward")
-def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -> Any:
-    """Add metrics to what a step finds out: in training and in evaluation, exact over uneven batches.
+def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -> Middleware:
+    """Add metrics, in training and in evaluation; batches of different sizes are averaged exactly.
 
     Args:
-        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function returned. A scalar tensor
-            is the mean over the batch, and is averaged by the batch's weight; a metric (``Sum``, ``Max``, what
-            ``from_torchmetrics`` makes, ...) is combined as it says.
+        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function returned. A scalar tensor is a
+            mean over the batch, and is averaged with the batch's weight. A metric (``Sum``, ``Max``, one made by
+            ``from_torchmetrics``, ...) is combined by its own rule.
 
     Returns:
         A middleware of the forward ring.
 
     Raises:
-        TypeError: a metric is not a function (aux, batch), or (at the first batch) its value is neither a scalar tensor nor
-            a metric.
+        TypeError: a metric is not a function (aux, batch). At the first batch: its value is neither a scalar tensor nor a
+            metric.
         ValueError: there is no metric, or one is named "loss" or has an empty name.
 
     Example:
@@ -50,7 +50,8 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
         checks.metric_name("metric", "a name", name)
         if name == "loss":
             raise ValueError(
-                'metric(loss=...) would replace the loss, which is always reported as "loss": choose another name'
+                'metric(loss=...) would replace the loss, which is always reported as "loss": '
+                "choose another name"
             )
         checks.function("metric", name, function, "a function (aux, batch) -> scalar or Metric", 2)
 
@@ -61,12 +62,9 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
             with torch.no_grad():
                 found: dict[str, Metric] = {}
                 name = ""
-                try:
-                    for (
-                        name,
-                        function,
-                    ) in functions.items():  # a comprehension would be a frame in the traceback
-                        found[name] = _read(name, function(out.aux, batch), out.weight)
+                try:  # a comprehension would add a frame to the traceback
+                    for name, compute in functions.items():
+                        found[name] = _to_metric(name, compute(out.aux, batch), out.weight)
                 except Exception as error:
                     error.add_note(f"while in the metric {name!r}")
                     raise
@@ -77,8 +75,8 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
     return Middleware(f"metric({', '.join(functions)})", forward=forward)
 
 
-def _plain(metric: Any) -> Metric:
-    """Return a metric of ours wide enough to sum in, and without a graph."""
+def _detach(metric: Any) -> Metric:
+    """Return a built-in metric with tensors of its own, in a dtype to accumulate in, without an autograd graph."""
     if type(metric) not in BUILTIN_METRICS.values():
         return metric
     parts = {
@@ -90,15 +88,16 @@ def _plain(metric: Any) -> Metric:
     return metric.own() if hasattr(metric, "own") else metric
 
 
-def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
+def _to_metric(name: str, value: Any, weight: int | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
             raise TypeError(
-                f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: add .mean()"
+                f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: "
+                "add .mean()"
             )
         return Mean(to_accumulator_dtype(value) * weight, to_accumulator_dtype(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
-        return _plain(value)
+        return _detach(value)
     if isinstance(value, int | float):
         return Mean(value * weight, weight)
     raise TypeError(
