@@ -12,7 +12,7 @@ from torch.nn import utils
 from fnloop._backend.fsdp import full, local_part
 from fnloop._core.metrics import Mean
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
+from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._step.backward import commutes_with_scaling
 from fnloop._step.update import report
@@ -21,7 +21,7 @@ __all__ = ["clip", "clip_value"]
 
 
 @middleware("gradient")
-def clip(max_norm: float, norm_type: float = 2.0) -> Wrap:
+def clip(max_norm: float, norm_type: float = 2.0) -> Middleware:
     """Scale the gradient so that its norm, over all parameters together, is at most ``max_norm``.
 
     The norm before clipping becomes the metric "grad_norm" (``history["train/grad_norm"]``).
@@ -63,7 +63,8 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Wrap:
 
         return clipped
 
-    return commutes_with_scaling(gradient) if math.isinf(max_norm) else gradient
+    wrap = commutes_with_scaling(gradient) if math.isinf(max_norm) else gradient
+    return Middleware("clip", gradient=wrap)
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -78,7 +79,7 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 @middleware("gradient")
-def clip_value(limit: float) -> Wrap | Middleware:
+def clip_value(limit: float) -> Middleware:
     """Clamp every element of the gradient to [-limit, limit].
 
     Args:
@@ -114,7 +115,7 @@ def clip_value(limit: float) -> Wrap | Middleware:
 
         return clamped
 
-    return gradient
+    return Middleware("clip_value", gradient=gradient)
 
 
 def _check_limit(owner: str, name: str, value: float, meaning: str) -> None:
