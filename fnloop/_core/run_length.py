@@ -16,8 +16,8 @@ def explain_unknown_length(what: str, state: TrainState) -> str:
     """
     if state.run is None:
         return (
-            f"{what} needs the length of the run, which a bare step does not know: call fit(step, state, loaders, ...), "
-            "or give every length in steps"
+            f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
+            "state, loaders, ...), or give every length in steps"
         )
     return (
         f"{what} needs the length of the run, but the training loader has none: "

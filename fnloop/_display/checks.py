@@ -1,4 +1,4 @@
-"""Checks of arguments. Each error says what was given, what was expected, and what to type instead."""
+"""Checks of arguments. An error says what was given, what was expected, and what to type."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PLAIN = bool | int | float | str | bytes | list | tuple | dict | set | None
 
 
 def describe(value: object, most: int = 60) -> str:
-    """Return a short text for any value: a class by its name, anything else by its repr and its type."""
+    """Return a short text for any value: the name of a class, or else a repr and its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     try:
@@ -99,8 +99,8 @@ def number(
     """Return a value if it is a number (not a bool, not NaN) in a range.
 
     Raises:
-        ValueError: it is out of the range, or is not finite although it has to be; or it is not a number, unless
-            ``wrong_type`` is another class.
+        ValueError: it is out of the range, or is not finite although it has to be; or it is not a
+            number, unless ``wrong_type`` is another class.
     """
     bounds = [
         f">= {least:g}" if least > -math.inf else "",
@@ -192,7 +192,8 @@ def function(
         value: the value of the argument.
         meaning: what is expected: "a function (aux, batch) -> scalar".
         arguments: the number of positional arguments that the function will be given.
-        also: classes of callables that are accepted too: ``type`` for classes, ``nn.Module`` for modules.
+        also: classes of callables that are accepted too: ``type`` for classes, ``nn.Module`` for
+            modules.
 
     Raises:
         TypeError: it is not a function, or takes other arguments.
@@ -271,7 +272,9 @@ def typed_path(
 def folder_path(
     owner: str, name: str, value: str | os.PathLike[str], example: str = "runs/a"
 ) -> Path:
-    """Return an absolute path, with ``~`` expanded, so that a later change of the working directory does not affect it.
+    """Return an absolute path, with ``~`` expanded.
+
+    A later change of the working directory does not affect it.
 
     Raises:
         TypeError, ValueError: as :func:`typed_path`.

@@ -1,7 +1,8 @@
 """Text for terminals and HTML for notebooks.
 
-All HTML is built here, and all values from outside are escaped here. It has no scripts, no assets and no colours of its own:
-lines are a lighter shade of the text's colour, which suits dark themes too.
+All HTML is built here, and all values from outside are escaped here. It has no scripts, no assets
+and no colours of its own: lines are a lighter shade of the text's colour, which suits dark themes
+too.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def record_text(name: str, values: Mapping[str, object]) -> str:
 
 
 def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
-    """Show a table. One that is too wide is split into parts, each of which begins with the first ``fixed`` columns.
+    """Show a table.
+
+    One that is too wide is split into parts, each of which begins with the first ``fixed`` columns.
 
     Example:
         >>> print(table_text([["step", "loss"], ["10", "0.5"]], fixed=1))
@@ -100,7 +103,7 @@ def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
 
 
 def _split(columns: list[list[str]], fixed: int, width: int) -> list[list[list[str]]]:
-    """Split columns into parts of at most this width. Each part has the fixed columns and at least one other."""
+    """Split columns into parts of at most this width, each with the fixed columns and another."""
     parts = [columns[:fixed]]
     for column in columns[fixed:]:
         used = sum(len(other[0]) + 2 for other in parts[-1])
@@ -173,7 +176,7 @@ def diagram(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
 
 
 def curve(title: str, values: Sequence[float], note: str) -> str:
-    """Draw a small curve of values, with 0 on its scale. Without finite values, return the title alone."""
+    """Draw a small curve of values, with 0 on its scale; without finite values, the title alone."""
     name = f"<code>{_escape(title)}</code>"
     if not values or not all(map(math.isfinite, values)):
         return f"<div>{name}</div>"
@@ -181,9 +184,11 @@ def curve(title: str, values: Sequence[float], note: str) -> str:
     x, y = width / max(len(values) - 1, 1), height / (high - low)
     points = " ".join(f"{i * x:.1f},{(high - value) * y:.1f}" for i, value in enumerate(values))
     line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
-    axes = f'<path d="M0 0V{height}M0 {high * y:.1f}H{width}" fill="none" stroke="currentColor" opacity=".3"/>'
+    path = f"M0 0V{height}M0 {high * y:.1f}H{width}"
+    axes = f'<path d="{path}" fill="none" stroke="currentColor" opacity=".3"/>'
     view = f'width="{width + 8}" height="{height + 8}" viewBox="-4 -4 {width + 8} {height + 8}"'
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" style="display:block">{axes}{line}</svg>'
+    frame = f'xmlns="http://www.w3.org/2000/svg" {view} role="img" style="display:block"'
+    svg = f"<svg {frame}>{axes}{line}</svg>"
     return f'<div>{name}{svg}<small style="{_FAINT}">{_escape(note)}</small></div>'
 
 
@@ -191,8 +196,10 @@ def bar(done: int, total: int | None, text: str) -> str:
     """Return a bar and a text to its right; without a total, the text alone."""
     drawn = ""
     if total:
-        frame = f"display:inline-block;width:16em;height:.7em;border:{_LINE};border-radius:.35em;overflow:hidden"
-        filled = f"display:block;height:100%;width:{100 * min(done / total, 1):.0f}%;background:currentColor;opacity:.6"
+        frame = f"display:inline-block;width:16em;height:.7em;border:{_LINE};border-radius:.35em"
+        frame += ";overflow:hidden"
+        percent = f"{100 * min(done / total, 1):.0f}%"
+        filled = f"display:block;height:100%;width:{percent};background:currentColor;opacity:.6"
         drawn = f'<span style="{frame}"><span style="{filled}"></span></span> '
     return f'<div style="font-variant-numeric:tabular-nums">{drawn}{_escape(text)}</div>'
 
@@ -235,7 +242,7 @@ class Display:
         self._handle: _Handle | None = None
 
     def show(self, value: object) -> None:
-        """Show a value: the first time below the other outputs of the cell, then in the same place."""
+        """Show a value: at first below the other outputs of the cell, then in the same place."""
         from IPython.display import display
 
         if self._handle is None:

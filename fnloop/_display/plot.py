@@ -1,6 +1,7 @@
 """Figures of matplotlib, which is imported when the first one is drawn.
 
-They are made without pyplot. So no figure stays open without the caller's knowledge, and a notebook shows each one once.
+They are made without pyplot. So no figure stays open without the caller's knowledge, and a notebook
+shows each one once.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def grid(owner: str, n: int) -> tuple[Figure, list[Axes]]:
 
 
 def _render_png(figure: Figure) -> tuple[bytes, dict[str, int]]:
-    """Draw a figure at twice its resolution, for high-density screens, and return its size on the page too."""
+    """Draw a figure at twice its resolution, and return it with its size on the page."""
     width, height = figure.get_size_inches() * figure.dpi
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=2 * figure.dpi)
@@ -85,7 +86,8 @@ def draw(
         x: the label of its x axis.
         curves: label to points.
         marked: label of a curve to the point that is marked on it.
-        labels: the labels of all curves in the figure, so that a label has the same colour in all axes.
+        labels: the labels of all curves in the figure, so that a label has the same colour in all
+            axes.
     """
     labels = list(labels or curves)
     for label, points in curves.items():

@@ -1,4 +1,4 @@
-"""Stop a run early: ``early_stop`` and ``halt_on_nonfinite``, pure functions of the history and the counters."""
+"""Stop a run early, by a metric or by a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["early_stop", "halt_on_nonfinite"]
 
 @attrs.frozen
 class _Wait:
-    """The value that the next one is compared with, its record, and how many evaluations did not improve on it."""
+    """The reference value, its record, and the number of evaluations that did not improve on it."""
 
     reference: float
     record: Record
@@ -30,17 +30,22 @@ class _Wait:
 class early_stop:
     """Stop when a metric has not improved for ``patience`` evaluations.
 
-    The decision is a function of the history, so a resumed run stops where an uninterrupted one would. NaN is worse than
-    any number. Closing records, which a run appends if it ends between two evaluations, do not count.
+    The decision is a function of the history, so a resumed run stops where an uninterrupted one
+    would. NaN is worse than any number. Closing records, which a run appends if it ends between two
+    evaluations, do not count.
 
     Args:
         key: the metric, such as "valid/loss".
-        patience: evaluations without improvement after which to stop; at least 1. Some libraries call this 0.
-        min_delta: the least improvement, in the units of the metric: a value must be better by more than this to count.
-        mode: "min" if lower is better, "max" if higher. With None, the name after the loader's decides: "loss" and
-            "error" should fall; "acc", "f1", "auc", "precision" and "recall" should rise. Any other name needs a mode.
-        reference: the value that a new one is compared with: "accepted", the last one that counted as an improvement, so
-            that small gains add up; or "best", the best value so far, so that each gain alone must exceed ``min_delta``.
+        patience: evaluations without improvement after which to stop; at least 1. Some libraries
+            call this 0.
+        min_delta: the least improvement, in the units of the metric: a value must be better by more
+            than this to count.
+        mode: "min" if lower is better, "max" if higher. With None, the name after the loader's
+            decides: "loss" and "error" should fall; "acc", "f1", "auc", "precision" and "recall"
+            should rise. Any other name needs a mode.
+        reference: the value that a new one is compared with: "accepted", the last one that counted
+            as an improvement, so that small gains add up; or "best", the best value so far, so that
+            each gain alone must exceed ``min_delta``.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this, or NaN.
         min_epochs: completed epochs before which the run is never stopped.
@@ -52,15 +57,17 @@ class early_stop:
 
     Raises:
         TypeError: key is not a str, or check_finite is not a bool.
-        ValueError: a setting is out of range, or mode is None and the name of the metric does not imply one.
-        KeyError: when a run starts: there is no such loader. At its first evaluation: there is no such metric. The message
-            lists those that exist.
+        ValueError: a setting is out of range, or mode is None and the name of the metric does not
+            imply one.
+        KeyError: when a run starts: there is no such loader. At its first evaluation: there is no
+            such metric. The message lists those that exist.
 
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
-        >>> stop = early_stop("train/loss", patience=2, mode="max")        # every update lowers the loss
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=100, hooks=(stop,))
+        >>> step = fl.pipeline()(toy_loss)      # each update lowers the loss
+        >>> stop = early_stop("train/loss", patience=2, mode="max")
+        >>> state = fl.fit(step, toy(), [torch.ones(1)], epochs=100, hooks=(stop,))
         >>> state.epoch, state.stop
         (3, 'early_stop: train/loss has not improved for 2 evaluations (best 0, epoch 1)')
 
@@ -121,7 +128,7 @@ class early_stop:
         return attrs.evolve(state, stop=f"early_stop: {self.key} {reason}")
 
     def poll(self, state: TrainState) -> TrainState:
-        """Check the name of the metric at the first record, even if the hook itself is called rarely."""
+        """Check the name of the metric, even at a boundary where the hook itself is not called."""
         if RECORD in state.events:
             check_monitored("early_stop", self.key, state)
         return state
@@ -160,8 +167,8 @@ class early_stop:
         least = f" by more than {self.min_delta:g}" if self.min_delta else ""
         where = _place(wait.record, state.history)
         return (
-            f"has not improved{least} for {format_count(wait.evaluations, 'evaluation')} "
-            f"({best} {wait.reference:.4g}, {where})"
+            f"has not improved{least} for {format_count(wait.evaluations, 'evaluation')} ({best} "
+            f"{wait.reference:.4g}, {where})"
         )
 
 
@@ -176,8 +183,9 @@ def _place(record: Record, history: History) -> str:
 class halt_on_nonfinite:
     """Stop when the training loss has become NaN or infinite.
 
-    NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and at every record, with
-    no device reads in between. By then the bad update has reached the parameters: go back to a checkpoint or a snapshot.
+    NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
+    at every record, with no device reads in between. By then the bad update has reached the
+    parameters: go back to a checkpoint or a snapshot.
 
     Args:
         steps: applied updates between two reads; at least 1.
@@ -194,7 +202,7 @@ class halt_on_nonfinite:
         >>> batches = [torch.tensor([float("nan")])] * 3
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=(halt_on_nonfinite(),))
         >>> state.stop
-        'halt_on_nonfinite: the training loss became nan between steps 1 and 3; to stop at once: halt_on_nonfinite(steps=1)'
+        'halt_on_nonfinite: the training loss became nan between steps 1 and 3; ...'
     """
 
     steps: int = 100

@@ -23,14 +23,16 @@ __all__ = ["live_plot"]
 class live_plot:
     """Draw ``state.history.plot()`` at every record: in place in a notebook, or into a file.
 
-    It uses only the history, so it reads nothing from the device. When there are several processes, the main one draws.
+    It uses only the history, so it reads nothing from the device. When there are several processes,
+    the main one draws.
 
     Args:
-        file: where to save the figure, in the format of its suffix (``"runs/a.png"``); None is the output of the cell.
+        file: where to save the figure, in the format of its suffix (``"runs/a.png"``); None is the
+            output of the cell.
         mode: "min" or "max", or a mapping from metrics to one of them, as in :meth:`History.plot`.
         x: the unit of the x axis, "step" or "epoch".
-        refresh: the least time between two drawings, in seconds, at least 0. A drawing takes a fraction of a second. The
-            last record of a run is always drawn.
+        refresh: the least time between two drawings, in seconds, at least 0. A drawing takes a
+            fraction of a second. The last record of a run is always drawn.
 
     Returns:
         A hook.
@@ -38,15 +40,17 @@ class live_plot:
     Raises:
         ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
         TypeError: file is not a path.
-        ValueError: no file was given and this is not a notebook; or another argument is not one of its choices.
+        ValueError: no file was given and this is not a notebook; or another argument is not one of
+            its choices.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
         >>> from pathlib import Path
         >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 3
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     hook = live_plot(Path(folder, "run.png"))
-        ...     state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, epochs=2, hooks=(hook,))
+        ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         ...     Path(folder, "run.png").read_bytes()[1:4]
         b'PNG'
     """
@@ -67,7 +71,8 @@ class live_plot:
             plot.check_file("live_plot", file)
         elif not html.in_notebook():
             raise ValueError(
-                "live_plot() draws in a notebook, and this is not one. To draw into a file, write live_plot('run.png')"
+                "live_plot() draws in a notebook, and this is not one. To draw into a file, write "
+                "live_plot('run.png')"
             )
         checks.number("live_plot", "refresh", refresh, "the seconds between two drawings", least=0)
         self.file, self.mode, self.x, self.refresh = file, mode, x, refresh

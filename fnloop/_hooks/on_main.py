@@ -17,8 +17,8 @@ __all__ = ["on_main"]
 class on_main(Wrapper):
     """Run a hook on the main process only: one that prints, writes a file or talks to a server.
 
-    The hook may only observe; the other processes would not see its changes. In one process it runs as without
-    ``on_main``.
+    The hook may only observe; the other processes would not see its changes. In one process it runs
+    as without ``on_main``.
 
     Args:
         hook: ``state -> state``, which returns the state that it is given.
@@ -27,7 +27,8 @@ class on_main(Wrapper):
         A hook.
 
     Raises:
-        TypeError: the hook is not a function, or is ``checkpoint``, which every process has to take part in.
+        TypeError: the hook is not a function, or is ``checkpoint``, which every process has to take
+            part in.
         ValueError: when it runs: it returned another state.
 
     Example:
@@ -47,7 +48,8 @@ class on_main(Wrapper):
         checks.function("on_main", "hook", self.hook, "a hook, a function state -> state", 1)
         if isinstance(unwrap_hook(self.hook), checkpoint):
             raise TypeError(
-                f"{self.hook!r} needs all processes, and writes only on the main one: list it without on_main"
+                f"{self.hook!r} needs all processes, and writes only on the main one: list it "
+                "without on_main"
             )
 
     def __repr__(self) -> str:
@@ -61,12 +63,12 @@ class on_main(Wrapper):
         return self._observe(super().flush, state)
 
     def _observe(self, call: Hook, state: TrainState) -> TrainState:
-        """Call a hook, or a method of it, on the main process, and raise if it returns another state."""
+        """Call a hook or its method on the main process, and raise if it returns another state."""
         if state.backend.main and (new := call(state)) is not state:
             stops = isinstance(new, TrainState) and new.stop
             found = f"one that stops: {new.stop}" if stops else repr(new)
             raise ValueError(
-                f"{self!r} must return the state that it is given, because the other processes would not see the "
-                f"change; it returned {found}"
+                f"{self!r} must return the state that it is given, because the other processes "
+                f"would not see the change; it returned {found}"
             )
         return state

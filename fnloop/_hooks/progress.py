@@ -1,4 +1,4 @@
-"""Show the progress of a run: lines in a log, bars in a terminal, or one output of a notebook's cell."""
+"""Show the progress of a run: in a log, a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ ROWS = 20  # of the table in a notebook; the middle of a longer run is left out
 class progress:
     """Show the progress of a run, in a terminal or a notebook.
 
-    In a terminal it is a bar per epoch. In a notebook it is a bar below a table of records, redrawn in place. In a log, it
-    is a line per record. A bar has the loss, the learning rate, updates per second and the remaining time. It reads from
-    the device when it is redrawn, and at no other time. When there are several processes, the main one shows it; the
-    loss between two records is then that of its own share of the batches.
+    In a terminal it is a bar per epoch. In a notebook it is a bar below a table of records, redrawn
+    in place. In a log, it is a line per record. A bar has the loss, the learning rate, updates per
+    second and the remaining time. It reads from the device when it is redrawn, and at no other
+    time. When there are several processes, the main one shows it; the loss between two records is
+    then that of its own share of the batches.
 
     Args:
         refresh: the least time between two drawings, in seconds, at least 0.5.
@@ -86,7 +87,7 @@ class progress:
 
 
 class _View(Protocol):
-    """A way to show a run. ``done`` is the number of updates of the current epoch, including skipped ones."""
+    """A way to show a run. ``done`` counts the updates of the current epoch, also skipped ones."""
 
     def update(self, state: TrainState, done: int) -> None:
         """Show a boundary."""
@@ -171,7 +172,7 @@ class _TerminalView:
 
 
 class _NotebookView:
-    """One output of a cell: a table of this run's records, and below it the bar of the current epoch."""
+    """One output of a cell: a table of this run's records above the bar of the current epoch."""
 
     def __init__(self, refresh: float) -> None:
         self.refresh = refresh
@@ -249,7 +250,10 @@ class _NotebookView:
 
 
 def _count_updates(state: TrainState, before: int) -> int:
-    """Return the updates of the current epoch, including skipped ones; ``before`` is their number at the last boundary."""
+    """Return the number of updates of the current epoch, including skipped ones.
+
+    ``before`` is their number at the last boundary.
+    """
     if EPOCH in state.events:
         return (state.run and state.run.steps_per_epoch) or before + 1
     return -(-state.batch // (state.run.window if state.run else 1))
@@ -261,7 +265,7 @@ def _format_epoch(state: TrainState) -> str:
 
 
 def _format_metrics(state: TrainState) -> str:
-    """Show the newest record if it is of this boundary, otherwise the running loss, which is read from the device."""
+    """Show the record of this boundary, or else the running loss, which is read from the device."""
     values: dict[str, float] = {}
     lr = Last(state.optimizer.param_groups[0]["lr"])
     if RECORD in state.events:

@@ -1,8 +1,8 @@
 """Keep a table of the history in a file that always equals it, also after a resume.
 
-A record is appended as soon as it is made, and handed to the operating system at once. If the file differs from the history
-(a new column, records after the checkpoint being resumed, a line truncated by a crash), it is rewritten: into a temporary file
-beside it, which is then renamed.
+A record is appended as soon as it is made, and handed to the operating system at once. If the file
+differs from the history (a new column, records after the checkpoint being resumed, a line truncated
+by a crash), it is rewritten: into a temporary file beside it, which is then renamed.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ _Path = str | os.PathLike[str]
 
 
 def to_csv(path: _Path) -> TableWriter:
-    """Keep a table of the history in a CSV file: epoch, step, seconds, and a column for each metric.
+    """Keep a table of the history in a CSV file: epoch, step, seconds, a column for each metric.
 
-    Each record is written at once, so a kill loses none. The file equals ``state.history``: a run that is resumed from an
-    earlier checkpoint cuts off the rows after it. A file belongs to one run; another run is refused before its first update,
-    and the file is not touched. A closing record has 1 in the column ``closing``, which exists only if there is such a
-    record. If a record lacks a metric, its cell is empty. NaN and the infinities are ``nan``, ``inf`` and ``-inf``, which
-    pandas can read. When there are several processes, the first one writes.
+    Each record is written at once, so a kill loses none. The file equals ``state.history``: a run
+    that is resumed from an earlier checkpoint cuts off the rows after it. A file belongs to one
+    run; another run is refused before its first update, and the file is not touched. A closing
+    record has 1 in the column ``closing``, which exists only if there is such a record. If a record
+    lacks a metric, its cell is empty. NaN and the infinities are ``nan``, ``inf`` and ``-inf``,
+    which pandas can read. When there are several processes, the first one writes.
 
     Args:
-        path: the file, one for each run. It is made absolute at once, with ``~`` expanded. Missing folders are created.
+        path: the file, one for each run. It is made absolute at once, with ``~`` expanded. Missing
+            folders are created.
 
     Returns:
         A hook.
 
     Raises:
-        ValueError: the path is an address or a folder, or a file that this hook has not written. When a run begins: the
-            file has the rows of another run.
+        ValueError: the path is an address or a folder, or a file that this hook has not written.
+            When a run begins: the file has the rows of another run.
         TypeError: path is not a path.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
         >>> from pathlib import Path
         >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     hook = to_csv(Path(folder, "a.csv"))
-        ...     state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=2, hooks=(hook,))
+        ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         ...     print(Path(folder, "a.csv").read_text())
         epoch,step,seconds,train/loss
         1,1,...,0.0
@@ -71,29 +74,33 @@ def to_csv(path: _Path) -> TableWriter:
 
 
 def to_jsonl(path: _Path) -> TableWriter:
-    """Keep a table of the history in a file of JSON lines: epoch, step, seconds and the metrics of a record in each.
+    """Keep a table of the history in a file of JSON lines, one for each record.
 
-    It works as :func:`to_csv` does, but a line has only the metrics of its own record. NaN is ``null``. The infinities are
-    ``1e999`` and ``-1e999``, because JSON cannot represent them; Python, pandas and JavaScript parse these as infinity.
+    A line has epoch, step, seconds and metrics.
+    It works as :func:`to_csv` does, but a line has only the metrics of its own record. NaN is
+    ``null``. The infinities are ``1e999`` and ``-1e999``, because JSON cannot represent them;
+    Python, pandas and JavaScript parse these as infinity.
 
     Args:
-        path: the file, one for each run. It is made absolute at once, with ``~`` expanded. Missing folders are created.
+        path: the file, one for each run. It is made absolute at once, with ``~`` expanded. Missing
+            folders are created.
 
     Returns:
         A hook.
 
     Raises:
-        ValueError: the path is an address or a folder, or a file that this hook has not written. When a run begins: the
-            file has the rows of another run.
+        ValueError: the path is an address or a folder, or a file that this hook has not written.
+            When a run begins: the file has the rows of another run.
         TypeError: path is not a path.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
         >>> from pathlib import Path
         >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     hook = to_jsonl(Path(folder, "a.jsonl"))
-        ...     state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=2, hooks=(hook,))
+        ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         ...     print(Path(folder, "a.jsonl").read_text())
         {"epoch": 1, "step": 1, "seconds": ..., "train/loss": 0.0}
         {"epoch": 2, "step": 2, "seconds": ..., "train/loss": -1.0}
@@ -109,7 +116,7 @@ def _make_writer(
     format_row: Callable[[Record, Sequence[str]], str],
     beginning: bytes,
 ) -> TableWriter:
-    """Check the path and make a hook. ``beginning`` is a pattern that every file of this kind begins with."""
+    """Check the path and make a hook. ``beginning`` is the pattern of the file's first bytes."""
     name = factory.__name__
     typed = typed_path(name, "path", path, f"runs/a.{name[3:]}")
     file = folder_path(name, "path", path)
@@ -117,7 +124,8 @@ def _make_writer(
     found = _read_beginning(file) if file.is_file() else b""
     if file.is_dir() or not folder.is_dir() or (found and not re.match(beginning, found)):
         raise ValueError(
-            f"{name}({typed!r}): there is something else at that path. Give another path, or remove what is there"
+            f"{name}({typed!r}): there is something else at that path. Give another path, or "
+            "remove what is there"
         )
     return TableWriter(Call(factory, (typed,)), file, format_header, format_row)
 
@@ -131,8 +139,8 @@ def _read_beginning(path: Path) -> bytes:
 class TableWriter:
     """A hook that keeps a file equal to the history, a line for each record.
 
-    A hidden file next to the table holds the identity of its run, because the table has no place for it that every reader
-    skips.
+    A hidden file next to the table holds the identity of its run, because the table has no place
+    for it that every reader skips.
 
     Args:
         call: the call that made it.
@@ -145,7 +153,7 @@ class TableWriter:
     path: Path
     format_header: Callable[[Sequence[str]], str]
     format_row: Callable[[Record, Sequence[str]], str]
-    # What is in the file: its columns, the number of records (None: unknown), the last one, and the size in bytes.
+    # The contents of the file: columns, number of records (None: unknown), last record, bytes.
     _names: tuple[str, ...] = attrs.field(default=(), init=False)
     _count: int | None = attrs.field(default=None, init=False)
     _last: Record | None = attrs.field(default=None, init=False)
@@ -175,7 +183,7 @@ class TableWriter:
         return state
 
     def settle(self, state: TrainState) -> None:
-        """Make the file equal to the history of a run that has already ended, if the file belongs to this run."""
+        """Make the file equal to the history of a run that has already ended, if it is its file."""
         if state.backend.rank != 0:
             return
         first = self._read_first_row()
@@ -191,14 +199,15 @@ class TableWriter:
         first = self._read_first_row()
         if first is not None and not self._belongs_to(state, first):
             raise ValueError(
-                f"{self!r}: {self.path} has the rows of another run. To continue that run, restore its state first: "
-                "state = resume(folder, state). To begin a new one, give it another path, or move the file away"
+                f"{self!r}: {self.path} has the rows of another run. To continue that run, restore "
+                "its state first: state = resume(folder, state). To begin a new one, give it "
+                "another path, or move the file away"
             )
         self._run_id_file.parent.mkdir(parents=True, exist_ok=True)
         self._run_id_file.write_text(state.run_id, encoding="utf-8")
 
     def _belongs_to(self, state: TrainState, first: str) -> bool:
-        """Return whether the file belongs to this run: by its hidden file, or else by the counters in its first row."""
+        """Return whether the file belongs to this run: by its hidden file, or by its first row."""
         with contextlib.suppress(FileNotFoundError):
             run_id = self._run_id_file.read_text(encoding="utf-8", errors="replace")
             if is_run_id(run_id):
@@ -229,7 +238,10 @@ class TableWriter:
         self._count, self._last = len(history), history[-1] if len(history) else None
 
     def _can_append(self, history: History) -> bool:
-        """Return whether the history has at most one record more than the file, and the file is as this hook left it."""
+        """Return whether the history has at most one record more than the file.
+
+        The file also has to be as this hook left it.
+        """
         count = self._count
         if count is None or not self.path.exists() or self.path.stat().st_size != self._size:
             return False
@@ -274,7 +286,7 @@ def _merge_names(names: Iterable[str], more: Iterable[str]) -> tuple[str, ...]:
 
 
 def _cells_of(record: Record) -> dict[str, float]:
-    """Return the cells of a row after the counters: the metrics, and whether it is a closing record."""
+    """Return the cells of a row after the counters: the metrics, and 1 for a closing record."""
     return {**record.metrics, "closing": 1} if record.closing else dict(record.metrics)
 
 

@@ -23,18 +23,22 @@ _Plain = str | bool | int | float | None
 
 
 class track:
-    """Send every record to a tracker: ``track("tensorboard", folder="runs/a", config={"lr": 0.1})``.
+    """Send every record to a tracker: ``track("tensorboard", folder="runs/a")``.
 
-    Each metric is sent with ``state.step``. So is the learning rate of each parameter group, under the names that
-    ``schedule`` uses ("train/lr", "train/lr/1", ...). The tracker is opened after the first update and closed when the run
-    ends, also on an exception; a later run continues in it. When there are several processes, only the first one sends.
+    Each metric is sent with ``state.step``. So is the learning rate of each parameter group, under
+    the names that ``schedule`` uses ("train/lr", "train/lr/1", ...). The tracker is opened after
+    the first update and closed when the run ends, also on an exception; a later run continues in
+    it. When there are several processes, only the first one sends.
 
     Args:
-        tracker: "tensorboard", "wandb", "mlflow" or any other name that accelerate knows; or a class or an instance of
-            ``accelerate.tracking.GeneralTracker``.
-        folder: where it writes. tensorboard and aim need one; wandb, mlflow (for artifacts), dvclive and swanlab take one.
-        config: hyperparameters, sent once: plain data, possibly in nested mappings; ``{"a": {"b": 1}}`` becomes ``a.b``.
-        project: the project or experiment that the run belongs to; for tensorboard, a folder in ``folder``.
+        tracker: "tensorboard", "wandb", "mlflow" or any other name that accelerate knows; or a
+            class or an instance of ``accelerate.tracking.GeneralTracker``.
+        folder: where it writes. tensorboard and aim need one; wandb, mlflow (for artifacts),
+            dvclive and swanlab take one.
+        config: hyperparameters, sent once: plain data, possibly in nested mappings;
+            ``{"a": {"b": 1}}`` becomes ``a.b``.
+        project: the project or experiment that the run belongs to; for tensorboard, a folder in
+            ``folder``.
         **settings: other arguments of the class, such as ``name="a"`` for ``wandb.init``.
 
     Returns:
@@ -56,7 +60,8 @@ class track:
         ...     def log(self, values, step):
         ...         print(step, values)
         >>> hook = track(Show(), config={"model": {"width": 1}})
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(lr=0.5), [torch.ones(1)] * 2, hooks=(hook,))
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 2
+        >>> state = fl.fit(step, toy(lr=0.5), batches, hooks=(hook,))
         {'model.width': 1}
         2 {'train/loss': -0.25, 'train/lr': 0.5}
 
@@ -139,8 +144,8 @@ def _flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, _Plain
     """Return nested mappings as one, with values that every tracker takes."""
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"track expects config as a mapping, such as {{'lr': 0.1}}; got {checks.describe(config)}. "
-            "For an object, write vars(config)"
+            "track expects config as a mapping, such as {'lr': 0.1}; got "
+            f"{checks.describe(config)}. For an object, write vars(config)"
         )
     flat: dict[str, _Plain] = {}
     for key, value in config.items():

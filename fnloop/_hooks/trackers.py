@@ -20,7 +20,7 @@ _FOLDERS = {"wandb": "dir", "mlflow": "logging_dir", "dvclive": "dir", "swanlab"
 
 @attrs.define
 class Tracker:
-    """One of accelerate's trackers, used without accelerate's process-wide state. Make it with :func:`read_tracker`.
+    """One of accelerate's trackers, used without its process-wide state. See :func:`read_tracker`.
 
     Args:
         name: its name.
@@ -35,7 +35,7 @@ class Tracker:
     _running: Any = None  # what accelerate makes; ``tracker`` differs from class to class
 
     def start(self, step: int) -> None:
-        """Start the tracker. Values from this step on come from a run that died, and are overwritten."""
+        """Start the tracker. Values from this step on, left by a run that died, are overwritten."""
         with trackers() as known:
             self._running = self.kind
             if isinstance(self.kind, type):
@@ -56,7 +56,10 @@ class Tracker:
             self._running.log(dict(values), step=step)
 
     def finish(self) -> None:
-        """Close the tracker. If the service has given the run an identity, the next start continues that run."""
+        """Close the tracker.
+
+        If the service has given the run an identity, the next start continues that run.
+        """
         with trackers() as known:
             if self.kind is known.WandBTracker:
                 self.settings = {"resume": "allow", **self.settings, "id": self._running.tracker.id}
@@ -86,8 +89,8 @@ def read_tracker(
     if isinstance(tracker, base):
         if project is not None or folder is not None or settings:
             raise TypeError(
-                f"track expects no further arguments for the instance {_name_of(tracker)}: pass them where you make "
-                "it, or pass its class"
+                f"track expects no further arguments for the instance {_name_of(tracker)}: pass "
+                "them where you make it, or pass its class"
             )
         return Tracker(_name_of(tracker), tracker)
     if isinstance(tracker, str):
@@ -101,8 +104,8 @@ def read_tracker(
         kind = tracker
     else:
         raise TypeError(
-            'track expects the name of a tracker, such as "tensorboard", or a GeneralTracker of accelerate; '
-            f"got {tracker!r:.60}"
+            'track expects the name of a tracker, such as "tensorboard", or a GeneralTracker of '
+            f"accelerate; got {tracker!r:.60}"
         )
     if kind.__module__ == base.__module__:
         _check_installed(kind.name)
@@ -133,7 +136,8 @@ def _collect_arguments(
         return (project or "fnloop",), settings
     if name not in _FOLDERS:
         raise ValueError(
-            f"track({name!r}) takes no folder: leave it out, or use the argument of its class by name"
+            f"track({name!r}) takes no folder: leave it out, or use the argument of its class by "
+            "name"
         )
     return (project or "fnloop",), {_FOLDERS[name]: folder, **settings}
 

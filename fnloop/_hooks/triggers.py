@@ -59,8 +59,8 @@ class every:
     It also says when to evaluate: ``evaluate_every=every(steps=100)``.
 
     Args:
-        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of n updates, and
-            always at the end of the epoch.
+        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of
+            n updates, and always at the end of the epoch.
         steps: a number of applied updates, counted over all epochs.
         seconds: seconds of wall time, counted from the first boundary.
 
@@ -69,8 +69,9 @@ class every:
 
     Raises:
         TypeError: not exactly one of the three is given.
-        ValueError: the number is not above 0, or ``epochs`` is neither a whole number nor a fraction of at least 1e-6.
-            When a run starts: ``epochs`` is a fraction, and the training loader has no length.
+        ValueError: the number is not above 0, or ``epochs`` is neither a whole number nor a
+            fraction of at least 1e-6. When a run starts: ``epochs`` is a fraction, and the training
+            loader has no length.
 
     Example:
         >>> import fnloop as fl, torch
@@ -93,13 +94,15 @@ class every:
         given = self._given()
         if len(given) != 1:
             raise TypeError(
-                f"every expects one of epochs=, steps= or seconds=; got {', '.join(given) or 'none'}"
+                "every expects one of epochs=, steps= or seconds=; got "
+                f"{', '.join(given) or 'none'}"
             )
         ((name, value),) = given.items()
         checks.number("every", name, value, above=0)
         if name == "steps" and not isinstance(value, int):
             raise ValueError(
-                f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)"
+                f"every expects steps as an int; got {value!r}. For a part of an epoch, write "
+                "every(epochs=0.25)"
             )
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(
@@ -132,8 +135,8 @@ class every:
         self._clock.clear()
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             raise ValueError(
-                f"{self!r} needs to know how long an epoch is, but the training loader has no length: "
-                "write every(steps=...)"
+                f"{self!r} needs to know how long an epoch is, but the training loader has no "
+                "length: write every(steps=...)"
             )
 
     def due(self, state: TrainState) -> bool:
@@ -174,7 +177,7 @@ def _completes_part(part: tuple[int, int], done: int, updates: int) -> bool:
 
 @attrs.frozen(repr=False)
 class when:
-    """Run a hook at the boundaries where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
+    """Run a hook where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
 
     Args:
         predicate: ``state -> bool``, called after every update.
@@ -229,7 +232,8 @@ class once(Wrapper):
         A hook.
 
     Raises:
-        TypeError: the hook is not a function, is the result of ``every(...)`` or ``when(...)``, or needs a name.
+        TypeError: the hook is not a function, is the result of ``every(...)`` or ``when(...)``, or
+            needs a name.
 
     Example:
         >>> import fnloop as fl, torch
@@ -237,7 +241,8 @@ class once(Wrapper):
         >>> def hello(state):
         ...     print("hello")
         ...     return state
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(once(hello),))
+        >>> hook = once(hello)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(hook,))
         hello
     """
 
@@ -250,11 +255,13 @@ class once(Wrapper):
             checks.text("once", "name", self.name, "the name that the hook is remembered by")
         if isinstance(self.hook, ConditionalHook):
             raise TypeError(
-                f"once counts each call, due or not: write {self.hook.trigger!r}(once({name_of(self.hook.hook)}))"
+                "once counts each call, due or not: "
+                f"write {self.hook.trigger!r}(once({name_of(self.hook.hook)}))"
             )
         if self.name is None and _definition_of(self.hook) is None:
             raise TypeError(
-                f"{self!r} cannot be identified in another process: give it a name, once(hook, name=...)"
+                f"{self!r} cannot be identified in another process: give it a name, once(hook, "
+                "name=...)"
             )
 
     def __repr__(self) -> str:
@@ -278,7 +285,10 @@ class once(Wrapper):
 
 
 def _definition_of(hook: Hook) -> str | None:
-    """Return where a hook is defined, the same in every process that runs the same script; or None if it has no such place."""
+    """Return where a hook is defined, or None if that is unknown.
+
+    It is the same in every process that runs the same script.
+    """
     code = getattr(hook, "__code__", None)
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"

@@ -13,23 +13,25 @@ __all__ = ["Hook", "Wrapper", "layers", "unwrap_hook"]
 class Hook(Protocol):
     """A function ``state -> state`` that a run calls after every update.
 
-    An object that can be called this way may also have any of these methods and attributes. Those of :class:`Wrapper` have
-    the defaults, and pass each call on to the wrapped hook.
+    An object that can be called this way may also have any of these methods and attributes.
+    :class:`Wrapper` has the defaults, and passes each call on to the wrapped hook.
 
-        begin(state) -> state   is called before the first update of a run; ``state.run`` is known. It may raise.
-        poll(state) -> state    is called at a boundary where ``every`` or ``when`` skips the hook itself.
-        flush(state) -> state   is called after the last boundary of a run, and on SIGUSR1.
-        failed(state, error)    is called when an Exception ends a run in one process, with the last consistent state, if
-                                there is one. The error already has its note, and is raised afterwards in any case.
-        settle(state)           is called instead of all others if a run has already reached its end: a process that was
-                                killed may have left something unfinished.
-        close()                 is called when a run ends, also after an exception.
-        monitors                the name of the metric that the hook watches, such as "valid/loss", or None.
-        reports                 the names of the metrics that the hook itself adds to records.
+    * ``begin(state) -> state`` is called before the first update of a run; ``state.run`` is known.
+      It may raise.
+    * ``poll(state) -> state`` is called at a boundary where ``every`` or ``when`` skips the hook.
+    * ``flush(state) -> state`` is called after the last boundary of a run, and on SIGUSR1.
+    * ``failed(state, error)`` is called when an Exception ends a run in one process, with the last
+      consistent state, if there is one. The error already has its note, and is raised afterwards
+      in any case.
+    * ``settle(state)`` is called instead of all others if a run has already reached its end: a
+      process that was killed may have left something unfinished.
+    * ``close()`` is called when a run ends, also after an exception.
+    * ``monitors`` is the name of the metric that the hook watches, such as "valid/loss", or None.
+    * ``reports`` are the names of the metrics that the hook itself adds to records.
     """
 
     def __call__(self, state: TrainState, /) -> TrainState:
-        """Return the state to continue with: the same one, or one with changed fields, such as ``stop``."""
+        """Return the state to continue with: the same, or one with changes, such as ``stop``."""
         ...
 
 

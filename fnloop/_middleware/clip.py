@@ -1,4 +1,7 @@
-"""Gradient clipping by norm and by value: once per update, or per micro-batch if listed before ``accumulate``."""
+"""Gradient clipping, by norm and by value.
+
+It acts once per update, or once per micro-batch if it is listed before ``accumulate``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Middleware:
     The norm before clipping becomes the metric "grad_norm" (``history["train/grad_norm"]``).
 
     Args:
-        max_norm: the largest norm, above 0. ``inf`` does not clip: it only measures, always the gradient of the whole update.
+        max_norm: the largest norm, above 0. ``inf`` does not clip: it only measures, always the
+            gradient of the whole update.
         norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
 
     Returns:
@@ -68,7 +72,7 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Middleware:
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients together. Sharded gradients count with the parts of all processes."""
+    """Return the norm of all gradients together, including the parts in other processes."""
     sharded = [grad for grad in grads if local_part(grad) is not grad]
     if not sharded:
         return utils.get_total_norm(grads, norm_type)

@@ -19,14 +19,16 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 @middleware("forward")
 def compiled(**options: Any) -> Middleware:
-    """Compile the loss function with ``torch.compile``: once for each step, for training and evaluation.
+    """Compile the loss function of a step with ``torch.compile``, in training and in evaluation.
 
-    Only the loss function is compiled, including the forward of the module that it calls, so the position in the pipeline
-    makes no difference. It works on any device, and composes with ``cuda_graph``. The module itself does not change, so
-    checkpoints load with and without ``compiled``.
+    Only the loss function is compiled, including the forward of the module that it calls, so the
+    position in the pipeline makes no difference. It works on any device, and composes with
+    ``cuda_graph``. The module itself does not change, so checkpoints load with and without
+    ``compiled``.
 
-    torch compiles at the first batch, and again for evaluation. When the size of a dimension changes, it compiles once more,
-    now for any size; so a smaller last batch costs one compilation. ``dynamic=True`` compiles for any size at once.
+    torch compiles at the first batch, and again for evaluation. When the size of a dimension
+    changes, it compiles once more, now for any size; so a smaller last batch costs one compilation.
+    ``dynamic=True`` compiles for any size at once.
 
     Args:
         **options: the arguments of ``torch.compile``: mode, dynamic, fullgraph, backend, ...
@@ -64,7 +66,8 @@ def _check_names(options: Mapping[str, object], known: Sequence[str]) -> None:
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise TypeError(
-                f"compiled takes the arguments of torch.compile ({', '.join(known)}); got {name!r}.{hint}"
+                f"compiled takes the arguments of torch.compile ({', '.join(known)}); "
+                f"got {name!r}.{hint}"
             )
 
 
@@ -77,7 +80,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         checks.mapping("compiled", "options", settings, 'such as {"triton.cudagraphs": True}')
     if mode is not None and settings is not None:
         raise ValueError(
-            f"compiled takes mode or options, not both; got {mode!r} and {checks.describe(settings)}"
+            "compiled takes mode or options, not both; "
+            f"got {mode!r} and {checks.describe(settings)}"
         )
     for name in ("fullgraph", "disable"):
         if name in options:

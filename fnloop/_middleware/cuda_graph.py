@@ -1,4 +1,4 @@
-"""Capture a whole update as one CUDA graph: forward, backward, accumulation, clipping and the optimizer."""
+"""Capture a whole update, from the forward to the optimizer's step, as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -24,33 +24,38 @@ _GRAPH_MODES = (
 def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Middleware:
     """Capture the update as a CUDA graph and replay it: much faster when launch overhead dominates.
 
-    There is one graph for each kind of window, that is, for its structure, shapes, dtypes and length. A smaller last batch
-    has its own. A graph is captured after ``warmup`` updates of its kind have run eagerly; these count like all others. It
-    is captured again if an assumption changes: a setting of the optimizer, ``requires_grad``, or a training flag.
+    There is one graph for each kind of window, that is, for its structure, shapes, dtypes and
+    length. A smaller last batch has its own. A graph is captured after ``warmup`` updates of its
+    kind have run eagerly; these count like all others. It is captured again if an assumption
+    changes: a setting of the optimizer, ``requires_grad``, or a training flag.
 
-    Counters, hooks, ``schedule`` and ``torch_scheduler`` stay outside, because they change with every update. With
-    ``amp("fp16")`` the graph has two parts, and between them the host reads whether a gradient overflowed, as it does
-    without graphs.
+    Counters, hooks, ``schedule`` and ``torch_scheduler`` stay outside, because they change with
+    every update. With ``amp("fp16")`` the graph has two parts, and between them the host reads
+    whether a gradient overflowed, as it does without graphs.
 
-    When a run starts, the optimizer is made capturable: its learning rate and its state become tensors on the device, and
-    SGD becomes fused, because only then can it read such a rate. Checkpoints do not depend on this. The tensors in
-    ``Output.aux`` are overwritten by the next update; loss and metrics are not. Inner middleware must update its slots in
-    place. Python numbers captured from closures or globals are baked into the graph: use a tensor instead, or an attribute
-    of a module, which is watched.
+    When a run starts, the optimizer is made capturable: its learning rate and its state become
+    tensors on the device, and SGD becomes fused, because only then can it read such a rate.
+    Checkpoints do not depend on this. The tensors in ``Output.aux`` are overwritten by the next
+    update; loss and metrics are not. Inner middleware must update its slots in place. Python
+    numbers captured from closures or globals are baked into the graph: use a tensor instead, or an
+    attribute of a module, which is watched.
 
     Args:
         warmup: eager updates before a capture, at least 1.
-        fallback: whether a step that cannot be captured runs eagerly, with one warning, instead of raising.
-        limit: the number of graphs that are kept, at least 1; the least recently used one is dropped first.
+        fallback: whether a step that cannot be captured runs eagerly, with one warning, instead of
+            raising.
+        limit: the number of graphs that are kept, at least 1; the least recently used one is
+            dropped first.
 
     Returns:
         A middleware of the device ring.
 
     Raises:
         TypeError: fallback is not a bool.
-        ValueError: warmup or limit is below 1. When composing: ``compiled`` makes graphs of its own.
-        CaptureError: at the first window: there is no CUDA device. At a capture: a value is read to the host or changed on
-            it; the message names it.
+        ValueError: warmup or limit is below 1. When composing: ``compiled`` makes graphs of its
+            own.
+        CaptureError: at the first window: there is no CUDA device. At a capture: a value is read to
+            the host or changed on it; the message names it.
 
     Example:
         >>> import fnloop as fl

@@ -23,23 +23,25 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
     """Add metrics, in training and in evaluation; batches of different sizes are averaged exactly.
 
     Args:
-        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function returned. A scalar tensor is a
-            mean over the batch, and is averaged with the batch's weight. A metric (``Sum``, ``Max``, one made by
-            ``from_torchmetrics``, ...) is combined by its own rule.
+        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function
+            returned. A scalar tensor is a mean over the batch, and is averaged with the batch's
+            weight. A metric (``Sum``, ``Max``, one made by ``from_torchmetrics``, ...) is combined
+            by its own rule.
 
     Returns:
         A middleware of the forward ring.
 
     Raises:
-        TypeError: a metric is not a function (aux, batch). At the first batch: its value is neither a scalar tensor nor a
-            metric.
+        TypeError: a metric is not a function (aux, batch). At the first batch: its value is neither
+            a scalar tensor nor a metric.
         ValueError: there is no metric, or one is named "loss" or has an empty name.
 
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
         >>> step = fl.pipeline(metric(output=lambda aux, batch: aux["output"].mean()))(toy_loss)
-        >>> fl.evaluate(step, toy(w=2.0), [torch.tensor([1.0, 1.0]), torch.tensor([4.0])])      # (2 + 2 + 8) / 3
+        >>> batches = [torch.tensor([1.0, 1.0]), torch.tensor([4.0])]
+        >>> fl.evaluate(step, toy(w=2.0), batches)      # (2 + 2 + 8) / 3
         {'loss': 4.0, 'output': 4.0}
     """
     if not functions:
@@ -76,7 +78,7 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
 
 
 def _detach(metric: Any) -> Metric:
-    """Return a built-in metric with tensors of its own, in a dtype to accumulate in, without an autograd graph."""
+    """Return a built-in metric that owns its tensors, without a graph, in an accumulator dtype."""
     if type(metric) not in BUILTIN_METRICS.values():
         return metric
     parts = {
@@ -92,8 +94,8 @@ def _to_metric(name: str, value: Any, weight: int | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
             raise TypeError(
-                f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: "
-                "add .mean()"
+                f"metric {name!r} must be a scalar, the mean over the batch; got shape "
+                f"{tuple(value.shape)}: add .mean()"
             )
         return Mean(to_accumulator_dtype(value) * weight, to_accumulator_dtype(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
@@ -101,6 +103,6 @@ def _to_metric(name: str, value: Any, weight: int | Tensor) -> Metric:
     if isinstance(value, int | float):
         return Mean(value * weight, weight)
     raise TypeError(
-        f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got {value!r:.60} "
-        f"({type(value).__name__})"
+        f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got "
+        f"{value!r:.60} ({type(value).__name__})"
     )

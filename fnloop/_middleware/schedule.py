@@ -27,29 +27,30 @@ _Group = dict[str, Any]
 
 @middleware("step")
 def schedule(fn: _Fn, field: str = "lr") -> Middleware:
-    """Set a number of every parameter group before each update: its initial value × ``fn(step, total_steps)``.
+    """Set a number of every parameter group before each update.
 
-    Update i (from 0) uses ``fn(i, total)``. Skipped updates do not count. Each group keeps its initial value as
-    ``initial_lr``, as torch's schedulers do: to change a learning rate under a schedule, set ``group["initial_lr"]``. The
-    value used is the metric "lr" (``lr/1``, ... for further groups).
+    The number is its initial value × ``fn(step, total_steps)``. Update i (from 0) uses
+    ``fn(i, total)``. Skipped updates do not count. Each group keeps its initial value as
+    ``initial_lr``, as torch's schedulers do: to change a learning rate under a schedule, set
+    ``group["initial_lr"]``. The value used is the metric "lr" (``lr/1``, ... for further groups).
 
-    The slot ``state.slots["schedule(lr)"]`` holds the total that was used last. A run with another total logs one warning
-    if that changes the value.
+    The slot ``state.slots["schedule(lr)"]`` holds the total that was used last. A run with another
+    total logs one warning if that changes the value.
 
     Args:
-        fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or your own function. ``total_steps`` is None if
-            the length of the run is unknown.
+        fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or your own function.
+            ``total_steps`` is None if the length of the run is unknown.
         field: the key of the number in a parameter group: "lr", "weight_decay", "momentum", ...
 
     Returns:
         A middleware of the step ring.
 
     Raises:
-        TypeError: ``fn`` is not a function, or ``field`` is not a key. When it runs: ``fn`` returns something other than a
-            number.
-        ValueError: when it runs: the groups have no such number, ``fn`` needs a length that is unknown, or the value of a
-            group was changed although its initial value was not. A tensor that was changed in place is not noticed, because
-            that would need a device read.
+        TypeError: ``fn`` is not a function, or ``field`` is not a key. When it runs: ``fn`` returns
+            something other than a number.
+        ValueError: when it runs: the groups have no such number, ``fn`` needs a length that is
+            unknown, or the value of a group was changed although its initial value was not. A
+            tensor that was changed in place is not noticed, because that would need a device read.
 
     Example:
         >>> import fnloop as fl, torch
@@ -115,7 +116,7 @@ def _compute_factor(fn: _Fn, state: TrainState, total: int | None) -> float:
 
 
 def _check_unchanged(group: _Group, field: str, name: str) -> None:
-    """Raise if the value of a group is not what the schedule has set, unless its initial value has changed too."""
+    """Raise if a group has a new value since the last update, but not a new initial value."""
     __tracebackhide__ = True
     found, last, initial = group[field], group.get(SCHEDULED + field), f"initial_{field}"
     if last is None or _is_same(found, last):
@@ -123,14 +124,15 @@ def _check_unchanged(group: _Group, field: str, name: str) -> None:
     if not _is_same(group[initial], group.get(SCHEDULED + initial)):
         return
     raise ValueError(
-        f'{name}: group["{field}"] is {_format(found)}, but the schedule had set it to {_format(last)}, and would overwrite '
-        f'it now. The schedule multiplies the initial value: write group["{initial}"] = ..., and leave group["{field}"] as '
-        f'it was (group["{field}"] = group["{SCHEDULED}{field}"]); or leave {name} out of the pipeline'
+        f'{name}: group["{field}"] is {_format(found)}, but the schedule had set it to '
+        f"{_format(last)}, and would overwrite it now. The schedule multiplies the initial value: "
+        f'write group["{initial}"] = ..., and leave group["{field}"] as it was '
+        f'(group["{field}"] = group["{SCHEDULED}{field}"]); or leave {name} out of the pipeline'
     )
 
 
 def _is_same(value: _Value | None, other: _Value | None) -> bool:
-    """Return whether two numbers are equal, or two tensors are one object; their contents are not read."""
+    """Return whether two numbers are equal, or two tensors identical; no tensor is read."""
     tensors = isinstance(value, Tensor) or isinstance(other, Tensor)
     return value is other or (not tensors and bool(value == other))
 
@@ -156,8 +158,8 @@ def _replan(state: TrainState, fn: _Fn, field: str, total: int | None, factor: f
         scale = 1 if unit else initial
         otherwise = "" if planned is None else f" instead of {planned * scale:.3g}{unit}"
         log.warning(
-            f"schedule({name_of(fn)}): the run was planned for {before} updates and now has {total}: at step {state.step} "
-            f"{field} is {factor * scale:.3g}{unit}{otherwise}"
+            f"schedule({name_of(fn)}): the run was planned for {before} updates and now has "
+            f"{total}: at step {state.step} {field} is {factor * scale:.3g}{unit}{otherwise}"
         )
     return with_slot(state, name, total)
 
@@ -169,7 +171,8 @@ def _read_number(group: _Group, field: str) -> _Value:
         keys = [k for k, v in group.items() if _is_number(v)]
         known = [k for k in keys if not k.startswith(("initial_", SCHEDULED))]
         raise ValueError(
-            f"schedule(..., field={field!r}): the optimizer's groups have no such number; they have {', '.join(known)}"
+            f"schedule(..., field={field!r}): the optimizer's groups have no such number; they "
+            f"have {', '.join(known)}"
         )
     return _copy(value)
 

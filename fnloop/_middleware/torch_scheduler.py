@@ -25,9 +25,9 @@ __all__ = ["torch_scheduler"]
 def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Middleware:
     """Use a scheduler of ``torch.optim.lr_scheduler``, stepped once after each applied update.
 
-    If the factory reads a length of the run, the scheduler is valid for that length only: a run of another length raises
-    before its first update. The lengths that the factory has read are ``scheduler.made_for``, which checkpoints and
-    snapshots keep.
+    If the factory reads a length of the run, the scheduler is valid for that length only: a run of
+    another length raises before its first update. The lengths that the factory has read are
+    ``scheduler.made_for``, which checkpoints and snapshots keep.
 
     Args:
         factory: ``(optimizer, run) -> scheduler``, called when the run starts; ``run.total_steps``,
@@ -37,17 +37,20 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Mid
         A middleware of the step ring; the scheduler is ``state.slots["torch_scheduler"]``.
 
     Raises:
-        TypeError: ``factory`` is not a function. When it runs: what it makes is not a scheduler of torch, or is one that
-            steps by a metric.
-        ValueError: when it runs: the factory needs the length of the run in a bare step; the scheduler belongs to another
-            optimizer; or the run has another length than the scheduler was made for.
+        TypeError: ``factory`` is not a function. When it runs: what it makes is not a scheduler of
+            torch, or is one that steps by a metric.
+        ValueError: when it runs: the factory needs the length of the run in a bare step; the
+            scheduler belongs to another optimizer; or the run has another length than the scheduler
+            was made for.
 
     Example:
         >>> import fnloop as fl, torch
         >>> from torch.optim.lr_scheduler import LinearLR
         >>> from fnloop.testing import toy, toy_loss
-        >>> decay = torch_scheduler(lambda opt, run: LinearLR(opt, 1.0, 0.5, total_iters=run.total_steps))
-        >>> state = fl.fit(fl.pipeline(decay)(toy_loss), toy(), [torch.tensor([1.0])] * 2, epochs=1, hooks=())
+        >>> def decay(optimizer, run):
+        ...     return LinearLR(optimizer, 1.0, 0.5, total_iters=run.total_steps)
+        >>> step = fl.pipeline(torch_scheduler(decay))(toy_loss)
+        >>> state = fl.fit(step, toy(), [torch.tensor([1.0])] * 2, epochs=1, hooks=())
         >>> state.model.w.item()            # 1 + 0.75
         -1.75
 
@@ -67,7 +70,7 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Mid
                 raise ValueError(explain_unknown_length(name, state)) from error
             raise
         _check_scheduler(scheduler, state.optimizer, name)
-        # The same dict, not a copy: a function that the scheduler calls may read more lengths later.
+        # Not a copy: a function that the scheduler calls may read more lengths later.
         scheduler.made_for = run.lengths  # type: ignore[attr-defined]
         return scheduler
 
@@ -90,7 +93,10 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Mid
 
 
 class _RecordingRunInfo(RunInfo):
-    """Facts about a run that record which of its lengths are read, because what is made from them holds only for them."""
+    """Facts about a run that record which of its lengths are read.
+
+    A scheduler that was made from a length is valid only for that length.
+    """
 
     def __init__(self, **facts: Any) -> None:
         object.__setattr__(self, "info", RunInfo(**facts))
@@ -135,25 +141,27 @@ def _advance(scheduler: LRScheduler, state: TrainState, name: str) -> None:
 
 
 def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None:
-    """Raise if this is not a scheduler of torch, steps by a metric, or belongs to another optimizer."""
+    """Raise if this is not a scheduler of torch and of this optimizer that steps by itself."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
-            "torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric: use it in a hook under "
-            "every(epochs=1)"
+            "torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric: use "
+            "it in a hook under every(epochs=1)"
         )
     if not isinstance(scheduler, LRScheduler):
         kind = type(scheduler)
         builtin = scheduler is None or kind.__module__ == "builtins"
         made = f"{scheduler!r:.60}" if builtin else f"a {kind.__module__}.{kind.__name__}"
         raise TypeError(
-            f"{name} must make a torch.optim.lr_scheduler; it made {made}, which is not one. Use one of torch's, or write "
-            "a function of the step: schedule(lambda step, total_steps: ...) instead of torch_scheduler"
+            f"{name} must make a torch.optim.lr_scheduler; it made {made}, which is not one. Use "
+            "one of torch's, or write a function of the step instead of torch_scheduler: "
+            "schedule(lambda step, total_steps: ...)"
         )
     if scheduler.optimizer is not optimizer:
         kind = type(scheduler).__name__
         raise ValueError(
-            f"{name} made a {kind} of another optimizer than the state's, so it would never change the state's learning "
-            f"rate. Make it of the optimizer that the factory is given: lambda opt, run: {kind}(opt, ...)"
+            f"{name} made a {kind} of another optimizer than the state's, so it would never change "
+            "the state's learning rate. Make it of the optimizer that the factory is given: "
+            f"lambda opt, run: {kind}(opt, ...)"
         )
 
 
@@ -166,9 +174,9 @@ def _check_length(
         now = getattr(state.run, length, value)  # a bare step has no lengths, so none that differ
         if now != value:
             raise ValueError(
-                f"{name}: its {type(scheduler).__name__} was made for a run of {length}={value}, and this run has "
-                f"{length}={now}. To continue that run, call fit with the epochs= or steps= that it was made for; "
-                f"otherwise {_explain_reset(state)}"
+                f"{name}: its {type(scheduler).__name__} was made for a run of {length}={value}, "
+                f"and this run has {length}={now}. To continue that run, call fit with the epochs= "
+                f"or steps= that it was made for; otherwise {_explain_reset(state)}"
             )
 
 
@@ -183,5 +191,6 @@ def _explain_reset(state: TrainState) -> str:
     return (
         "make a new scheduler before fit:\n"
         f"    for group in state.optimizer.param_groups: {reset}\n"
-        '    state = attrs.evolve(state, slots={k: v for k, v in state.slots.items() if k != "torch_scheduler"})'
+        '    slots = {k: v for k, v in state.slots.items() if k != "torch_scheduler"}\n'
+        "    state = attrs.evolve(state, slots=slots)"
     )

@@ -144,7 +144,8 @@ def test_the_repr_of_a_long_state_is_broken_into_lines():
     )
     assert repr(state).splitlines() == [
         "TrainState(step=0, epoch=0, batch=0, model=Toy (1 parameter), optimizer=SGD, seed=0,",
-        "           slots=[schedule(lr), amp], stop='early_stop: valid/loss has not improved on 0.5')",
+        "           slots=[schedule(lr), amp], stop='early_stop: valid/loss has not improved on "
+        "0.5')",
     ]
 
 
@@ -153,7 +154,8 @@ def test_a_run_shows_the_known_facts():
         "total_steps": "30", "window": "1", "evaluated": "valid, test",
     }  # fmt: skip
     assert repr(RunInfo(epochs=3)) == (
-        "RunInfo(epochs=3, total_steps=None, steps_per_epoch=None, batches_per_epoch=None, window=1,\n        evaluated=())"
+        "RunInfo(epochs=3, total_steps=None, steps_per_epoch=None, batches_per_epoch=None, "
+        "window=1,\n        evaluated=())"
     )
     assert eval(repr(RunInfo(3, 30, 10, 10, 1, ("valid",)))) == RunInfo(
         3, 30, 10, 10, 1, ("valid",)

@@ -180,12 +180,14 @@ def test_it_never_stops_before_min_epochs_and_min_steps(values, settings, index)
         (
             (2, 1, 0.96, 1),
             {"patience": 2, "min_delta": 0.1},
-            "early_stop: valid/loss has not improved by more than 0.1 for 2 evaluations (compared with 1, epoch 2)",
+            "early_stop: valid/loss has not improved by more than 0.1 for 2 evaluations (compared "
+            "with 1, epoch 2)",
         ),
         (
             (2, 1, 0.96, 1),
             {"patience": 2, "min_delta": 0.1, "reference": "best"},
-            "early_stop: valid/loss has not improved by more than 0.1 for 2 evaluations (best 0.96, epoch 3)",
+            "early_stop: valid/loss has not improved by more than 0.1 for 2 evaluations (best "
+            "0.96, epoch 3)",
         ),
         ((2, NAN), {}, "early_stop: valid/loss is not finite: nan"),
         ((2, -INF), {}, "early_stop: valid/loss is not finite: -inf"),

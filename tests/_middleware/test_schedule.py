@@ -202,7 +202,8 @@ def test_a_run_of_another_length_warns_once_with_both_rates(caplog):
     with caplog.at_level("WARNING", "fnloop"):
         state = fl.fit(step, state, [ONE] * 2, epochs=4, hooks=())
     assert caplog.messages == [
-        "schedule(cosine()): the run was planned for 4 updates and now has 8: at step 4 lr is 0.5 instead of 0"
+        "schedule(cosine()): the run was planned for 4 updates and now has 8: at step 4 lr is 0.5 "
+        "instead of 0"
     ]
     caplog.clear()
     fl.fit(step, attrs.evolve(state, epoch=2, step=4), [ONE] * 2, epochs=4, hooks=())
