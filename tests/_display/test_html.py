@@ -124,7 +124,8 @@ def test_a_state_shows_counters_parts_and_the_newest_record():
         ),
     )
     assert rows(state) == {
-        "step": "0", "epoch": "0", "batch": "0", "model": "Toy (1 parameter)", "optimizer": "SGD", "seed": "0",
+        "step": "0", "epoch": "0", "batch": "0", "model": "Toy (1 parameter)",
+        "optimizer": "SGD", "seed": "0",
         "history": "2 records", "latest": "train/loss 0.25", "device": "cpu",
     }  # fmt: skip
     assert texts(state)[0] == "TrainState"
@@ -170,7 +171,8 @@ def test_an_output_shows_numbers_and_summarizes_aux():
         {"accuracy": fl.Mean(torch.tensor(3.0), 4)},
     )
     assert rows(out) == {
-        "loss": "0.33333", "weight": "1,200", "accuracy": "0.75", "aux[&#x27;output&#x27;]": "float32 [2, 3]",
+        "loss": "0.33333", "weight": "1,200", "accuracy": "0.75",
+        "aux[&#x27;output&#x27;]": "float32 [2, 3]",
     }  # fmt: skip
     assert rows(attrs.evolve(out, skip="overflow"))["skip"] == "overflow"
 

@@ -260,7 +260,7 @@ def test_closing_records_do_not_count():
 
 
 def test_the_decision_depends_only_on_the_history():
-    """One hook sees two forks of a history and their common beginning in turn; a new hook decides the same for each."""
+    """One hook sees two forks of a history in turn, and decides as a new hook does."""
     begin = reported((3,))
     better, worse = (begin.history.append(Record(2, 20, {"valid/loss": value})) for value in (2, 4))
     hook = early_stop("valid/loss", patience=1)
@@ -435,7 +435,7 @@ def test_an_unknown_metric_is_an_error_at_the_first_evaluation(key):
     right = key.replace("lss", "loss")
     with pytest.raises(
         KeyError,
-        match=rf"there is no metric '{key}'; there are: train/loss, valid/loss\. Did you mean '{right}'\?",
+        match=rf"there is no metric '{key}'; .*: train/loss, valid/loss\. Did you mean '{right}'\?",
     ) as caught:
         fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=(early_stop(key, mode="min"),))
     assert caught.value.state.step == 1

@@ -1,4 +1,4 @@
-"""halt_on_nonfinite: where a run stops, the steps that it names, and how rarely it reads from the device."""
+"""halt_on_nonfinite: where a run stops, the steps in the reason, and reads from the device."""
 
 import math
 

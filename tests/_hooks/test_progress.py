@@ -524,7 +524,7 @@ def test_close_can_be_called_at_any_time():
 def test_a_refresh_below_half_a_second_is_an_error(refresh):
     with pytest.raises(
         ValueError,
-        match=r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings, each of which reads from the device",
+        match=r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings",
     ):
         progress(refresh)
 

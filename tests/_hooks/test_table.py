@@ -1,4 +1,4 @@
-"""to_csv and to_jsonl: the file equals the history during a run, after a kill, a rollback or a truncated line."""
+"""to_csv and to_jsonl: the file equals the history, also after a kill or a rollback."""
 
 import csv
 import json
@@ -358,7 +358,8 @@ def die(state):
         os.kill(os.getpid(), signal.SIGKILL)
     return state
 
-hooks = (fl.to_csv(folder + "/a.csv"), fl.to_jsonl(folder + "/a.jsonl"), fl.every(steps=3)(fl.checkpoint(folder + "/ck")), die)
+writers = (fl.to_csv(folder + "/a.csv"), fl.to_jsonl(folder + "/a.jsonl"))
+hooks = (*writers, fl.every(steps=3)(fl.checkpoint(folder + "/ck")), die)
 fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=100, hooks=hooks)
 """
 

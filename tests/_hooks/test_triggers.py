@@ -53,7 +53,7 @@ def skip_negative():
 
 
 def called_at(trigger, batches=10, window=1, **targets):
-    """Return the steps at which a hook with a trigger is called, in a run with this many batches per epoch."""
+    """Return the steps at which a hook with a trigger is called; ``batches`` is per epoch."""
     notes = Notes()
     step = fl.pipeline(fl.accumulate(window))(toy_loss)
     fl.fit(step, toy(), [ONE] * batches, hooks=(trigger(notes),), **targets)
@@ -157,7 +157,7 @@ def test_fractions_without_a_length_are_an_error_before_the_first_update(when_to
     state = toy()
     with pytest.raises(
         ValueError,
-        match=r"every\(epochs=0\.5\) needs to know how long an epoch is.*write every\(steps=\.\.\.\)",
+        match=r"every\(epochs=0\.5\) needs to know how long .*write every\(steps=\.\.\.\)",
     ):
         fl.fit(fl.pipeline()(toy_loss), state, lambda: (ONE for _ in range(3)), **when_to)
     assert state.model.w.item() == 0.0

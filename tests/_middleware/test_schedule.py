@@ -1,4 +1,4 @@
-"""schedule: the value that each update uses, runs of another length, and values changed by the user."""
+"""schedule: the value of each update, runs of another length, and values changed by hand."""
 
 from fractions import Fraction
 
@@ -344,7 +344,7 @@ def test_a_replaced_tensor_rate_is_refused():
 )
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
 def test_restoring_a_checkpoint_does_not_count_as_a_change_by_hand(lr, old, tmp_path):
-    """A checkpoint is restored into a new state and into one trained further; an old one has no values of the schedule."""
+    """Restore into a new state and into one trained further; old checkpoints lack some values."""
 
     def new():
         model = torch.nn.Linear(1, 1)

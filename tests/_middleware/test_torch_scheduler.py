@@ -1,4 +1,4 @@
-"""torch_scheduler: equality with a hand-written loop, runs of another length, and factories that make something else."""
+"""torch_scheduler: a hand-written loop, runs of another length, and wrong factories."""
 
 import textwrap
 
