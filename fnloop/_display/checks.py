@@ -198,15 +198,16 @@ def function(
     Raises:
         TypeError: it is not a function, or takes other arguments.
     """
-    if not callable(value) or (isinstance(value, type | nn.Module) and not isinstance(value, also)):
-        hint = f". Call it: {value.__name__}(...)" if isinstance(value, type) else ""
-        raise TypeError(f"{owner} expects {name} as {meaning}; got {describe(value)}{hint}")
+    given: object = value  # for type checkers, which would narrow ``value``
+    if not callable(given) or (isinstance(given, type | nn.Module) and not isinstance(given, also)):
+        hint = f". Call it: {given.__name__}(...)" if isinstance(given, type) else ""
+        raise TypeError(f"{owner} expects {name} as {meaning}; got {describe(given)}{hint}")
     with contextlib.suppress(ValueError):  # a builtin without a signature
-        signature = inspect.signature(value)
+        signature = inspect.signature(given)
         try:
             signature.bind(*(None,) * arguments)
         except TypeError as error:
-            called = getattr(value, "__name__", type(value).__name__)
+            called = getattr(given, "__name__", type(given).__name__)
             raise TypeError(
                 f"{owner} expects {name} as {meaning}; {called} takes {signature}"
             ) from error

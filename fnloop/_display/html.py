@@ -232,7 +232,7 @@ class Rendered:
 
 
 class _Handle(Protocol):
-    def update(self, value: object) -> None: ...
+    def update(self, value: object, /) -> None: ...
 
 
 class Display:

@@ -105,8 +105,8 @@ class _View(Protocol):
 def _make_view(file: TextIO | None, refresh: float) -> _View:
     if file is None and html.in_notebook():
         return _NotebookView(refresh)
-    file = file or sys.stderr
-    return _TerminalView(file, refresh) if file.isatty() else _LogView(file)
+    out: TextIO = file or sys.stderr
+    return _TerminalView(out, refresh) if out.isatty() else _LogView(out)
 
 
 class _LogView:

@@ -123,8 +123,8 @@ class every:
         return f"every({name}={value})"
 
     def __call__(self, hook: Hook) -> ConditionalHook:
-        own_clock = attrs.evolve(self)
-        return ConditionalHook(own_clock, check_hook(hook, repr(self)))
+        trigger = attrs.evolve(self)  # a copy, so that each hook has its own clock
+        return ConditionalHook(trigger, check_hook(hook, repr(self)))
 
     def check(self, run: RunInfo) -> None:
         """Begin a run: restart the clock.
@@ -284,7 +284,7 @@ class once(Wrapper):
         return state
 
 
-def _definition_of(hook: Hook) -> str | None:
+def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
     """Return where a hook is defined, or None if that is unknown.
 
     It is the same in every process that runs the same script.

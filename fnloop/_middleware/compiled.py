@@ -88,7 +88,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
             checks.flag("compiled", name, options[name])
     if options.get("dynamic") is not None:
         checks.flag("compiled", "dynamic", options["dynamic"], "or None, which lets torch decide")
-    backend = options.get("backend")
-    if "backend" in options and not callable(backend):
+    if "backend" in options and not callable(backend := options["backend"]):
         known = torch.compiler.list_backends(exclude_tags=())
         checks.choice("compiled", "backend", backend, known, ", or a function")

@@ -127,6 +127,7 @@ _LENGTHS = frozenset({"epochs", "total_steps", "steps_per_epoch", "batches_per_e
 
 def _advance(scheduler: LRScheduler, state: TrainState, name: str) -> None:
     """Step a scheduler once."""
+    __tracebackhide__ = True
     with warnings.catch_warnings():
         # torch mistakes the copied optimizer of a snapshot for one whose step was overridden.
         warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
