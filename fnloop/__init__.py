@@ -256,7 +256,7 @@ from fnloop._middleware.compiled import compiled as compiled
 from fnloop._middleware.cuda_graph import cuda_graph as cuda_graph
 from fnloop._middleware.metric import metric as metric
 from fnloop._middleware.schedule import schedule as schedule
-from fnloop._middleware.schedule import torch_scheduler as torch_scheduler
+from fnloop._middleware.torch_scheduler import torch_scheduler as torch_scheduler
 from fnloop._step.pipeline import pipeline as pipeline
 from fnloop._step.pipeline import supervised as supervised
 from fnloop._version import __version__ as __version__

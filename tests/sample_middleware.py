@@ -1,4 +1,4 @@
-"""Parts of pipelines for the tables of tests: a middleware of each ring, metrics and a scheduler."""
+"""Middleware, metrics and a scheduler for the tables of tests: one middleware of each ring."""
 
 import attrs
 import torch
@@ -36,19 +36,19 @@ def noise(std):
 @fl.middleware("loss")
 def weight_penalty(factor):
     def wrap(step):
-        def penalised(state, batch):
+        def penalized(state, batch):
             state, out = step(state, batch)
             penalty = sum(p.square().sum() for p in state.model.parameters())
             return state, attrs.evolve(out, loss=out.loss + factor * penalty)
 
-        return penalised
+        return penalized
 
     return wrap
 
 
 @fl.middleware("update")
 def average(decay):
-    """An average of the parameters, in place."""
+    """Keep an average of the parameters, updated in place."""
 
     def wrap(step):
         def averaged(state, batch):

@@ -32,7 +32,7 @@ def check_plot(mode: Mode, x: str) -> None:
 def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     """Draw every metric; the arguments are those of ``History.plot``."""
     check_plot(mode, x)
-    plot.need("History.plot")
+    plot.require_matplotlib("History.plot")
     names = metric_names(records)
     if not names:
         empty = "has no metric" if records else "is empty"

@@ -1,1 +1,1 @@
-"""What users read: reprs as text and HTML, figures, the log, and the messages of argument checks."""
+"""What users read: reprs as text and HTML, figures, the log, and errors about arguments."""

@@ -1,4 +1,4 @@
-"""Checks of arguments, in one place: say what was given, what was expected, and what to type instead."""
+"""Checks of arguments. An error says what was given, what was expected, and what to type."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 __all__ = [
     "choice",
+    "describe",
     "described",
     "flag",
     "folder_path",
     "function",
     "instance",
     "integer",
+    "join_names",
     "listed",
     "mapping",
     "metric_name",
@@ -31,9 +33,15 @@ __all__ = [
     "typed_path",
 ]
 
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+Number = TypeVar("Number", bound=float)
+_Types = type | tuple[type, ...]
+_PLAIN = bool | int | float | str | bytes | list | tuple | dict | set | None
 
-def described(value: Any, most: int = 60) -> str:
-    """Return a short text for any value: a class by its name, anything else by its repr and its type."""
+
+def describe(value: object, most: int = 60) -> str:
+    """Return a short text for any value: the name of a class, or else a repr and its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     try:
@@ -41,158 +49,165 @@ def described(value: Any, most: int = 60) -> str:
     except Exception:  # a repr that fails must not hide the message
         return f"a {type(value).__name__}"
     text = text if len(text) <= most else f"{text[: most - 3]}..."
-    plain = value is None or isinstance(
-        value, bool | int | float | str | bytes | list | tuple | dict | set
-    )
-    return text if plain else f"{text} ({type(value).__name__})"
+    return text if isinstance(value, _PLAIN) else f"{text} ({type(value).__name__})"
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first of some names, and how many more there are."""
+def join_names(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are.
+
+    Example:
+        >>> join_names(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def integer(
     owner: str,
     name: str,
-    value: Any,
+    value: int,
     meaning: str = "",
     *,
     least: int = 1,
     wrong_type: type[Exception] = ValueError,
 ) -> int:
-    """Return an int, having checked that it is one (not a bool) and at least ``least``.
+    """Return a value if it is an int (not a bool) of at least ``least``.
 
     Raises:
-        ValueError: it is too small, or not an int (``wrong_type``, for those that raise TypeError then).
+        ValueError: it is too small; or it is not an int, unless ``wrong_type`` is another class.
     """
-    of = f", {meaning}" if meaning else ""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least:
         error = ValueError if whole else wrong_type
-        raise error(f"{owner} expects {name} as an int >= {least}{of}; got {described(value)}")
+        of = f", {meaning}" if meaning else ""
+        raise error(f"{owner} expects {name} as an int >= {least}{of}; got {describe(value)}")
     return value
 
 
 def number(
     owner: str,
     name: str,
-    value: Any,
+    value: Number,
     meaning: str = "",
     *,
     least: float = -math.inf,
     above: float = -math.inf,
     most: float = math.inf,
     finite: bool = True,
-) -> Any:
-    """Return a number (not a bool, not NaN), having checked that it is in a range.
+    wrong_type: type[Exception] = ValueError,
+) -> Number:
+    """Return a value if it is a number (not a bool, not NaN) in a range.
 
     Raises:
-        ValueError: it is not an int or a float, is out of the range, or is not finite where it has to be.
+        ValueError: it is out of the range, or is not finite although it has to be; or it is not a
+            number, unless ``wrong_type`` is another class.
     """
-    parts = [
+    bounds = [
         f">= {least:g}" if least > -math.inf else "",
         f"> {above:g}" if above > -math.inf else "",
+        f"<= {most:g}" if most < math.inf else "",
+        "finite" if finite else "",
     ]
-    parts += [f"<= {most:g}" if most < math.inf else "", "finite" if finite else ""]
-    wanted = " and ".join(part for part in parts if part)
-    of = f", {meaning}" if meaning else ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(
-            f"{owner} expects {name} as a number{f' {wanted}' if wanted else ''}{of}; got {described(value)}"
-        )
-    if not (least <= value <= most and value > above) or (finite and not math.isfinite(value)):
-        raise ValueError(f"{owner} expects {name} {wanted}{of}; got {value}")
+    wanted, of = " and ".join(filter(None, bounds)), f", {meaning}" if meaning else ""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        kind = f"a number {wanted}".rstrip()
+        raise wrong_type(f"{owner} expects {name} as {kind}{of}; got {describe(value)}")
+    within = least <= value <= most and (value > above or above == -math.inf)
+    if not within or (finite and not math.isfinite(value)):
+        raise ValueError(f"{owner} expects {name} {wanted or 'other than nan'}{of}; got {value}")
     return value
 
 
-def flag(owner: str, name: str, value: Any, meaning: str = "") -> bool:
-    """Return a bool, having checked that it is one.
+def flag(owner: str, name: str, value: bool, meaning: str = "") -> bool:
+    """Return a value if it is a bool.
 
     Raises:
         TypeError: it is not.
     """
     if not isinstance(value, bool):
-        raise TypeError(
-            f"{owner} expects {name} as True or False{f', {meaning}' if meaning else ''}; got {described(value)}"
-        )
+        of = f", {meaning}" if meaning else ""
+        raise TypeError(f"{owner} expects {name} as True or False{of}; got {describe(value)}")
     return value
 
 
-def choice(owner: str, name: str, value: Any, options: Iterable[str], also: str = "") -> str:
-    """Return one of several words, having checked that it is one.
+def choice(owner: str, name: str, value: str, options: Iterable[str], also: str = "") -> str:
+    """Return a value if it is one of some words.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not.
     """
     known = list(options)
     if not isinstance(value, str) or value not in known:
         wanted = ", ".join(f'"{option}"' for option in known)
-        raise ValueError(f"{owner} expects {name} as one of {wanted}{also}; got {described(value)}")
+        raise ValueError(f"{owner} expects {name} as one of {wanted}{also}; got {describe(value)}")
     return value
 
 
-def text(owner: str, name: str, value: Any, meaning: str) -> str:
-    """Return a str that is not empty, having checked that it is one.
+def text(owner: str, name: str, value: str, meaning: str) -> str:
+    """Return a value if it is a str that is not empty.
 
     Raises:
         TypeError: it is not a str.
         ValueError: it is empty.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{owner} expects {name} as {meaning}, a str; got {described(value)}")
+        raise TypeError(f"{owner} expects {name} as {meaning}, a str; got {describe(value)}")
     if not value:
         raise ValueError(f"{owner} expects {name} as {meaning}; got an empty str")
     return value
 
 
-def mapping(owner: str, name: str, value: Any, meaning: str) -> Mapping[Any, Any]:
-    """Return a mapping, having checked that it is one.
+def mapping(
+    owner: str, name: str, value: Mapping[str, object], meaning: str
+) -> Mapping[str, object]:
+    """Return a value if it is a mapping.
 
     Raises:
         TypeError: it is not.
     """
     if not isinstance(value, Mapping):
-        raise TypeError(f"{owner} expects {name} as a mapping, {meaning}; got {described(value)}")
+        raise TypeError(f"{owner} expects {name} as a mapping, {meaning}; got {describe(value)}")
     return value
 
 
-def instance(owner: str, name: str, value: Any, kind: type, meaning: str) -> Any:
-    """Return a value, having checked that it is of a class.
+def instance(owner: str, name: str, value: object, kind: type[T], meaning: str) -> T:
+    """Return a value if it is an instance of a class.
 
     Raises:
         TypeError: it is not.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{owner} expects {name} as {meaning}; got {described(value)}")
+        raise TypeError(f"{owner} expects {name} as {meaning}; got {describe(value)}")
     return value
 
 
 def function(
-    owner: str, name: str, value: Any, meaning: str, arguments: int, *, also: Any = ()
-) -> Any:
-    """Return a function, having checked that it can be called with a number of arguments.
+    owner: str, name: str, value: F, meaning: str, arguments: int, *, also: _Types = ()
+) -> F:
+    """Return a value if it is a function that can be called with a number of arguments.
 
     Args:
-        owner: what was called.
-        name: the name of its argument.
-        value: the function.
-        meaning: what it is to be: "a function (aux, batch) -> scalar".
-        arguments: how many positional arguments it will be given.
-        also: whether a class (``type``) or a module (``nn.Module``) is right too, since it can be called.
+        owner: the function that was called.
+        name: its argument.
+        value: the value of the argument.
+        meaning: what is expected: "a function (aux, batch) -> scalar".
+        arguments: the number of positional arguments that the function will be given.
+        also: classes of callables that are accepted too: ``type`` for classes, ``nn.Module`` for
+            modules.
 
     Raises:
         TypeError: it is not a function, or takes other arguments.
     """
-    if not callable(value) or (isinstance(value, type | nn.Module) and not isinstance(value, also)):
-        hint = f". Call it: {value.__name__}(...)" if isinstance(value, type) else ""
-        raise TypeError(f"{owner} expects {name} as {meaning}; got {described(value)}{hint}")
+    given: object = value  # for type checkers, which would narrow ``value``
+    if not callable(given) or (isinstance(given, type | nn.Module) and not isinstance(given, also)):
+        hint = f". Call it: {given.__name__}(...)" if isinstance(given, type) else ""
+        raise TypeError(f"{owner} expects {name} as {meaning}; got {describe(given)}{hint}")
     with contextlib.suppress(ValueError):  # a builtin without a signature
-        signature = inspect.signature(value)
+        signature = inspect.signature(given)
         try:
             signature.bind(*(None,) * arguments)
         except TypeError as error:
-            called = getattr(value, "__name__", type(value).__name__)
+            called = getattr(given, "__name__", type(given).__name__)
             raise TypeError(
                 f"{owner} expects {name} as {meaning}; {called} takes {signature}"
             ) from error
@@ -200,69 +215,67 @@ def function(
 
 
 def scalar(owner: str, name: str, value: Any) -> Any:
-    """Return a number or a tensor that holds one, having checked that it is one, without a read from the device.
+    """Return a value if it is a number or a scalar tensor, without a read from the device.
 
     Raises:
         TypeError: it is not.
     """
+    expected = f"{owner} expects {name} as a number or a scalar tensor"
     if isinstance(value, Tensor):
         if value.ndim or value.is_complex():
             found = f"shape {tuple(value.shape)}" if value.ndim else f"dtype {value.dtype}"
-            raise TypeError(
-                f"{owner} expects {name} as a number or a scalar tensor; got a tensor of {found}: add .sum()"
-            )
-    elif not isinstance(value, Real):  # numpy's too
-        raise TypeError(
-            f"{owner} expects {name} as a number or a scalar tensor; got {described(value)}"
-        )
+            raise TypeError(f"{expected}; got a tensor of {found}: add .sum()")
+    elif not isinstance(value, Real):  # also a number of NumPy
+        raise TypeError(f"{expected}; got {describe(value)}")
     return value
 
 
-def metric_name(owner: str, name: str, value: Any) -> str:
-    """Return the name of a metric, having checked that it is one.
+def metric_name(owner: str, name: str, value: str) -> str:
+    """Return a value if it can be the name of a metric.
 
     Raises:
         TypeError: it is not a str.
         ValueError: it is empty.
     """
+    expected = f'{owner} expects {name} as the name of a metric, such as "valid/loss"'
     if not isinstance(value, str):
-        raise TypeError(
-            f'{owner} expects {name} as the name of a metric, such as "valid/loss"; got {described(value)}'
-        )
+        raise TypeError(f"{expected}; got {describe(value)}")
     if not value:
-        raise ValueError(
-            f'{owner} expects {name} as the name of a metric, such as "valid/loss"; got an empty name'
-        )
+        raise ValueError(f"{expected}; got an empty name")
     return value
 
 
-def typed_path(owner: str, name: str, value: Any, example: str = "runs/a") -> str:
-    """Return a path as it was typed, having checked that it is one on this machine.
+def typed_path(
+    owner: str, name: str, value: str | os.PathLike[str], example: str = "runs/a"
+) -> str:
+    """Return a path as it was typed, if it is one on this machine.
 
     Raises:
         TypeError: it is not a path.
         ValueError: it is empty, or an address such as ``s3://...``.
     """
+    expected = f'{owner} expects {name} as a path, such as "{example}"'
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
-        raise TypeError(
-            f'{owner} expects {name} as a path, such as "{example}"; got {described(value)}'
-        )
+        raise TypeError(f"{expected}; got {describe(value)}")
     text = os.fspath(value)
     if not text.strip():
-        raise ValueError(f'{owner} expects {name} as a path, such as "{example}"; got an empty one')
+        raise ValueError(f"{expected}; got an empty one")
     if "\0" in text:
-        raise ValueError(
-            f"{owner} expects {name} as a path, which has no null character; got {described(text)}"
-        )
+        raise ValueError(f"{expected}, without a null character; got {describe(text)}")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/+", text) and not re.match(r"[A-Za-z]:[/\\]", text):
         raise ValueError(
-            f"{owner} writes to and reads from the disks of this machine; got {text!r}. Mount it, or copy the folder afterwards"
+            f"{owner} writes to and reads from the disks of this machine; got {text!r}. "
+            "Mount it, or copy the folder afterwards"
         )
     return text
 
 
-def folder_path(owner: str, name: str, value: Any, example: str = "runs/a") -> Path:
-    """Return an absolute path, with ``~`` expanded, so that a later change of the working directory does not move it.
+def folder_path(
+    owner: str, name: str, value: str | os.PathLike[str], example: str = "runs/a"
+) -> Path:
+    """Return an absolute path, with ``~`` expanded.
+
+    A later change of the working directory does not affect it.
 
     Raises:
         TypeError, ValueError: as :func:`typed_path`.
@@ -274,3 +287,6 @@ def folder_path(owner: str, name: str, value: Any, example: str = "runs/a") -> P
         raise ValueError(
             f"{owner} expects {name} as a path; got {typed!r}, and there is no such user"
         ) from error
+
+
+described, listed = describe, join_names  # until their callers in other rooms are renamed

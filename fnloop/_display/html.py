@@ -1,7 +1,8 @@
-"""What a terminal and a cell show: text that is broken into lines, and HTML without scripts, assets or colours of its own.
+"""Text for terminals and HTML for notebooks.
 
-All HTML is built here, and all that comes from outside is escaped here. Lines are drawn in a part of the text's own colour, so
-that a dark theme needs nothing else.
+All HTML is built here, and all values from outside are escaped here. It has no scripts, no assets
+and no colours of its own: lines are a lighter shade of the text's colour, which suits dark themes
+too.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import math
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import attrs
 
 __all__ = [
     "Display",
-    "Shown",
+    "Rendered",
     "bar",
     "counted",
     "curve",
@@ -25,16 +26,19 @@ __all__ = [
     "diagram",
     "diagram_text",
     "facts",
+    "format_count",
+    "format_number",
     "in_notebook",
     "line",
     "number",
     "record_text",
-    "stacked",
+    "stack",
+    "summarize",
     "table",
     "table_text",
 ]
 
-WIDTH = 100  # columns of text
+WIDTH = 100  # characters per line of text
 _LINE = "1px solid color-mix(in srgb, currentColor 30%, transparent)"
 _FAINT = "opacity:.6"
 
@@ -42,25 +46,26 @@ _FAINT = "opacity:.6"
 # --- text
 
 
-def number(value: float) -> str:
-    """Show a number: five significant digits, or an int with its thousands marked."""
+def format_number(value: float) -> str:
+    """Format a number: five significant digits, or an int with thousands separators."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def counted(n: int, noun: str) -> str:
-    """Show a count: ``1 record``, ``2 records``."""
+def format_count(n: int, noun: str) -> str:
+    """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-def described(value: Any) -> str:
-    """Show a value in a few words: a tensor by its dtype and shape."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+def summarize(value: object) -> str:
+    """Describe a value in a few words: a tensor by its dtype and shape."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
     return textwrap.shorten(repr(value), 60, placeholder="…")
 
 
-def record_text(name: str, values: Mapping[str, Any]) -> str:
-    """Show a record as a call, broken into lines where it is too long for one.
+def record_text(name: str, values: Mapping[str, object]) -> str:
+    """Show a record as a call, broken into lines if it is too long for one.
 
     Example:
         >>> record_text("Point", {"x": 1, "y": 2})
@@ -76,7 +81,9 @@ def record_text(name: str, values: Mapping[str, Any]) -> str:
 
 
 def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
-    """Show a table; one that is too wide in parts below each other, each of which begins with the ``fixed`` first columns.
+    """Show a table.
+
+    One that is too wide is split into parts, each of which begins with the first ``fixed`` columns.
 
     Example:
         >>> print(table_text([["step", "loss"], ["10", "0.5"]], fixed=1))
@@ -86,23 +93,21 @@ def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
     columns = [
         [cell.rjust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)
     ]
-    fewest = len(_parts(columns, fixed, WIDTH))
-    parts = next(
-        found for width in range(WIDTH + 1) if len(found := _parts(columns, fixed, width)) == fewest
-    )  # of like widths
+    fewest = len(_split(columns, fixed, WIDTH))
+    layouts = (_split(columns, fixed, width) for width in range(WIDTH + 1))
+    # The narrowest layout with as few parts as possible: its parts have similar widths.
+    parts = next(layout for layout in layouts if len(layout) == fewest)
     return "\n\n".join(
         "\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts
     )
 
 
-def _parts(columns: list[list[str]], fixed: int, width: int) -> list[list[list[str]]]:
-    """Distribute columns to parts of a width, which hold at least one of them beside the fixed ones."""
+def _split(columns: list[list[str]], fixed: int, width: int) -> list[list[list[str]]]:
+    """Split columns into parts of at most this width, each with the fixed columns and another."""
     parts = [columns[:fixed]]
     for column in columns[fixed:]:
-        if (
-            len(parts[-1]) > fixed
-            and sum(len(other[0]) + 2 for other in parts[-1]) + len(column[0]) > width
-        ):
+        used = sum(len(other[0]) + 2 for other in parts[-1])
+        if len(parts[-1]) > fixed and used + len(column[0]) > width:
             parts.append(columns[:fixed])
         parts[-1] = [*parts[-1], column]
     return parts
@@ -112,11 +117,12 @@ def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
     """Draw rings as text, the outermost first.
 
     Args:
-        core: what is in the middle.
+        core: the text in the middle.
         rings: name and members, the innermost ring first.
 
     Example:
-        >>> print(diagram_text("loss_fn(model, batch)", [("gradient", ["backward", "clip(1.0)"]), ("step", ["schedule(f)"])]))
+        >>> rings = [("gradient", ["backward", "clip(1.0)"]), ("step", ["schedule(f)"])]
+        >>> print(diagram_text("loss_fn(model, batch)", rings))
         ┌ step      schedule(f)
         │ ┌ gradient  backward → clip(1.0)
         │ │ loss_fn(model, batch)
@@ -135,12 +141,12 @@ def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
 # --- HTML
 
 
-def _escape(value: Any) -> str:
+def _escape(value: object) -> str:
     return html.escape(str(value))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of numbers, whose first row is its head."""
+    """Return a table of numbers. The first row is its head."""
     head, *body = [[_escape(cell) for cell in row] for row in rows]
     lines = ["".join(f"<th>{cell}</th>" for cell in head)]
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
@@ -148,7 +154,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return f'<div style="overflow-x:auto"><table style="text-align:right">{cells}</table></div>'
 
 
-def facts(title: str, values: Mapping[str, Any]) -> str:
+def facts(title: str, values: Mapping[str, object]) -> str:
     """Return a table of names and values below a title."""
     name, cell = f"text-align:left;{_FAINT}", "text-align:left"
     rows = (
@@ -159,7 +165,7 @@ def facts(title: str, values: Mapping[str, Any]) -> str:
 
 
 def diagram(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """Draw rings as nested boxes; the arguments are those of :func:`diagram_text`."""
+    """Draw rings as nested boxes, with the arguments of :func:`diagram_text`."""
     inside = f'<div style="padding-top:.3em"><code>{_escape(core)}</code></div>'
     for name, members in rings:
         listed = " → ".join(f"<code>{_escape(member)}</code>" for member in members)
@@ -170,7 +176,7 @@ def diagram(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
 
 
 def curve(title: str, values: Sequence[float], note: str) -> str:
-    """Return a small picture of values from left to right, with 0 on its scale; where there are none, the title alone."""
+    """Draw a small curve of values, with 0 on its scale; without finite values, the title alone."""
     name = f"<code>{_escape(title)}</code>"
     if not values or not all(map(math.isfinite, values)):
         return f"<div>{name}</div>"
@@ -178,18 +184,22 @@ def curve(title: str, values: Sequence[float], note: str) -> str:
     x, y = width / max(len(values) - 1, 1), height / (high - low)
     points = " ".join(f"{i * x:.1f},{(high - value) * y:.1f}" for i, value in enumerate(values))
     line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
-    axes = f'<path d="M0 0V{height}M0 {high * y:.1f}H{width}" fill="none" stroke="currentColor" opacity=".3"/>'
+    path = f"M0 0V{height}M0 {high * y:.1f}H{width}"
+    axes = f'<path d="{path}" fill="none" stroke="currentColor" opacity=".3"/>'
     view = f'width="{width + 8}" height="{height + 8}" viewBox="-4 -4 {width + 8} {height + 8}"'
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" style="display:block">{axes}{line}</svg>'
+    frame = f'xmlns="http://www.w3.org/2000/svg" {view} role="img" style="display:block"'
+    svg = f"<svg {frame}>{axes}{line}</svg>"
     return f'<div>{name}{svg}<small style="{_FAINT}">{_escape(note)}</small></div>'
 
 
 def bar(done: int, total: int | None, text: str) -> str:
-    """Return a bar with a text beside it; without a total, the text alone."""
+    """Return a bar and a text to its right; without a total, the text alone."""
     drawn = ""
     if total:
-        frame = f"display:inline-block;width:16em;height:.7em;border:{_LINE};border-radius:.35em;overflow:hidden"
-        filled = f"display:block;height:100%;width:{100 * min(done / total, 1):.0f}%;background:currentColor;opacity:.6"
+        frame = f"display:inline-block;width:16em;height:.7em;border:{_LINE};border-radius:.35em"
+        frame += ";overflow:hidden"
+        percent = f"{100 * min(done / total, 1):.0f}%"
+        filled = f"display:block;height:100%;width:{percent};background:currentColor;opacity:.6"
         drawn = f'<span style="{frame}"><span style="{filled}"></span></span> '
     return f'<div style="font-variant-numeric:tabular-nums">{drawn}{_escape(text)}</div>'
 
@@ -199,7 +209,7 @@ def line(text: str) -> str:
     return f"<div>{_escape(text)}</div>"
 
 
-def stacked(*parts: str) -> str:
+def stack(*parts: str) -> str:
     """Put pieces of HTML below each other."""
     return f"<div>{''.join(parts)}</div>"
 
@@ -208,8 +218,8 @@ def stacked(*parts: str) -> str:
 
 
 @attrs.frozen
-class Shown:
-    """What a cell shows: HTML, and a text where there is no room for that."""
+class Rendered:
+    """The output of a cell: HTML, and a text for front ends that show no HTML."""
 
     html: str
     text: str
@@ -221,14 +231,18 @@ class Shown:
         return self.text
 
 
+class _Handle(Protocol):
+    def update(self, value: object, /) -> None: ...
+
+
 class Display:
-    """One output of a cell, drawn again in its place."""
+    """One output of a cell, redrawn in place."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._handle: _Handle | None = None
 
-    def show(self, value: Any) -> None:
-        """Show a value: the first time below what the cell has shown, then in the same place."""
+    def show(self, value: object) -> None:
+        """Show a value: at first below the other outputs of the cell, then in the same place."""
         from IPython.display import display
 
         if self._handle is None:
@@ -238,7 +252,11 @@ class Display:
 
 
 def in_notebook() -> bool:
-    """Say whether this is a process behind a notebook."""
+    """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and hasattr(shell, "kernel")
+
+
+# until their callers in other rooms are renamed
+number, counted, described = format_number, format_count, summarize

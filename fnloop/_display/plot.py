@@ -1,6 +1,7 @@
-"""Pictures: figures of matplotlib, which is imported when the first is drawn, and never through pyplot.
+"""Figures of matplotlib, which is imported when the first one is drawn.
 
-So no figure is open behind the back of whoever asked for it, and a notebook shows it once.
+They are made without pyplot. So no figure stays open without the caller's knowledge, and a notebook
+shows each one once.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
-__all__ = ["Points", "check_file", "draw", "grid", "need"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Points", "check_file", "draw", "grid", "require_matplotlib"]
 
 Points = Sequence[tuple[float, float]]
 
 
-def need(owner: str) -> Any:
+def require_matplotlib(owner: str) -> type[Figure]:
     """Return matplotlib's class of figures.
 
     Raises:
-        ImportError: matplotlib is not installed; the message says who needs it.
+        ImportError: matplotlib is not installed; the message says what needs it.
     """
     try:
         from matplotlib.figure import Figure
@@ -31,35 +36,34 @@ def need(owner: str) -> Any:
 
 
 def check_file(owner: str, file: Path) -> None:
-    """Raise ValueError unless matplotlib can save a figure under this name."""
+    """Raise ValueError if matplotlib cannot save a figure under this name."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
     if file.suffix[1:].lower() not in known:
         raise ValueError(
-            f"{owner} expects a file whose suffix is one of {', '.join(known)}, such as 'run.png'; got {str(file)!r}"
+            f"{owner} expects a file whose suffix is one of {', '.join(known)}, such as 'run.png'; "
+            f"got {str(file)!r}"
         )
 
 
-def grid(owner: str, n: int) -> tuple[Any, list[Any]]:
+def grid(owner: str, n: int) -> tuple[Figure, list[Axes]]:
     """Return a figure and its n axes, in rows of up to three."""
     columns = 1 if n == 1 else 2 if n in (2, 4) else 3
     rows = -(-n // columns)
-    figure = need(owner)(
-        figsize=(5.2 if n == 1 else 4.2 * columns, 3.0 * rows), layout="constrained"
-    )
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04)
-    figure._repr_png_ = functools.partial(
-        _png, figure
-    )  # without pyplot, a notebook would show its name only
+    size = (5.2 if n == 1 else 4.2 * columns, 3.0 * rows)
+    figure = require_matplotlib(owner)(figsize=size, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04)  # type: ignore[union-attr]
+    # Without pyplot, a notebook would show only its name.
+    figure._repr_png_ = functools.partial(_render_png, figure)  # type: ignore[attr-defined]
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes[n:]:
         axis.set_visible(False)
     return figure, axes[:n]
 
 
-def _png(figure: Any) -> tuple[bytes, dict[str, Any]]:
-    """Draw a figure with twice its pixels, for screens that have them, to be shown in its own size."""
+def _render_png(figure: Figure) -> tuple[bytes, dict[str, int]]:
+    """Draw a figure at twice its resolution, and return it with its size on the page."""
     width, height = figure.get_size_inches() * figure.dpi
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=2 * figure.dpi)
@@ -67,7 +71,7 @@ def _png(figure: Any) -> tuple[bytes, dict[str, Any]]:
 
 
 def draw(
-    axis: Any,
+    axis: Axes,
     title: str,
     x: str,
     curves: Mapping[str, Points],
@@ -77,12 +81,13 @@ def draw(
     """Draw curves into an axis.
 
     Args:
-        axis: of matplotlib.
-        title: of the axis.
-        x: what is on its x axis.
+        axis: an axis of matplotlib.
+        title: the title of the axis.
+        x: the label of its x axis.
         curves: label to points.
         marked: label of a curve to the point that is marked on it.
-        labels: of all curves in the figure, so that a label has one colour in all its axes.
+        labels: the labels of all curves in the figure, so that a label has the same colour in all
+            axes.
     """
     labels = list(labels or curves)
     for label, points in curves.items():
@@ -92,17 +97,13 @@ def draw(
         axis.plot(xs, ys, marker=marker, markersize=5, linewidth=1.5, label=label, color=color)
         if label in marked:
             at, value = marked[label]
-            best = {
-                "markersize": 9,
-                "fillstyle": "none",
-                "color": color,
-                "label": f"best {value:.4g}",
-            }
-            axis.plot([at], [value], "o", **best)
-    if len(places := {x for points in curves.values() for x, _ in points}) == 1:
-        axis.set_xlim(min(places) - 1, min(places) + 1)  # else the ticks are hundredths of a step
+            best = f"best {value:.4g}"
+            axis.plot([at], [value], "o", markersize=9, fillstyle="none", color=color, label=best)
+    places = {x for points in curves.values() for x, _ in points}
+    if len(places) == 1:  # otherwise the ticks would be hundredths of a step
+        axis.set_xlim(min(places) - 1, min(places) + 1)
     axis.set_title(title)
     axis.set_xlabel(x)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)

@@ -1,8 +1,6 @@
-"""Hooks that only one of several processes runs."""
+"""Run a hook on the main process only."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import attrs
 
@@ -10,8 +8,7 @@ from fnloop._core.call import name_of
 from fnloop._core.state import TrainState
 from fnloop._display import checks
 from fnloop._hooks.checkpoint import checkpoint
-from fnloop._hooks.triggers import Hook
-from fnloop._hooks.wrapper import Wrapper, unwrap_hook
+from fnloop._hooks.wrapper import Hook, Wrapper, unwrap_hook
 
 __all__ = ["on_main"]
 
@@ -20,7 +17,8 @@ __all__ = ["on_main"]
 class on_main(Wrapper):
     """Run a hook on the main process only: one that prints, writes a file or talks to a server.
 
-    It looks on: what it would change, the other processes would not know of. In one process it is the hook itself.
+    The hook may only observe; the other processes would not see its changes. In one process it runs
+    as without ``on_main``.
 
     Args:
         hook: ``state -> state``, which returns the state that it is given.
@@ -29,7 +27,8 @@ class on_main(Wrapper):
         A hook.
 
     Raises:
-        TypeError: the hook is not a function, or is ``checkpoint``, which every process has to take part in.
+        TypeError: the hook is not a function, or is ``checkpoint``, which every process has to take
+            part in.
         ValueError: when it runs: it returned another state.
 
     Example:
@@ -38,7 +37,8 @@ class on_main(Wrapper):
         >>> def show(state):
         ...     print(state.step)
         ...     return state
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(fl.every(epochs=1)(on_main(show)),))
+        >>> hook = fl.every(epochs=1)(on_main(show))
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(hook,))
         3
     """
 
@@ -48,23 +48,27 @@ class on_main(Wrapper):
         checks.function("on_main", "hook", self.hook, "a hook, a function state -> state", 1)
         if isinstance(unwrap_hook(self.hook), checkpoint):
             raise TypeError(
-                f"{self.hook!r} needs all processes, and writes on the main one by itself: list it as it is"
+                f"{self.hook!r} needs all processes, and writes only on the main one: list it "
+                "without on_main"
             )
 
     def __repr__(self) -> str:
         return f"on_main({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
-        return self._looked_on(self.hook, state)
+        return self._observe(self.hook, state)
 
     def flush(self, state: TrainState) -> TrainState:
-        """Let the hook finish, at the end of a run."""
-        return self._looked_on(self.hook.flush, state) if hasattr(self.hook, "flush") else state  # type: ignore[attr-defined]
+        """Finish pending work, on the main process."""
+        return self._observe(super().flush, state)
 
-    def _looked_on(self, hook: Any, state: TrainState) -> TrainState:
-        if state.backend.main and (new := hook(state)) is not state:
+    def _observe(self, call: Hook, state: TrainState) -> TrainState:
+        """Call a hook or its method on the main process, and raise if it returns another state."""
+        if state.backend.main and (new := call(state)) is not state:
+            stops = isinstance(new, TrainState) and new.stop
+            found = f"one that stops: {new.stop}" if stops else repr(new)
             raise ValueError(
-                f"{self!r} must return the state that it is given, since the other processes wouldn't know of a change; it "
-                f"returned {f'one that stops: {new.stop}' if isinstance(new, TrainState) and new.stop else repr(new)}"
+                f"{self!r} must return the state that it is given, because the other processes "
+                f"would not see the change; it returned {found}"
             )
         return state

@@ -1,4 +1,4 @@
-"""Sending what is recorded to an experiment tracker."""
+"""Send records to an experiment tracker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
+
+from toolz import keyfilter
 
 from fnloop._core.call import Call
 from fnloop._core.metrics import Last, read
@@ -17,29 +19,35 @@ from fnloop._hooks.trackers import read_tracker
 
 __all__ = ["track"]
 
+_Plain = str | bool | int | float | None
+
 
 class track:
-    """Send every record to a tracker: ``track("tensorboard", folder="runs/a", config={"lr": 0.1})``.
+    """Send every record to a tracker: ``track("tensorboard", folder="runs/a")``.
 
-    Each metric goes to ``state.step``, and so does the learning rate of each parameter group, by the names that ``schedule``
-    gives them ("train/lr", "train/lr/1", ...). The tracker is opened behind the first update and closed when the run ends, by
-    an exception too; a later run goes on where it ended. Only the first of several processes does anything.
+    Each metric is sent with ``state.step``. So is the learning rate of each parameter group, under
+    the names that ``schedule`` uses ("train/lr", "train/lr/1", ...). The tracker is opened after
+    the first update and closed when the run ends, also on an exception; a later run continues in
+    it. When there are several processes, only the first one sends.
 
     Args:
-        tracker: "tensorboard", "wandb", "mlflow" or any other name that accelerate knows; or a class or an instance of
-            ``accelerate.tracking.GeneralTracker``.
-        folder: where it writes. tensorboard and aim need one; wandb, mlflow (for artifacts), dvclive and swanlab take one.
-        config: hyper-parameters, sent once: plain data, in nested mappings or not; ``{"a": {"b": 1}}`` becomes ``a.b``.
-        project: what the run is filed under: a project, an experiment, or (tensorboard) a folder in ``folder``.
-        **settings: other arguments of its class, such as ``name="a"`` for ``wandb.init``.
+        tracker: "tensorboard", "wandb", "mlflow" or any other name that accelerate knows; or a
+            class or an instance of ``accelerate.tracking.GeneralTracker``.
+        folder: where it writes. tensorboard and aim need one; wandb, mlflow (for artifacts),
+            dvclive and swanlab take one.
+        config: hyperparameters, sent once: plain data, possibly in nested mappings;
+            ``{"a": {"b": 1}}`` becomes ``a.b``.
+        project: the project or experiment that the run belongs to; for tensorboard, a folder in
+            ``folder``.
+        **settings: other arguments of the class, such as ``name="a"`` for ``wandb.init``.
 
     Returns:
         A hook.
 
     Raises:
-        ValueError: there is no tracker of that name, or it needs a folder, or takes none.
-        TypeError: an argument is something else.
-        ImportError: its package isn't installed; the message says what to install.
+        ValueError: there is no tracker of that name, it needs a folder, or it does not take one.
+        TypeError: an argument has the wrong type.
+        ImportError: the package of the tracker is not installed; the message says what to install.
 
     Example:
         >>> import fnloop as fl, torch
@@ -52,7 +60,8 @@ class track:
         ...     def log(self, values, step):
         ...         print(step, values)
         >>> hook = track(Show(), config={"model": {"width": 1}})
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(lr=0.5), [torch.ones(1)] * 2, epochs=1, hooks=(hook,))
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 2
+        >>> state = fl.fit(step, toy(lr=0.5), batches, hooks=(hook,))
         {'model.width': 1}
         2 {'train/loss': -0.25, 'train/lr': 0.5}
 
@@ -61,9 +70,9 @@ class track:
 
     def __init__(
         self,
-        tracker: Any,
+        tracker: object,
         folder: str | os.PathLike[str] | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         *,
         project: str | None = None,
         **settings: Any,
@@ -72,15 +81,14 @@ class track:
             folder = checks.typed_path("track", "folder", folder)
         if project is not None:
             checks.text("track", "project", project, "the name of a project")
-        self.config = _flat({} if config is None else config)
+        self.config = _flatten({} if config is None else config)
         self._tracker = read_tracker(tracker, project, folder, settings)
         given = {
             "folder": folder,
             "project": project,
-        }  # and nothing else: there may be keys among the settings
-        self._call = Call(
-            track, (self._tracker.name,), {k: v for k, v in given.items() if v is not None}
-        )
+        }  # not the settings: they may contain API keys
+        shown = {name: value for name, value in given.items() if value is not None}
+        self._call = Call(track, (self._tracker.name,), shown)
         self._open = self._configured = False
         self._sent: Record | None = None  # the last one
 
@@ -96,13 +104,13 @@ class track:
         return state
 
     def flush(self, state: TrainState) -> TrainState:
-        """Send the record that the end of the run has made, if it has made one."""
+        """Send the closing record, if there is one."""
         if self._open and RECORD in state.events and state.history[-1].closing:
             self._log(state)
         return state
 
     def close(self) -> None:
-        """Close the tracker, when the run ends; what goes wrong with that is logged, since nobody is there to catch it."""
+        """Close the tracker. A failure is logged, because no caller could catch it."""
         if self._open:
             self._open = False
             try:
@@ -114,7 +122,8 @@ class track:
         record = state.history[-1]
         if record is not self._sent:
             self._sent = record
-            self._tracker.log({**record.metrics, **_rates(state, record.metrics)}, record.step)
+            rates = _missing_rates(state, record.metrics)
+            self._tracker.log({**record.metrics, **rates}, record.step)
 
     def _start(self, state: TrainState) -> None:
         self._tracker.start(state.step)
@@ -124,41 +133,38 @@ class track:
         self._configured = True
 
 
-def _rates(state: TrainState, known: Mapping[str, float]) -> dict[str, float]:
-    """Return the learning rate of each parameter group that the record doesn't have."""
-    groups = state.optimizer.param_groups
-    names = (f"train/lr/{i}" if i else "train/lr" for i in range(len(groups)))
-    return read(
-        {
-            name: Last(group["lr"])
-            for name, group in zip(names, groups, strict=True)
-            if name not in known
-        }
-    )
+def _missing_rates(state: TrainState, known: Mapping[str, float]) -> dict[str, float]:
+    """Return the learning rates of the parameter groups that a record lacks."""
+    groups = enumerate(state.optimizer.param_groups)
+    rates = {f"train/lr/{i}" if i else "train/lr": Last(group["lr"]) for i, group in groups}
+    return read(keyfilter(lambda name: name not in known, rates))
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, of values that every tracker takes."""
+def _flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, _Plain]:
+    """Return nested mappings as one, with values that every tracker takes."""
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"track expects config as a mapping, such as {{'lr': 0.1}}; got {checks.described(config)}. Of an object: vars(it)"
+            "track expects config as a mapping, such as {'lr': 0.1}; got "
+            f"{checks.describe(config)}. For an object, write vars(config)"
         )
-    flat: dict[str, Any] = {}
+    flat: dict[str, _Plain] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        flat.update(
-            _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: _plain(name, value)}
-        )
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{name}."))
+        else:
+            flat[name] = _to_plain(name, value)
     return flat
 
 
-def _plain(name: str, value: Any) -> Any:
+def _to_plain(name: str, value: object) -> _Plain:
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Real):  # numpy's too
+    if isinstance(value, Real):  # also a number of NumPy
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, list | tuple):
-        return str([_plain(name, item) for item in value])
+        return str([_to_plain(name, item) for item in value])
     raise TypeError(
-        f"track expects plain data in config; got {name}={value!r:.60} ({type(value).__name__}). Write str(...)"
+        f"track expects plain data in config; got {name}={value!r:.60} ({type(value).__name__}). "
+        "Write str(...) around it"
     )

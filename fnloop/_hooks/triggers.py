@@ -1,4 +1,4 @@
-"""When a hook runs: predicates over the counters, which keep nothing to be saved."""
+"""Triggers, which say when a hook runs or an evaluation is due, and ``once``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 
@@ -14,58 +14,65 @@ from fnloop._core.call import name_of
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import EPOCH, UPDATE, TrainState, now, with_slot
 from fnloop._display import checks
-from fnloop._hooks.wrapper import Wrapper
+from fnloop._hooks.wrapper import Hook, Wrapper
 
 __all__ = ["ConditionalHook", "Hook", "Trigger", "check_hook", "every", "once", "when"]
 
-Hook = Callable[[TrainState], TrainState]
+SMALLEST_FRACTION = 1e-6  # of an epoch
 
 
 class Trigger(Protocol):
-    """Says at which boundaries something is due."""
+    """Decides at which boundaries something is due.
 
-    def due(self, state: TrainState) -> bool: ...
+    A trigger may also have a method ``check(run: RunInfo)``, which is called when a run begins.
+    """
+
+    def due(self, state: TrainState, /) -> bool:
+        """Return whether something is due at this boundary."""
+        ...
 
 
 @attrs.frozen(repr=False)
 class ConditionalHook(Wrapper):
-    """A hook that runs at some boundaries only."""
+    """A hook that runs only at the boundaries of a trigger."""
 
-    moment: Any  # a Moment
+    trigger: Trigger
     hook: Hook
 
     def __repr__(self) -> str:
-        return f"{self.moment!r}({name_of(self.hook)})"
+        return f"{self.trigger!r}({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        return self.hook(state) if self.moment.due(state) else self.poll(state)
+        return self.hook(state) if self.trigger.due(state) else self.poll(state)
 
     def begin(self, state: TrainState) -> TrainState:
-        """Pass the beginning of a run on, to the moment too."""
-        if hasattr(self.moment, "check"):
-            self.moment.check(state.run)
+        """Begin a run: for the trigger too."""
+        if hasattr(self.trigger, "check"):
+            self.trigger.check(state.run)  # type: ignore[attr-defined]
         return super().begin(state)
 
 
 @attrs.frozen(repr=False)
 class every:
-    """Run a hook periodically: ``every(epochs=1)(hook)``. Also says when to evaluate:
-    ``evaluate_every=every(steps=100)``.
+    """Run a hook periodically: ``every(epochs=1)(hook)``.
+
+    It also says when to evaluate: ``evaluate_every=every(steps=100)``.
 
     Args:
-        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of n updates, and
-            always at the end of the epoch.
-        steps: a number of applied updates, counted over epochs.
-        seconds: of wall time, counted from the first boundary.
+        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of
+            n updates, and always at the end of the epoch.
+        steps: a number of applied updates, counted over all epochs.
+        seconds: seconds of wall time, counted from the first boundary.
 
     Returns:
         A function from a hook to a hook.
 
     Raises:
         TypeError: not exactly one of the three is given.
-        ValueError: it isn't above 0, or epochs is neither whole nor a fraction from 1e-6. When a run starts: a fraction of an
-            epoch is asked for, and the training loader has no length.
+        ValueError: the number is not above 0, or ``epochs`` is neither a whole number nor a
+            fraction of at least 1e-6. When a run starts: ``epochs`` is a fraction, and the training
+            loader has no length.
 
     Example:
         >>> import fnloop as fl, torch
@@ -73,7 +80,8 @@ class every:
         >>> def show(state):
         ...     print(state.step)
         ...     return state
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(every(steps=2)(show),))
+        >>> hook = every(steps=2)(show)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(hook,))
         2
         4
     """
@@ -84,60 +92,56 @@ class every:
     _clock: list[float] = attrs.field(factory=list, init=False, eq=False)  # when it was last due
 
     def __attrs_post_init__(self) -> None:
-        given = {
-            k: v
-            for k, v in (("epochs", self.epochs), ("steps", self.steps), ("seconds", self.seconds))
-            if v is not None
-        }
+        given = self._given()
         if len(given) != 1:
             raise TypeError(
-                f"every expects one of epochs=, steps= or seconds=; got {', '.join(given) or 'none'}"
+                "every expects one of epochs=, steps= or seconds=; got "
+                f"{', '.join(given) or 'none'}"
             )
         ((name, value),) = given.items()
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
-            raise ValueError(f"every expects {name} as a number above 0; got {value!r}")
+        checks.number("every", name, value, above=0)
         if name == "steps" and not isinstance(value, int):
             raise ValueError(
-                f"every expects steps as an int; got {value!r}. For a part of an epoch, write every(epochs=0.25)"
+                f"every expects steps as an int; got {value!r}. For a part of an epoch, write "
+                "every(epochs=0.25)"
             )
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(
                 f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}"
             )
-        if name == "epochs" and value < _LEAST:
+        if name == "epochs" and value < SMALLEST_FRACTION:
             raise ValueError(
-                f"every expects epochs >= {_LEAST:g}; got {value!r}. For every update, write every(steps=1)"
+                f"every expects epochs >= {SMALLEST_FRACTION:g}; got {value!r}. "
+                "For every update, write every(steps=1)"
             )
 
+    def _given(self) -> dict[str, float]:
+        settings = {"epochs": self.epochs, "steps": self.steps, "seconds": self.seconds}
+        return {name: value for name, value in settings.items() if value is not None}
+
     def __repr__(self) -> str:
-        name, value = next(
-            (k, v) for k in ("epochs", "steps", "seconds") if (v := getattr(self, k)) is not None
-        )
+        ((name, value),) = self._given().items()
         return f"every({name}={value})"
 
     def __call__(self, hook: Hook) -> ConditionalHook:
-        return ConditionalHook(
-            attrs.evolve(self), check_hook(hook, repr(self))
-        )  # a copy: each hook has a clock of its own
+        trigger = attrs.evolve(self)  # a copy, so that each hook has its own clock
+        return ConditionalHook(trigger, check_hook(hook, repr(self)))
 
     def check(self, run: RunInfo) -> None:
-        """Begin a run: start the clock anew.
+        """Begin a run: restart the clock.
 
         Raises:
-            ValueError: it can't be told when this is due: a fraction of an epoch, and the training loader has no length.
+            ValueError: this is a fraction of an epoch, and the training loader has no length.
         """
         self._clock.clear()
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             raise ValueError(
-                f"{self!r} needs to know how long an epoch is, but the training loader has no length: write every(steps=...)"
+                f"{self!r} needs to know how long an epoch is, but the training loader has no "
+                "length: write every(steps=...)"
             )
 
     def due(self, state: TrainState) -> bool:
-        """Say whether this boundary is one of those."""
+        """Return whether the hook is due at this boundary."""
         if self.steps is not None:
             return UPDATE in state.events and state.step % self.steps == 0
         if self.seconds is not None:
@@ -153,21 +157,20 @@ class every:
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]
             return False
         done, updates = math.ceil(state.batch / state.run.window), state.run.steps_per_epoch
-        return _is_due(_as_typed(self.epochs), done, updates)  # type: ignore[arg-type]
-
-
-_LEAST = 1e-6  # of an epoch
+        return _completes_part(_read_fraction(self.epochs), done, updates)  # type: ignore[arg-type]
 
 
 @functools.lru_cache
-def _as_typed(epochs: float) -> tuple[int, int]:
+def _read_fraction(epochs: float) -> tuple[int, int]:
     """Return a fraction as it was typed, not as its binary float: numerator and denominator."""
     return Fraction(str(epochs)).as_integer_ratio()
 
 
-def _is_due(part: tuple[int, int], done: int, updates: int) -> bool:
-    """Return whether a part of an epoch is over after so many of its updates: whether ``done`` is ceil(k · updates · part)
-    for a whole k."""
+def _completes_part(part: tuple[int, int], done: int, updates: int) -> bool:
+    """Return whether update ``done`` of an epoch completes a part of it.
+
+    That is, whether ``done`` is ceil(k · updates · part) for a whole k.
+    """
     a, b = part
     k = done * b // (updates * a)  # the largest with k · updates · part <= done
     return 1 <= k <= b // a and k * updates * a > (done - 1) * b
@@ -175,22 +178,24 @@ def _is_due(part: tuple[int, int], done: int, updates: int) -> bool:
 
 @attrs.frozen(repr=False)
 class when:
-    """Run a hook at the boundaries where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
+    """Run a hook where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
 
     Args:
-        predicate: ``state -> bool``, asked after every update.
+        predicate: ``state -> bool``, called after every update.
 
     Returns:
         A function from a hook to a hook.
 
     Raises:
-        TypeError: the predicate is no function.
+        TypeError: the predicate is not a function.
 
     Example:
         >>> import attrs, fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
-        >>> enough = when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough"))
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(enough,))
+        >>> def stop(state):
+        ...     return attrs.evolve(state, stop="enough")
+        >>> hook = when(lambda state: state.step == 3)(stop)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(hook,))
         >>> state.step, state.stop
         (3, 'enough')
     """
@@ -209,7 +214,7 @@ class when:
         return ConditionalHook(self, check_hook(hook, repr(self)))
 
     def due(self, state: TrainState) -> bool:
-        """Say whether the predicate holds."""
+        """Return whether the predicate holds."""
         __tracebackhide__ = True
         return bool(self.predicate(state))
 
@@ -218,17 +223,18 @@ class when:
 class once(Wrapper):
     """Run a hook the first time that it is called, and never again: ``when(...)(once(hook))``.
 
-    That it has run is kept in the state, so it holds after a resume too.
+    The state remembers that the hook has run, so a resumed run does not run it again.
 
     Args:
         hook: ``state -> state``.
-        name: what it is remembered by; where it was written, by default.
+        name: the name under which the state remembers it; by default, where the hook was defined.
 
     Returns:
         A hook.
 
     Raises:
-        TypeError: the hook is no function.
+        TypeError: the hook is not a function, is the result of ``every(...)`` or ``when(...)``, or
+            needs a name.
 
     Example:
         >>> import fnloop as fl, torch
@@ -236,7 +242,8 @@ class once(Wrapper):
         >>> def hello(state):
         ...     print("hello")
         ...     return state
-        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(once(hello),))
+        >>> hook = once(hello)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(hook,))
         hello
     """
 
@@ -246,14 +253,16 @@ class once(Wrapper):
     def __attrs_post_init__(self) -> None:
         check_hook(self.hook, "once")
         if self.name is not None:
-            checks.text("once", "name", self.name, "what the hook is remembered by")
+            checks.text("once", "name", self.name, "the name that the hook is remembered by")
         if isinstance(self.hook, ConditionalHook):
             raise TypeError(
-                f"once counts each call, due or not: write {self.hook.moment!r}(once({name_of(self.hook.hook)}))"
+                "once counts each call, due or not: "
+                f"write {self.hook.trigger!r}(once({name_of(self.hook.hook)}))"
             )
-        if self.name is None and _where(self.hook) is None:
+        if self.name is None and _definition_of(self.hook) is None:
             raise TypeError(
-                f"{self!r} can't be told from others in another process: once(hook, name=...)"
+                f"{self!r} cannot be identified in another process: give it a name, once(hook, "
+                "name=...)"
             )
 
     def __repr__(self) -> str:
@@ -261,8 +270,8 @@ class once(Wrapper):
 
     @property
     def slot(self) -> str:
-        """Where it is kept that the hook has run."""
-        return f"once:{self.name or _where(self.hook)}"
+        """The name of the slot that says that the hook has run."""
+        return f"once:{self.name or _definition_of(self.hook)}"
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
@@ -272,18 +281,21 @@ class once(Wrapper):
         return with_slot(new, self.slot, True) if isinstance(new, TrainState) else new
 
     def flush(self, state: TrainState) -> TrainState:
-        """Leave the hook alone: it has had its one call."""
+        """Do nothing: the hook has had its one call."""
         return state
 
 
-def _where(hook: Any) -> str | None:
-    """Say where a hook was written, the same in every process that runs the same script; or None."""
+def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
+    """Return where a hook is defined, or None if that is unknown.
+
+    It is the same in every process that runs the same script.
+    """
     code = getattr(hook, "__code__", None)
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
     return None if " at 0x" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)
 
 
-def check_hook(hook: Any, owner: str) -> Any:
-    """Return a hook, having checked that it is one."""
+def check_hook(hook: Hook, owner: str) -> Hook:
+    """Return a hook, or raise TypeError if it is not one."""
     return checks.function(owner, "hook", hook, "a function state -> state", 1)

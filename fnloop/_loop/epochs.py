@@ -20,7 +20,7 @@ from fnloop._core.rng import isolated, mix, torch_seeder
 from fnloop._core.state import PENDING, TrainState, check_not_stale, detached_from_run
 from fnloop._data.prefetch import windows
 from fnloop._data.window import END
-from fnloop._hooks.triggers import Hook
+from fnloop._hooks.wrapper import Hook
 from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts, handling
 from fnloop._loop.peers import is_alone
 from fnloop._loop.plan import Plan

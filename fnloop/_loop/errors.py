@@ -13,7 +13,7 @@ from fnloop._core.state import (
     is_half_updated,
     owns_handles,
 )
-from fnloop._hooks.triggers import Hook
+from fnloop._hooks.wrapper import Hook
 from fnloop._step.pipeline import STEP, PipelineStep
 
 __all__ = ["explain", "tell_hooks"]

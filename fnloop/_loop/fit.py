@@ -7,7 +7,8 @@ from typing import Any
 
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
-from fnloop._hooks.triggers import Hook, Trigger, every
+from fnloop._hooks.triggers import Trigger, every
+from fnloop._hooks.wrapper import Hook
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import handling
 from fnloop._loop.peers import is_alone

@@ -20,8 +20,8 @@ from fnloop._display import checks
 from fnloop._hooks.checkpoint import checkpoint
 from fnloop._hooks.early_stop import halt_on_nonfinite
 from fnloop._hooks.progress import progress
-from fnloop._hooks.triggers import ConditionalHook, Hook, Trigger, once
-from fnloop._hooks.wrapper import layers
+from fnloop._hooks.triggers import ConditionalHook, Trigger, once
+from fnloop._hooks.wrapper import Hook, layers
 from fnloop._step.pipeline import Pipeline, PipelineStep
 
 __all__ = ["Plan", "check_step", "make_plan"]

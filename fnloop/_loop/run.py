@@ -27,7 +27,7 @@ from fnloop._core.types import Metric
 from fnloop._data.loaders import sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display.log import log
-from fnloop._hooks.triggers import Hook
+from fnloop._hooks.wrapper import Hook
 from fnloop._loop.errors import explain, tell_hooks
 from fnloop._loop.evaluate import READ_ONCE, measure, open_loader
 from fnloop._loop.hints import suggest_fused

@@ -1,10 +1,12 @@
-"""Gradient clipping, by norm and by value, once per update (or per micro-batch, if listed before ``accumulate``)."""
+"""Gradient clipping, by norm and by value.
+
+It acts once per update, or once per micro-batch if it is listed before ``accumulate``.
+"""
 
 from __future__ import annotations
 
 import math
-from numbers import Real
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,20 +26,22 @@ __all__ = ["clip", "clip_value"]
 
 
 @middleware("gradient")
-def clip(max_norm: float, norm_type: float = 2.0) -> Any:
+def clip(max_norm: float, norm_type: float = 2.0) -> Middleware:
     """Scale the gradient so that its norm, over all parameters together, is at most ``max_norm``.
 
     The norm before clipping becomes the metric "grad_norm" (``history["train/grad_norm"]``).
 
     Args:
-        max_norm: the largest norm, above 0; ``inf`` only measures, and always the gradient of the whole update.
-        norm_type: which norm; ``inf`` for the largest element.
+        max_norm: the largest norm, above 0. ``inf`` does not clip: it only measures, always the
+            gradient of the whole update.
+        norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
 
     Returns:
         A middleware of the gradient ring.
 
     Raises:
-        ValueError: the norm isn't above 0.
+        TypeError: an argument is not a number.
+        ValueError: an argument is not above 0.
 
     Example:
         >>> import fnloop as fl, torch
@@ -48,8 +52,8 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
 
     Source: Pascanu, Mikolov and Bengio, 2013, https://arxiv.org/abs/1211.5063
     """
-    _check_limit("clip", max_norm, "max_norm")
-    _check_limit("clip", norm_type, "norm_type")
+    _check_limit("clip", "max_norm", max_norm, "where inf switches clipping off")
+    _check_limit("clip", "norm_type", norm_type, "the p of the norm")
 
     def gradient(step: Step) -> Step:
         def clipped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -58,31 +62,30 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Any:
             if out.skip is not None:
                 return state, out
             params = [p for p in parameters(state) if p.grad is not None]
-            norm = _norm([p.grad for p in params], norm_type)
+            norm = _total_norm([p.grad for p in params], norm_type)
             if not math.isinf(max_norm):
                 utils.clip_grads_with_norm_(params, max_norm, norm)
             return state, report(out, {"grad_norm": Mean(norm, 1)}, "clip")
 
         return clipped
 
-    return commutes_with_scaling(gradient) if math.isinf(max_norm) else gradient
+    wrap = commutes_with_scaling(gradient) if math.isinf(max_norm) else gradient
+    return Middleware("clip", gradient=wrap)
 
 
-def _norm(grads: list[Any], norm_type: float) -> Tensor:
-    """Return the norm of all gradients together; of those that are sharded, over all processes."""
+def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients together, including the parts in other processes."""
     sharded = [grad for grad in grads if local_part(grad) is not grad]
     if not sharded:
         return utils.get_total_norm(grads, norm_type)
     norms = [full(utils.get_total_norm(sharded, norm_type))]
-    if len(sharded) < len(grads):
-        norms.append(
-            utils.get_total_norm([grad for grad in grads if local_part(grad) is grad], norm_type)
-        )
+    if whole := [grad for grad in grads if local_part(grad) is grad]:
+        norms.append(utils.get_total_norm(whole, norm_type))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 @middleware("gradient")
-def clip_value(limit: float) -> Any:
+def clip_value(limit: float) -> Middleware:
     """Clamp every element of the gradient to [-limit, limit].
 
     Args:
@@ -92,7 +95,8 @@ def clip_value(limit: float) -> Any:
         A middleware of the gradient ring.
 
     Raises:
-        ValueError: the limit isn't above 0.
+        TypeError: the limit is not a number.
+        ValueError: the limit is not above 0.
 
     Example:
         >>> import fnloop as fl, torch
@@ -101,7 +105,7 @@ def clip_value(limit: float) -> Any:
         >>> state.model.w.item()
         -1.0
     """
-    _check_limit("clip_value", limit, "limit")
+    _check_limit("clip_value", "limit", limit, "where inf switches clipping off")
     if math.isinf(limit):
         return Middleware("clip_value")
 
@@ -117,13 +121,8 @@ def clip_value(limit: float) -> Any:
 
         return clamped
 
-    return gradient
+    return Middleware("clip_value", gradient=gradient)
 
 
-def _check_limit(name: str, value: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} expects {what} as a number > 0; got {checks.described(value)}")
-    if not float(value) > 0:
-        raise ValueError(
-            f"{name} expects {what} > 0; got {value}. To switch it off, leave it out, or write {name}(float('inf'))"
-        )
+def _check_limit(owner: str, name: str, value: float, meaning: str) -> None:
+    checks.number(owner, name, value, meaning, above=0, finite=False, wrong_type=TypeError)

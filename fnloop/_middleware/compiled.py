@@ -1,10 +1,10 @@
-"""The loss function compiled with torch.compile."""
+"""Compile the loss function with ``torch.compile``."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,24 +18,26 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 
 @middleware("forward")
-def compiled(**options: Any) -> Any:
-    """Compile the loss function with ``torch.compile``: once for each step, for training and evaluation.
+def compiled(**options: Any) -> Middleware:
+    """Compile the loss function of a step with ``torch.compile``, in training and in evaluation.
 
-    What is compiled is the loss function, the module's forward in it included, and nothing else: listing it before or
-    behind other middleware makes no difference. It works on any device, and composes with ``cuda_graph``. The module
-    itself stays as it is, so a checkpoint loads with and without it.
+    Only the loss function is compiled, including the forward of the module that it calls, so the
+    position in the pipeline makes no difference. It works on any device, and composes with
+    ``cuda_graph``. The module itself does not change, so checkpoints load with and without
+    ``compiled``.
 
-    torch compiles when the first batch is there, again for evaluation, and once more when the size of a dimension changes:
-    then for any size, so that a smaller last batch costs one compilation. ``dynamic=True`` does so at once.
+    torch compiles at the first batch, and again for evaluation. When the size of a dimension
+    changes, it compiles once more, now for any size; so a smaller last batch costs one compilation.
+    ``dynamic=True`` compiles for any size at once.
 
     Args:
-        **options: those of ``torch.compile``: mode, dynamic, fullgraph, backend, ...
+        **options: the arguments of ``torch.compile``: mode, dynamic, fullgraph, backend, ...
 
     Returns:
-        A middleware that acts on the loss function of the forward ring.
+        A middleware of the forward ring; it replaces the loss function.
 
     Raises:
-        TypeError: torch.compile has no such argument, or it is of another type.
+        TypeError: torch.compile has no such argument, or the argument has the wrong type.
         ValueError: torch.compile has no such mode or backend.
 
     Example:
@@ -48,28 +50,29 @@ def compiled(**options: Any) -> Any:
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
-    known = [
-        name
-        for name, p in inspect.signature(torch.compile).parameters.items()
-        if p.kind is p.KEYWORD_ONLY
-    ]
+    parameters = inspect.signature(torch.compile).parameters
+    known = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    _check_names(options, known)
+    _check_options(options)
+    # Otherwise all steps with the same loss function would share torch's limit on recompiling it.
+    if "isolate_recompiles" in known:
+        options = {"isolate_recompiles": True, **options}
+    return Middleware("compiled", loss_fn=lambda loss_fn: torch.compile(loss_fn, **options))
+
+
+def _check_names(options: Mapping[str, object], known: Sequence[str]) -> None:
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise TypeError(
-                f"compiled takes the arguments of torch.compile ({', '.join(known)}); got {name!r}.{hint}"
+                f"compiled takes the arguments of torch.compile ({', '.join(known)}); "
+                f"got {name!r}.{hint}"
             )
-    _check_options(options)
-    if (
-        "isolate_recompiles" in known
-    ):  # else all steps with one loss function would share torch's limit on recompiling it
-        options = {"isolate_recompiles": True, **options}
-    return Middleware("compiled", loss_fn=lambda loss_fn: torch.compile(loss_fn, **options))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise for what torch would find when it compiles, at the first batch."""
+    """Raise the errors now that torch would raise when it compiles, at the first batch."""
     mode, settings = options.get("mode"), options.get("options")
     if mode is not None:
         checks.choice("compiled", "mode", mode, _MODES, ", or None")
@@ -77,18 +80,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
         checks.mapping("compiled", "options", settings, 'such as {"triton.cudagraphs": True}')
     if mode is not None and settings is not None:
         raise ValueError(
-            f"compiled takes mode or options, not both; got {mode!r} and {checks.described(settings)}"
+            "compiled takes mode or options, not both; "
+            f"got {mode!r} and {checks.describe(settings)}"
         )
     for name in ("fullgraph", "disable"):
         if name in options:
             checks.flag("compiled", name, options[name])
     if options.get("dynamic") is not None:
-        checks.flag("compiled", "dynamic", options["dynamic"], "or None, which lets torch find out")
-    if not callable(backend := options.get("backend", torch.compile)):
-        checks.choice(
-            "compiled",
-            "backend",
-            backend,
-            torch.compiler.list_backends(exclude_tags=()),
-            ", or a function",
-        )
+        checks.flag("compiled", "dynamic", options["dynamic"], "or None, which lets torch decide")
+    if "backend" in options and not callable(backend := options["backend"]):
+        known = torch.compiler.list_backends(exclude_tags=())
+        checks.choice("compiled", "backend", backend, known, ", or a function")

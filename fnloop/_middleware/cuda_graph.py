@@ -1,10 +1,9 @@
-"""A whole update as one CUDA graph: forward, backward, accumulation, clipping, the optimizer."""
+"""Capture a whole update, from the forward to the optimizer's step, as one CUDA graph."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
@@ -15,39 +14,49 @@ from fnloop._graphs.guards import CaptureError
 
 __all__ = ["cuda_graph"]
 
-_WAY_OUT = "cuda_graph(fallback=True), and such a step runs eagerly; or leave cuda_graph out"
-_OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+_ADVICE = "To run such a step eagerly, write cuda_graph(fallback=True), or leave cuda_graph out"
+_GRAPH_MODES = (
+    "reduce-overhead",
+    "max-autotune",
+)  # the modes of torch.compile that make CUDA graphs
 
 
 @middleware("device")
-def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Any:
-    """Capture the update as a CUDA graph, and replay it: many times faster where Python is what takes the time.
+def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Middleware:
+    """Capture the update as a CUDA graph and replay it: much faster when launch overhead dominates.
 
-    There is one graph for each kind of window: its structure, shapes, dtypes and length; a smaller last batch has its own.
-    It is captured when ``warmup`` updates of that kind have run eagerly, which count like all others. Graphs are made anew
-    where what they take for granted has changed: a setting of the optimizer, ``requires_grad``, a training flag.
+    There is one graph for each kind of window, that is, for its structure, shapes, dtypes and
+    length. A smaller last batch has its own. A graph is captured after ``warmup`` updates of its
+    kind have run eagerly; these count like all others. It is captured again if an assumption
+    changes: a setting of the optimizer, ``requires_grad``, or a training flag.
 
-    What changes from update to update stays outside: counters, hooks, ``schedule`` and ``torch_scheduler``. With
-    ``amp("fp16")`` the graph is in two parts, and between them the host reads whether a gradient overflowed, as it does
-    without graphs. The optimizer is made capturable when a run starts: its learning rate becomes a tensor on the device, and
-    its state goes there (SGD becomes fused, which alone can read one). Checkpoints don't know about it. ``Output.aux`` holds
-    tensors that the next update overwrites; loss and metrics are yours to keep. What a middleware inside keeps in
-    ``state.slots`` is to be changed in place. A number that a loss function takes from a closure or a global is in the graph
-    for good: make it a tensor, or an attribute of a module, which is watched.
+    Counters, hooks, ``schedule`` and ``torch_scheduler`` stay outside, because they change with
+    every update. With ``amp("fp16")`` the graph has two parts, and between them the host reads
+    whether a gradient overflowed, as it does without graphs.
+
+    When a run starts, the optimizer is made capturable: its learning rate and its state become
+    tensors on the device, and SGD becomes fused, because only then can it read such a rate.
+    Checkpoints do not depend on this. The tensors in ``Output.aux`` are overwritten by the next
+    update; loss and metrics are not. Inner middleware must update its slots in place. Python
+    numbers captured from closures or globals are baked into the graph: use a tensor instead, or an
+    attribute of a module, which is watched.
 
     Args:
         warmup: eager updates before a capture, at least 1.
-        fallback: whether a step that can't be captured runs eagerly, with one warning, instead of raising.
-        limit: how many graphs are held; the one that wasn't used for longest goes.
+        fallback: whether a step that cannot be captured runs eagerly, with one warning, instead of
+            raising.
+        limit: the number of graphs that are kept, at least 1; the least recently used one is
+            dropped first.
 
     Returns:
         A middleware of the device ring.
 
     Raises:
         TypeError: fallback is not a bool.
-        ValueError: warmup or limit is below 1. When composing: ``compiled`` makes graphs of its own.
-        CaptureError: at the first window: no CUDA device. Where it is captured: a value is read to the host or changed on it;
-            the message names it.
+        ValueError: warmup or limit is below 1. When composing: ``compiled`` makes graphs of its
+            own.
+        CaptureError: at the first window: there is no CUDA device. At a capture: a value is read to
+            the host or changed on it; the message names it.
 
     Example:
         >>> import fnloop as fl
@@ -57,18 +66,9 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
     checks.integer("cuda_graph", "warmup", warmup, "the eager updates before a capture")
-    checks.integer("cuda_graph", "limit", limit, "the graphs that are held")
-    checks.flag(
-        "cuda_graph", "fallback", fallback, "whether a step that cannot be captured runs eagerly"
-    )
-
-    def check(members: Sequence[Middleware]) -> None:
-        for member in members:
-            if member.name == "compiled" and _makes_graphs(member):
-                raise ValueError(
-                    f"{member!r} makes CUDA graphs of its own, inside the one of cuda_graph: write "
-                    f'compiled(mode="max-autotune-no-cudagraphs"), or compiled(), or leave cuda_graph out'
-                )
+    checks.integer("cuda_graph", "limit", limit, "the graphs that are kept")
+    meaning = "whether a step that cannot be captured runs eagerly"
+    checks.flag("cuda_graph", "fallback", fallback, meaning)
 
     def device(step: Step) -> Step:
         captured, refused = GraphedStep(step, warmup, limit, recorder_on), False
@@ -82,7 +82,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
                 return captured(state, batch)
             except CaptureError as error:
                 if not fallback:
-                    error.args = (f"{error}. Else write {_WAY_OUT}",)
+                    error.args = (f"{error}. {_ADVICE}",)
                     raise
                 warnings.warn(f"cuda_graph runs eagerly: {error}", stacklevel=2)
             refused = True
@@ -91,11 +91,20 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> An
 
         return graph
 
-    return Middleware("cuda_graph", device=device, check=check)
+    return Middleware("cuda_graph", device=device, check=_check_members)
+
+
+def _check_members(members: Sequence[Middleware]) -> None:
+    """Raise if another middleware of the pipeline makes CUDA graphs of its own."""
+    for member in members:
+        if member.name == "compiled" and _makes_graphs(member):
+            raise ValueError(
+                f"{member!r} makes CUDA graphs of its own, inside the graph of cuda_graph: write "
+                'compiled(mode="max-autotune-no-cudagraphs") or compiled(), or leave cuda_graph out'
+            )
 
 
 def _makes_graphs(compiled: Middleware) -> bool:
     given = compiled.call.kwargs if compiled.call else {}
-    return given.get("mode") in _OWN_GRAPHS or bool(
-        (given.get("options") or {}).get("triton.cudagraphs")
-    )
+    options = given.get("options") or {}
+    return given.get("mode") in _GRAPH_MODES or bool(options.get("triton.cudagraphs"))

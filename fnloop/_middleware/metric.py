@@ -1,4 +1,4 @@
-"""Metrics beside the loss, in training and in evaluation."""
+"""Add metrics to the loss, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ __all__ = ["metric"]
 
 
 @middleware("forward")
-def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -> Any:
-    """Add metrics to what a step finds out: in training and in evaluation, exact over uneven batches.
+def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -> Middleware:
+    """Add metrics, in training and in evaluation; batches of different sizes are averaged exactly.
 
     Args:
-        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function returned. A scalar tensor
-            is the mean over the batch, and is averaged by the batch's weight; a metric (``Sum``, ``Max``, what
-            ``from_torchmetrics`` makes, ...) is combined as it says.
+        **functions: name to ``(aux, batch) -> metric``, where aux is what the loss function
+            returned. A scalar tensor is a mean over the batch, and is averaged with the batch's
+            weight. A metric (``Sum``, ``Max``, one made by ``from_torchmetrics``, ...) is combined
+            by its own rule.
 
     Returns:
         A middleware of the forward ring.
 
     Raises:
-        TypeError: a metric is not a function (aux, batch), or (at the first batch) its value is neither a scalar tensor nor
-            a metric.
+        TypeError: a metric is not a function (aux, batch). At the first batch: its value is neither
+            a scalar tensor nor a metric.
         ValueError: there is no metric, or one is named "loss" or has an empty name.
 
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
         >>> step = fl.pipeline(metric(output=lambda aux, batch: aux["output"].mean()))(toy_loss)
-        >>> fl.evaluate(step, toy(w=2.0), [torch.tensor([1.0, 1.0]), torch.tensor([4.0])])      # (2 + 2 + 8) / 3
+        >>> batches = [torch.tensor([1.0, 1.0]), torch.tensor([4.0])]
+        >>> fl.evaluate(step, toy(w=2.0), batches)      # (2 + 2 + 8) / 3
         {'loss': 4.0, 'output': 4.0}
     """
     if not functions:
@@ -51,7 +53,8 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
         checks.metric_name("metric", "a name", name)
         if name == "loss":
             raise ValueError(
-                'metric(loss=...) would replace the loss, which is always reported as "loss": choose another name'
+                'metric(loss=...) would replace the loss, which is always reported as "loss": '
+                "choose another name"
             )
         checks.function("metric", name, function, "a function (aux, batch) -> scalar or Metric", 2)
 
@@ -62,12 +65,9 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
             with torch.no_grad():
                 found: dict[str, Metric] = {}
                 name = ""
-                try:
-                    for (
-                        name,
-                        function,
-                    ) in functions.items():  # a comprehension would be a frame in the traceback
-                        found[name] = _read(name, function(out.aux, batch), out.weight)
+                try:  # a comprehension would add a frame to the traceback
+                    for name, compute in functions.items():
+                        found[name] = _to_metric(name, compute(out.aux, batch), out.weight)
                 except Exception as error:
                     error.add_note(f"while in the metric {name!r}")
                     raise
@@ -78,8 +78,8 @@ def metric(**functions: Callable[[Mapping[str, Any], Batch], Tensor | Metric]) -
     return Middleware(f"metric({', '.join(functions)})", forward=forward)
 
 
-def _plain(metric: Any) -> Metric:
-    """Return a metric of ours wide enough to sum in, and without a graph."""
+def _detach(metric: Any) -> Metric:
+    """Return a built-in metric that owns its tensors, without a graph, in an accumulator dtype."""
     if type(metric) not in BUILTIN_METRICS.values():
         return metric
     parts = {
@@ -91,18 +91,19 @@ def _plain(metric: Any) -> Metric:
     return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
 
 
-def _read(name: str, value: Any, weight: int | Tensor) -> Metric:
+def _to_metric(name: str, value: Any, weight: int | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
             raise TypeError(
-                f"metric {name!r} must be a scalar, the mean over the batch; got shape {tuple(value.shape)}: add .mean()"
+                f"metric {name!r} must be a scalar, the mean over the batch; got shape "
+                f"{tuple(value.shape)}: add .mean()"
             )
         return Mean(to_accumulator_dtype(value) * weight, to_accumulator_dtype(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
-        return _plain(value)
+        return _detach(value)
     if isinstance(value, int | float):
         return Mean(value * weight, weight)
     raise TypeError(
-        f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got {value!r:.60} "
-        f"({type(value).__name__})"
+        f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got "
+        f"{value!r:.60} ({type(value).__name__})"
     )

@@ -1,4 +1,4 @@
-"""live_plot: one picture of the history, drawn again as it grows."""
+"""live_plot: one figure of the history, redrawn as it grows."""
 
 import sys
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ STEP = fl.pipeline()(toy_loss)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is told."""
+    """A clock that stands still until a test moves it."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(live_plot_module, "time", clock)
     return clock
@@ -29,7 +29,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The number of records in each picture that is drawn, and with what settings."""
+    """Collect the number of records and the settings of each drawing."""
     drawn = []
     plot = History.plot
     monkeypatch.setattr(
@@ -52,14 +52,14 @@ def run(hook, epochs=5, **settings):
     return fl.fit(STEP, toy(), [ONE] * 2, epochs=epochs, hooks=(hook,), **settings)
 
 
-def test_a_file_has_the_picture_of_the_whole_run(tmp_path, drawn):
+def test_a_file_has_the_figure_of_the_whole_run(tmp_path, drawn):
     run(live_plot(tmp_path / "run.png"))
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.png"]  # nothing unfinished is left
+    assert [path.name for path in tmp_path.iterdir()] == ["run.png"]  # no temporary file is left
     assert records(drawn)[-1] == 5
 
 
-def test_it_draws_at_every_report_or_as_often_as_it_may_and_at_the_end(tmp_path, drawn, clock):
+def test_it_draws_as_often_as_refresh_allows_and_at_the_end(tmp_path, drawn, clock):
     run(live_plot(tmp_path / "run.svg", refresh=0))
     assert records(drawn) == [1, 2, 3, 4, 5]
     drawn.clear()
@@ -67,7 +67,7 @@ def test_it_draws_at_every_report_or_as_often_as_it_may_and_at_the_end(tmp_path,
     assert records(drawn) == [1, 5]
 
 
-def test_it_draws_a_history_once(tmp_path, drawn, clock):
+def test_it_draws_each_history_once(tmp_path, drawn, clock):
     def second(state):
         clock.now += 1.0
         return state
@@ -76,12 +76,12 @@ def test_it_draws_a_history_once(tmp_path, drawn, clock):
     assert records(drawn) == [1, 2]
 
 
-def test_it_draws_what_was_reported_between_its_turns(tmp_path, drawn):
-    run(fl.every(steps=3)(live_plot(tmp_path / "run.svg", refresh=0)))  # an epoch has two
-    assert records(drawn) == [1, 3, 4, 5]  # the last report of a run is always drawn
+def test_called_rarely_it_draws_all_records_so_far(tmp_path, drawn):
+    run(fl.every(steps=3)(live_plot(tmp_path / "run.svg", refresh=0)))  # an epoch has two steps
+    assert records(drawn) == [1, 3, 4, 5]  # the last record is always drawn
 
 
-def test_an_exception_leaves_the_last_report_drawn(tmp_path, drawn, clock):
+def test_the_last_record_is_drawn_after_an_exception(tmp_path, drawn, clock):
     def fail(state):
         return 1 / (7 - state.step) and state
 
@@ -90,22 +90,22 @@ def test_an_exception_leaves_the_last_report_drawn(tmp_path, drawn, clock):
     assert records(drawn) == [1, 3]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_in_the_run(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error_in_the_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         run(live_plot(tmp_path / "file" / "run.svg"))
 
 
-def test_a_folder_that_is_not_there_is_made(tmp_path):
+def test_a_missing_folder_is_created(tmp_path):
     run(live_plot(tmp_path / "runs" / "a" / "run.svg"))
     assert (tmp_path / "runs" / "a" / "run.svg").exists()
 
 
 @pytest.mark.parametrize("name", ["run", "run.foo"])
-def test_a_file_that_no_picture_can_be_saved_in_is_an_error_at_once(name):
+def test_a_path_that_cannot_hold_a_figure_is_an_error_when_composing(name):
     with pytest.raises(
         ValueError,
-        match=rf"live_plot expects a file whose suffix is one of .*png.* such as 'run.png'; got '.*{name}'",
+        match=rf"a file whose suffix is one of .*png.* such as 'run.png'; got '.*{name}'",
     ):
         live_plot(name)
     with pytest.raises(
@@ -118,12 +118,12 @@ def test_a_file_that_no_picture_can_be_saved_in_is_an_error_at_once(name):
         live_plot("")
 
 
-def test_its_settings_are_those_of_plot(tmp_path, drawn):
+def test_the_settings_are_passed_to_plot(tmp_path, drawn):
     run(live_plot(tmp_path / "run.svg", mode="max", x="epoch"), epochs=1)
     assert drawn == [(1, {"mode": "max", "x": "epoch"})]
 
 
-def test_a_record_that_a_stopped_run_makes_at_its_end_is_drawn(tmp_path, drawn):
+def test_the_closing_record_of_a_stopped_run_is_drawn(tmp_path, drawn):
     stop = fl.when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough"))
     fl.fit(
         STEP, toy(), [ONE] * 2, epochs=5, hooks=(live_plot(tmp_path / "run.svg", refresh=0), stop)
@@ -131,7 +131,7 @@ def test_a_record_that_a_stopped_run_makes_at_its_end_is_drawn(tmp_path, drawn):
     assert records(drawn) == [1, 2]
 
 
-def test_without_a_metric_there_is_no_picture(tmp_path):
+def test_without_a_metric_it_draws_nothing(tmp_path):
     skips = fl.Middleware(
         "skips", forward=lambda step: lambda state, batch: skipped(*step(state, batch))
     )
@@ -162,7 +162,7 @@ def test_only_the_main_process_draws(tmp_path):
 def test_outside_a_notebook_it_needs_a_file():
     with pytest.raises(
         ValueError,
-        match=r"draws in a notebook, and this is none\. To save the picture: live_plot\('run.png'\)",
+        match=r"this is not one\. To draw into a file, write live_plot\('run.png'\)",
     ):
         live_plot()
 
@@ -177,20 +177,20 @@ def test_outside_a_notebook_it_needs_a_file():
         {"mode": {"loss": "low"}},
     ],
 )
-def test_a_bad_setting_is_an_error_at_once(settings):
+def test_a_wrong_setting_is_an_error_when_composing(settings):
     with pytest.raises(ValueError, match="expects"):
         live_plot("run.png", **settings)
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it could not be found
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
     with pytest.raises(
         ImportError, match=r"live_plot needs matplotlib: pip install 'fnloop\[plot\]'"
     ):
         live_plot("run.png")
 
 
-def test_it_shows_as_it_was_typed():
+def test_the_repr_is_the_call():
     assert repr(live_plot("run.png")) == "live_plot('run.png')"
     assert (
         repr(live_plot("run.png", x="epoch", refresh=5))

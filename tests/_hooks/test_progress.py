@@ -1,4 +1,4 @@
-"""progress: what a person sees, and how rarely it looks at the device."""
+"""progress: what a user sees, and how rarely it reads from the device."""
 
 import io
 from types import SimpleNamespace
@@ -15,37 +15,37 @@ from fnloop._backend.launch import Backend
 from fnloop._hooks import progress as progress_module
 from fnloop.testing import toy, toy_loss
 
-ONE = torch.tensor([1.0])  # each moves w, and so the loss of the next batch, by -1
+ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
 STEP = fl.pipeline()(toy_loss)
 
 
 class Terminal(io.StringIO):
-    """A file that says it is a terminal."""
+    """A file that claims to be a terminal."""
 
     def isatty(self):
         return True
 
     def bars(self):
-        """What was left of each bar when it was finished: the last drawing of each line."""
+        """Return the last drawing of each bar."""
         return [line.rsplit("\r", 1)[-1].strip() for line in self.getvalue().split("\n")[:-1]]
 
 
 @pytest.fixture(autouse=True)
 def no_width(monkeypatch):
-    """A terminal of unknown width, in which no line is cut."""
+    """Make the width of the terminal unknown, so that no line is cut."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is told."""
+    """A clock that stands still until a test moves it."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(progress_module, "time", clock)
     return clock
 
 
 def boundary(batch, **changes):
-    """The state after an update in the middle of an epoch of 1000."""
+    """Return the state after an update in the middle of an epoch of 1000."""
     run, running = RunInfo(epochs=1, steps_per_epoch=1000), {"loss": Mean(torch.tensor(6.0), 2)}
     state = attrs.evolve(
         toy(), step=batch, batch=batch, run=run, metrics=running, events=frozenset({"update"})
@@ -53,7 +53,7 @@ def boundary(batch, **changes):
     return attrs.evolve(state, **changes)
 
 
-# --- where nobody looks at a terminal
+# --- in a log
 
 
 def test_a_line_per_record():
@@ -81,14 +81,14 @@ def test_numbers_have_five_digits():
     assert file.getvalue() == "epoch 1  step 1  train/loss 0.33333\n"
 
 
-def test_it_writes_to_the_stderr_of_the_moment(capsys):
+def test_it_writes_to_the_current_stderr(capsys):
     hook = progress()
     fl.fit(STEP, toy(), [ONE], hooks=(hook,))
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "epoch 1  step 1  train/loss 0\n")
 
 
-def test_it_is_one_of_the_default_hooks_and_none_of_an_empty_tuple(capsys):
+def test_it_is_one_of_the_default_hooks(capsys):
     fl.fit(STEP, toy(), [ONE])
     assert capsys.readouterr().err == "epoch 1  step 1  train/loss 0\n"
     fl.fit(STEP, toy(), [ONE], hooks=())
@@ -98,7 +98,7 @@ def test_it_is_one_of_the_default_hooks_and_none_of_an_empty_tuple(capsys):
 # --- in a terminal
 
 
-def test_a_bar_per_epoch_that_ends_with_the_facts_of_its_record():
+def test_a_bar_per_epoch_ends_with_its_record():
     file = Terminal()
     fl.fit(
         STEP,
@@ -137,7 +137,7 @@ def test_within_an_epoch_it_shows_the_running_loss():
     assert "loss 2, lr 1]" in file.getvalue()
 
 
-def test_without_a_target_in_epochs_and_without_a_length_it_shows_none():
+def test_a_bar_shows_no_total_if_it_is_unknown():
     file = Terminal()
     fl.fit(STEP, toy(), lambda: (ONE for _ in range(2)), steps=2, hooks=(progress(file=file),))
     (bar,) = file.bars()
@@ -146,7 +146,7 @@ def test_without_a_target_in_epochs_and_without_a_length_it_shows_none():
     assert "/" not in bar.split("[")[0]
 
 
-def test_a_loader_without_length_ends_at_the_number_of_its_batches(clock):
+def test_the_bar_of_a_loader_without_length_ends_at_its_number_of_batches(clock):
     file = Terminal()
     fl.fit(STEP, toy(), lambda: (ONE for _ in range(10)), epochs=2, hooks=(progress(file=file),))
     first, second = file.bars()
@@ -156,8 +156,8 @@ def test_a_loader_without_length_ends_at_the_number_of_its_batches(clock):
     assert second.endswith("train/loss -14.5, lr 1]")
 
 
-@pytest.mark.parametrize("stops_first", [True, False], ids=["before it", "behind it"])
-def test_a_run_that_a_hook_stops_finishes_its_bar_there(clock, stops_first):
+@pytest.mark.parametrize("stops_first", [True, False], ids=["before", "after"])
+def test_the_bar_of_a_stopped_run_ends_where_it_stopped(clock, stops_first):
     file = Terminal()
     stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
     show = progress(file=file)
@@ -167,8 +167,8 @@ def test_a_run_that_a_hook_stops_finishes_its_bar_there(clock, stops_first):
     assert bar.endswith(", train/loss -0.5, lr 1]")  # the mean of 0 and -1
 
 
-@pytest.mark.parametrize("stops_first", [True, False], ids=["before it", "behind it"])
-def test_a_run_that_a_hook_stops_prints_its_record_once(stops_first):
+@pytest.mark.parametrize("stops_first", [True, False], ids=["before", "after"])
+def test_the_closing_record_of_a_stopped_run_is_printed_once(stops_first):
     file = io.StringIO()
     stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
     show = progress(file=file)
@@ -176,13 +176,13 @@ def test_a_run_that_a_hook_stops_prints_its_record_once(stops_first):
     assert file.getvalue() == "epoch 1  step 2  train/loss -0.5  valid/loss -2\n"
 
 
-def test_a_run_that_reaches_its_steps_within_an_epoch_prints_its_record_once():
+def test_the_closing_record_of_a_finished_run_is_printed_once():
     file = io.StringIO()
     fl.fit(STEP, toy(), ([ONE] * 4, [ONE]), steps=2, hooks=(progress(file=file),))
     assert file.getvalue() == "epoch 1  step 2  train/loss -0.5  valid/loss -2\n"
 
 
-def test_a_run_that_reaches_its_steps_within_an_epoch_finishes_its_bar_there(clock):
+def test_the_bar_of_a_run_that_ends_within_an_epoch_ends_there(clock):
     file = Terminal()
     fl.fit(STEP, toy(), [ONE] * 10, steps=4, hooks=(progress(file=file),))
     (bar,) = file.bars()
@@ -190,7 +190,7 @@ def test_a_run_that_reaches_its_steps_within_an_epoch_finishes_its_bar_there(clo
     assert bar.endswith(", train/loss -1.5, lr 1]")  # the mean of 0, -1, -2 and -3
 
 
-def test_a_run_that_goes_on_within_an_epoch_counts_from_there(clock):
+def test_a_run_resumed_within_an_epoch_counts_from_there(clock):
     file = Terminal()
     state = fl.fit(STEP, toy(), [ONE] * 10, steps=4, hooks=())
     fl.fit(STEP, state, [ONE] * 10, epochs=1, hooks=(progress(file=file),))
@@ -198,7 +198,7 @@ def test_a_run_that_goes_on_within_an_epoch_counts_from_there(clock):
     assert "| 10/10 [" in file.bars()[0]
 
 
-def test_a_run_that_is_left_closes_its_bar():
+def test_a_run_that_is_abandoned_closes_its_bar():
     file = Terminal()
     states = fl.run(STEP, toy(), [ONE] * 3, epochs=3, hooks=(progress(file=file),))
     next(states)
@@ -219,7 +219,7 @@ def test_an_exception_in_another_hook_closes_the_bar():
     assert file.getvalue().endswith("\n")
 
 
-def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
+def test_an_exception_closes_the_bar_and_the_next_run_has_a_new_one():
     def loss_fn(model, batch):
         if batch < 0:
             raise RuntimeError("a bad batch")
@@ -236,7 +236,7 @@ def test_an_exception_closes_the_bar_and_the_next_run_begins_another():
     assert "| 2/2 [" in file.bars()[1]
 
 
-def test_a_bar_that_is_drawn_rarely_is_where_the_epoch_is(clock):
+def test_a_bar_that_is_drawn_rarely_shows_the_position_in_the_epoch(clock):
     def second(state):
         clock.now += 1.0
         return state
@@ -251,7 +251,7 @@ def test_a_bar_that_is_drawn_rarely_is_where_the_epoch_is(clock):
 
 
 class Cell:
-    """What a notebook would show: each drawing of each output, as text."""
+    """Collects what a notebook would show: each drawing of each output, as text."""
 
     def __init__(self):
         self.outputs = []
@@ -284,7 +284,7 @@ def cell():
         yield cell
 
 
-def test_a_cell_has_one_output_that_ends_as_a_table(cell, clock):
+def test_a_cell_has_one_output_which_ends_as_a_table(cell, clock):
     fl.fit(STEP, toy(), {"train": [ONE] * 3, "valid": [ONE]}, epochs=2, hooks=(progress(),))
     ((first, last),) = cell.outputs  # the clock stands still
     assert first == ["epoch 1/2:  33% 1/3 [00:00<?, ?step/s, loss 0, lr 1]"]
@@ -311,8 +311,8 @@ def test_in_a_cell_the_table_grows_above_the_bar(cell, clock):
     )
 
 
-def test_a_cell_has_a_column_for_every_metric_of_its_run_and_none_of_another(cell, clock):
-    """The middle of 25 records is left out, and the only ones with a metric of "valid" are there."""
+def test_a_cell_has_columns_for_the_metrics_of_its_own_run_only(cell, clock):
+    """Even the metric of a record that is left out has its column."""
     hook, hours = progress(), 13
     state = fl.fit(STEP, toy(), {"train": [ONE], "test": [ONE]}, hooks=())
     seldom = fl.when(lambda state: state.step == hours)
@@ -333,7 +333,7 @@ def test_a_cell_has_a_column_for_every_metric_of_its_run_and_none_of_another(cel
     ]
 
 
-def test_a_cell_shows_the_records_of_its_own_run(cell, clock):
+def test_a_cell_shows_the_records_of_its_own_run_only(cell, clock):
     hook = progress()
     state = fl.fit(STEP, toy(), [ONE], epochs=2, hooks=(hook,))
     fl.fit(STEP, state, [ONE], epochs=5, hooks=(hook,))
@@ -352,7 +352,7 @@ def test_a_cell_leaves_out_the_middle_of_a_long_run(cell, clock):
     ]
 
 
-def test_a_run_that_is_stopped_says_why_below_its_bar(cell, clock):
+def test_the_reason_of_a_stop_is_shown_below_the_bar(cell, clock):
     stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
     fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(), stop))
     *table, bar, note = cell.outputs[0][-1]
@@ -377,7 +377,7 @@ def test_an_exception_leaves_the_bar_at_the_last_update(cell, clock):
     assert note == "the run ended here"
 
 
-def test_a_run_that_is_left_keeps_its_records(cell, clock):
+def test_a_run_that_is_abandoned_keeps_its_records(cell, clock):
     states = fl.run(STEP, toy(), [ONE] * 2, epochs=9, hooks=(progress(),))
     for state in states:
         if state.epoch == 2:
@@ -388,14 +388,14 @@ def test_a_run_that_is_left_keeps_its_records(cell, clock):
     assert note == "the run ended here"
 
 
-def test_a_file_is_written_to_in_a_notebook_too(cell):
+def test_in_a_notebook_it_writes_to_a_file_if_given_one(cell):
     file = io.StringIO()
     fl.fit(STEP, toy(), [ONE], hooks=(progress(file=file),))
     assert cell.outputs == []
     assert file.getvalue() == "epoch 1  step 1  train/loss 0\n"
 
 
-# --- of several processes
+# --- with several processes
 
 
 @pytest.mark.parametrize("file", [Terminal, io.StringIO])
@@ -416,11 +416,11 @@ def test_only_the_main_process_shows_anything(file, clock):
     assert not files[1].getvalue()
 
 
-# --- how often it looks
+# --- how often it reads from the device
 
 
-class Reads(TorchDispatchMode):
-    """Counts the reads to the host: of one number, and of several at once."""
+class CountReads(TorchDispatchMode):
+    """Counts the reads from the device: of one number, and of several at once."""
 
     def __init__(self):
         super().__init__()
@@ -447,43 +447,39 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("refresh", "most"), [(0.5, 20), (2.0, 5)])
-def test_it_reads_at_most_twice_a_second_however_fast_the_updates_are(clock, refresh, most):
+def test_refresh_limits_the_reads_however_fast_the_updates_are(clock, refresh, most):
     hook = progress(refresh, file=Terminal())
-    with Reads() as reads:
-        for batch in range(1, 641):  # ten seconds of them
+    with CountReads() as reads:
+        for batch in range(1, 641):  # ten seconds of updates
             hook(boundary(batch))
             clock.now += 1 / 64
     hook.close()
     assert reads.count == most
 
 
-def reads_of_a_run(*hooks, **settings):
-    """How many reads a run of 50 short epochs takes."""
-    with Reads() as reads:
+def count_reads(*hooks, **settings):
+    """Return the number of reads in a run of 50 short epochs."""
+    with CountReads() as reads:
         fl.fit(STEP, toy(), [ONE] * 2, epochs=50, hooks=hooks, **settings)
     return reads.count
 
 
-def test_over_many_short_epochs_it_reads_no_more_often(clock):
-    assert reads_of_a_run() == 50  # one for each record
-    assert reads_of_a_run(progress(file=Terminal())) == 51
-    assert reads_of_a_run(progress(file=io.StringIO())) == 50
+def test_many_short_epochs_cause_no_more_reads(clock):
+    assert count_reads() == 50  # one for each record
+    assert count_reads(progress(file=Terminal())) == 51
+    assert count_reads(progress(file=io.StringIO())) == 50
 
 
-def test_in_a_cell_it_reads_no_more_often(cell, clock):
-    assert reads_of_a_run(progress()) == 51
+def test_in_a_notebook_many_short_epochs_cause_no_more_reads(cell, clock):
+    assert count_reads(progress()) == 51
 
 
-def test_at_every_record_it_shows_what_was_read_for_that():
+def test_drawing_a_record_causes_no_read():
     every_step = {"evaluate_every": fl.every(steps=1)}
-    assert (
-        reads_of_a_run(progress(file=Terminal()), **every_step)
-        == reads_of_a_run(**every_step)
-        == 100
-    )
+    assert count_reads(progress(file=Terminal()), **every_step) == count_reads(**every_step) == 100
 
 
-def test_between_two_looks_nothing_is_drawn(clock):
+def test_within_the_refresh_interval_nothing_is_drawn(clock):
     file = Terminal()
     hook = progress(file=file)
     hook(boundary(1))
@@ -497,23 +493,23 @@ def test_between_two_looks_nothing_is_drawn(clock):
     hook.close()
 
 
-def test_where_nobody_looks_it_never_reads(clock):
+def test_a_log_causes_no_reads(clock):
     hook = progress(file=io.StringIO())
-    with Reads() as reads:
+    with CountReads() as reads:
         for batch in range(1, 10):
             hook(boundary(batch))
             clock.now += 1.0
     assert reads.count == 0
 
 
-def test_it_returns_the_state_as_it_is():
+def test_it_returns_the_same_state():
     hook = progress(file=Terminal())
     for state in (boundary(1), boundary(2), boundary(3, events=frozenset())):
         assert hook(state) is state
     hook.close()
 
 
-def test_close_may_be_called_at_any_time():
+def test_close_can_be_called_at_any_time():
     hook = progress(file=Terminal())
     hook.close()
     hook(boundary(1))
@@ -521,18 +517,18 @@ def test_close_may_be_called_at_any_time():
     hook.close()
 
 
-# --- as a value
+# --- arguments
 
 
 @pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan"), "1"])
 def test_a_refresh_below_half_a_second_is_an_error(refresh):
     with pytest.raises(
         ValueError,
-        match=r"progress expects refresh .*>= 0\.5 .*the seconds between two looks, to leave the device alone",
+        match=r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings",
     ):
         progress(refresh)
 
 
-def test_it_shows_as_it_was_typed():
+def test_the_repr_is_the_call():
     assert repr(progress()) == "progress()"
     assert repr(progress(refresh=2.0)) == "progress(refresh=2.0)"

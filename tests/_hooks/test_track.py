@@ -1,4 +1,4 @@
-"""track: what a tracker is told, in which order, and what is in tensorboard's files."""
+"""track: the calls that a tracker gets, their order, and the contents of tensorboard's files."""
 
 import importlib.util
 import logging
@@ -22,7 +22,7 @@ CALLS = []
 
 
 class Fake(tracking.GeneralTracker):
-    """Notes what it is told, for everybody to see."""
+    """Records its calls in CALLS."""
 
     name, requires_logging_directory, tracker = "fake", False, None
 
@@ -40,7 +40,7 @@ class Fake(tracking.GeneralTracker):
 
     @tracking.on_main_process
     def log(self, values, step):
-        tracking.logger.debug("as accelerate's own do")
+        tracking.logger.debug("as the trackers of accelerate do")
         CALLS.append((step, values))
 
     @tracking.on_main_process
@@ -59,7 +59,7 @@ class InFolder(Fake):
 def no_calls():
     CALLS.clear()
     yield
-    assert not accelerate_state(), "accelerate's process-wide state was made"
+    assert not accelerate_state(), "the process-wide state of accelerate was created"
 
 
 def accelerate_state():
@@ -87,7 +87,7 @@ def mean_output(model, batch):
     return model(batch).mean()
 
 
-# --- what it is told
+# --- the calls
 
 
 def test_the_order_of_calls():
@@ -102,7 +102,7 @@ def test_the_order_of_calls():
     ]
 
 
-def test_it_is_started_behind_the_first_update_and_not_when_it_is_composed():
+def test_it_starts_after_the_first_update_not_when_composing():
     hook = fl.track(Fake)
     assert CALLS == []
     hook(attrs.evolve(toy(), events=frozenset({"update"})))
@@ -127,7 +127,7 @@ def test_every_metric_of_a_record_is_sent():
     assert set(state.history[0].metrics) == names
 
 
-def test_the_learning_rate_of_each_group():
+def test_the_learning_rate_of_each_group_is_sent():
     fl.fit(
         fl.pipeline()(mean_output),
         two_groups(),
@@ -141,7 +141,7 @@ def test_the_learning_rate_of_each_group():
     }
 
 
-def test_learning_rates_that_a_schedule_reports_are_not_sent_twice():
+def test_learning_rates_in_the_record_are_not_sent_twice():
     step = fl.pipeline(fl.schedule(lambda i, total: 0.5))(mean_output)
     state = fl.fit(step, two_groups(), [torch.ones(1, 1)], epochs=1, hooks=(fl.track(Fake),))
     assert CALLS[2] == (1, state.history[0].metrics)
@@ -151,13 +151,13 @@ def test_learning_rates_that_a_schedule_reports_are_not_sent_twice():
     }
 
 
-def test_the_rate_that_was_used_wins_over_the_one_that_comes_next():
+def test_the_rate_that_was_used_is_sent_not_the_next_one():
     halved = fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
     train(fl.track(Fake), step=fl.pipeline(halved)(toy_loss))
     assert [call[1]["train/lr"] for call in CALLS if isinstance(call[0], int)] == [1.0, 0.5]
 
 
-def test_a_learning_rate_may_be_a_tensor():
+def test_a_learning_rate_can_be_a_tensor():
     model = torch.nn.Linear(1, 1)
     state = fl.TrainState.create(
         model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), capturable=False)
@@ -166,7 +166,7 @@ def test_a_learning_rate_may_be_a_tensor():
     assert CALLS[2][1]["train/lr"] == 0.5
 
 
-def test_the_configuration_is_flat_and_plain():
+def test_the_configuration_is_flattened_to_plain_values():
     config = {
         "lr": np.float32(0.5),
         "n": np.int64(3),
@@ -207,7 +207,7 @@ def test_it_is_closed_after_ctrl_c():
     assert CALLS[-1] == "finish" and CALLS.count("finish") == 1
 
 
-def test_a_run_that_fails_at_once_opens_nothing():
+def test_a_run_that_fails_at_once_opens_no_tracker():
     def broken(model, batch):
         raise ZeroDivisionError
 
@@ -216,7 +216,7 @@ def test_a_run_that_fails_at_once_opens_nothing():
     assert CALLS == []
 
 
-def test_what_goes_wrong_with_closing_is_logged_and_hides_nothing(caplog):
+def test_a_failure_to_close_is_logged(caplog):
     class Broken(Fake):
         def finish(self):
             raise OSError("no network")
@@ -226,7 +226,7 @@ def test_what_goes_wrong_with_closing_is_logged_and_hides_nothing(caplog):
     assert caplog.messages == ["track('fake'): could not be closed: no network"]
 
 
-def test_over_several_runs_steps_go_on_and_nothing_is_sent_twice():
+def test_several_runs_continue_the_steps_and_send_nothing_twice():
     hook = fl.track(Fake, config={"a": 1})
     state = train(hook, train(hook, epochs=1), epochs=3)
     assert [call[0] for call in CALLS if isinstance(call[0], int)] == [1, 2, 3]
@@ -237,7 +237,7 @@ def test_over_several_runs_steps_go_on_and_nothing_is_sent_twice():
     assert CALLS.count("start") == 2
 
 
-def test_a_resumed_run_sends_what_is_new(tmp_path):
+def test_a_resumed_run_sends_only_new_records(tmp_path):
     fl.save(train(fl.track(Fake)), tmp_path / "kept")
     CALLS.clear()
     train(fl.track(Fake), fl.restore(tmp_path / "kept", toy()), epochs=3)
@@ -249,13 +249,13 @@ def test_a_resumed_run_sends_what_is_new(tmp_path):
     ]
 
 
-def test_rarely_called_it_sends_the_records_of_those_moments():
+def test_called_rarely_it_sends_only_the_records_of_those_boundaries():
     train(fl.every(epochs=2)(fl.track(Fake)), epochs=5)
     assert [call[0] for call in CALLS if isinstance(call[0], int)] == [2, 4]
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
-def test_the_record_at_the_end_of_a_run_is_sent_once(stops):
+def test_the_closing_record_is_sent_once(stops):
     stop = fl.when(lambda state: stops and state.step == 2)(
         lambda state: attrs.evolve(state, stop="enough")
     )
@@ -275,7 +275,7 @@ def test_only_the_first_process_sends():
     assert CALLS == []
 
 
-def test_a_tracker_that_is_made_already_is_used_as_it_is():
+def test_an_instance_of_a_tracker_is_used_as_it_is():
     mine = Fake("mine")
     train(fl.track(mine))
     assert [c for c in CALLS if c in ("start", "finish")] == ["start", "finish"] and CALLS[0] == (
@@ -286,19 +286,19 @@ def test_a_tracker_that_is_made_already_is_used_as_it_is():
     assert len([c for c in CALLS if c[0] == "made"]) == 1
 
 
-def test_one_that_needs_a_folder_gets_it(tmp_path):
+def test_a_tracker_that_needs_a_folder_gets_it(tmp_path):
     train(fl.track(InFolder, tmp_path))
     assert CALLS[0] == ("made", "", {"logging_dir": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
-    ("name", "their_class", "goes_on"),
+    ("name", "their_class", "continued"),
     [
         ("wandb", "WandBTracker", {"id": "xyz", "resume": "allow"}),
         ("mlflow", "MLflowTracker", {"run_id": "xyz"}),
     ],
 )
-def test_the_run_of_a_service_is_gone_on_with(name, their_class, goes_on, monkeypatch):
+def test_a_later_run_continues_the_run_of_a_service(name, their_class, continued, monkeypatch):
     class Service(Fake):
         tracker = SimpleNamespace(id="xyz", info=SimpleNamespace(run_id="xyz"))
 
@@ -307,22 +307,25 @@ def test_the_run_of_a_service_is_gone_on_with(name, their_class, goes_on, monkey
     hook = fl.track(name, tags="a")
     train(hook, train(hook, epochs=1), epochs=2)
     made = [call for call in CALLS if call[0] == "made"]
-    assert made == [("made", "fnloop", {"tags": "a"}), ("made", "fnloop", {"tags": "a", **goes_on})]
+    assert made == [
+        ("made", "fnloop", {"tags": "a"}),
+        ("made", "fnloop", {"tags": "a", **continued}),
+    ]
 
 
-def test_a_name_that_was_registered_will_do(monkeypatch):
+def test_a_registered_name_is_accepted(monkeypatch):
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "fake", Fake)
     train(fl.track("fake"))
     assert CALLS[1] == "start"
 
 
-def test_accelerates_logger_is_what_it_was():
+def test_the_logger_of_accelerate_is_restored():
     before = tracking.logger
     train(fl.track(Fake))
     assert tracking.logger is before
 
 
-# --- mistakes
+# --- wrong arguments
 
 
 @pytest.mark.parametrize(
@@ -348,7 +351,7 @@ def test_accelerates_logger_is_what_it_was():
             (InFolder, "runs"),
             {"nmae": "a"},
             TypeError,
-            r"makes a InFolder\(project, logging_dir\), but got an unexpected .*'nmae'",
+            r"calls InFolder\(project, logging_dir\), but got an unexpected .*'nmae'",
         ),
         (
             (InFolder, {"lr": 1}),
@@ -373,14 +376,16 @@ def test_accelerates_logger_is_what_it_was():
         ((Fake,), {"config": {"a": [print]}}, TypeError, "plain data in config; got a="),
     ],
 )
-def test_mistakes_are_found_when_composing(args, settings, error, says):
+def test_a_wrong_argument_is_an_error_when_composing(args, settings, error, says):
     with pytest.raises(error, match=says):
         fl.track(*args, **settings)
     assert CALLS == []
 
 
-def test_one_that_is_made_already_takes_no_settings():
-    with pytest.raises(TypeError, match=r"track\(fake\) is made already: give its class"):
+def test_an_instance_of_a_tracker_takes_no_settings():
+    with pytest.raises(
+        TypeError, match=r"no further arguments for the instance fake: .*, or pass its class"
+    ):
         fl.track(Fake("mine"), name="other")
 
 
@@ -393,7 +398,7 @@ def test_one_that_is_made_already_takes_no_settings():
         ("swanlab", "swanlab"),
     ],
 )
-def test_a_package_that_is_missing_is_named_when_composing(name, install, monkeypatch, tmp_path):
+def test_a_missing_package_is_an_error_when_composing(name, install, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError) as caught:
         fl.track(name, tmp_path)
@@ -403,7 +408,7 @@ def test_a_package_that_is_missing_is_named_when_composing(name, install, monkey
     )
 
 
-def test_a_folder_named_as_a_package_is_none(monkeypatch, tmp_path):
+def test_a_folder_with_the_name_of_a_package_does_not_count_as_installed(monkeypatch, tmp_path):
     (tmp_path / "dvclive").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     if importlib.util.find_spec("dvclive").origin is None:
@@ -411,12 +416,12 @@ def test_a_folder_named_as_a_package_is_none(monkeypatch, tmp_path):
             fl.track("dvclive")
 
 
-def test_it_shows_where_it_sends_to_and_no_keys():
+def test_the_repr_has_the_destination_and_no_keys():
     assert repr(fl.track(InFolder, Path("runs/a"), {"a": 1})) == "track('fake', folder='runs/a')"
     assert repr(fl.track(Fake, project="mine", api_key="secret")) == "track('fake', project='mine')"
 
 
-# --- tensorboard, and the process that it runs in
+# --- tensorboard, and the state of accelerate
 
 
 def scalars(folder):
@@ -430,7 +435,7 @@ def scalars(folder):
     }
 
 
-def test_tensorboard_has_it_all(tmp_path):
+def test_tensorboard_gets_metrics_and_configuration(tmp_path):
     pytest.importorskip("tensorboard")
     step = fl.pipeline(fl.schedule(lambda i, total: 1 / (i + 1)))(toy_loss)
     hook = fl.track("tensorboard", tmp_path, {"lr": 1.0, "model": {"layers": [4, 4], "bias": None}})
@@ -449,12 +454,14 @@ def test_tensorboard_has_it_all(tmp_path):
     ]
 
 
-def test_a_run_that_went_further_and_died_leaves_nothing_twice_in_tensorboard(tmp_path):
+def test_a_resumed_run_overwrites_later_steps_in_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     state = train(fl.track("tensorboard", tmp_path), epochs=2)
     fl.save(state, tmp_path / "kept")
     train(fl.track("tensorboard", tmp_path), state, epochs=5)
-    double = fl.pipeline()(lambda model, batch: 2 * toy_loss(model, batch)[0])  # to tell them apart
+    double = fl.pipeline()(
+        lambda model, batch: 2 * toy_loss(model, batch)[0]
+    )  # to distinguish the runs
     train(
         fl.track("tensorboard", tmp_path),
         fl.restore(tmp_path / "kept", toy()),
@@ -464,22 +471,24 @@ def test_a_run_that_went_further_and_died_leaves_nothing_twice_in_tensorboard(tm
     assert scalars(tmp_path)["train/loss"] == [(1, 0.0), (2, -1.0), (3, -4.0), (4, -8.0)]
 
 
-def test_nothing_of_accelerate_is_started_in_the_process(tmp_path):
+def test_the_state_of_accelerate_is_not_created(tmp_path):
     pytest.importorskip("tensorboard")
     code = f"""
 import torch, fnloop as fl
 from fnloop.testing import toy, toy_loss
-fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(fl.track("tensorboard", {str(tmp_path)!r}, {{"a": 1}}),))
+hook = fl.track("tensorboard", {str(tmp_path)!r}, {{"a": 1}})
+fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(hook,))
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-print(PartialState._shared_state, AcceleratorState._shared_state, torch.distributed.is_initialized())
+print(PartialState._shared_state, AcceleratorState._shared_state)
+print(torch.distributed.is_initialized())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "{} {} False\n"
+    assert done.stdout == "{} {}\nFalse\n"
     assert list(Path(tmp_path).glob("events*"))
 
 
-def test_a_state_of_accelerates_that_is_there_stays(tmp_path):
+def test_an_existing_state_of_accelerate_is_kept(tmp_path):
     pytest.importorskip("tensorboard")
     code = f"""
 import torch, fnloop as fl
@@ -488,7 +497,8 @@ from fnloop._backend.launch import trackers
 from fnloop.testing import toy, toy_loss
 usual = tracking.logger
 before = dict(PartialState(cpu=True)._shared_state)
-fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(fl.track("tensorboard", {str(tmp_path)!r}, {{"a": 1}}),))
+hook = fl.track("tensorboard", {str(tmp_path)!r}, {{"a": 1}})
+fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(hook,))
 assert PartialState._shared_state == before and before
 with trackers() as known:
     assert known.logger is usual

@@ -1,3 +1,5 @@
+"""clip and clip_value: norms, limits and what is reported."""
+
 import math
 
 import pytest
@@ -8,7 +10,7 @@ from fnloop.testing import spy, toy, toy_loss
 
 
 @pytest.mark.parametrize(("grad", "clipped"), [(4.0, 1.0), (-4.0, -1.0), (0.5, 0.5), (0.0, 0.0)])
-def test_clip_scales_to_the_norm_and_reports_the_norm_before(grad, clipped):
+def test_clip_scales_to_the_limit_and_reports_the_norm_before_it(grad, clipped):
     state, out = fl.clip(1.0).gradient(spy(grad=grad))(toy(), None)
     assert state.model.w.grad.item() == pytest.approx(clipped, abs=1e-6)
     assert out.metrics["grad_norm"].compute() == abs(grad)
@@ -24,7 +26,7 @@ def test_the_norm_is_over_all_parameters_together():
     assert out.metrics["grad_norm"].compute() == 2.0
 
 
-def test_clip_inf_measures_even_what_is_not_finite_and_leaves_it():
+def test_clip_inf_measures_the_norm_and_changes_nothing():
     state, out = fl.clip(math.inf).gradient(spy(grad=math.inf))(toy(), None)
     assert (state.model.w.grad.item(), out.metrics["grad_norm"].compute()) == (math.inf, math.inf)
 
@@ -45,7 +47,7 @@ def test_clip_value_clamps_each_element(grad, clamped):
     assert state.model.w.grad.item() == clamped
 
 
-def test_what_is_to_be_skipped_is_not_clipped():
+def test_a_skipped_update_is_not_clipped():
     state, out = fl.clip(1.0).gradient(spy(grad=4.0, skip="no"))(toy(), None)
     assert (state.model.w.grad.item(), "grad_norm" in out.metrics) == (4.0, False)
 
@@ -55,6 +57,6 @@ def test_what_is_to_be_skipped_is_not_clipped():
     ("limit", "error"),
     [(0.0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("1", TypeError)],
 )
-def test_a_limit_is_a_number_above_zero(factory, limit, error):
+def test_a_limit_must_be_a_number_above_zero(factory, limit, error):
     with pytest.raises(error, match=f"{factory.__name__} expects"):
         factory(limit)

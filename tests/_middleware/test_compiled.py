@@ -1,3 +1,5 @@
+"""compiled: what is compiled and how often, and equality with the step that is not."""
+
 import inspect
 import pickle
 
@@ -7,14 +9,14 @@ import torch
 import fnloop as fl
 from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
-# what torch's own compiler sets off when it is imported
-torchs_own = pytest.mark.filterwarnings(
+# raised by torch itself when its compiler is imported
+ignore_warning_of_torch = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )
 
 
 class Counting:
-    """A backend that compiles nothing, and counts how often it was asked to."""
+    """A backend that compiles nothing, and keeps the graphs that it is given."""
 
     def __init__(self):
         self.graphs = []
@@ -32,7 +34,7 @@ def ones(*sizes):
     return [torch.ones(n) for n in sizes]
 
 
-def test_the_loss_function_is_compiled_and_gives_the_same_update():
+def test_the_compiled_loss_function_gives_the_same_update():
     backend = Counting()
     state, out = fl.pipeline(fl.compiled(backend=backend))(toy_loss)(
         toy(w=2.0), torch.tensor([1.0, 3.0])
@@ -45,7 +47,7 @@ def test_the_loss_function_is_compiled_and_gives_the_same_update():
     assert len(backend.graphs) == 1
 
 
-def test_a_step_compiles_once_for_a_shape_once_for_any_and_once_for_evaluation():
+def test_a_step_compiles_for_the_first_shape_then_for_any_and_for_evaluation():
     backend = Counting()
     step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
     state = fl.fit(step, toy(lr=0.0), (ones(4, 4), ones(4)), hooks=())
@@ -54,7 +56,7 @@ def test_a_step_compiles_once_for_a_shape_once_for_any_and_once_for_evaluation()
     assert len(backend.graphs) <= 4  # any size, with and without gradients
 
 
-def test_evaluation_runs_what_is_compiled():
+def test_evaluation_is_compiled_too():
     backend = Counting()
     step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
     assert fl.evaluate(step, toy(w=2.0), [torch.tensor([1.0, 2.0]), torch.tensor([6.0])]) == {
@@ -67,8 +69,8 @@ def test_evaluation_runs_what_is_compiled():
     "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
     reason="this torch has one limit for all that share code",
 )
-def test_many_steps_of_one_loss_function_do_not_share_the_limit_on_recompiling_it():
-    """torch compiles a function 8 times at most, then leaves it as it is: for all that share its code."""
+def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
+    """torch compiles one code object at most 8 times, then runs it eagerly."""
     for size in range(1, 12):
         backend = Counting()
         model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(size)])
@@ -89,7 +91,7 @@ def test_many_steps_of_one_loss_function_do_not_share_the_limit_on_recompiling_i
     ids=repr,
 )
 @pytest.mark.parametrize("problem", [small(), stochastic()], ids=["small", "stochastic"])
-def test_a_run_is_the_same_with_it_wherever_it_is_listed(members, problem):
+def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
     def run(*members):
         loaders = {"train": problem.batches, "valid": problem.batches[:3]}
         return fl.fit(
@@ -101,7 +103,7 @@ def test_a_run_is_the_same_with_it_wherever_it_is_listed(members, problem):
     assert_same(run(*members, compiled), plain, rtol=1e-12)
 
 
-def test_autocast_is_compiled_in():
+def test_autocast_is_compiled_too():
     seen = []
 
     def loss_fn(model, batch):
@@ -113,7 +115,7 @@ def test_autocast_is_compiled_in():
     assert torch.bfloat16 in seen
 
 
-def test_a_checkpoint_does_not_know_about_it(tmp_path):
+def test_checkpoints_load_with_and_without_it(tmp_path):
     problem = stochastic()
     plain, compiled = (
         fl.pipeline(*m)(problem.loss_fn) for m in ((), (fl.compiled(backend="eager"),))
@@ -128,8 +130,8 @@ def test_a_checkpoint_does_not_know_about_it(tmp_path):
         assert_same(run(then, fl.restore(path, problem.state(seed=3)), 2), whole, rtol=1e-12)
 
 
-@torchs_own
-def test_it_shows_compares_and_pickles_as_it_was_typed():
+@ignore_warning_of_torch
+def test_repr_equality_and_pickling_follow_the_call():
     pipe = fl.pipeline(fl.compiled(mode="max-autotune-no-cudagraphs"), fl.clip(1.0))
     assert repr(pipe) == "pipeline(compiled(mode='max-autotune-no-cudagraphs'), clip(1.0))"
     assert pickle.loads(pickle.dumps(pipe)) == pipe
@@ -137,21 +139,21 @@ def test_it_shows_compares_and_pickles_as_it_was_typed():
     assert repr(pipe(toy_loss)) == f"{pipe!r}(toy_loss)"
 
 
-def test_an_unknown_argument_is_named_when_composing():
+def test_an_unknown_argument_is_an_error_when_composing():
     with pytest.raises(TypeError, match=r"got 'modes'. Did you mean mode\?"):
         fl.compiled(modes="reduce-overhead")
     with pytest.raises(TypeError, match=r"takes the arguments of torch\.compile"):
         fl.compiled(model=toy_loss)
 
 
-def test_an_unknown_backend_is_named_when_composing():
+def test_an_unknown_backend_is_an_error_when_composing():
     with pytest.raises(
         ValueError, match=r"compiled expects backend as one of .*; got 'no_such_backend'"
     ):
         fl.compiled(backend="no_such_backend")
 
 
-def test_a_wrong_reply_is_named_by_the_function_that_was_written():
+def test_a_wrong_loss_is_an_error_that_names_the_original_function():
     with pytest.raises(ValueError, match="the loss that wrong returns must be a scalar"):
         fl.pipeline(fl.compiled(backend="eager"))(wrong)(toy(), torch.ones(2))
 
@@ -160,10 +162,10 @@ def wrong(model, batch):
     return model(batch)
 
 
-@torchs_own
+@ignore_warning_of_torch
 @pytest.mark.slow
-def test_with_torchs_own_backend_a_net_is_trained_as_without():
-    """Compiled code may round differently in the last digits."""
+def test_the_default_backend_trains_as_an_eager_step_does():
+    """Compiled code may round the last digits differently."""
     problem = small()
 
     def run(*members):

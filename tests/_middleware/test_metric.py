@@ -1,3 +1,5 @@
+"""metric: averages over uneven batches, other kinds of metrics, and names."""
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ def accuracy(aux, batch):
     return (aux["output"] > 0) == (batch > 0)
 
 
-def test_a_scalar_is_averaged_by_items_in_training_and_evaluation():
+def test_a_scalar_is_averaged_over_items_in_training_and_evaluation():
     step = fl.pipeline(fl.metric(accuracy=lambda aux, batch: accuracy(aux, batch).float().mean()))(
         toy_loss
     )
@@ -34,12 +36,12 @@ def test_a_scalar_is_averaged_by_items_in_training_and_evaluation():
         (lambda aux, batch: 2.0, 2.0),
     ],
 )
-def test_metrics_of_other_kinds_are_combined_as_they_say(value, expected):
+def test_a_metric_is_combined_by_its_own_rule(value, expected):
     data = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
     assert fl.evaluate(fl.pipeline(fl.metric(m=value))(toy_loss), toy(), data)["m"] == expected
 
 
-def test_two_metric_middleware_live_side_by_side():
+def test_two_metric_middleware_work_together():
     step = fl.pipeline(fl.metric(a=lambda aux, b: 1.0), fl.metric(b=lambda aux, b: 2.0))(toy_loss)
     assert fl.evaluate(step, toy(), [torch.ones(1)]) == {"loss": 0.0, "a": 1.0, "b": 2.0}
 
@@ -52,7 +54,7 @@ def test_two_metric_middleware_live_side_by_side():
     ],
     ids=repr,
 )
-def test_two_middleware_that_report_one_name_are_refused(members):
+def test_two_middleware_that_report_the_same_name_are_refused(members):
     with pytest.raises(
         ValueError, match="which another middleware inside it reports already: rename one"
     ):
@@ -60,8 +62,8 @@ def test_two_middleware_that_report_one_name_are_refused(members):
 
 
 @pytest.mark.parametrize(("kind", "at_the_end"), [(fl.Last, -2.0), (fl.Max, 0.0)])
-def test_a_metric_of_a_parameter_has_its_value_of_then(kind, at_the_end):
-    """The losses are computed with w = 0, -1, -2; behind the last update it is -3."""
+def test_a_metric_of_a_parameter_keeps_the_value_before_the_update(kind, at_the_end):
+    """The losses are computed with w = 0, -1 and -2; after the last update, w is -3."""
     step = fl.pipeline(fl.metric(w=lambda aux, batch: kind(aux["w"])))(
         lambda m, b: (m(b).mean(), {"w": m.w})
     )
@@ -70,7 +72,7 @@ def test_a_metric_of_a_parameter_has_its_value_of_then(kind, at_the_end):
     assert fl.fit(step, toy(), [torch.ones(1)] * 3, hooks=()).history["train/w"] == (at_the_end,)
 
 
-def test_a_metric_has_no_part_in_the_gradient():
+def test_a_metric_does_not_contribute_to_the_gradient():
     step = fl.pipeline(fl.metric(m=lambda aux, batch: aux["output"].mean()))(toy_loss)
     _, out = step(toy(), torch.ones(1))
     assert not out.metrics["m"].total.requires_grad
@@ -88,7 +90,7 @@ def test_a_metric_has_no_part_in_the_gradient():
         ),
     ],
 )
-def test_mistakes_are_found_when_composing(make, error, message):
+def test_a_wrong_argument_is_an_error_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -100,6 +102,6 @@ def test_mistakes_are_found_when_composing(make, error, message):
         ("high", "must return a scalar tensor or a Metric"),
     ],
 )
-def test_a_bad_value_is_named(value, message):
+def test_a_value_that_is_not_a_metric_is_an_error(value, message):
     with pytest.raises(TypeError, match=message):
         fl.pipeline(fl.metric(m=lambda aux, batch: value))(toy_loss)(toy(), torch.ones(1))

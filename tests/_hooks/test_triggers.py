@@ -1,6 +1,5 @@
-"""every, when, once: at which updates of a real run a hook is called."""
+"""every and when: the updates of a real run at which a hook is called."""
 
-import functools
 import math
 import time
 from fractions import Fraction
@@ -16,11 +15,13 @@ from fnloop._core import state
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])
+
+
 NEGATIVE = torch.tensor([-1.0])
 
 
 class Notes:
-    """A hook that notes at which steps it is called."""
+    """A hook that records the steps at which it is called."""
 
     def __init__(self):
         self.steps = []
@@ -39,7 +40,7 @@ class Notes:
 
 @fl.middleware("gradient")
 def skip_negative():
-    """Leave out the update of a batch that begins with a negative number."""
+    """Skip the update of a batch that begins with a negative number."""
 
     def wrap(step):
         def skipping(state, batch):
@@ -51,11 +52,11 @@ def skip_negative():
     return wrap
 
 
-def called_at(gate, batches=10, window=1, **targets):
-    """Run over so many batches an epoch, and say at which steps a hook behind the gate was called."""
+def called_at(trigger, batches=10, window=1, **targets):
+    """Return the steps at which a hook with a trigger is called; ``batches`` is per epoch."""
     notes = Notes()
     step = fl.pipeline(fl.accumulate(window))(toy_loss)
-    fl.fit(step, toy(), [ONE] * batches, hooks=(gate(notes),), **targets)
+    fl.fit(step, toy(), [ONE] * batches, hooks=(trigger(notes),), **targets)
     return notes.steps
 
 
@@ -63,7 +64,7 @@ def called_at(gate, batches=10, window=1, **targets):
 
 
 @pytest.mark.parametrize(
-    ("gate", "run", "steps"),
+    ("trigger", "run", "steps"),
     [
         (every(steps=1), {"batches": 3}, [1, 2, 3]),
         (every(steps=3), {"batches": 10}, [3, 6, 9]),
@@ -78,11 +79,11 @@ def called_at(gate, batches=10, window=1, **targets):
         (every(epochs=1), {"batches": 5, "epochs": 2, "window": 2}, [3, 6]),
         (every(epochs=2), {"batches": 2, "epochs": 5}, [4, 8]),
         (every(epochs=2.0), {"batches": 2, "epochs": 2}, [4]),
-        (every(epochs=1), {"batches": 5, "steps": 7}, [5]),  # the second epoch isn't completed
+        (every(epochs=1), {"batches": 5, "steps": 7}, [5]),  # the second epoch is not completed
     ],
 )
-def test_whole_epochs_and_steps(gate, run, steps):
-    assert called_at(gate, **run) == steps
+def test_every_counts_whole_epochs_and_steps(trigger, run, steps):
+    assert called_at(trigger, **run) == steps
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_whole_epochs_and_steps(gate, run, steps):
         (0.3, {"batches": 10}, [3, 6, 9, 10]),
         (0.5, {"batches": 5, "epochs": 2}, [3, 5, 8, 10]),
         (0.1, {"batches": 10}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-        (0.25, {"batches": 2}, [1, 2]),  # oftener than there are updates
+        (0.25, {"batches": 2}, [1, 2]),  # more often than there are updates
         (0.9, {"batches": 10}, [9, 10]),
         (0.25, {"batches": 10, "window": 2}, [2, 3, 4, 5]),  # 1.25, 2.5, 3.75, 5 of 5 updates
         (0.5, {"batches": 5, "window": 2}, [2, 3]),  # 1.5 and 3 of 3
@@ -103,23 +104,23 @@ def test_whole_epochs_and_steps(gate, run, steps):
         ),  # 0.07 * 100 > 7
     ],
 )
-def test_fractions_of_an_epoch(fraction, run, steps):
+def test_every_accepts_fractions_of_an_epoch(fraction, run, steps):
     assert called_at(every(epochs=fraction), **run) == steps
 
 
 @pytest.mark.parametrize(
     ("cut", "steps"), [(3, [3, 5, 8, 10]), (4, [3, 5, 8, 10]), (9, [3, 5, 8, 10])]
 )
-def test_a_run_in_two_parts_calls_a_hook_as_often_as_one_in_one(cut, steps):
+def test_a_resumed_run_calls_a_hook_as_an_uninterrupted_one_does(cut, steps):
     notes, step = Notes(), fl.pipeline()(toy_loss)
     state = fl.fit(step, toy(), [ONE] * 10, steps=cut, hooks=(every(epochs=0.25)(notes),))
     fl.fit(step, state, [ONE] * 10, epochs=1, hooks=(every(epochs=0.25)(notes),))
     assert notes.steps == steps
 
 
-def test_a_skipped_update_is_no_step():
+def test_a_skipped_update_does_not_count_as_a_step():
     notes = Notes()
-    batches = [ONE, ONE, NEGATIVE, NEGATIVE, ONE, ONE]  # at step 2 for three boundaries
+    batches = [ONE, ONE, NEGATIVE, NEGATIVE, ONE, ONE]  # three boundaries have step 2
     state = fl.fit(
         fl.pipeline(skip_negative())(toy_loss), toy(), batches, hooks=(every(steps=2)(notes),)
     )
@@ -127,16 +128,16 @@ def test_a_skipped_update_is_no_step():
     assert (state.step, state.skipped) == (4, 2)
 
 
-def test_a_skipped_update_counts_as_a_part_of_the_epoch():
+def test_a_skipped_update_counts_towards_a_fraction_of_the_epoch():
     notes = Notes()
     batches = [ONE, NEGATIVE, ONE, NEGATIVE]
     fl.fit(
         fl.pipeline(skip_negative())(toy_loss), toy(), batches, hooks=(every(epochs=0.5)(notes),)
     )
-    assert notes.steps == [1, 2]  # behind the second and the fourth batch
+    assert notes.steps == [1, 2]  # after the second and the fourth batch
 
 
-def test_a_loader_without_length_has_steps_and_whole_epochs():
+def test_steps_and_whole_epochs_work_without_a_length():
     by_steps, by_epochs = Notes(), Notes()
     hooks = (every(steps=2)(by_steps), every(epochs=1)(by_epochs))
     fl.fit(fl.pipeline()(toy_loss), toy(), lambda: (ONE for _ in range(3)), epochs=2, hooks=hooks)
@@ -152,11 +153,11 @@ def test_a_loader_without_length_has_steps_and_whole_epochs():
     ],
     ids=["a hook", "a hook inside another", "evaluation"],
 )
-def test_a_loader_without_length_has_no_fractions_and_says_so_before_the_first_update(when_to):
+def test_fractions_without_a_length_are_an_error_before_the_first_update(when_to):
     state = toy()
     with pytest.raises(
         ValueError,
-        match=r"every\(epochs=0\.5\) needs to know how long an epoch is.*write every\(steps=\.\.\.\)",
+        match=r"every\(epochs=0\.5\) needs to know how long .*write every\(steps=\.\.\.\)",
     ):
         fl.fit(fl.pipeline()(toy_loss), state, lambda: (ONE for _ in range(3)), **when_to)
     assert state.model.w.item() == 0.0
@@ -173,7 +174,7 @@ def test_a_loader_without_length_has_no_fractions_and_says_so_before_the_first_u
     ],
     ids=repr,
 )
-def test_they_say_when_to_evaluate_too(when_to, evaluated):
+def test_triggers_also_say_when_to_evaluate(when_to, evaluated):
     loaders = {"train": [ONE] * 10, "valid": [ONE]}
     history = fl.fit(
         fl.pipeline()(toy_loss), toy(), loaders, hooks=(), evaluate_every=when_to
@@ -182,7 +183,7 @@ def test_they_say_when_to_evaluate_too(when_to, evaluated):
     assert history[-1].step == 10  # a record at the end of the epoch, evaluated or not
 
 
-def test_gates_inside_each_other_must_all_be_open():
+def test_a_hook_in_two_triggers_runs_when_both_are_due():
     assert called_at(lambda hook: every(steps=2)(every(steps=3)(hook)), batches=12) == [6, 12]
 
 
@@ -191,7 +192,7 @@ def test_gates_inside_each_other_must_all_be_open():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is told."""
+    """A clock that stands still until a test moves it."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(state, "time", clock)
     return clock
@@ -200,14 +201,14 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     ("pace", "steps"),
     [
-        (1.0, [4, 7, 10]),  # a second an update, counted from the first boundary
+        (1.0, [4, 7, 10]),  # one second per update, counted from the first boundary
         (0.5, [7]),
-        (2.0, [3, 5, 7, 9]),  # each time late by one, which isn't caught up
-        (5.0, [2, 3, 4, 5, 6, 7, 8, 9, 10]),  # slower than that: at every boundary
+        (2.0, [3, 5, 7, 9]),  # each time late by a second, which is not made up for
+        (5.0, [2, 3, 4, 5, 6, 7, 8, 9, 10]),  # updates are slower than the interval
         (0.0, []),
     ],
 )
-def test_every_three_seconds(clock, pace, steps):
+def test_every_counts_seconds(clock, pace, steps):
     def tick(state):
         clock.now += pace
         return state
@@ -218,7 +219,7 @@ def test_every_three_seconds(clock, pace, steps):
 
 
 def ticking(clock):
-    """A hook under which an update takes a second."""
+    """Return a hook that makes each update take a second."""
 
     def tick(state):
         clock.now += 1.0
@@ -227,15 +228,18 @@ def ticking(clock):
     return tick
 
 
-def test_one_gate_before_two_hooks_and_the_evaluation_is_due_for_each(clock):
-    one, other, gate = Notes(), Notes(), every(seconds=3)
-    loaders, hooks = {"train": [ONE] * 10, "valid": [ONE]}, (gate(one), gate(other), ticking(clock))
-    state = fl.fit(fl.pipeline()(toy_loss), toy(), loaders, hooks=hooks, evaluate_every=gate)
+def test_a_trigger_used_three_times_is_due_for_each_use(clock):
+    one, other, trigger = Notes(), Notes(), every(seconds=3)
+    loaders, hooks = (
+        {"train": [ONE] * 10, "valid": [ONE]},
+        (trigger(one), trigger(other), ticking(clock)),
+    )
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), loaders, hooks=hooks, evaluate_every=trigger)
     evaluated = [record.step for record in state.history if "valid/loss" in record.metrics]
     assert one.steps == other.steps == evaluated == [4, 7, 10]
 
 
-def test_a_new_run_starts_the_clock_anew(clock):
+def test_a_new_run_restarts_the_clock(clock):
     notes = Notes()
     hooks = (every(steps=1)(every(seconds=3)(notes)), ticking(clock))
     state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 5, epochs=1, hooks=hooks)
@@ -256,150 +260,17 @@ def test_a_new_run_starts_the_clock_anew(clock):
         (lambda state: "record" in state.events, [4, 8]),
     ],
 )
-def test_when_the_predicate_holds(predicate, steps):
+def test_a_hook_runs_when_the_predicate_holds(predicate, steps):
     assert called_at(when(predicate), batches=4, epochs=2) == steps
 
 
-def test_a_hook_may_stop_the_run():
+def test_a_hook_can_stop_the_run():
     stop = when(lambda state: state.step == 3)(lambda state: attrs.evolve(state, stop="enough"))
     state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 5, epochs=2, hooks=(stop,))
     assert (state.step, state.epoch, state.stop) == (3, 0, "enough")
 
 
-# --- once
-
-
-def test_once_is_the_first_time():
-    assert called_at(once) == [1]
-    assert called_at(lambda hook: when(lambda state: state.step >= 4)(once(hook))) == [4]
-
-
-def test_once_is_remembered_in_the_state_not_in_the_hook():
-    step, notes = fl.pipeline()(toy_loss), Notes()
-    start = toy()
-    before = fl.snapshot(start)
-    state = fl.fit(step, start, [ONE] * 2, epochs=1, hooks=(once(notes),))
-    state = fl.fit(step, state, [ONE] * 2, epochs=2, hooks=(once(notes),))
-    assert notes.steps == [1]
-    fl.fit(step, fl.snapshot(state), [ONE] * 2, epochs=3, hooks=(once(notes),))
-    assert notes.steps == [1]
-    fl.fit(
-        step, before, [ONE] * 2, epochs=1, hooks=(once(notes),)
-    )  # this state knows nothing of it
-    assert notes.steps == [1, 1]
-
-
-def test_once_by_name_is_remembered_by_that_name():
-    notes = Notes()
-    state = once(notes, "greeting")(toy())
-    once(lambda state: notes(state), "greeting")(state)
-    assert notes.steps == [0]
-    once(notes, "farewell")(state)
-    assert notes.steps == [0, 0]
-
-
-def test_two_hooks_written_in_two_places_are_two():
-    notes = Notes()
-
-    def one(state):
-        return notes(state)
-
-    def other(state):
-        return notes(state)
-
-    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(once(one), once(other)))
-    assert notes.steps == [1, 1]
-    hooks = (
-        once(lambda state: notes(state)),
-        once(lambda state: notes(state)),  # the same name, another line
-    )
-    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=hooks)
-    assert notes.steps == [1, 1, 1, 1]
-
-
-def test_once_keeps_what_the_hook_makes_of_the_state():
-    state = fl.fit(
-        fl.pipeline()(toy_loss),
-        toy(),
-        [ONE] * 3,
-        hooks=(once(lambda state: attrs.evolve(state, stop="now")),),
-    )
-    assert (state.step, state.stop) == (1, "now")
-
-
-def noting(notes):
-    """A hook of its own each time, but of the same code."""
-
-    def note(state):
-        return notes(state)
-
-    return note
-
-
-def test_two_hooks_of_one_factory_need_a_name():
-    step, notes, state = fl.pipeline()(toy_loss), Notes(), toy()
-    for hooks in [
-        (once(noting(notes)), once(noting(notes))),
-        (every(steps=1)(once(noting(notes))), when(lambda state: True)(once(noting(notes)))),
-        (once(noting(notes), name="a"), once(Notes(), name="a")),
-    ]:
-        with pytest.raises(
-            ValueError,
-            match=r"two hooks would be remembered as 'once:.*: once\(hook, name=\.\.\.\)",
-        ):
-            fl.fit(step, state, [ONE] * 3, hooks=hooks)
-    assert (state.model.w.item(), notes.steps) == (0.0, [])  # before the first update
-    fl.fit(
-        step, state, [ONE] * 3, hooks=(once(noting(notes), name="a"), once(noting(notes), name="b"))
-    )
-    assert notes.steps == [1, 1]
-
-
-class Plain:
-    """A hook that shows as an address."""
-
-    def __call__(self, state):
-        return state
-
-
-@pytest.mark.parametrize(
-    "hook", [functools.partial(fl.snapshot), Plain()], ids=["a partial", "an object"]
-)
-def test_once_needs_a_name_for_what_shows_differently_in_another_process(hook):
-    with pytest.raises(
-        TypeError, match=r"can't be told from others in another process: once\(hook, name=\.\.\.\)"
-    ):
-        once(hook)
-    assert once(hook, name="mine").slot == "once:mine"
-
-
-@pytest.mark.parametrize(
-    ("gate", "text"),
-    [
-        (every(steps=2), r"every\(steps=2\)\(once\(notes\)\)"),
-        (when(len), r"when\(len\)\(once\(notes\)\)"),
-    ],
-)
-def test_once_around_a_gate_says_to_write_it_inside(gate, text):
-    with pytest.raises(TypeError, match=rf"once counts each call, due or not: write {text}"):
-        once(gate(Notes()))
-
-
-def test_once_lets_its_hook_begin_with_the_run():
-    hook = Notes()
-    hook.begin = lambda state: hook.steps.append(f"a run of {state.run.total_steps}") or state
-    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=(every(steps=2)(once(hook)),))
-    assert hook.steps == ["a run of 3", 2]
-
-
-def test_a_hook_under_once_that_returns_nothing_is_the_error_of_any_hook():
-    with pytest.raises(
-        TypeError, match=r"once\(<lambda>\) returned None\. Did you forget 'return state'\?"
-    ):
-        fl.fit(fl.pipeline()(toy_loss), toy(), [ONE], hooks=(once(lambda state: None),))
-
-
-# --- all of them
+# --- all triggers
 
 
 @pytest.mark.parametrize(
@@ -432,17 +303,17 @@ def test_a_hook_under_once_that_returns_nothing_is_the_error_of_any_hook():
         ),
     ],
 )
-def test_a_run_refuses_a_gate_without_a_hook_and_a_class(wrong, message):
+def test_a_run_refuses_a_trigger_without_a_hook_and_a_class(wrong, message):
     with pytest.raises(TypeError, match=message):
         fl.fit(fl.pipeline()(toy_loss), toy(), [ONE], **wrong)
 
 
 @pytest.mark.parametrize(
-    "gate", [every(steps=100), when(lambda state: False), once], ids=["every", "when", "once"]
+    "trigger", [every(steps=100), when(lambda state: False), once], ids=["every", "when", "once"]
 )
-def test_a_hook_is_closed_with_the_run_whatever_stands_before_it(gate):
+def test_a_hook_in_a_trigger_is_closed_with_the_run(trigger):
     notes = Notes()
-    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE], hooks=(gate(notes),))
+    fl.fit(fl.pipeline()(toy_loss), toy(), [ONE], hooks=(trigger(notes),))
     assert notes.closed == 1
 
 
@@ -461,11 +332,11 @@ def never(state):
         (when(never)(once(never)), "when(never)(once(never))"),
     ],
 )
-def test_they_show_as_they_were_typed(made, text):
+def test_the_repr_is_the_call(made, text):
     assert repr(made) == text
 
 
-def test_a_gate_is_equal_to_one_from_the_same_call_whether_it_was_used_or_not():
+def test_triggers_of_equal_calls_are_equal_even_after_use():
     used = every(seconds=60)
     used.due(toy())
     assert used == every(seconds=60) != every(seconds=61)
@@ -484,24 +355,28 @@ def test_a_gate_is_equal_to_one_from_the_same_call_whether_it_was_used_or_not():
             TypeError,
             r"one of epochs=, steps= or seconds=; got epochs, steps",
         ),
-        (lambda: every(epochs=0), ValueError, r"every expects epochs as a number above 0; got 0"),
+        (lambda: every(epochs=0), ValueError, r"every expects epochs > 0 and finite; got 0"),
         (
             lambda: every(epochs=float("inf")),
             ValueError,
-            r"every expects epochs as a number above 0; got inf",
+            r"every expects epochs > 0 and finite; got inf",
         ),
-        (lambda: every(steps=-1), ValueError, r"every expects steps as a number above 0; got -1"),
+        (lambda: every(steps=-1), ValueError, r"every expects steps > 0 and finite; got -1"),
         (
             lambda: every(seconds=float("nan")),
             ValueError,
-            r"every expects seconds as a number above 0; got nan",
+            r"every expects seconds > 0 and finite; got nan",
         ),
         (
             lambda: every(steps=True),
             ValueError,
-            r"every expects steps as a number above 0; got True",
+            r"every expects steps as a number > 0 and finite; got True",
         ),
-        (lambda: every(steps="3"), ValueError, r"every expects steps as a number above 0; got '3'"),
+        (
+            lambda: every(steps="3"),
+            ValueError,
+            r"every expects steps as a number > 0 and finite; got '3'",
+        ),
         (
             lambda: every(steps=0.5),
             ValueError,
@@ -531,7 +406,7 @@ def test_a_gate_is_equal_to_one_from_the_same_call_whether_it_was_used_or_not():
         (lambda: once("hello"), TypeError, r"once expects hook as .*got 'hello'"),
     ],
 )
-def test_a_wrong_argument_is_an_error_when_it_is_made(make, error, message):
+def test_a_wrong_argument_is_an_error_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -543,28 +418,30 @@ def test_a_wrong_argument_is_an_error_when_it_is_made(make, error, message):
     "fraction", [1e-6, 1e-3, 0.1, 0.25, 0.3, 1 / 3, 0.5, 0.7, 0.9, 0.999, 0.999999]
 )
 @pytest.mark.parametrize("updates", [1, 2, 3, 7, 10, 64, 1000])
-def test_when_a_fraction_is_due_is_what_the_definition_says(fraction, updates):
+def test_a_fraction_is_due_exactly_as_defined(fraction, updates):
     part = Fraction(str(fraction))
     count = math.floor(1 / part)
     ks = (
         range(1, count + 1) if count <= 2000 else ()
-    )  # with more parts than updates each update ends one
+    )  # with more parts than updates, each update ends one
     expected = {math.ceil(k * updates * part) for k in ks} or set(range(1, updates + 1))
     run = fl.RunInfo(steps_per_epoch=updates)
     state = attrs.evolve(toy(), run=run)
-    gate = every(epochs=fraction)
-    assert {n for n in range(1, updates + 1) if gate.due(attrs.evolve(state, batch=n))} == expected
+    trigger = every(epochs=fraction)
+    assert {
+        n for n in range(1, updates + 1) if trigger.due(attrs.evolve(state, batch=n))
+    } == expected
 
 
 @pytest.mark.parametrize("bad", [1e-8, 9e-7, 5e-324])
-def test_a_fraction_that_no_epoch_has_is_refused_when_it_is_made(bad):
+def test_a_tiny_fraction_is_refused_when_composing(bad):
     with pytest.raises(
         ValueError, match=r"every expects epochs >= 1e-06; got .* write every\(steps=1\)"
     ):
         every(epochs=bad)
 
 
-def test_the_smallest_fraction_costs_nothing():
+def test_the_smallest_fraction_is_fast():
     notes = Notes()
     start = time.perf_counter()
     fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 5, hooks=(every(epochs=1e-6)(notes),))

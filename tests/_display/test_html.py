@@ -1,4 +1,4 @@
-"""What a terminal and a cell show: numbers, lines that are broken, and HTML in which nothing injects."""
+"""Text for terminals and HTML for notebooks: numbers, long lines, and values that are escaped."""
 
 import re
 from html.parser import HTMLParser
@@ -18,7 +18,7 @@ VOID = {"polyline", "path"}
 
 
 class Page(HTMLParser):
-    """Reads HTML: its texts, its tags, and whether they are nested as they should be."""
+    """Parses HTML into texts and tags, and checks that tags are nested correctly."""
 
     def __init__(self, html):
         super().__init__()
@@ -45,13 +45,13 @@ def texts(value):
 
 
 def rows(value):
-    """The cells of a table of facts, as a mapping."""
+    """Return the cells of a table of facts, as a mapping."""
     cells = re.findall(r"<td[^>]*>(.*?)</td>", value._repr_html_())
     return dict(zip(cells[::2], cells[1::2], strict=True))
 
 
 def named(name):
-    """A loss function, a module class and a middleware with a bad name."""
+    """Return a loss function, a module and a middleware with a bad name."""
     loss_fn = lambda model, batch: model(batch).mean()
     loss_fn.__name__ = name
     module = type(name, (nn.Linear,), {})(1, 1)
@@ -75,7 +75,7 @@ def everything():
 
 
 @pytest.mark.parametrize("value", [pytest.param(v, id=n) for n, v in everything()])
-def test_html_is_well_nested_escaped_and_has_nothing_from_outside(value):
+def test_html_is_well_formed_and_escaped_and_has_no_assets_and_colours(value):
     page = Page(value._repr_html_())
     assert any("script>alert" in text for text in page.texts)  # as text
     assert {tag for tag, _ in page.tags} <= {
@@ -110,13 +110,13 @@ def test_html_is_well_nested_escaped_and_has_nothing_from_outside(value):
     )
     assert not re.search(
         r"url\(|http|#[0-9a-f]{3}|rgb\(|white|black", looks
-    )  # no asset, and no colour of its own
+    )  # no asset and no colour
 
 
 # --- state, run, output, record
 
 
-def test_a_state_shows_its_counters_its_parts_and_its_newest_record():
+def test_a_state_shows_counters_parts_and_the_newest_record():
     state = attrs.evolve(
         toy(),
         history=History(
@@ -124,7 +124,8 @@ def test_a_state_shows_its_counters_its_parts_and_its_newest_record():
         ),
     )
     assert rows(state) == {
-        "step": "0", "epoch": "0", "batch": "0", "model": "Toy (1 parameter)", "optimizer": "SGD", "seed": "0",
+        "step": "0", "epoch": "0", "batch": "0", "model": "Toy (1 parameter)",
+        "optimizer": "SGD", "seed": "0",
         "history": "2 records", "latest": "train/loss 0.25", "device": "cpu",
     }  # fmt: skip
     assert texts(state)[0] == "TrainState"
@@ -136,7 +137,7 @@ def test_a_stale_state_says_so():
     assert texts(state)[0] == "stale TrainState"
 
 
-def test_a_state_is_broken_into_lines_where_it_is_long():
+def test_the_repr_of_a_long_state_is_broken_into_lines():
     state = attrs.evolve(
         toy(),
         slots={"schedule(lr)": 1, "amp": 2},
@@ -144,23 +145,25 @@ def test_a_state_is_broken_into_lines_where_it_is_long():
     )
     assert repr(state).splitlines() == [
         "TrainState(step=0, epoch=0, batch=0, model=Toy (1 parameter), optimizer=SGD, seed=0,",
-        "           slots=[schedule(lr), amp], stop='early_stop: valid/loss has not improved on 0.5')",
+        "           slots=[schedule(lr), amp], stop='early_stop: valid/loss has not improved on "
+        "0.5')",
     ]
 
 
-def test_a_run_shows_what_is_known():
+def test_a_run_shows_the_known_facts():
     assert rows(RunInfo(total_steps=30, evaluated=("valid", "test"))) == {
         "total_steps": "30", "window": "1", "evaluated": "valid, test",
     }  # fmt: skip
     assert repr(RunInfo(epochs=3)) == (
-        "RunInfo(epochs=3, total_steps=None, steps_per_epoch=None, batches_per_epoch=None, window=1,\n        evaluated=())"
+        "RunInfo(epochs=3, total_steps=None, steps_per_epoch=None, batches_per_epoch=None, "
+        "window=1,\n        evaluated=())"
     )
     assert eval(repr(RunInfo(3, 30, 10, 10, 1, ("valid",)))) == RunInfo(
         3, 30, 10, 10, 1, ("valid",)
     )
 
 
-def test_an_output_shows_its_numbers_and_what_kind_the_rest_is():
+def test_an_output_shows_numbers_and_summarizes_aux():
     out = Output(
         torch.tensor(1 / 3),
         torch.tensor(1200),
@@ -168,7 +171,8 @@ def test_an_output_shows_its_numbers_and_what_kind_the_rest_is():
         {"accuracy": fl.Mean(torch.tensor(3.0), 4)},
     )
     assert rows(out) == {
-        "loss": "0.33333", "weight": "1,200", "accuracy": "0.75", "aux[&#x27;output&#x27;]": "float32 [2, 3]",
+        "loss": "0.33333", "weight": "1,200", "accuracy": "0.75",
+        "aux[&#x27;output&#x27;]": "float32 [2, 3]",
     }  # fmt: skip
     assert rows(attrs.evolve(out, skip="overflow"))["skip"] == "overflow"
 
@@ -185,7 +189,7 @@ def test_a_record_shows_five_digits():
 # --- steps
 
 
-def test_a_step_is_drawn_as_nested_boxes_with_the_loss_function_in_the_middle():
+def test_a_step_is_drawn_as_nested_boxes_around_the_loss_function():
     step = pipeline(
         fl.accumulate(4), fl.clip(1.0), fl.amp("bf16"), fl.schedule(schedules.linear())
     )(toy_loss)
@@ -202,7 +206,7 @@ def test_a_step_is_drawn_as_nested_boxes_with_the_loss_function_in_the_middle():
     )
 
 
-def test_each_box_is_in_the_one_of_the_ring_around_it():
+def test_each_box_is_inside_that_of_the_ring_around_it():
     depth = deepest = 0
     for tag in re.findall(
         r"</?div style=\"border|<div|</div", pipeline(fl.clip(1.0))._repr_html_()
@@ -250,7 +254,7 @@ def test_a_wide_history_is_broken_into_parts_that_fit_a_terminal():
     assert [name for part in parts for name in part[0].split()[2:]] == [*made.keys(), "seconds"]
 
 
-def test_the_parts_of_a_wide_history_are_of_like_widths():
+def test_the_parts_of_a_wide_history_have_similar_widths():
     made = History(
         [
             Record(
@@ -266,7 +270,7 @@ def test_the_parts_of_a_wide_history_are_of_like_widths():
     ]
 
 
-def test_one_column_that_is_too_wide_is_shown_all_the_same():
+def test_a_column_that_is_too_wide_is_shown_anyway():
     assert repr(History([Record(1, 10, {"m" * 120: 1})])).count("m") == 120
 
 
@@ -308,12 +312,12 @@ def test_a_schedule_is_drawn_over_a_run_from_0_to_its_maximum():
         (schedules.multistep([100, 250]), "1,000"),
     ],
 )
-def test_a_schedule_is_drawn_over_so_many_updates_that_its_lengths_are_seen(schedule, length):
+def test_a_schedule_is_drawn_over_enough_updates_to_show_its_lengths(schedule, length):
     assert texts(schedule)[-1] == f"factor over {length} updates, at most 1"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_schedule_that_cannot_be_drawn_shows_its_name(bad):
+def test_a_schedule_that_cannot_be_drawn_shows_its_repr(bad):
     odd = schedules.join(schedules.constant(), lambda step, total: bad, at=[0.5])
     fails = schedules.exponential(10.0**300)  # overflows
     for schedule in (odd, fails):
@@ -321,7 +325,7 @@ def test_a_schedule_that_cannot_be_drawn_shows_its_name(bad):
         assert "<svg" not in schedule._repr_html_()
 
 
-# --- the parts
+# --- elements
 
 
 @pytest.mark.parametrize(
@@ -335,11 +339,11 @@ def test_a_schedule_that_cannot_be_drawn_shows_its_name(bad):
     ],
 )
 def test_numbers_have_five_digits(value, shown):
-    assert html.number(value) == shown
+    assert html.format_number(value) == shown
 
 
-def test_a_bar_is_as_long_as_what_is_done():
+def test_a_bar_shows_the_completed_part():
     assert "width:25%" in html.bar(1, 4, "x")
-    assert "width:100%" in html.bar(5, 4, "x")  # an epoch that was longer than its loader said
+    assert "width:100%" in html.bar(5, 4, "x")  # an epoch longer than the length of its loader
     assert Page(html.bar(3, None, "3 steps")).texts == ["3 steps"]
     assert len(Page(html.bar(3, None, "3 steps")).tags) == 1
