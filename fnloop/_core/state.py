@@ -142,7 +142,6 @@ class Ownership:
         "joint",
         "newest",
         "parameters",
-        "saved_on",
         "share",
         "turn",
     )
@@ -160,9 +159,6 @@ class Ownership:
         ] = []  # what all_parameters returned when there were so many groups
         self.joint: Any = None  # what makes the gradients of several processes one
         self.share: tuple[int, Share] = (-1, _UNKNOWN)  # of the window in that turn
-        self.saved_on: int | None = (
-            None  # how many processes made the checkpoint that the position in the epoch is from
-        )
         self.cut: Callable[[Any, Any, Any], str | None] | None = (
             None  # while an update is recorded: see _steps.decided
         )
@@ -202,6 +198,8 @@ class TrainState:
             "record" (one was appended to the history). Hooks decide by it.
         generators: python's and numpy's generators in the middle of an epoch; None at its beginning. All other
             randomness is a function of the seed and the counters.
+        saved_on: how many processes made the checkpoint that the position within the epoch comes from; None outside of
+            that.
 
     Example:
         >>> import attrs, torch
@@ -231,6 +229,7 @@ class TrainState:
     _lease: Ownership = attrs.field(factory=Ownership)
     _turn: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
+    saved_on: int | None = None
 
     @classmethod
     def create(
@@ -404,6 +403,7 @@ def advance(state: TrainState, applied: bool) -> TrainState:
         state.model, state.optimizer, state.step + applied, state.epoch, state.batch, state.samples,
         state.skipped + (not applied), state.seed, state.slots, state.metrics, state.history, state.run, state.stop,
         state.backend, _UPDATED if applied else _NOTHING, None, state.extra, state._lease, turn, state.run_id,
+        state.saved_on,
     )  # fmt: skip
     return new
 
@@ -423,7 +423,7 @@ def after_batches(
         state.model, state.optimizer, state.step, state.epoch, state.batch + batches, state.samples + samples,
         state.skipped, state.seed,
         state.slots, metrics, state.history, state.run, state.stop, state.backend, state.events, None, state.extra,
-        state._lease, state._turn, state.run_id,
+        state._lease, state._turn, state.run_id, state.saved_on,
     )  # fmt: skip
 
 

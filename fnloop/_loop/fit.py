@@ -311,10 +311,10 @@ class _Run:
         if (
             isinstance(loaders.train, sharded)
             and state.batch
-            and state._lease.saved_on not in (None, backend.world_size)
+            and state.saved_on not in (None, backend.world_size)
         ):
             raise ValueError(
-                f"the checkpoint is one of {state._lease.saved_on} processes in the middle of an epoch, and "
+                f"the checkpoint is one of {state.saved_on} processes in the middle of an epoch, and "
                 f"{backend.world_size} have other shares of a sharded loader: go on with as many as it was made by, or from "
                 "the end of an epoch"
             )
@@ -407,7 +407,13 @@ class _Run:
             self.in_epoch = state.batch
             events = state.events | {EPOCH}
             state = attrs.evolve(
-                state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, events=events
+                state,
+                epoch=state.epoch + 1,
+                batch=0,
+                samples=0,
+                metrics={},
+                events=events,
+                saved_on=None,
             )
         due = self.is_due(state)
         closing = not (due or ended) and state.step >= self.last_step and caught.stop is None
@@ -417,8 +423,6 @@ class _Run:
             state.step >= self.last_step
         ):  # a signal came during the last update: the record is made by the run that continues
             state = attrs.evolve(state, events=state.events | {PENDING})
-        if ended:
-            state._lease.saved_on = None
         self.state, self.before_record = state, False
         if self.council is not None:
             self.where = "the agreement of all processes"

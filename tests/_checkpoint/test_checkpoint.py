@@ -651,12 +651,12 @@ class Part:
         (
             "extra",
             {"mine": Part(torch.ones(1))},
-            "extra holds an object, which nobody would make again",
+            "extra holds an object, which could not be reconstructed",
         ),
         (
             "extra",
             {"mine": [Part(torch.ones(1))]},
-            "extra holds an object, which nobody would make again",
+            "extra holds an object, which could not be reconstructed",
         ),
     ],
 )
@@ -715,8 +715,8 @@ def around_itself():
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (None, "extra has to be a mapping; it is None"),
-        ([1], r"extra has to be a mapping; it is \[1\]"),
+        (None, "extra must be a mapping; it is None"),
+        ([1], r"extra must be a mapping; it is \[1\]"),
         (around_itself(), "extra holds something that contains itself"),
         ({"a": {"b": "\ud800"}}, r"extra\.a\.b has a str with a lone surrogate"),
         ({"a": {"\ud800": 1}}, r"extra\.a has a str with a lone surrogate"),
@@ -747,7 +747,7 @@ def test_a_checkpoint_that_was_tampered_with_is_found_before_the_first_update(tm
     path = fl.save(wrong, tmp_path / "b")
     text = (path / "state.json").read_text().replace('"value": {', '"value": "x", "other": {')
     (path / "state.json").write_text(text)
-    refused(crafted(path), toy(), "can't be restored: TypeError: a fnloop.Sum holds")
+    refused(crafted(path), toy(), "cannot be restored: TypeError: a fnloop.Sum holds")
 
 
 @pytest.mark.parametrize(
@@ -755,7 +755,7 @@ def test_a_checkpoint_that_was_tampered_with_is_found_before_the_first_update(tm
 )
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, where, value):
     with pytest.raises(
-        fl.CheckpointError, match=rf"can't be saved: {where}\.\w+ is a .*Keep plain data"
+        fl.CheckpointError, match=rf"cannot be saved: {where}\.\w+ is a .*Keep plain data"
     ):
         fl.save(attrs.evolve(toy(), **{where: value}), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
@@ -874,7 +874,7 @@ def test_a_module_that_refuses_its_extra_state_stays_as_it_was(tmp_path):
         return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
     state = new(7.0)
-    with pytest.raises(fl.CheckpointError, match="can't be restored: ValueError: not mine"):
+    with pytest.raises(fl.CheckpointError, match="cannot be restored: ValueError: not mine"):
         fl.restore(fl.save(new(3.0), tmp_path / "a"), state)
     assert state.model.w.item() == 7.0
 
@@ -889,7 +889,7 @@ def test_a_learning_rate_of_another_shape_is_refused(tmp_path, saved):
     path = fl.save(new(3.0, saved), tmp_path / "a")
     for here in (torch.tensor(0.1), torch.tensor([0.1, 0.2, 0.3])):
         if saved.numel() > 1 or here.ndim == 0:  # one number fits into any vector
-            refused(path, new(7.0, here), "lr of a parameter group|can't be restored")
+            refused(path, new(7.0, here), "lr of a parameter group|cannot be restored")
 
 
 def test_the_optimizers_state_of_parameters_of_another_shape_is_refused(tmp_path):
@@ -937,10 +937,15 @@ def crafted(path, manifest=None, facts=None):
         facts(state)
         (path / "state.json").write_text(json.dumps(state))
     file = path / "state.json"
-    made["files"]["state.json"] = {"bytes": file.stat().st_size, "sha256": files._sum_of(file)}
+    made["files"]["state.json"] = {
+        "bytes": file.stat().st_size,
+        "sha256": files.checksum_of_file(file),
+    }
     if manifest:
         manifest(made)
-    (path / "manifest.json").write_text(json.dumps({**made, "check": files._check_of(made)}))
+    (path / "manifest.json").write_text(
+        json.dumps({**made, "check": files.checksum_of_manifest(made)})
+    )
     return path
 
 
@@ -969,9 +974,9 @@ def test_a_manifest_that_says_strange_things_is_refused_and_passed_over(tmp_path
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert (found := find(tmp_path)) is None or found.name == "step-00000001"
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert fl.latest(tmp_path).name == "step-00000001"
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert fl.resume(tmp_path, toy()).step == 1
 
 
@@ -1002,7 +1007,7 @@ def test_facts_that_make_no_sense_are_refused_and_the_state_left_alone(tmp_path,
     refused(
         crafted(path, facts=change),
         toy(w=7.0),
-        "can't be restored|a parameter group|the optimizer's state",
+        "cannot be restored|a parameter group|the optimizer's state",
     )
 
 
@@ -1045,7 +1050,7 @@ def test_what_matches_of_another_model(tmp_path, caplog):
     saved = load_file(path / "model.safetensors")
     state = fl.restore(path, linear_state(3), only=("model",), strict=False)
     assert torch.equal(state.model.bias, saved["bias"])
-    assert "left as it was: of another shape: weight" in caplog.text
+    assert "left unchanged: of another shape: weight" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -1059,7 +1064,7 @@ def test_what_matches_of_another_model(tmp_path, caplog):
             lambda p: torch.optim.SGD(list(p)[::-1], lr=0.1),
             "the same parameters in other groups, or in another order",
         ),
-        (lambda p: torch.optim.SGD(list(p)[:1], lr=0.1), "only there: bias"),
+        (lambda p: torch.optim.SGD(list(p)[:1], lr=0.1), "only in the checkpoint: bias"),
     ],
 )
 def test_another_optimizer_is_refused_and_the_state_left_alone(tmp_path, make, message):
@@ -1078,7 +1083,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(fl.CheckpointError, match=r"it has no manifest\.json"):
         fl.restore(tmp_path, toy())
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(fl.CheckpointError, match="is no checkpoint: save to another path"):
+    with pytest.raises(fl.CheckpointError, match="is not a checkpoint: save to another path"):
         fl.save(toy(), tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -1089,7 +1094,7 @@ def test_a_newer_format_asks_for_a_newer_fnloop(tmp_path):
     del manifest["check"]
     manifest["format_version"] = 99
     (path / "manifest.json").write_text(
-        json.dumps({**manifest, "check": files._check_of(manifest)})
+        json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)})
     )
     with pytest.raises(fl.CheckpointError, match=r"has format 99.*pip install -U fnloop"):
         fl.restore(path, toy())
@@ -1242,7 +1247,7 @@ def full(*args, **kwargs):
 
 
 def test_what_goes_wrong_in_the_background_comes_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("fnloop._hooks.checkpoint.write", full)
+    monkeypatch.setattr("fnloop._hooks.checkpoint.write_checkpoint", full)
     with pytest.raises(OSError, match="No space left") as error:
         fl.fit(
             step,
@@ -1254,7 +1259,7 @@ def test_what_goes_wrong_in_the_background_comes_out(tmp_path, monkeypatch):
 
 
 def test_what_goes_wrong_in_the_background_comes_out_even_if_no_save_is_due(tmp_path, monkeypatch):
-    monkeypatch.setattr("fnloop._hooks.checkpoint.write", full)
+    monkeypatch.setattr("fnloop._hooks.checkpoint.write_checkpoint", full)
 
     def wait(state):
         for thread in threading.enumerate():

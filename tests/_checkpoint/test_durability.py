@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
 import fnloop as fl
-from fnloop._checkpoint import files
+from fnloop._checkpoint import atomic_write, disk, format
 from fnloop.schedules import one_cycle
 from fnloop.testing import assert_same, stochastic
 
@@ -39,7 +39,7 @@ resource = pytest.importorskip("resource", reason="there are no fork, signals an
 MNIST = Path(__file__).parents[2] / "examples" / "mnist.py"
 KILLS = int(os.environ.get("FNLOOP_KILLS", "30"))
 UPDATES = 32  # of a run on the digits: 2 epochs of 16 batches, the last of 20 images
-FILES = (*files.FILES, "manifest.json")
+FILES = (*format.FILES, "manifest.json")
 
 
 # --- a run on the digits, in a process of its own
@@ -579,7 +579,7 @@ def test_whichever_write_fails_the_error_comes_out_and_the_checkpoint_before_sta
             return original(*args, **kwargs)
 
         hook = fl.every(steps=every)(fl.checkpoint(folder, keep=10, background=background))
-        place = files if call == "save_file" else files.os
+        place = atomic_write if call == "save_file" else disk.os
         original = getattr(place, call)
         with monkeypatch.context() as patch:
             patch.setattr(place, call, failing)
@@ -774,9 +774,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_says_why(kind, 
     folder, (older, newer), (_, files), (right, _) = shelf
     for case, changes in cases(kind, name, shelf):
         with damaged(newer, files, changes):
-            with pytest.warns(UserWarning, match="passed over") as caught:
+            with pytest.warns(UserWarning, match="skipped a damaged checkpoint") as caught:
                 assert fl.latest(folder) == older
-            with pytest.warns(UserWarning, match="passed over") as again:
+            with pytest.warns(UserWarning, match="skipped a damaged checkpoint") as again:
                 state = fl.resume(folder, fl.snapshot(given[0]))
         assert_same(state, right)
         for warning in (*caught, *again):
@@ -824,7 +824,7 @@ def test_a_run_goes_on_from_the_one_before_and_puts_a_whole_one_in_the_place_of_
     problem, folder = stochastic(), Path(shutil.copytree(shelf[0], tmp_path / "a"))
     DAMAGES[damage](folder / "step-00000012")
     hooks = (fl.every(steps=3)(fl.checkpoint(folder, keep=2)),)
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         state = fl.resume(folder, problem.state())
     state = toy_fit(problem, state, steps=12, hooks=hooks)
     assert fl.latest(folder) == folder / "step-00000012"
@@ -844,7 +844,7 @@ def test_where_all_are_damaged_resume_raises_and_a_run_that_begins_anew_is_refus
         {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()},
     )
     with (
-        pytest.warns(UserWarning, match="passed over"),
+        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
         pytest.raises(fl.CheckpointError, match="1 checkpoint, and none is"),
     ):
         fl.resume(folder, state)

@@ -42,7 +42,7 @@ def test_a_folder_with_files_of_the_user_is_refused_and_not_touched(tmp_path, ou
     for name, text in mine.items():
         (folder / name).write_text(text)
     with pytest.raises(
-        fl.CheckpointError, match=r"bert is there, and is no checkpoint: save to another path"
+        fl.CheckpointError, match=r"bert exists and is not a checkpoint: save to another path"
     ):
         fl.save(toy(), folder)
     assert {path.name: path.read_text() for path in folder.iterdir()} == mine
@@ -52,7 +52,7 @@ def test_a_folder_with_files_of_the_user_is_refused_and_not_touched(tmp_path, ou
 def test_a_checkpoint_with_a_file_of_the_user_in_it_is_refused_and_not_touched(tmp_path):
     path = fl.save(toy(w=1.0), tmp_path / "a")
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(fl.CheckpointError, match="is there, and is no checkpoint"):
+    with pytest.raises(fl.CheckpointError, match="exists and is not a checkpoint"):
         fl.save(toy(w=2.0), path)
     assert (path / "notes.txt").read_text() == "mine" and fl.restore(
         path, toy()
@@ -71,7 +71,7 @@ def test_a_backup_that_is_not_ours_is_not_removed(tmp_path):
     fl.save(toy(w=1.0), tmp_path / "a")
     (tmp_path / ".a.old").mkdir()
     (tmp_path / ".a.old" / "photo.jpg").write_text("mine")
-    with pytest.raises(fl.CheckpointError, match=r"\.a\.old is there, and is no checkpoint"):
+    with pytest.raises(fl.CheckpointError, match=r"\.a\.old exists and is not a checkpoint"):
         fl.save(toy(w=2.0), tmp_path / "a")
     assert (tmp_path / ".a.old" / "photo.jpg").exists() and fl.restore(
         tmp_path / "a", toy()
@@ -88,7 +88,7 @@ def unreadable(monkeypatch):
     def fail(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    return lambda: monkeypatch.setattr(files, "_sum_of", fail)
+    return lambda: monkeypatch.setattr(files, "checksum_of_file", fail)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_resume_raises_if_there_are_checkpoints_and_none_is_whole(tmp_path):
     for path in tmp_path.iterdir():
         (path / "model.safetensors").write_bytes(b"rot")
     with (
-        pytest.warns(UserWarning, match="passed over"),
+        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
         pytest.raises(
             fl.CheckpointError,
-            match=r"has 2 checkpoints, and none is whole: .*step-00000002 is damaged.*another folder",
+            match=r"has 2 checkpoints, and none is valid: .*step-00000002 is damaged.*another folder",
         ),
     ):
         fl.resume(tmp_path, toy())
@@ -132,7 +132,7 @@ def test_a_newer_format_is_not_passed_over(tmp_path):
     manifest = json.loads(file.read_text())
     del manifest["check"]
     manifest["format_version"] = 99
-    file.write_text(json.dumps({**manifest, "check": files._check_of(manifest)}))
+    file.write_text(json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)}))
     for call in (lambda: fl.resume(tmp_path, toy()), lambda: fl.latest(tmp_path)):
         with pytest.raises(fl.CheckpointError, match="pip install -U fnloop"):
             call()
@@ -262,7 +262,7 @@ def newer(path):
     manifest = json.loads(file.read_text())
     del manifest["check"]
     manifest["format_version"] = 99
-    file.write_text(json.dumps({**manifest, "check": files._check_of(manifest)}))
+    file.write_text(json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)}))
 
 
 UNREADABLE = {
@@ -342,10 +342,10 @@ def test_checkpoints_without_an_identity_are_told_apart_by_their_folders(tmp_pat
             file = path / "state.json"
             manifest["files"]["state.json"] = {
                 "bytes": file.stat().st_size,
-                "sha256": files._sum_of(file),
+                "sha256": files.checksum_of_file(file),
             }
             (path / "manifest.json").write_text(
-                json.dumps({**manifest, "check": files._check_of(manifest)})
+                json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)})
             )
     state = fl.resume(tmp_path / "a", toy())
     with pytest.raises(fl.CheckpointError, match="of another run"):

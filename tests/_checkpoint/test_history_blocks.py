@@ -59,9 +59,11 @@ def test_whole_blocks_are_written_once_and_a_resume_has_every_record(tmp_path):
 
 def test_only_new_records_are_encoded(tmp_path, monkeypatch):
     encoded = []
-    line_of = history_blocks.line_of
+    line_of = history_blocks.encode_record
     monkeypatch.setattr(
-        history_blocks, "line_of", lambda record: encoded.append(record.step) or line_of(record)
+        history_blocks,
+        "encode_record",
+        lambda record: encoded.append(record.step) or line_of(record),
     )
     train(tmp_path, toy(), 3, keep=1)
     assert encoded == [1, 2, 3]
@@ -98,8 +100,8 @@ def test_a_block_that_is_missing_or_damaged_is_named_and_the_weights_can_still_b
         fl.restore(tmp_path / "step-00000005", toy())
     assert fl.restore(tmp_path / "step-00000005", toy(), only=("model", "counters")).step == 5
     with (
-        pytest.warns(UserWarning, match="passed over"),
-        pytest.raises(fl.CheckpointError, match="none is whole"),
+        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
+        pytest.raises(fl.CheckpointError, match="none is valid"),
     ):
         fl.resume(tmp_path, toy())
 
@@ -110,7 +112,7 @@ def test_a_block_cannot_name_another_file(tmp_path):
     manifest = json.loads(file.read_text())
     del manifest["check"]
     manifest["blocks"] = ["../step-00000005/state"]
-    file.write_text(json.dumps({**manifest, "check": files._check_of(manifest)}))
+    file.write_text(json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)}))
     with pytest.raises(fl.CheckpointError, match="is not the name of a block of records"):
         fl.restore(tmp_path / "step-00000005", toy())
 

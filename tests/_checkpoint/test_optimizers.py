@@ -22,10 +22,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop._checkpoint import files, trial
-from fnloop._checkpoint import optimizer as optimizer_module
-from fnloop._checkpoint.optimizer import Owned, optimizer_facts, owned_by
-from fnloop._checkpoint.trial import _tiny, check_resumable
+from fnloop._checkpoint import files, optimizer_save, trial
+from fnloop._checkpoint.compare import find_difference
+from fnloop._checkpoint.optimizer import NamedOptimizer
+from fnloop._checkpoint.optimizer_save import encode_optimizer
+from fnloop._checkpoint.trial import check_resumable
+from fnloop._checkpoint.trial_copy import copy_small
 from fnloop._core.serialize import decode, encode
 from fnloop.testing import Toy, assert_same, toy, toy_loss
 
@@ -228,7 +230,7 @@ def resumes(folder, new, step=step, data=DATA, splits=(5,)):
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, caplog, name):
     scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step
     resumes(tmp_path, lambda seed=0: new_state(OPTIMIZERS[name], seed), scheduled)
-    assert "could not be tried" not in caplog.text
+    assert "could not try whether" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -469,8 +471,8 @@ def test_numbers_by_hand(tmp_path):
             "its attribute updates is not in its state_dict: it was 3, and is 0 after a restore",
         ),
         (Both, "Both.load_state_dict does not restore what its state_dict returned"),
-        (Objects, "w.seen is a object, which a checkpoint can't hold"),
-        (Modules, "w.seen is a Linear, an object, which would not come back as one"),
+        (Objects, "w.seen is a object, which a checkpoint cannot hold"),
+        (Modules, "w.seen is a Linear, an object, which could not be reconstructed"),
     ],
 )
 def test_what_is_lost_is_found_before_the_first_update(tmp_path, make, fault):
@@ -550,9 +552,7 @@ def test_the_trial_leaves_everything_as_it_was():
         and id(state.optimizer.param_groups[0]) == held
     )
     assert (
-        optimizer_module.difference(
-            before, (state.model.state_dict(), state.optimizer.state_dict()), ""
-        )
+        find_difference(before, (state.model.state_dict(), state.optimizer.state_dict()), "")
         is None
     )
     after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
@@ -568,7 +568,7 @@ def test_the_trial_copies_little():
     state = fl.fit(
         fl.pipeline()(lambda model, x: model(x).mean()), state, [torch.ones(2, 300)], hooks=()
     )
-    twin = _tiny(owned_by(state), torch.Generator()).optimizer
+    twin = copy_small(NamedOptimizer.of_state(state), torch.Generator()).optimizer
     assert [tuple(p.shape) for p in twin.param_groups[0]["params"]] == [
         (4, 4),
         (4,),
@@ -757,8 +757,7 @@ def test_a_large_optimizer_is_not_copied_whole(caplog, monkeypatch):
     model = nn.Linear(9, 9)
     check_resumable(fl.TrainState.create(model, Flat(model.parameters()), seed=0))
     assert (
-        "whether a run with Flat resumes bit for bit could not be tried (RuntimeError: "
-        in caplog.text
+        "could not try whether a run with Flat resumes bit for bit (RuntimeError: " in caplog.text
     )
 
 
@@ -801,7 +800,7 @@ def test_what_could_not_be_tried_is_said_once(caplog, make, name):
     check_resumable(first)
     function = "update" if make is Closure else "step"
     assert caplog.messages == [
-        f"whether a run with {name} resumes bit for bit could not be tried (NotImplementedError: its function {function} keeps "
+        f"could not try whether a run with {name} resumes bit for bit (NotImplementedError: its function {function} keeps "
         f"tensors, or might, in variables around it): compare a resumed run with an uninterrupted one"
     ]
     assert make is Closure or not first.optimizer.kept()  # the trial has left it alone
@@ -833,10 +832,7 @@ def test_an_update_that_fails_in_the_trial_is_said(caplog):
                 raise RuntimeError("a closure is needed")
 
     check_resumable(toy_state(Wants))
-    assert (
-        "a run with Wants resumes bit for bit could not be tried (RuntimeError: a closure is needed)"
-        in caplog.text
-    )
+    assert "a run with Wants resumes bit for bit (RuntimeError: a closure is needed)" in caplog.text
 
 
 def test_a_function_that_might_reach_the_real_parameters_is_not_tried():
@@ -965,7 +961,7 @@ def test_more_plain_data_survives(value):
     tensors = {}
     encoded = json.loads(json.dumps(encode(value, tensors, "x")))
     back = decode(encoded, {name: tensor.contiguous() for name, tensor in tensors.items()})
-    assert optimizer_module.difference(value, back, "") is None and getattr(back, "maxlen", 3) == 3
+    assert find_difference(value, back, "") is None and getattr(back, "maxlen", 3) == 3
 
 
 class Level(enum.IntEnum):
@@ -1021,8 +1017,13 @@ def crafted(path, change):
     made = json.loads((path / "manifest.json").read_text())
     del made["check"]
     file = path / "optimizer.safetensors"
-    made["files"][file.name] = {"bytes": file.stat().st_size, "sha256": files._sum_of(file)}
-    (path / "manifest.json").write_text(json.dumps({**made, "check": files._check_of(made)}))
+    made["files"][file.name] = {
+        "bytes": file.stat().st_size,
+        "sha256": files.checksum_of_file(file),
+    }
+    (path / "manifest.json").write_text(
+        json.dumps({**made, "check": files.checksum_of_manifest(made)})
+    )
     return path
 
 
@@ -1082,13 +1083,10 @@ def test_an_optimizer_that_does_not_load_is_put_back(tmp_path, fails):
     )
     with pytest.raises(
         fl.CheckpointError,
-        match=r"Breaks.load_state_dict does not (take|restore) what its state_dict returned",
+        match=r"Breaks.load_state_dict does not (accept|restore) what its state_dict returned",
     ):
         fl.restore(path, state)
-    assert (
-        optimizer_module.difference(before, (state.model.w, state.optimizer.state_dict()), "")
-        is None
-    )
+    assert find_difference(before, (state.model.w, state.optimizer.state_dict()), "") is None
     assert state.optimizer.param_groups is groups and state.optimizer.updates == 2
 
 
@@ -1096,9 +1094,11 @@ def test_a_sharded_model_is_refused_where_an_optimizer_saves_itself():
     state = toy_state(CountingSaved)
     with pytest.raises(
         fl.CheckpointError,
-        match="CountingSaved has a state_dict of its own, and the model is sharded",
+        match="CountingSaved has its own state_dict and the model is sharded",
     ):
-        optimizer_facts(Owned(state.optimizer, owned_by(state).names, sharded=True), {})
+        encode_optimizer(
+            NamedOptimizer(state.optimizer, NamedOptimizer.of_state(state).names, sharded=True), {}
+        )
 
 
 def test_a_checkpoint_by_name_still_loads_into_an_optimizer_that_saves_itself(
@@ -1113,7 +1113,9 @@ def test_a_checkpoint_by_name_still_loads_into_an_optimizer_that_saves_itself(
 
     whole, half = (fl.fit(toy_step, new(), [ONE] * 4, steps=n, hooks=()) for n in (4, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer_module, "saves_itself", lambda optimizer: False)  # as it was before
+        patch.setattr(
+            optimizer_save, "has_own_state_dict", lambda optimizer: False
+        )  # as it was before
         path = fl.save(half, tmp_path / "a")
     assert list(facts_of(path)) == ["class", "param_groups", "state"]
     assert_same(fl.fit(toy_step, fl.restore(path, new()), [ONE] * 4, epochs=1, hooks=()), whole)
@@ -1144,4 +1146,4 @@ def test_without_strictness_the_state_of_other_parameters_is_left_out(tmp_path, 
     ):
         fl.restore(path, new(3), only=("optimizer",))
     assert not fl.restore(path, new(3), strict=False).optimizer.state
-    assert "left as it was: the state of Mine" in caplog.text
+    assert "left unchanged: the state of Mine" in caplog.text
