@@ -126,8 +126,8 @@ def test_there_are_hundreds_of_kinds_of_damage(shelf):
 def test_a_damaged_checkpoint_is_refused_and_the_state_is_unchanged(kind, name, shelf, given):
     _, (_, newer), (_, files), _ = shelf
     before, after = given
+    state = fl.snapshot(before)
     for case, changes in cases(kind, name, shelf):
-        state = fl.snapshot(before)
         with damaged(newer, files, changes), pytest.raises(fl.CheckpointError) as caught:
             fl.restore(newer, state)
         assert faults(kind, name, changes) & set(words_of(caught.value)), (
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_state_is_unchanged(kind, name, 
         )
         assert str(newer) in str(caught.value)
         assert_same(state, before)
-        assert_same(toy_fit(stochastic(), state, steps=3), after)
+    assert_same(toy_fit(stochastic(), state, steps=3), after)
 
 
 @pytest.mark.parametrize("name", FILES)

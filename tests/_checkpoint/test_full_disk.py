@@ -20,7 +20,7 @@ resource = pytest.importorskip("resource", reason="this system has no fork, sign
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("call", ["save_file", "fsync"])
+@pytest.mark.parametrize("call", ["save_file", pytest.param("fsync", marks=pytest.mark.slow)])
 def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
     call, background, tmp_path, monkeypatch
 ):

@@ -172,6 +172,12 @@ OPTIMIZERS = dict(
         *(plainly("schedulefree", name) for name in SCHEDULEFREE),
     ]
 )
+QUICK = {  # run with the fast tests: those of torch, and one of each other kind
+    *dict(TORCH),
+    *("timm.adafactor.Adafactor", "timm.lookahead.Lookahead", "schedulefree.AdamWScheduleFree"),
+    *("pytorch_optimizer.SOAP", "pytorch_optimizer.Lookahead", "pytorch_optimizer.Muon"),
+    *("pytorch_optimizer.ScheduleFreeWrapper", "pytorch_optimizer.ASGD"),
+}
 REFUSED = {  # their state contains objects, which torch would pickle
     "Conda": lambda net: find("pytorch_optimizer", "Conda")(net.parameters()),
     "GaLore": lambda net: find("pytorch_optimizer", "GaLore")(
@@ -199,7 +205,10 @@ def new_state(make, seed=0, dtype=torch.float32):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the packages
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in OPTIMIZERS],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog, name):
     scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step
     check_resumes(tmp_path, lambda seed=0: new_state(OPTIMIZERS[name], seed), scheduled, DATA)

@@ -120,9 +120,19 @@ RUNS = {
         loader(num_workers=1),
     ),
 }
+SLOW_RUNS = (
+    *("workers", "persistent workers", "accumulated, workers, fp16"),
+    *("clip and schedule", "torch scheduler", "bf16", "fp16", "list"),
+)
 
 
-@pytest.mark.parametrize(("pipe", "loss_fn", "data"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    ("pipe", "loss_fn", "data"),
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.slow] if name in SLOW_RUNS else [])
+        for name, run in RUNS.items()
+    ],
+)
 def test_a_run_resumed_at_any_split_equals_an_uninterrupted_one(tmp_path, pipe, loss_fn, data):
     def new(seed):
         torch.manual_seed(seed)
@@ -249,6 +259,7 @@ def test_resuming_a_finished_run_does_nothing(tmp_path):
     assert (state.step, state.model.w.item()) == (6, -6.0)
 
 
+@pytest.mark.slow  # imports torchmetrics
 def test_running_torchmetrics_are_restored(tmp_path):
     classification = pytest.importorskip("torchmetrics.classification")
 

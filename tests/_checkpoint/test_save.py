@@ -55,6 +55,7 @@ def test_wrappers_leave_no_prefix_in_the_names(tmp_path):
     assert list(load_file(tmp_path / "a" / "model.safetensors")) == ["w"]
 
 
+@pytest.mark.slow  # compiles
 # From modules that torch imports
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_and_plain_submodules_restore_into_each_other(tmp_path):
