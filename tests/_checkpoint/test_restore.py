@@ -276,3 +276,24 @@ def test_a_newer_format_asks_for_a_newer_fnloop(tmp_path):
     )
     with pytest.raises(fl.CheckpointError, match=r"has format 99.*pip install -U fnloop"):
         fl.restore(path, toy())
+
+
+def test_a_position_within_an_epoch_names_the_number_of_processes_that_saved_it(tmp_path):
+    """Two processes have other shards than one, so a sharded loader cannot continue the epoch."""
+    data = [ONE] * 4
+    half = fl.fit(step, toy(), data, steps=2, hooks=())
+    path = craft(fl.save(half, tmp_path / "a"), facts=lambda facts: facts.update(processes=2))
+    restored = fl.restore(path, toy())
+    assert (half.saved_on, restored.saved_on) == (None, 2)
+    for state in (fl.snapshot(restored), restored):
+        with pytest.raises(ValueError, match="one of 2 processes in the middle of an epoch"):
+            fl.fit(step, state, fl.sharded(data), hooks=())
+    later = fl.fit(step, restored, data, steps=3, hooks=())
+    assert later.saved_on == 2
+    assert fl.fit(step, later, data, epochs=1, hooks=()).saved_on is None
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_has_no_position_within_one(tmp_path):
+    whole = fl.fit(step, toy(), [ONE] * 2, hooks=())
+    path = craft(fl.save(whole, tmp_path / "a"), facts=lambda facts: facts.update(processes=2))
+    assert fl.restore(path, toy()).saved_on is None
