@@ -13,6 +13,7 @@ import platform
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -227,7 +228,8 @@ def _metrics_by_rank(state: TrainState) -> list[Mapping[str, Metric]]:
 
     The only process of a run has nothing but the merged metrics, which are saved anyway.
     """
-    own = {name: m.on_host() if hasattr(m, "on_host") else m for name, m in state.metrics.items()}
+    metrics: Mapping[str, Any] = state.metrics
+    own = {name: m.on_host() if hasattr(m, "on_host") else m for name, m in metrics.items()}
     every = gather_objects(own)
     return every if len(every) > 1 else []
 

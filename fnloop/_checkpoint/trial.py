@@ -205,7 +205,7 @@ def _update(named: NamedOptimizer, number: int, position: Position) -> None:
             p.grad = gradient.to(p.device, p.dtype)
     position(number)
     seed_host(number)
-    step: Callable[..., object] = named.optimizer.step
+    step: Any = named.optimizer.step
     step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
 
 
