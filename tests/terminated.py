@@ -1,6 +1,6 @@
-"""A run with workers, all of whose processes are sent SIGTERM twice; run as a script, it prints how each attempt ended.
+"""A script that runs a job with workers, sends SIGTERM twice to all of its processes, and reports.
 
-Schedulers signal a job again and again. The first signal stops the run, the second one kills the workers.
+Schedulers signal a job repeatedly. The first signal stops the run, the second kills the workers.
 """
 
 import json
@@ -18,8 +18,8 @@ import fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 
-class Slow(Dataset):
-    """Ones, each of which takes its time."""
+class SlowOnes(Dataset):
+    """Ones, each of which takes some seconds to load."""
 
     def __init__(self, n, seconds):
         self.n, self.seconds = n, seconds
@@ -32,8 +32,8 @@ class Slow(Dataset):
         return torch.ones(())
 
 
-class Lingers:
-    """A hook that takes its time to finish, in which workers die; and says when a run may be signalled."""
+class SlowToFlush:
+    """A hook that tells when to signal the run, and is so slow to flush that workers die."""
 
     def __init__(self, pipe, moment):
         self.pipe, self.moment = pipe, moment
@@ -50,18 +50,19 @@ class Lingers:
 
 
 def train(folder, moment, pipe):
-    """Train until the signal comes, and return what is left of it."""
+    """Train until a signal arrives, and return how far it came and what was saved."""
 
     def loss_fn(model, batch):
         if moment == "evaluation" and not model.training:
             os.write(pipe, b".")
         return toy_loss(model, batch)
 
+    samples = 2000 if moment == "training" else 20  # the first epoch must outlast the signals
     loaders = {
-        name: DataLoader(Slow(n, 0.002), 2, num_workers=2)
-        for name, n in (("train", 20), ("valid", 2000))
+        name: DataLoader(SlowOnes(n, 0.002), 2, num_workers=2)
+        for name, n in (("train", samples), ("valid", 2000))
     }
-    hooks = (Lingers(pipe, moment), fl.every(epochs=1)(fl.checkpoint(folder)))
+    hooks = (SlowToFlush(pipe, moment), fl.every(epochs=1)(fl.checkpoint(folder)))
     state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, epochs=1000, hooks=hooks)
     saved = fl.resume(folder, toy())
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -69,7 +70,7 @@ def train(folder, moment, pipe):
 
 
 def attempt(folder, moment, between=0.005):
-    """Train in a process of its own session, signal all of it twice, and return how it ended."""
+    """Train in a separate session, signal all of its processes twice, and return how it ended."""
     ready, pipe = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,20 +1,35 @@
-"""What a checkpoint is made of: the names of its files, what it holds, and what can be wrong with it."""
+"""The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
+
+A checkpoint is a folder:
+
+    model.safetensors       the state_dict of the module; loads into the plain module without fnloop
+    optimizer.safetensors   the state of the optimizer, by parameter name
+    slots.safetensors       what middleware keep, running metrics, random generators
+    state.json              counters, hyper-parameters, where the tensors belong, and the history
+    manifest.json           size and SHA-256 of each of the others; written last
+
+Nothing is pickled, so reading a checkpoint cannot run code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
+from fnloop._core.serialize import Json
+
 __all__ = [
+    "COUNTERS",
     "FILES",
     "FORMAT",
     "LARGEST_MANIFEST",
     "MANIFEST",
+    "PARTS",
+    "STATE",
     "TENSORS",
     "CheckpointError",
     "Contents",
@@ -23,56 +38,53 @@ __all__ = [
 
 FORMAT = 1
 TENSORS = ("model", "optimizer", "slots")
-FILES = (*(f"{name}.safetensors" for name in TENSORS), "state.json")
+STATE = "state.json"
+FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = (
-    16 << 20
-)  # bytes: nobody's manifest is longer, and a crafted one must not fill the memory
+LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memory
+PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
+COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, damaged, newer than this fnloop, of another run, or of another model or optimizer."""
+    """A checkpoint is missing, damaged, too new, or of another run, model or optimizer."""
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint was written by a newer fnloop. It is not damaged, so no older one is taken in its place."""
+    """A newer fnloop wrote the checkpoint. It is not damaged, so no older one may replace it."""
 
 
 @attrs.frozen(eq=False)
 class Contents:
-    """What a checkpoint of a state holds: three groups of tensors, and facts in JSON.
+    """The contents of a checkpoint: three groups of tensors, and facts as JSON.
 
     Args:
         model, optimizer, slots: name to tensor.
-        facts: what goes into ``state.json``, without the history when it is to be written.
-        history: the records in JSON, a line each, when they are to be written.
+        facts: the contents of ``state.json``; without the history when they are to be written.
+        history: the records to write, one line of JSON each.
     """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     slots: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Json]
     history: Sequence[str] = ()
 
     def copied(self, buffers: Contents | None = None) -> Contents:
-        """Return a copy in host memory, into the buffers of an earlier one where they fit."""
+        """Return a copy in host memory. It reuses the memory of an earlier copy where that fits."""
 
         def copy_of(name: str) -> dict[str, Tensor]:
             old: Mapping[str, Tensor] = getattr(buffers, name) if buffers else {}
-            return {k: _copied(v, old.get(k)) for k, v in getattr(self, name).items()}
+            return {k: _copy_to_host(v, old.get(k)) for k, v in getattr(self, name).items()}
 
         return attrs.evolve(self, **{name: copy_of(name) for name in TENSORS})
 
 
-def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
+def _copy_to_host(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
         return buffer.copy_(tensor)
     if tensor.nbytes < 4 << 20:
         return tensor.to("cpu", copy=True)
-    # numpy asks the system for large pages, and torch doesn't: half the time of a first copy.
-    return (
-        torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
-        .view(tensor.dtype)
-        .view(tensor.shape)
-        .copy_(tensor)
-    )
+    # NumPy requests large pages and torch does not, which halves the time of a first copy.
+    memory = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)

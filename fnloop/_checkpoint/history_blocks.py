@@ -1,38 +1,37 @@
-"""The history in checkpoints: the newest records in each of them, and the older ones once, in files beside them.
+"""The history in checkpoints: the newest records in each checkpoint, older ones in shared files.
 
-Every checkpoint has the whole history. For a run with many records that would be more to write than the model. So whole blocks
-of records go into the folder ``.records`` beside the checkpoints, each under its checksum, which never changes: a history only
-grows. A checkpoint has the checksums of its blocks and the records after them. A short history has no block, and neither has a
-checkpoint that ``save`` writes.
+Every checkpoint has the whole history. If each wrote all of it, a run with many records would write
+more history than model. So complete blocks of records are written once, to the folder ``.records``
+next to the checkpoints, each under its checksum. Blocks never change, because a history only grows.
+A checkpoint lists the checksums of its blocks and contains the records after them. A short history
+has no blocks, and neither has a checkpoint that :func:`fnloop.save` writes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
+from fnloop._checkpoint.disk import flush
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._core.history import Fold, History
 from fnloop._core.record import Record
-from fnloop._core.serialize import encode
-from fnloop._display.checks import described
+from fnloop._core.serialize import Json, encode
+from fnloop._display.checks import describe
 
 __all__ = [
-    "Encoded",
+    "EncodedHistory",
     "check_blocks",
-    "count",
-    "encoder",
-    "flush",
-    "line_of",
+    "count_blocks",
+    "encode_record",
+    "make_history_encoder",
     "read_blocks",
-    "remove_others",
+    "remove_other_blocks",
     "write_blocks",
 ]
 
@@ -42,134 +41,127 @@ NAME = r"[0-9a-f]{64}"
 
 
 @attrs.frozen
-class Encoded:
-    """A history in JSON.
+class EncodedHistory:
+    """A history as JSON.
 
     Args:
-        blocks: the checksum of each whole block of records, the oldest first.
-        rest: the records after them, a line each.
+        blocks: the checksum of each complete block of records, the oldest first.
+        rest: the records after the blocks, one line each.
     """
 
     blocks: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
 
 
-def encoder() -> Callable[[History], Encoded]:
-    """Return a function that encodes a history, and only what is new of one that has grown since."""
-    return Fold(_add, Encoded())
+def make_history_encoder() -> Callable[[History], EncodedHistory]:
+    """Return a function that encodes a history, and only the new records in later calls."""
+    return Fold(_append_record, EncodedHistory())
 
 
-def _add(encoded: Encoded, record: Record) -> Encoded:
-    rest = (*encoded.rest, line_of(record))
+def _append_record(encoded: EncodedHistory, record: Record) -> EncodedHistory:
+    rest = (*encoded.rest, encode_record(record))
     if len(rest) < BLOCK:
-        return Encoded(encoded.blocks, rest)
-    return Encoded((*encoded.blocks, _sum_of(_text_of(rest))), ())
+        return EncodedHistory(encoded.blocks, rest)
+    return EncodedHistory((*encoded.blocks, _checksum(_join_lines(rest))), ())
 
 
-def line_of(record: Record) -> str:
-    """Return a record in JSON."""
+def encode_record(record: Record) -> str:
+    """Return a record as JSON."""
     row = {"epoch": record.epoch, "step": record.step, **record.metrics, "seconds": record.seconds}
     row |= {"closing": True} if record.closing else {}
     return json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False)
 
 
-def _text_of(lines: Iterable[str]) -> bytes:
+def _join_lines(lines: Iterable[str]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _sum_of(text: bytes) -> str:
+def _checksum(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _file(folder: Path, block: str) -> Path:
+def _block_path(folder: Path, block: str) -> Path:
     return folder / FOLDER / f"{block}.jsonl"
 
 
 def write_blocks(folder: Path, blocks: Sequence[str], history: History, known: set[str]) -> None:
-    """Write the blocks of a history that are not in a folder of checkpoints yet, flushed to the disk.
+    """Write the blocks of a history that a folder of checkpoints lacks, flushed to the disk.
 
     Args:
         folder: where the checkpoints are.
-        blocks: the checksums of all whole blocks.
+        blocks: the checksums of all complete blocks.
         history: the records.
-        known: those that were seen to be whole; more are added.
+        known: the blocks that were written or verified before; this call adds to it.
     """
     for i, block in enumerate(blocks):
-        path = _file(folder, block)
+        path = _block_path(folder, block)
         if block in known and path.exists():
             continue
         known.add(block)
-        if path.is_file() and _sum_of(path.read_bytes()) == block:
+        if path.is_file() and _checksum(path.read_bytes()) == block:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".part")
-        with beside.open("wb") as file:
-            file.write(_text_of(map(line_of, history[i * BLOCK : (i + 1) * BLOCK])))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        partial = path.with_suffix(".part")
+        partial.write_bytes(_join_lines(map(encode_record, history[i * BLOCK : (i + 1) * BLOCK])))
+        flush(partial)
+        partial.replace(path)
         flush(path.parent)
 
 
-def flush(path: Path) -> None:
-    """Let a file, or the names in a folder, reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def check_blocks(path: Path, blocks: Any, deep: bool) -> None:
-    """Raise unless the blocks that a checkpoint names are beside it, and whole.
+def check_blocks(path: Path, blocks: Iterable[object], deep: bool) -> None:
+    """Raise unless every block that a checkpoint lists exists and is undamaged.
 
     Raises:
-        CheckpointError: one is missing or damaged.
+        CheckpointError: a block is missing or damaged.
     """
     for block in blocks:
         if not (isinstance(block, str) and re.fullmatch(NAME, block)):
             raise CheckpointError(
-                f"{path} is damaged: {described(block)} is not the name of a block of records"
+                f"{path} is damaged: {describe(block)} is not the name of a block of records"
             )
-        file = _file(path.resolve().parent, block)
+        file = _block_path(path.resolve().parent, block)
         if not file.is_file():
             raise CheckpointError(
-                f"{path} lacks the older records of its history: {FOLDER}/{file.name} is not beside it. Copy the folder "
-                f"{FOLDER} too, or restore without the history: "
-                "restore(path, state, only=('model', 'optimizer', 'slots', 'counters', 'metrics', 'extra'))"
+                f"{path} lacks the older records of its history: {FOLDER}/{file.name} is not next "
+                f"to it. Copy the folder {FOLDER} too, or restore without the history: "
+                "restore(path, state, "
+                "only=('model', 'optimizer', 'slots', 'counters', 'metrics', 'extra'))"
             )
-        if deep and _sum_of(file.read_bytes()) != block:
+        if deep and _checksum(file.read_bytes()) != block:
             raise CheckpointError(
-                f"{path} is damaged: the checksum of {FOLDER}/{file.name} beside it is wrong"
+                f"{path} is damaged: the checksum of {FOLDER}/{file.name} next to it is wrong"
             )
 
 
-def read_blocks(path: Path, blocks: Iterable[str]) -> list[Any]:
-    """Return the records of blocks, as JSON has them."""
-    files = [_file(path.resolve().parent, block) for block in blocks]
+def read_blocks(path: Path, blocks: Iterable[str]) -> list[Json]:
+    """Return the records of blocks as JSON."""
+    files = [_block_path(path.resolve().parent, block) for block in blocks]
     return [
         json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()
     ]
 
 
-def count(folder: Path) -> int:
-    """Return how many blocks there are in a folder of checkpoints."""
-    return len(_blocks_in(folder))
+def count_blocks(folder: Path) -> int:
+    """Return the number of blocks in a folder of checkpoints."""
+    return len(_list_blocks(folder))
 
 
-def _blocks_in(folder: Path) -> list[Path]:
-    """Return the files of blocks in a folder of checkpoints, and what a killed process left of one; nothing else is ours."""
-    found = (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ()
+def _list_blocks(folder: Path) -> list[Path]:
+    """Return the files of blocks in a folder, including partial ones that killed processes left.
+
+    No other file belongs to fnloop.
+    """
+    records = folder / FOLDER
     return [
         file
-        for file in found
+        for file in (records.iterdir() if records.is_dir() else ())
         if re.fullmatch(rf"{NAME}\.(jsonl|part)", file.name) and file.is_file()
     ]
 
 
-def remove_others(folder: Path, blocks: Iterable[str]) -> None:
-    """Remove all blocks in a folder of checkpoints but these."""
-    kept = {_file(folder, block).name for block in blocks}
-    for file in _blocks_in(folder):
+def remove_other_blocks(folder: Path, blocks: Iterable[str]) -> None:
+    """Remove every block in a folder of checkpoints except these."""
+    kept = {_block_path(folder, block).name for block in blocks}
+    for file in _list_blocks(folder):
         if file.name not in kept:
             file.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,22 @@ from torch import Tensor
 from fnloop._backend.collectives import any_rank
 from fnloop._backend.fsdp import like_sharded
 from fnloop._backend.launch import Backend
-from fnloop._checkpoint.files import existing, read_files
-from fnloop._checkpoint.format import CheckpointError, Contents
-from fnloop._checkpoint.optimizer import bare_name, optimizer_loader, owned_by
+from fnloop._checkpoint.files import locate, read_checkpoint
+from fnloop._checkpoint.format import COUNTERS, PARTS, CheckpointError, Contents
+from fnloop._checkpoint.optimizer import NamedOptimizer, strip_compile_prefix
+from fnloop._checkpoint.optimizer_load import SavedOptimizer, prepare_load
 from fnloop._checkpoint.retention import run_of
-from fnloop._checkpoint.save import COUNTERS, PARTS
 from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
 from fnloop._core.record import Record
 from fnloop._core.rng import SEED_BITS, HostGenerators
-from fnloop._core.serialize import Pending, decode, from_safetensor
+from fnloop._core.serialize import Json, Pending, decode, from_safetensor
 from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState, check_not_stale, take_ownership
-from fnloop._display.checks import described, folder_path, listed
+from fnloop._display.checks import describe, flag, folder_path, join_names
 from fnloop._display.log import log
 
-__all__ = ["restore", "restore_from"]
-
-
-# --- restoring
+__all__ = ["check_visible", "restore", "restore_contents"]
 
 
 def restore(
@@ -46,46 +43,48 @@ def restore(
 
     Args:
         path: the folder.
-        state: a state of the same model and the same optimizer class; its module and optimizer are loaded in place,
-            and it is stale then. If anything is wrong with the checkpoint it stays as it is.
-        only: which parts to take: of "model", "optimizer", "slots", "counters", "metrics", "history", "extra". All by
-            default; ``("model",)`` for fine-tuning.
-        strict: whether the names and shapes of the model must be the same. False takes those that match, and says which
-            don't; the optimizer's state of the others is left out.
+        state: a state with the same model and the same optimizer class. Its module and optimizer
+            are loaded in place, and it is stale afterwards. If anything is wrong with the
+            checkpoint, the state stays as it is.
+        only: the parts to restore, out of "model", "optimizer", "slots", "counters", "metrics",
+            "history", "extra". All of them by default; ``("model",)`` for fine-tuning.
+        strict: whether the names and shapes in the model must be the same. False restores those
+            that match, and logs the others. The optimizer's state of the others is left out.
 
     Returns:
-        The state that was saved: a run goes on with it to the bit.
+        The saved state; training from it is bit-identical to an uninterrupted run.
 
     Raises:
-        CheckpointError: it is no checkpoint, is damaged or newer, or doesn't match the model or the optimizer.
+        CheckpointError: it is not a checkpoint, is damaged, was written by a newer fnloop, or does
+            not match the model or the optimizer.
         StaleStateError: the state has been advanced.
-        ValueError: there is no such part.
+        TypeError, ValueError: an argument is not what it should be.
 
     Example:
         >>> import tempfile
         >>> from fnloop import save
         >>> from fnloop.testing import toy
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     restore(save(toy(w=3.0), f"{folder}/a"), toy(lr=0.5), only=("model",)).model.w.item()
+        ...     path = save(toy(w=3.0), f"{folder}/a")
+        ...     restore(path, toy(lr=0.5), only=("model",)).model.w.item()
         3.0
     """
     check_not_stale(state, "restore")
     if only is not None and (isinstance(only, str) or not _are_parts(only)):
         raise ValueError(
-            f"restore expects only= as a tuple of {', '.join(PARTS)}; got {described(only)}"
+            f"restore expects only= as a tuple of {', '.join(PARTS)}; got {describe(only)}"
         )
     parts = PARTS if only is None else tuple(only)
-    if not isinstance(strict, bool):
-        raise TypeError(f"restore expects strict as True or False; got {described(strict)}")
+    flag("restore", "strict", strict)
     if path is None:
         raise TypeError(
-            "restore expects a path; got None, which is what latest(folder) returns where there is no checkpoint"
+            "restore expects a path; got None, which is what latest(folder) returns if there is no "
+            "checkpoint"
         )
     source = folder_path("restore", "path", path)
-    _check_shared(source, state)
-    return restore_from(
-        read_files(source, history="history" in parts), state, parts, strict, source
-    )
+    check_visible(source, state.backend)
+    contents = read_checkpoint(source, history="history" in parts)
+    return restore_contents(contents, state, parts, strict, source)
 
 
 def _are_parts(only: Any) -> bool:
@@ -95,209 +94,263 @@ def _are_parts(only: Any) -> bool:
         return False
 
 
-def _check_shared(path: Path, state: TrainState) -> None:
-    """Raise if some processes see a checkpoint and this one does not."""
-    there = existing(path).exists()
-    if state.backend.world_size > 1 and any_rank(there) and not there:
+def check_visible(path: Path, backend: Backend) -> None:
+    """Raise if other processes see a checkpoint and this one does not. A collective."""
+    visible = locate(path).exists()
+    if any_rank(visible) and not visible:
         raise CheckpointError(
-            f"process {state.backend.rank} does not see {path}, and another one does: with several machines, checkpoints "
-            "have to be on a disk that all of them share"
+            f"process {backend.rank} does not see {path}, and another process does: with several "
+            "machines, checkpoints must be on a disk that all of them share"
         )
 
 
-def restore_from(
-    read: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path
+def restore_contents(
+    contents: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path
 ) -> TrainState:
+    """Restore parts of the contents of a checkpoint into a state.
+
+    Everything is checked and decoded before anything is changed.
+
+    Args:
+        contents: what was read.
+        state, strict: as in :func:`restore`.
+        parts: the parts to restore.
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the contents are not valid, or do not match the state.
+    """
     try:
-        # Everything is checked and decoded before anything is changed.
-        fields = _decoded(read, state, parts, run_of(path, read.facts))
+        fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
         loads = []
         if "model" in parts:
-            loads.append(_match_model(read, state, strict, path, flags="counters" in parts))
+            loads.append(_prepare_model(contents, state, strict, path, "counters" in parts))
         if "optimizer" in parts:
-            shapes = {name: tensor.shape for name, tensor in _model_tensors(read).items()}
-            loads.append(
-                optimizer_loader(
-                    owned_by(state), read.facts["optimizer"], read.optimizer, shapes, strict, path
-                )
-            )
-        kept = (
-            {k: v.clone() for k, v in unwrap(state).state_dict().items() if isinstance(v, Tensor)}
-            if loads
-            else {}
-        )
-        try:
-            for load in loads:
-                load()
-        except BaseException:
-            unwrap(state).load_state_dict(kept, strict=False)
-            raise
+            shapes = {name: tensor.shape for name, tensor in _model_tensors(contents).items()}
+            facts = contents.facts["optimizer"]
+            saved = SavedOptimizer(facts, contents.optimizer, shapes, path)
+            loads.append(prepare_load(NamedOptimizer.of_state(state), saved, strict))
+        if loads:
+            _load_all(loads, unwrap(state))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever it is that somebody has written there
+    except Exception as error:  # the files may contain anything
         raise CheckpointError(
-            f"{path} can't be restored: {type(error).__name__}: {error}"
+            f"{path} cannot be restored: {type(error).__name__}: {error}"
         ) from error
-    if "batch" in fields:
-        fields["saved_on"] = read.facts.get("processes")
     return take_ownership(attrs.evolve(state, **fields))
 
 
-def _decoded(read: Contents, state: TrainState, parts: Sequence[str], run: str) -> dict[str, Any]:
-    """Return the fields of the state that were saved."""
-    facts, fields = read.facts, {}
-    device = state.backend.device
-    slots = {k: v if k.startswith("generators") else v.to(device) for k, v in read.slots.items()}
-    for part in ("slots", "metrics", "extra"):
-        value = decode(facts[part], slots)
-        if not isinstance(value, dict):
-            raise TypeError(f"{part} is a {type(value).__name__}")
-        if part in parts:
-            fields[part] = (
-                {k: _metric(v, device) for k, v in value.items()} if part == "metrics" else value
-            )
-    history = History(_record(decode(row, slots)) for row in facts["history"])
+def _load_all(loads: Sequence[Callable[[], None]], module: torch.nn.Module) -> None:
+    """Load the module and the optimizer. If that fails, the module is left unchanged."""
+    before = {k: v.clone() for k, v in module.state_dict().items() if isinstance(v, Tensor)}
+    try:
+        for load in loads:
+            load()
+    except BaseException:
+        module.load_state_dict(before, strict=False)
+        raise
+
+
+# --- fields of the state
+
+
+def _decode_fields(
+    contents: Contents, state: TrainState, parts: Sequence[str], run: str
+) -> dict[str, object]:
+    """Return the fields of the state that were saved. All are decoded, also those not asked for."""
+    facts, device, backend = contents.facts, state.backend.device, state.backend
+    slots = {
+        k: v if k.startswith("generators") else v.to(device) for k, v in contents.slots.items()
+    }
+    mappings = {name: _decode_mapping(name, facts, slots) for name in ("slots", "metrics", "extra")}
+    shares = [_decode_metrics(decode(own, slots), device) for own in facts.get("shares", ())]
+    history = History(_decode_record(decode(row, slots)) for row in facts["history"])
+    counters = _check_counters(facts)
+    generators = _decode_generators(decode(facts["generators"], slots) or ())
+
+    fields: dict[str, object] = {}
+    fields |= {name: mappings[name] for name in ("slots", "extra") if name in parts}
+    if "metrics" in parts:
+        merged = _decode_metrics(mappings["metrics"], device)
+        fields["metrics"] = _own_metrics(merged, shares, backend)
     if "history" in parts:
         fields["history"] = history
-    counters = {name: facts[name] for name in COUNTERS}
-    for name, value in counters.items():
-        least, most = (0, SEED_BITS) if name == "seed" else (0, 1 << 62)
-        right = (
-            value is None or isinstance(value, str)
-            if name == "stop"
-            else type(value) is int and least <= value <= most
-        )
-        if not right:
-            raise TypeError(f"{name} is {value!r:.60}")
-    counters["run_id"] = run
-    generators = [
-        own and HostGenerators.from_parts(own).checked()
-        for own in decode(facts["generators"], slots) or ()
-    ]
     if "counters" in parts:
-        fields.update(counters, generators=_own(generators, state.backend))
+        fields |= counters
+        fields |= {"run_id": run, "generators": _own_generators(generators, backend)}
+        fields["saved_on"] = facts.get("processes") if facts["batch"] else None
         if facts.get("news"):
             fields["events"] = frozenset(facts["news"])
-    shares = [
-        {k: _metric(v, device) for k, v in decode(own, slots).items()}
-        for own in facts.get("shares", ())
-    ]
-    if "metrics" in parts and len(shares) == state.backend.world_size:
-        fields["metrics"] = shares[state.backend.rank]
-    elif "metrics" in parts and not state.backend.main:
-        fields["metrics"] = {}  # the main process has what all have seen
     return fields
 
 
-def _own(generators: list[HostGenerators | None], backend: Backend) -> HostGenerators | None:
-    """Return the generators of this process, if there are as many as there were; else the main one's go on, others begin."""
+def _decode_mapping(
+    part: str, facts: Mapping[str, Json], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    value = decode(facts[part], tensors)
+    if not isinstance(value, dict):
+        raise TypeError(f"{part} is a {type(value).__name__}")
+    return value
+
+
+def _check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
+    counters = {name: facts[name] for name in COUNTERS}
+    for name, value in counters.items():
+        if name == "stop":
+            valid = value is None or isinstance(value, str)
+        else:
+            most = SEED_BITS if name == "seed" else 1 << 62
+            valid = type(value) is int and 0 <= value <= most
+        if not valid:
+            raise TypeError(f"{name} is {value!r:.60}")
+    return counters
+
+
+def _decode_generators(every: Sequence[Json]) -> list[HostGenerators | None]:
+    return [own and HostGenerators.from_parts(own).checked() for own in every]
+
+
+def _own_generators(
+    generators: Sequence[HostGenerators | None], backend: Backend
+) -> HostGenerators | None:
+    """Return the generators of this process if the number of processes is unchanged.
+
+    Otherwise only the main process continues its stream, and the others begin new ones.
+    """
     if backend.main or len(generators) == backend.world_size:
         return generators[backend.rank] if generators else None
     return None
 
 
-def _record(row: dict[str, Any]) -> Record:
+def _own_metrics(
+    merged: dict[str, Any], shares: Sequence[dict[str, Any]], backend: Backend
+) -> dict[str, Any]:
+    """Return the metrics of this process if the number of processes is unchanged.
+
+    Otherwise the main process continues with those of all processes together.
+    """
+    if len(shares) == backend.world_size:
+        return shares[backend.rank]
+    return merged if backend.main else {}
+
+
+def _decode_record(row: dict[str, Any]) -> Record:
     epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
     closing = row.pop("closing", False)
     return Record(epoch, step, row, seconds, closing)
 
 
-def _metric(value: Any, device: torch.device) -> Any:
-    """Return a metric of ours as itself; another waits for the next batch, which brings one of its kind."""
+def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, Any]:
+    return {name: _decode_metric(value, device) for name, value in metrics.items()}
+
+
+def _decode_metric(value: object, device: torch.device) -> object:
+    """Return a built-in metric. Another stays pending until a batch brings one of its kind."""
     if not isinstance(value, Pending):
         raise TypeError(f"a metric is {value!r}")
     if value.kind not in BUILTIN_METRICS:
         return value
-    if not all(_is_scalar(part) for part in value.parts.values()):
-        raise TypeError(f"a {value.kind} holds {described(dict(value.parts))}")
+    if not all(map(_is_scalar, value.parts.values())):
+        raise TypeError(f"a {value.kind} holds {describe(dict(value.parts))}")
     metric = BUILTIN_METRICS[value.kind](**value.parts)
-    if isinstance(metric, Mean) and not isinstance(
-        metric.total, Tensor
-    ):  # several processes met on the host
-        metric = Mean(
-            to_accumulator_dtype(torch.tensor(metric.total, dtype=torch.float64, device=device)),
-            metric.weight,
-        )
+    if isinstance(metric, Mean) and not isinstance(metric.total, Tensor):
+        # Several processes merged it on the host.
+        total = torch.tensor(metric.total, dtype=torch.float64, device=device)
+        metric = Mean(to_accumulator_dtype(total), metric.weight)
     return metric
 
 
-def _is_scalar(value: Any) -> bool:
-    return (isinstance(value, Tensor) and value.ndim == 0) or (
-        isinstance(value, int | float) and not isinstance(value, bool)
-    )
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _match_model(
-    read: Contents, state: TrainState, strict: bool, path: Path, flags: bool
+# --- the model
+
+
+def _prepare_model(
+    contents: Contents, state: TrainState, strict: bool, path: Path, flags: bool
 ) -> Callable[[], None]:
-    module, facts = unwrap(state), read.facts["model"]
-    spelled = {bare_name(k): k for k in module.state_dict()}
-    mine = {bare_name(k): v for k, v in module.state_dict().items()}
-    saved = {
-        **_model_tensors(read),
-        **{k: decode(v, read.slots) for k, v in facts["extra_state"].items()},
-    }
-    missing, unexpected = [k for k in mine if k not in saved], [k for k in saved if k not in mine]
-    both = [
-        k
-        for k in mine
-        if k in saved and isinstance(saved[k], Tensor) and isinstance(mine[k], Tensor)
-    ]
-    differ = [k for k in both if saved[k].shape != mine[k].shape]
-    shapes = [f"{k}: {tuple(saved[k].shape)} saved, {tuple(mine[k].shape)} here" for k in differ]
-    dtypes = [
-        f"{k}: {saved[k].dtype} saved, {mine[k].dtype} here"
-        for k in both
-        if saved[k].dtype != mine[k].dtype
-    ]
-    faults = [
-        ("missing in the checkpoint", missing),
-        ("not in the model", unexpected),
-        ("of another shape", shapes),
-    ]
-    faults += [("of another dtype", dtypes)] if flags else []  # the weights alone may be cast
-    found = "; ".join(f"{what}: {listed(which)}" for what, which in faults if which)
+    """Check that the saved model fits, and return the function that loads it.
+
+    Args:
+        contents, state, strict, path: as in :func:`restore_contents`.
+        flags: whether to restore which parameters are frozen and which modules are in evaluation
+            mode. Then the dtypes must be the same too; weights alone may be cast.
+    """
+    module, facts = unwrap(state), contents.facts["model"]
+    spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
+    mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
+    extra = {name: decode(value, contents.slots) for name, value in facts["extra_state"].items()}
+    saved = {**_model_tensors(contents), **extra}
+    faults = _compare_models(saved, mine, flags)
+    found = "; ".join(f"{what}: {join_names(which)}" for what, which in faults.items() if which)
     if found and strict:
         raise CheckpointError(
-            f"{path} is of another model ({facts['class']}). {found}. Make the same model, or "
-            "take what matches: "
-            f"restore(path, state, only=('model',), strict=False)"
+            f"{path} is of another model ({facts['class']}). {found}. Create the same model, or "
+            "restore what matches: restore(path, state, only=('model',), strict=False)"
         )
     if found:
-        log.warning("restore: left as it was: %s", found)
+        log.warning("restore: left unchanged: %s", found)
     fitting = {
-        spelled[k]: _shard_like(v, mine[k])
-        for k, v in saved.items()
-        if k in mine and k not in differ
+        spelled[name]: _shard_like(value, mine[name])
+        for name, value in saved.items()
+        if name in mine and not _differ_in_shape(value, mine[name])
     }
 
     def load() -> None:
         reply = module.load_state_dict(fitting, strict=False)
         if strict and reply.missing_keys:
             raise CheckpointError(
-                f"{path}: the model took no value for {listed(reply.missing_keys)}: its hooks rename keys"
+                f"{path}: the model took no value for {join_names(reply.missing_keys)}: "
+                "its hooks rename keys"
             )
         if flags:
             for name, p in module.named_parameters():
-                p.requires_grad_(bare_name(name) not in facts["frozen"])
+                p.requires_grad_(strip_compile_prefix(name) not in facts["frozen"])
             for name, submodule in module.named_modules():
-                submodule.training = bare_name(name) not in facts["evaluating"]
+                submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
 
     return load
 
 
-def _model_tensors(read: Contents) -> dict[str, Tensor]:
-    """Return the tensors of the model that were saved, those of complex128 as such."""
-    pairs = read.facts["model"].get("complex", ())
+def _compare_models(
+    saved: Mapping[str, object], mine: Mapping[str, object], dtypes: bool
+) -> dict[str, list[str]]:
+    """Return the differences between two models, by kind; dtypes only if asked for."""
+    faults: dict[str, list[str]] = {
+        "missing in the checkpoint": [name for name in mine if name not in saved],
+        "not in the model": [name for name in saved if name not in mine],
+        "of another shape": [],
+        "of another dtype": [],
+    }
+    for name, here in mine.items():
+        there = saved.get(name)
+        if isinstance(there, Tensor) and isinstance(here, Tensor):
+            if there.shape != here.shape:
+                shapes = f"{tuple(there.shape)} saved, {tuple(here.shape)} here"
+                faults["of another shape"].append(f"{name}: {shapes}")
+            if there.dtype != here.dtype and dtypes:
+                faults["of another dtype"].append(f"{name}: {there.dtype} saved, {here.dtype} here")
+    return faults
+
+
+def _differ_in_shape(a: object, b: object) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape
+
+
+def _model_tensors(contents: Contents) -> dict[str, Tensor]:
+    """Return the saved tensors of the model, those of complex128 as such."""
+    pairs = contents.facts["model"].get("complex", ())
     return {
         name: from_safetensor(tensor) if name in pairs else tensor
-        for name, tensor in read.model.items()
+        for name, tensor in contents.model.items()
     }
 
 
-def _shard_like(value: Any, template: Any) -> Any:
-    return (
-        like_sharded(value, template)
-        if isinstance(value, Tensor) and isinstance(template, Tensor)
-        else value
-    )
+def _shard_like(value: object, template: object) -> object:
+    if isinstance(value, Tensor) and isinstance(template, Tensor):
+        return like_sharded(value, template)
+    return value

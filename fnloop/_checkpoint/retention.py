@@ -1,8 +1,8 @@
-"""Folders of checkpoints: which is the newest, which is the best, which may be removed, and whose they are.
+"""Folders of checkpoints: which are the newest and the best, which are removed, and their run.
 
-A run has an identity, ``state.run_id``. It is in every manifest, so a run never removes or ranks the checkpoints of another.
-While a run has no checkpoint yet, a file ``.run`` in its folder says whose the folder is: a run that is killed before its first
-save and is started again is the same run.
+A run has an identity, ``state.run_id``. It is in every manifest, so a run never removes or ranks
+the checkpoints of another. Until a run has saved its first checkpoint, the file ``.run`` in its
+folder names it. So a run that is killed before its first save and started again is the same run.
 """
 
 from __future__ import annotations
@@ -16,39 +16,45 @@ import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
+from fnloop._checkpoint.atomic_write import remove_leftovers
 from fnloop._checkpoint.files import (
-    backup_of,
-    clean,
-    is_ours,
-    manifest_of,
+    backup_path,
+    is_checkpoint,
+    manifest_or_none,
     read_manifest,
-    serial_of,
+    serial_or_none,
 )
-from fnloop._checkpoint.format import FILES, MANIFEST, CheckpointError
-from fnloop._checkpoint.history_blocks import count, remove_others
+from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError
+from fnloop._checkpoint.history_blocks import count_blocks, remove_other_blocks
 from fnloop._core.monitor import better
+from fnloop._core.serialize import Json
 
 __all__ = [
-    "NAME",
+    "CHECKPOINT_NAME",
     "candidates",
-    "claim",
-    "claimed",
+    "claim_folder",
     "is_run_id",
     "may_be_checkpoint",
     "prune",
-    "ranking",
-    "release",
+    "rank",
+    "read_claim",
+    "release_claim",
     "run_of",
     "runs_in",
 ]
 
-NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?"  # what the hook names them
+CHECKPOINT_NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?"  # as the hook names them
+CLAIM = ".run"
 
 
 def candidates(folder: Path, links: bool = False) -> list[Path]:
-    """Return what is, or was, a checkpoint, the one that was written last first; with ``links``, those elsewhere too."""
+    """Return what is or was a checkpoint in a folder, the most recently written first.
+
+    Args:
+        folder: the folder.
+        links: whether to include links to checkpoints that are elsewhere.
+    """
     if not folder.is_dir():
         return []
     found = [
@@ -56,182 +62,190 @@ def candidates(folder: Path, links: bool = False) -> list[Path]:
         for path in folder.iterdir()
         if may_be_checkpoint(path) and (links or not path.is_symlink())
     ]
-    whole = [path for path in found if not path.name.startswith(".")]
+    complete = [path for path in found if not path.name.startswith(".")]
     replaced = [
         folder / path.name[1:].removesuffix(".old") for path in found if path.name.startswith(".")
     ]
-    found = [*whole, *(backup_of(path) for path in replaced if not path.exists())]
-    aged = [(age, path) for path in found if (age := _sort_key(path)) is not None]
-    return [path for _, path in sorted(aged, reverse=True)]
+    found = [*complete, *(backup_path(path) for path in replaced if not path.exists())]
+    keyed = [(key, path) for path in found if (key := _sort_key(path)) is not None]
+    return [path for _, path in sorted(keyed, reverse=True)]
 
 
 def may_be_checkpoint(path: Path) -> bool:
-    """Return whether a folder is, or was, a checkpoint, by its name and its files."""
+    """Return whether a folder is or was a checkpoint, judged by its name and its files."""
     if not path.is_dir():
         return False
     if path.name.startswith(".") and not path.name.endswith(".old"):
         return False
-    there = [name for name in (MANIFEST, *FILES) if (path / name).exists()]
-    named = re.fullmatch(rf"\.?{NAME}(\.old)?", path.name)
-    return bool(there) and (
-        bool(named)
-        or serial_of(path) is not None
-        or {"slots.safetensors", "state.json"} <= {*there}
+    names = [name for name in (MANIFEST, *FILES) if (path / name).exists()]
+    has_our_name = re.fullmatch(rf"\.?{CHECKPOINT_NAME}(\.old)?", path.name) is not None
+    return bool(names) and (
+        has_our_name or serial_or_none(path) is not None or {"slots.safetensors", STATE} <= {*names}
     )
 
 
-def _sort_key(path: Path) -> tuple[Any, ...] | None:
-    """Return what orders checkpoints: when they were written; of a damaged one, when it was changed last. None: it is gone."""
-    named = sum(map(int, re.findall(r"\d+", path.name[:60])))
-    serial: float | None = serial_of(path)
+def _sort_key(path: Path) -> tuple[float, int, str] | None:
+    """Return the key that orders checkpoints by when they were written, or None if one is gone.
+
+    A damaged checkpoint has no serial number. Its last change decides between which others it goes.
+    """
+    number = sum(map(int, re.findall(r"\d+", path.name[:60])))
+    serial: float | None = serial_or_none(path)
     if serial is None:
         try:
             changed = path.stat().st_mtime_ns
             before = [
-                serial_of(p)
+                serial_or_none(p)
                 for p in path.parent.iterdir()
                 if p.is_dir() and p.stat().st_mtime_ns <= changed
             ]
-        except FileNotFoundError:  # another process has just removed one
+        except FileNotFoundError:  # another process has just removed a checkpoint
             return None
         serial = max((number for number in before if number is not None), default=0) + 0.5
-    return (serial, named, path.name)
+    return (serial, number, path.name)
 
 
-def ranking(
-    oldest_first: Iterable[tuple[Path, Mapping[str, Any]]], key: str, mode: str
+def rank(
+    oldest_first: Iterable[tuple[Path, Mapping[str, Json]]], key: str, mode: str
 ) -> list[tuple[Path, float]]:
-    """Order checkpoints by a metric, best first, of equals the oldest first, without those that have none, or NaN."""
+    """Return checkpoints with their values of a metric, the best first, of equals the oldest first.
+
+    Checkpoints without a value, or whose value is NaN, are left out.
+    """
     ranked: list[tuple[Path, float]] = []
     for path, manifest in oldest_first:
         value = float(manifest["measured"].get(key, "nan"))
         if value == value:
-            place = next(
-                (i for i, (_, other) in enumerate(ranked) if better(value, other, mode)),
-                len(ranked),
-            )
-            ranked.insert(place, (path, value))
+            worse = (i for i, (_, other) in enumerate(ranked) if better(value, other, mode))
+            ranked.insert(next(worse, len(ranked)), (path, value))
     return ranked
 
 
 def prune(
     written: Path, run: str, keep: int | None, key: str | None, mode: str, keep_best: int
 ) -> None:
-    """Remove all checkpoints of a run beside one that has just been written, but the newest and the best.
+    """Remove the checkpoints of a run, except the newest and the best.
 
-    A function of what is on the disk: nothing is remembered. The one that was just written is kept in any case, so there is
-    always one that is whole. Those that are seen to be damaged do not count, and are not touched. Nor are those of other runs,
-    those with other names, which were saved by hand, and those in which there are other files.
+    The decision depends only on what is on the disk. The checkpoint that was just written is always
+    kept, so one complete checkpoint always exists. Damaged checkpoints do not count and are not
+    touched. Nor are checkpoints of other runs, those with names that the hook does not give, or
+    those that contain other files.
+
+    Args:
+        written: the checkpoint that was just written.
+        run: the run.
+        keep: how many of the newest to keep, or None for all.
+        key, mode: the metric that ranks them, and whether "min" or "max" is best.
+        keep_best: how many of the best to keep.
     """
     written = written.resolve()
     valid = [
-        (path, m)
+        (path, manifest)
         for path in reversed(candidates(written.parent))
-        if (m := manifest_of(path)) is not None
-    ]
-    valid = [
-        (path, m) for path, m in valid if re.fullmatch(NAME, path.name) and run_of(path, m) == run
+        if (manifest := manifest_or_none(path)) is not None
+        and re.fullmatch(CHECKPOINT_NAME, path.name)
+        and run_of(path, manifest) == run
     ]
     kept = {written, *(path for path, _ in (valid if keep is None else valid[-keep:]))}
     if key is not None:
-        kept |= {path for path, _ in ranking(valid, key, mode)[:keep_best]}
-    for path in [path for path, _ in valid if path not in kept and is_ours(path)]:
+        kept |= {path for path, _ in rank(valid, key, mode)[:keep_best]}
+    for path in [path for path, _ in valid if path not in kept and is_checkpoint(path)]:
         removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            path.rename(removing)  # at once: a half-removed one must not look like a checkpoint
+            path.rename(removing)  # a half-removed folder must not look like a checkpoint
         shutil.rmtree(removing, ignore_errors=True)
-    clean(written.parent, NAME)
+    remove_leftovers(written.parent, CHECKPOINT_NAME)
     _prune_blocks(written)
 
 
 def _prune_blocks(written: Path) -> None:
-    """Remove the blocks of records that no checkpoint names any more, if there are more than the newest one has.
+    """Remove the blocks of records that no checkpoint lists, if there may be any.
 
-    If the manifest of a checkpoint can't be read, all stay.
+    If the manifest of any checkpoint cannot be read, all blocks stay.
     """
-    folder, newest = written.parent, manifest_of(written)
-    if newest is None or count(folder) <= len(newest.get("blocks", ())):
+    folder, newest = written.parent, manifest_or_none(written)
+    if newest is None or count_blocks(folder) <= len(newest.get("blocks", ())):
         return
-    manifests = [manifest_of(path) for path in candidates(folder)]
-    if all(manifest is not None for manifest in manifests):
-        remove_others(
-            folder,
-            (block for manifest in manifests if manifest for block in manifest.get("blocks", ())),
-        )
+    manifests = [manifest_or_none(path) for path in candidates(folder)]
+    readable = [manifest for manifest in manifests if manifest is not None]
+    if len(readable) == len(manifests):
+        listed = (block for manifest in readable for block in manifest.get("blocks", ()))
+        remove_other_blocks(folder, listed)
 
 
-# --- whose they are
+# --- the run that a folder belongs to
 
 
-def run_of(path: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the run that a checkpoint is of. Older ones have no such word: those of one folder are taken to be of one run."""
+def run_of(path: Path, manifest: Mapping[str, Json]) -> str:
+    """Return the run that a checkpoint belongs to.
+
+    Checkpoints of older versions do not name it. Those in one folder are taken to be of one run.
+    """
     found = manifest.get("run")
-    return (
-        found
-        if isinstance(found, str) and found
-        else hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:16]
-    )
+    if isinstance(found, str) and found:
+        return found
+    return hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:16]
 
 
 def runs_in(folder: Path) -> dict[str | None, Path]:
-    """Return the runs that have checkpoints in a folder, each with its newest one; those saved by hand do not count.
+    """Return the runs that have checkpoints in a folder, each with its newest checkpoint.
 
-    A checkpoint whose manifest is damaged, or newer than this fnloop, is of no known run: None.
+    Checkpoints that the user saved under other names do not count. A checkpoint whose manifest is
+    damaged, or written by a newer fnloop, belongs to an unknown run: None.
     """
     found: dict[str | None, Path] = {}
     for path in candidates(folder):
-        if re.fullmatch(NAME, path.name):
+        if re.fullmatch(CHECKPOINT_NAME, path.name):
             try:
                 run = run_of(path, read_manifest(path))
-            except FileNotFoundError:
-                run = None
-            except CheckpointError:
+            except (CheckpointError, FileNotFoundError):
                 run = None
             found.setdefault(run, path)
     return found
 
 
-def claim(folder: Path, run: str) -> None:
-    """Make a folder a run's: before its first update.
+def claim_folder(folder: Path, run: str) -> None:
+    """Claim a folder for a run, before the first update of the run.
 
     Raises:
-        CheckpointError: another run has checkpoints there, or nobody can tell whose they are.
-        PermissionError: the folder can't be written to.
+        CheckpointError: the folder has checkpoints of another run, or of an unknown one.
+        PermissionError: the folder is not writable.
     """
     runs = runs_in(folder)
     if theirs := [path for other, path in runs.items() if other not in (run, None)]:
         raise CheckpointError(
-            f"{folder} has checkpoints of another run (the newest is {theirs[0].name}), and this one would take their place. "
-            f'To continue that run: state = resume("{folder}", state). To begin a new one, give it a folder of its own'
+            f"{folder} has checkpoints of another run (the newest is {theirs[0].name}), and this "
+            "run would replace them. To continue that run: "
+            f'state = resume("{folder}", state). To begin a new run, give it a folder of its own'
         )
-    if None in runs and run not in runs and claimed(folder) != run:
+    if None in runs and run not in runs and read_claim(folder) != run:
         raise CheckpointError(
-            f"{folder} has checkpoints that cannot be read ({runs[None].name} is one), and this run would take their place: "
-            "give it a folder of its own"
+            f"{folder} has checkpoints that cannot be read ({runs[None].name} is one), and this "
+            "run would replace them: give it a folder of its own"
         )
     if folder.is_dir() and not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    clean(folder, NAME)
-    if not runs and claimed(folder) != run:
+    remove_leftovers(folder, CHECKPOINT_NAME)
+    if not runs and read_claim(folder) != run:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".run").write_text(run, encoding="utf-8")
+        (folder / CLAIM).write_text(run, encoding="utf-8")
 
 
 def is_run_id(text: str) -> bool:
-    """Return whether a text is the identity of a run: a note that was cut short is not."""
+    """Return whether a text is the identity of a run. A truncated one is not."""
     return re.fullmatch(r"[0-9a-f]{16}", text) is not None
 
 
-def claimed(folder: Path) -> str | None:
-    """Return the run that has begun in a folder and has no checkpoint there yet, or None."""
+def read_claim(folder: Path) -> str | None:
+    """Return the run that claims a folder and has no checkpoint in it yet, or None."""
+    claim = folder / CLAIM
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if not (folder / ".run").is_file():  # it is not there, or would not end
-            return None
-        text = (folder / ".run").read_text(encoding="utf-8", errors="replace")
-        return text if is_run_id(text) else None
+        if claim.is_file():  # not a pipe, for example, which would block
+            text = claim.read_text(encoding="utf-8", errors="replace")
+            return text if is_run_id(text) else None
     return None
 
 
-def release(folder: Path) -> None:
-    """Take the note away that a folder is a run's: its first checkpoint says so now."""
-    (folder / ".run").unlink(missing_ok=True)
+def release_claim(folder: Path) -> None:
+    """Remove the claim on a folder. Its first checkpoint names the run from now on."""
+    (folder / CLAIM).unlink(missing_ok=True)

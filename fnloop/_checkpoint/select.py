@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder: latest, best, resume."""
+"""Find a checkpoint in a folder: latest, best, resume."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import attrs
 
 from fnloop._backend.public import on_main_process
-from fnloop._checkpoint.files import existing, manifest_of, read_files, verify
-from fnloop._checkpoint.format import MANIFEST, CheckpointError, NewerFormatError
-from fnloop._checkpoint.restore import restore, restore_from
-from fnloop._checkpoint.retention import candidates, claimed, may_be_checkpoint, ranking, run_of
-from fnloop._checkpoint.save import PARTS
+from fnloop._checkpoint.files import locate, manifest_or_none, read_checkpoint, verify
+from fnloop._checkpoint.format import MANIFEST, PARTS, CheckpointError, Contents, NewerFormatError
+from fnloop._checkpoint.restore import check_visible, restore_contents
+from fnloop._checkpoint.retention import candidates, may_be_checkpoint, rank, read_claim, run_of
 from fnloop._core.monitor import better
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display.checks import folder_path, metric_name
 
 __all__ = ["best", "latest", "resume"]
 
-
-# --- folders of them
+Found = TypeVar("Found")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest valid checkpoint in a folder.
 
-    Damaged ones are passed over with a warning that names the file and the fault.
+    Damaged checkpoints are skipped with a warning that names the file and the fault.
 
     Args:
         folder: what the hook ``checkpoint(folder)`` writes to.
@@ -39,43 +37,22 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         TypeError, ValueError: it is not a path.
-        CheckpointError: the newest was written by a newer fnloop.
-        OSError: a file can't be read, for another reason than that it is not there.
+        CheckpointError: a newer fnloop wrote the newest checkpoint.
+        OSError: a file cannot be read for a reason other than that it does not exist.
 
     Example:
         >>> latest("no/such/folder") is None
         True
     """
-    return next(
-        (
-            path
-            for path, _ in _whole(candidates(folder_path("latest", "folder", folder), links=True))
-        ),
-        None,
-    )
-
-
-def _whole(
-    paths: Iterable[Path], check: Callable[[Path], Any] = verify, faults: list[str] | None = None
-) -> Iterator[Any]:
-    """Yield the checkpoints that are valid, each with what its check found. Warn of the others, and note their faults."""
-    for path in paths:
-        try:
-            found = check(path)
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            if faults is not None:
-                faults.append(str(error))
-            warnings.warn(f"passed over: {error}", stacklevel=4)
-        else:
-            yield path, found
+    paths = candidates(folder_path("latest", "folder", folder), links=True)
+    valid = _skip_damaged(paths, verify)
+    return next((path for path, _ in valid), None)
 
 
 def best(
     folder: str | os.PathLike[str], key: str | None = None, mode: str | None = None
 ) -> Path | None:
-    """Return the valid checkpoint with the best value of a metric, of the run that wrote the newest one.
+    """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
 
     Args:
         folder: what the hook ``checkpoint(folder, best=...)`` writes to.
@@ -83,10 +60,10 @@ def best(
         mode: "min" or "max"; the hook's by default.
 
     Returns:
-        Its path, or None if no checkpoint has a value that isn't NaN. Of equals, the oldest.
+        Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest.
 
     Raises:
-        ValueError: no metric is given, and the checkpoints name none; or there is no such mode.
+        ValueError: no metric is given and the checkpoints name none; or the mode is unknown.
         TypeError: an argument is not what it should be.
         CheckpointError, OSError: as :func:`latest`.
 
@@ -99,39 +76,31 @@ def best(
         metric_name("best", "key", key)
     if mode is not None:
         better(0.0, 0.0, mode)  # checks it
-    ranked = [
-        (path, m)
+    found = [
+        (path, manifest)
         for path in reversed(candidates(where, links=True))
-        if (m := manifest_of(path)) is not None
+        if (manifest := manifest_or_none(path)) is not None
     ]
-    if not ranked:
+    if not found:
         return None
-    run = run_of(*ranked[-1])
-    ranked = [(path, m) for path, m in ranked if run_of(path, m) == run]
-    key = key or next((m["best"] for _, m in reversed(ranked) if m.get("best")), None)
-    mode = mode or next((str(m["mode"]) for _, m in reversed(ranked) if m.get("mode")), "min")
+    run = run_of(*found[-1])
+    found = [(path, manifest) for path, manifest in found if run_of(path, manifest) == run]
+    newest_first = [manifest for _, manifest in reversed(found)]
+    key = key or next((m["best"] for m in newest_first if m.get("best")), None)
+    mode = mode or next((str(m["mode"]) for m in newest_first if m.get("mode")), "min")
     if key is None:
         raise ValueError(
             f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")'
         )
-    return next((path for path, _ in _whole(path for path, _ in ranking(ranked, key, mode))), None)
-
-
-def _if_checkpoint(folder: Path) -> Path | None:
-    """Return where a checkpoint is if that is what was given, and not a folder of them."""
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
-    return (
-        folder
-        if may_be_checkpoint(existing(folder)) or (existing(folder) / MANIFEST).exists()
-        else None
-    )
+    valid = _skip_damaged([path for path, _ in rank(found, key, mode)], verify)
+    return next((path for path, _ in valid), None)
 
 
 def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
-    """Return the state of the newest valid checkpoint in a folder, or the state as it is if there is none.
+    """Return the state of the newest valid checkpoint in a folder, or ``state`` if it has none.
 
-    One line makes a training script restartable: ``state = resume("runs/a", TrainState.create(model, optimizer))``.
+    One line makes a training script restartable:
+    ``state = resume("runs/a", TrainState.create(model, optimizer))``.
 
     Args:
         folder: what the hook ``checkpoint(folder)`` writes to.
@@ -141,10 +110,10 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         The state to continue with.
 
     Raises:
-        CheckpointError: the newest valid checkpoint is of another model or optimizer, or there are checkpoints and all of
-            them are damaged, or the newest was written by a newer fnloop.
+        CheckpointError: the newest valid checkpoint is of another model or optimizer, all
+            checkpoints are damaged, or a newer fnloop wrote the newest one.
         TypeError, ValueError: it is not a path.
-        OSError: a file can't be read, for another reason than that it is not there.
+        OSError: a file cannot be read for a reason other than that it does not exist.
 
     Example:
         >>> from fnloop.testing import toy
@@ -153,31 +122,75 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     """
     check_not_stale(state, "resume")
     where = folder_path("resume", "folder", folder)
-    if state.backend.world_size > 1:  # the main process decides: others may see others
-        path, _, run = on_main_process(lambda: _newest(where, verify), "fnloop.resume")
-        if path is not None:
-            return restore(path, state)
-    else:
-        path, read, run = _newest(where, read_files)
-        if path is not None:
-            return restore_from(read, state, PARTS, True, path)
-    return state if run is None else attrs.evolve(state, run_id=run)
+    read: list[Contents] = []  # by the main process
+
+    def choose() -> tuple[Path | None, str | None]:
+        newest = _find_newest(where)
+        if newest is None:
+            return None, read_claim(where)
+        path, contents = newest
+        read.append(contents)
+        return path, None
+
+    # The main process decides, because the others may see other checkpoints.
+    path, claimed_by = on_main_process(choose, "fnloop.resume")
+    if path is None:
+        return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
+    check_visible(path, state.backend)
+    contents = read[0] if read else read_checkpoint(path)
+    return restore_contents(contents, state, PARTS, True, path)
 
 
-def _newest(folder: Path, check: Callable[[Path], Any]) -> tuple[Path | None, Any, str | None]:
-    """Return the newest valid checkpoint, with what its check found; or, if there is none, the run that began in the folder.
+def _find_newest(folder: Path) -> tuple[Path, Contents] | None:
+    """Return the newest valid checkpoint with its contents, or None if there is none.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    if (given := _if_checkpoint(folder)) is not None:
-        return given, check(existing(given)), None
+    if _is_one_checkpoint(folder):
+        return folder, read_checkpoint(folder)
     faults: list[str] = []
-    for path, found in _whole(candidates(folder, links=True), check, faults):
-        return path, found, None
+    paths = candidates(folder, links=True)
+    for found in _skip_damaged(paths, read_checkpoint, faults, stacklevel=6):
+        return found
     if faults:
         raise CheckpointError(
-            f"{folder} has {len(faults)} checkpoint{'s' * (len(faults) > 1)}, and none is whole: {'; '.join(faults[:3])}. "
-            "To begin a new run, give it another folder"
+            f"{folder} has {len(faults)} checkpoint{'s' * (len(faults) > 1)}, and none is valid: "
+            f"{'; '.join(faults[:3])}. To begin a new run, give it another folder"
         )
-    return None, None, claimed(folder)
+    return None
+
+
+def _is_one_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+    where = locate(folder)
+    return may_be_checkpoint(where) or (where / MANIFEST).exists()
+
+
+def _skip_damaged(
+    paths: Iterable[Path],
+    read: Callable[[Path], Found],
+    faults: list[str] | None = None,
+    stacklevel: int = 4,
+) -> Iterator[tuple[Path, Found]]:
+    """Yield the valid checkpoints, each with what ``read`` returns.
+
+    Args:
+        paths: the checkpoints.
+        read: reads or verifies one.
+        faults: receives the faults of damaged checkpoints, which are skipped with a warning.
+        stacklevel: of the warning, so that it points at the caller of the public function.
+    """
+    for path in paths:
+        try:
+            found = read(path)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            if faults is not None:
+                faults.append(str(error))
+            warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=stacklevel)
+        else:
+            yield path, found

@@ -20,7 +20,7 @@ from fnloop._core.history_table import table
 from fnloop._core.monitor import mode_of
 from fnloop._core.record import Record, best_record
 from fnloop._display import checks, html
-from fnloop._display.checks import described
+from fnloop._display.checks import describe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ class _Log:
         if not isinstance(record, Record):
             raise TypeError(
                 "a history is made of records, Record(epoch, step, metrics); "
-                f"got {described(record)}"
+                f"got {describe(record)}"
             )
         for name in record.metrics:
             self.names.setdefault(name, len(self.records))
@@ -90,7 +90,7 @@ class History:
             length = len(log.records)
         else:
             raise TypeError(
-                f"History expects records, Record(epoch, step, metrics); got {described(records)}"
+                f"History expects records, Record(epoch, step, metrics); got {describe(records)}"
             )
         self.__attrs_init__(log, length)  # type: ignore[attr-defined]
 
@@ -141,7 +141,7 @@ class History:
             return History(self._log.records[i] for i in range(*key.indices(self._length)))
         if isinstance(key, int):
             if not -self._length <= key < self._length:
-                records = html.counted(self._length, "record")
+                records = html.format_count(self._length, "record")
                 raise IndexError(f"there is no record {key} in a history of {records}")
             return self._log.records[key % self._length]
         return tuple(record.metrics[key] for record in self.having(key))

@@ -23,7 +23,7 @@ Mode = Mapping[str, str] | str | None
 def check_plot(mode: Mode, x: str) -> None:
     """Raise ValueError unless these are arguments of ``History.plot``."""
     if not isinstance(x, str) or x not in ("step", "epoch"):
-        raise ValueError(f'x expects "step" or "epoch"; got {checks.described(x)}')
+        raise ValueError(f'x expects "step" or "epoch"; got {checks.describe(x)}')
     modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
     for given in modes:
         better(0.0, 0.0, given)  # raises if it is not a mode

@@ -46,5 +46,5 @@ def table(
 
 def _row(record: Record, names: Sequence[str]) -> list[str]:
     metrics = record.metrics
-    values = (html.number(metrics[name]) if name in metrics else "" for name in names)
+    values = (html.format_number(metrics[name]) if name in metrics else "" for name in names)
     return [str(record.epoch), str(record.step), *values, f"{record.seconds:.1f}"]

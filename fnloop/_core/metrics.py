@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnloop._core.serialize import Pending, materialize
 from fnloop._core.types import Metric
-from fnloop._display.checks import described, scalar
+from fnloop._display.checks import describe, scalar
 
 __all__ = [
     "BUILTIN_METRICS",
@@ -109,7 +109,7 @@ class Mean:
 def _check_kind(mine: object, other: object) -> None:
     if not isinstance(other, type(mine)):
         name = type(mine).__name__
-        raise TypeError(f"{name}.combine expects other as a {name}; got {described(other)}")
+        raise TypeError(f"{name}.combine expects other as a {name}; got {describe(other)}")
 
 
 def _choose(
@@ -335,7 +335,7 @@ def _check_number(name: str, value: object) -> None:
         float(value)  # type: ignore[arg-type]  # such as a number of numpy's
     except (TypeError, ValueError, RuntimeError) as error:
         shape = getattr(value, "shape", None)
-        found = described(value) if shape is None else f"shape {tuple(shape)}"
+        found = describe(value) if shape is None else f"shape {tuple(shape)}"
         raise TypeError(
             f"a metric of a run such as {name!r} is one number, but it computes {found}"
         ) from error

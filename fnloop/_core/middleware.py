@@ -153,7 +153,7 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
     """
     if not isinstance(ring, str) or ring not in RINGS:
         function = isinstance(ring, types.FunctionType)
-        given = f"the function {ring.__name__}" if function else checks.described(ring)
+        given = f"the function {ring.__name__}" if function else checks.describe(ring)
         raise ValueError(
             f"middleware() expects a ring, one of {', '.join(RINGS)}; got {given}. "
             f'Write @middleware("gradient") above a function of settings that returns step -> step.'
@@ -163,7 +163,7 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
         if not callable(factory) or isinstance(factory, type | nn.Module):
             raise TypeError(
                 f'middleware("{ring}") decorates a function of settings that returns step -> step; '
-                f"got {checks.described(factory)}"
+                f"got {checks.describe(factory)}"
             )
 
         @functools.wraps(factory)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fnloop._display.checks import described
+from fnloop._display.checks import describe
 
 __all__ = ["better", "check_monitored", "check_names", "mode_by_name", "mode_of"]
 
@@ -31,7 +31,7 @@ def better(value: float, than: float, mode: str) -> bool:
     if not isinstance(mode, str) or mode not in ("min", "max"):
         raise ValueError(
             'mode expects "min" (lower is better) or "max" (higher is better); '
-            f"got {described(mode)}"
+            f"got {describe(mode)}"
         )
     if math.isnan(value):
         return False

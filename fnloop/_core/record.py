@@ -83,7 +83,7 @@ class Record:
 
     def _repr_html_(self) -> str:
         shown: dict[str, object] = {"epoch": self.epoch, "step": self.step}
-        shown |= {name: html.number(value) for name, value in self.metrics.items()}
+        shown |= {name: html.format_number(value) for name, value in self.metrics.items()}
         shown["seconds"] = f"{self.seconds:.1f}"
         if self.closing:
             shown["closing"] = True

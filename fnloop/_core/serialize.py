@@ -1,8 +1,11 @@
-"""Plain data and tensors, to JSON and a flat mapping of tensors, and back. No code is ever named, so none can be run.
+"""Plain data and tensors to JSON and a flat mapping of tensors, and back.
 
-What isn't plain is written as its parts: a record as its fields, an object with a ``state_dict`` as that. Reading gives a
-:class:`Saved` in its place, which becomes the thing itself when somebody who knows how to make one has made one: a
-middleware's ``init`` for a slot, the next batch for a metric.
+No class or function is ever looked up by name, so reading cannot run code.
+
+An object that is not plain data is written as its parts: the fields of an attrs record, or the
+``state_dict`` of an object. Reading gives a :class:`Pending` in its place. It is materialized once
+an instance of its class is available: the slot that a middleware's ``init`` creates, or the metric
+that the next batch brings.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "Json",
     "Pending",
     "as_number",
     "as_safetensor",
@@ -29,31 +33,36 @@ __all__ = [
     "materialize",
 ]
 
+_NUMERIC = "biufc"  # kinds of dtypes: bool, integers, floating point, complex
+
+
+Json = Any  # a JSON value, as json.loads returns it
+
 
 @attrs.frozen(eq=False)
 class Pending:
-    """What was read from a checkpoint, and waits for a thing of its kind to go into.
+    """What was read from a checkpoint, until an instance of its class is available.
 
     Args:
-        kind: the name of the class that it was, for messages only.
-        parts: its fields, or its state_dict.
+        kind: the name of the class that was saved.
+        parts: its fields, or its ``state_dict``.
     """
 
     kind: str
     parts: Mapping[str, Any]
 
 
-def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """Return a value as JSON, having put the tensors in it into ``tensors`` under names that begin with ``path``.
+def encode(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+    """Return a value as JSON, and add its tensors to ``tensors`` under names below ``path``.
 
     Args:
-        value: None, bool, int, float, str, dtypes, tensors and arrays, in lists, tuples, deques and mappings; records of
-            attrs; objects with a ``state_dict``.
-        tensors: where the tensors go.
+        value: None, bool, int, float, str, dtypes, tensors and arrays, in lists, tuples, sets,
+            deques and mappings; attrs records; objects with a ``state_dict``.
+        tensors: receives the tensors.
         path: where the value is, for names and messages.
 
     Raises:
-        TypeError: there is something else in it; the message says where.
+        TypeError: the value contains something else; the message says where.
 
     Example:
         >>> tensors = {}
@@ -64,93 +73,112 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """
     if isinstance(value, enum.Enum):
         raise TypeError(
-            f"{path} is a {type(value).__name__}, an enum, which would come back as a plain value: keep its value"
+            f"{path} is a {type(value).__name__}, an enum, which would be restored as a "
+            "plain value: keep its value"
         )
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
-        return _checked_text(value, path)
+        return _check_text(value, path)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, np.ndarray | Tensor):
+    if isinstance(value, np.ndarray):
+        return _encode_array(value, tensors, path)
+    if isinstance(value, Tensor):
         return _encode_tensor(value, tensors, path)
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, deque):
-        return {"$deque": encode(list(value), tensors, path), "most": value.maxlen}
-    if isinstance(value, Counter):
-        return {"$counter": encode(dict(value), tensors, path)}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        raise TypeError(
-            f"{path} is a {type(value).__name__}, a named tuple, which would come back as a plain one: keep a dict"
-        )
     if isinstance(value, Pending):
         return {"$saved": value.kind, "parts": encode(dict(value.parts), tensors, path)}
-    if isinstance(value, list):
-        return [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]
-    if isinstance(value, tuple | set | frozenset):
-        name = "$tuple" if isinstance(value, tuple) else "$set"
-        return {name: [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]}
+    if isinstance(value, deque | list | tuple | set | frozenset):
+        return _encode_sequence(value, tensors, path)
     if isinstance(value, Mapping):
-        if all(isinstance(k, str) and not k.startswith("$") for k in value):
-            return {
-                _checked_text(k, path): encode(v, tensors, f"{path}.{k}") for k, v in value.items()
-            }
-        pairs = [
-            [encode(k, tensors, f"{path}.key{i}"), v]
-            for i, k in enumerate(value)
-            for v in [value[k]]
-        ]
-        return {"$dict": [[k, encode(v, tensors, f"{path}.{i}")] for i, (k, v) in enumerate(pairs)]}
-    parts = _parts(value)
+        return _encode_mapping(value, tensors, path)
+    parts = _parts_of(value)
     if parts is None:
         raise TypeError(
-            f"{path} is a {type(value).__name__}, which a checkpoint can't hold. Keep plain data, tensors, attrs records or "
-            f"objects with a state_dict there"
+            f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data, "
+            "tensors, attrs records or objects with a state_dict there"
         )
-    return {"$saved": _kind(value), "parts": encode(parts, tensors, path)}
+    return {"$saved": _kind_of(value), "parts": encode(parts, tensors, path)}
 
 
-def _encode_tensor(value: np.ndarray | Tensor, tensors: dict[str, Tensor], path: str) -> Any:
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biufc":
-            raise TypeError(
-                f"{path} is an array of {value.dtype}, which a checkpoint can't hold: keep a list"
-            )
-        kept = (
-            value.astype(np.int64)
-            if value.dtype.kind == "u"
-            else value.astype(value.dtype.newbyteorder("="))
+def _encode_sequence(
+    value: deque[Any] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any],
+    tensors: dict[str, Tensor],
+    path: str,
+) -> Json:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        raise TypeError(
+            f"{path} is a {type(value).__name__}, a named tuple, which would be restored as a "
+            "plain tuple: keep a dict"
         )
+    items = [encode(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, deque):
+        return {"$deque": items, "most": value.maxlen}
+    if isinstance(value, list):
+        return items
+    return {"$tuple" if isinstance(value, tuple) else "$set": items}
+
+
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Json:
+    if isinstance(value, Counter):
+        return {"$counter": encode(dict(value), tensors, path)}
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {
-            "$array": _put(tensors, path, torch.from_numpy(np.ascontiguousarray(kept))),
-            "dtype": str(value.dtype),
+            _check_text(key, path): encode(inner, tensors, f"{path}.{key}")
+            for key, inner in value.items()
         }
-    if kind := _unheld(value):
-        raise TypeError(f"{path} is a tensor ({kind}), which safetensors can't hold")
-    return {"$tensor": _put(tensors, path, as_safetensor(value)), **_form(value)}
+    keys = [encode(key, tensors, f"{path}.key{i}") for i, key in enumerate(value)]
+    values = [encode(inner, tensors, f"{path}.{i}") for i, inner in enumerate(value.values())]
+    return {"$dict": [list(pair) for pair in zip(keys, values, strict=True)]}
 
 
-def _unheld(tensor: Tensor) -> str:
-    """Return why a file cannot hold a tensor, or nothing. A sharded one is whole before it is written."""
+def _numeric_dtype(name: str) -> np.dtype[Any]:
+    """Return a dtype of numbers.
+
+    A crafted dtype of text or bytes could have any size, and one of objects is not an array.
+    """
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMERIC:
+        raise ValueError(f"an array of {dtype} is not one that a checkpoint can hold")
+    return dtype
+
+
+def _encode_array(value: np.ndarray, tensors: dict[str, Tensor], path: str) -> Json:
+    if value.dtype.kind not in _NUMERIC:
+        raise TypeError(
+            f"{path} is an array of {value.dtype}, which a checkpoint cannot hold: keep a list"
+        )
+    unsigned = value.dtype.kind == "u"
+    kept = value.astype(np.int64 if unsigned else value.dtype.newbyteorder("="))
+    name = _add_tensor(tensors, path, torch.from_numpy(np.ascontiguousarray(kept)))
+    return {"$array": name, "dtype": str(value.dtype)}
+
+
+def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: str) -> Json:
+    if obstacle := _why_unsupported(value):
+        raise TypeError(f"{path} is a tensor ({obstacle}), which safetensors cannot hold")
+    name = _add_tensor(tensors, path, as_safetensor(value))
+    return {"$tensor": name, **_layout_of(value)}
+
+
+def _why_unsupported(tensor: Tensor) -> str:
+    """Return why a file cannot hold a tensor, or "". Sharded tensors are gathered before."""
     cls = type(tensor)
     if hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor":
         return cls.__name__
-    return (
-        "meta"
-        if tensor.is_meta
-        else ""
-        if tensor.layout is torch.strided
-        else f"{tensor.layout} {tensor.dtype}"
-    )
+    if tensor.is_meta:
+        return "meta"
+    return "" if tensor.layout is torch.strided else f"{tensor.layout} {tensor.dtype}"
 
 
 def as_safetensor(tensor: Tensor) -> Tensor:
-    """Return a tensor as safetensors can hold it: of complex128, which it cannot, pairs of float64.
+    """Return a tensor that safetensors can hold: of complex128, which it lacks, pairs of float64.
 
     Example:
         >>> as_safetensor(torch.tensor([1 + 2j], dtype=torch.complex128))
@@ -170,50 +198,51 @@ def from_safetensor(tensor: Tensor) -> Tensor:
     return torch.view_as_complex(tensor.contiguous())
 
 
-def _form(tensor: Tensor) -> dict[str, Any]:
-    """Return what the file does not say of a tensor: that it is complex128, and its strides if they are unusual and dense."""
-    form: dict[str, Any] = {"complex": True} if tensor.dtype is torch.complex128 else {}
+def _layout_of(tensor: Tensor) -> dict[str, object]:
+    """Return what the file does not say about a tensor.
+
+    That is whether it is complex128, and its strides if they are dense but not contiguous.
+    """
+    layout: dict[str, object] = {"complex": True} if tensor.dtype is torch.complex128 else {}
     if not tensor.is_contiguous():
-        strides = torch.empty_like(
-            tensor, device="meta"
-        ).stride()  # contiguous, unless the tensor fills its memory
+        # Contiguous, unless the tensor fills its memory.
+        strides = torch.empty_like(tensor, device="meta").stride()
         if strides != torch.empty(tensor.shape, device="meta").stride():
-            form["strides"] = list(strides)
-    return form
+            layout["strides"] = list(strides)
+    return layout
 
 
-def _formed(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+def _with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     """Return a tensor with the strides that it had."""
     if strides is None:
         return tensor
-    made = torch.empty_strided(tensor.shape, strides, device="meta")
-    if (
-        torch.empty_like(made).stride() != made.stride()
-    ):  # far apart: it would take any amount of memory
+    dense = torch.empty_strided(tensor.shape, strides, device="meta")
+    # Strides that are not dense could take any amount of memory.
+    if torch.empty_like(dense).stride() != dense.stride():
         raise ValueError(
             f"strides {strides} do not belong to a tensor of shape {tuple(tensor.shape)}"
         )
-    return torch.empty_strided(
-        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
-def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
-    """Put a tensor under its path, or, if two paths are spelled alike, under the next free name; return the name."""
+def _add_tensor(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
+    """Add a tensor under its path, or under the next free name. Return the name."""
     name, n = path, 0
-    while name in tensors:
+    while name in tensors:  # two paths may have the same spelling
         name, n = f"{path}~{n}", n + 1
     tensors[name] = tensor
     return name
 
 
-def _kind(value: Any) -> str:
-    """Name the class of a value; only fnloop's own are named with their package."""
+def _kind_of(value: object) -> str:
+    """Return the name of the class of a value, with the package only if it is fnloop's own."""
     cls = type(value)
     return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
 
 
-def _parts(value: Any) -> Mapping[str, Any] | None:
+def _parts_of(value: Any) -> Mapping[str, Any] | None:
+    """Return the parts of an object that is not plain data, or None if it has none."""
     if hasattr(value, "to_parts"):
         return value.to_parts()
     if callable(getattr(value, "state_dict", None)):
@@ -223,7 +252,7 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def _checked_text(text: str, path: str) -> str:
+def _check_text(text: str, path: str) -> str:
     if not text.isascii():
         try:
             text.encode()
@@ -234,8 +263,8 @@ def _checked_text(text: str, path: str) -> str:
     return text
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what :func:`encode` was given, with :class:`Saved` in the place of what isn't plain.
+def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what :func:`encode` was given, with :class:`Pending` for what is not plain data.
 
     Example:
         >>> tensors = {}
@@ -248,19 +277,14 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     if "$tensor" in value:
         tensor = tensors[value["$tensor"]]
-        return _formed(
-            from_safetensor(tensor) if value.get("complex") else tensor, value.get("strides")
-        )
+        tensor = from_safetensor(tensor) if value.get("complex") else tensor
+        return _with_strides(tensor, value.get("strides"))
     if "$dtype" in value:
-        if not isinstance(dtype := getattr(torch, value["$dtype"], None), torch.dtype):
-            raise ValueError(
-                f"there is no torch.{value['$dtype']}, a dtype, in this version of torch"
-            )
-        return dtype
+        return _dtype_of(value["$dtype"])
     if "$deque" in value:
         return deque(decode(value["$deque"], tensors), value["most"])
     if "$array" in value:
-        return tensors[value["$array"]].numpy().astype(value["dtype"])
+        return tensors[value["$array"]].numpy().astype(_numeric_dtype(value["dtype"]))
     if "$float" in value:
         return float(value["$float"])
     if "$tuple" in value:
@@ -276,10 +300,18 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {k: decode(v, tensors) for k, v in value.items()}
 
 
-def as_number(value: Any) -> Any:
-    """Return a number for a floating scalar tensor, which is one so that it can be changed on the device; else the value.
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this version of torch has no dtype torch.{name}")
+    return dtype
 
-    Of float32 it is the shortest number that becomes the same again.
+
+def as_number(value: Any) -> Any:
+    """Return a floating scalar tensor as a number, and any other value as it is.
+
+    Optimizers keep such numbers in tensors, so that they can be changed on the device. A float32
+    becomes the shortest number that converts back to it.
 
     Example:
         >>> torch.tensor(0.1).item(), as_number(torch.tensor(0.1))
@@ -287,13 +319,13 @@ def as_number(value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         return value
-    return (
-        float(str(value.detach().cpu().numpy())) if value.dtype is torch.float32 else value.item()
-    )
+    if value.dtype is not torch.float32:
+        return value.item()
+    return float(str(value.detach().cpu().numpy()))
 
 
-def has_pending(value: Any) -> bool:
-    """Say whether there is something :class:`Saved` in a value."""
+def has_pending(value: object) -> bool:
+    """Return whether a value contains a :class:`Pending`."""
     if isinstance(value, Mapping):
         return any(map(has_pending, value.values()))
     if isinstance(value, list | tuple):
@@ -302,14 +334,15 @@ def has_pending(value: Any) -> bool:
 
 
 def materialize(template: Any, value: Any) -> Any:
-    """Return what was saved as a thing like the template; what is plain already, as it is.
+    """Return what was saved as an object like the template. Plain data is returned as it is.
 
     Args:
-        template: a new thing of the kind that was saved. One with ``load_state_dict`` is loaded in place.
+        template: a new object of the kind that was saved. One with ``load_state_dict`` is loaded in
+            place.
         value: what :func:`decode` returned.
 
     Raises:
-        ValueError: what was saved is of another kind.
+        ValueError: another kind of object was saved.
     """
     if isinstance(value, Mapping) and isinstance(template, Mapping):
         return {k: materialize(template[k], v) if k in template else v for k, v in value.items()}
@@ -326,13 +359,16 @@ def materialize(template: Any, value: Any) -> Any:
         and len(value) == len(template)
     ):
         return type(value)(map(materialize, template, value))
-    if not isinstance(value, Pending):
-        return value
-    if value.kind != _kind(template):
+    return _materialize_object(template, value) if isinstance(value, Pending) else value
+
+
+def _materialize_object(template: Any, value: Pending) -> Any:
+    if value.kind != _kind_of(template):
         saved, now = value.kind.removeprefix("fnloop."), type(template).__name__
         raise ValueError(
-            f"the checkpoint has a {saved} where there is a {now} now: it was written with other settings. Use those, or "
-            f"restore without it: restore(path, state, only=('model', 'optimizer', 'counters'))"
+            f"the checkpoint has a {saved} where there is a {now} now: it was saved with other "
+            "settings. Use those, or restore without it: "
+            "restore(path, state, only=('model', 'optimizer', 'counters'))"
         )
     if hasattr(template, "from_parts"):
         return template.from_parts(value.parts)
@@ -341,8 +377,8 @@ def materialize(template: Any, value: Any) -> Any:
         return template
     fields = {f.name: f.alias for f in attrs.fields(type(template)) if f.init}
     parts = {
-        fields[k]: materialize(getattr(template, k), v)
-        for k, v in value.parts.items()
-        if k in fields
+        fields[name]: materialize(getattr(template, name), part)
+        for name, part in value.parts.items()
+        if name in fields
     }
     return attrs.evolve(template, **parts)

@@ -12,7 +12,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.ownership import Ownership, ParameterCache
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run
-from fnloop._display.checks import described
+from fnloop._display.checks import describe
 
 __all__ = ["snapshot", "unwrap"]
 
@@ -81,7 +81,7 @@ def unwrap(state: TrainState) -> nn.Module:
         True
     """
     if not isinstance(state, TrainState):
-        raise TypeError(f"unwrap expects state as a TrainState; got {described(state)}")
+        raise TypeError(f"unwrap expects state as a TrainState; got {describe(state)}")
     model = state.model
     while True:
         if (inner := torch_compat.uncompiled(model)) is not None:

@@ -26,7 +26,7 @@ from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.run_info import RunInfo
 from fnloop._core.types import Metric
 from fnloop._display import html
-from fnloop._display.checks import described
+from fnloop._display.checks import describe
 
 __all__ = [
     "EPOCH", "PENDING", "RECORD", "SCHEDULED", "UPDATE", "TrainState",
@@ -166,7 +166,7 @@ class TrainState:
         if self.slots:
             facts["slots"] = f"[{', '.join(self.slots)}]"
         if len(self.history):
-            facts["history"] = html.counted(len(self.history), "record")
+            facts["history"] = html.format_count(len(self.history), "record")
         if self.stop is not None:
             facts["stop"] = repr(self.stop)
         return facts
@@ -179,7 +179,7 @@ class TrainState:
 
     def _repr_html_(self) -> str:
         latest = self.history[-1].metrics if len(self.history) else {}
-        shown = ", ".join(f"{name} {html.number(value)}" for name, value in latest.items())
+        shown = ", ".join(f"{name} {html.format_number(value)}" for name, value in latest.items())
         facts = self._facts() | ({"latest": shown} if latest else {})
         return html.facts(self._title(), facts | {"device": self.backend.device})
 
@@ -187,12 +187,12 @@ class TrainState:
 def _check_handles(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"TrainState.create expects model as a torch.nn.Module; got {described(model)}"
+            f"TrainState.create expects model as a torch.nn.Module; got {describe(model)}"
         )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "TrainState.create expects an optimizer second, such as "
-            f"torch.optim.SGD(model.parameters(), lr=0.1); got {described(optimizer)}"
+            f"torch.optim.SGD(model.parameters(), lr=0.1); got {describe(optimizer)}"
         )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
@@ -214,13 +214,13 @@ def _check_settings(seed: object, backend: object) -> None:
     is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= SEED_BITS
     if seed is not None and not is_seed:
         raise ValueError(
-            f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {described(seed)}"
+            f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {describe(seed)}"
         )
     if not (
         backend is None or isinstance(backend, Backend) or hasattr(backend, "distributed_type")
     ):
         raise TypeError(
-            f"backend expects an accelerate.Accelerator, or None; got {described(backend)}"
+            f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
         )
 
 
@@ -233,7 +233,9 @@ def _count_parameters(model: nn.Module) -> str:
         sum(p.numel() for p in params),
         sum(p.numel() for p in params if p.requires_grad),
     )
-    return html.counted(size, "parameter") + (f", {trained:,} trained" if trained < size else "")
+    return html.format_count(size, "parameter") + (
+        f", {trained:,} trained" if trained < size else ""
+    )
 
 
 # --- ownership
@@ -249,7 +251,7 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
             f"{owner} expected a TrainState, as TrainState.create(model, optimizer) makes it; "
-            f"got {described(state)}"
+            f"got {describe(state)}"
         )
     if state._ownership.version == state._version:
         return

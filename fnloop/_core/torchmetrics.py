@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnloop._core.call import name_of
 from fnloop._core.types import Aux, Batch
-from fnloop._display.checks import described, function
+from fnloop._display.checks import describe, function
 
 if TYPE_CHECKING:
     from torchmetrics import Metric as Torchmetric
@@ -170,7 +170,7 @@ class from_torchmetrics:
         if not isinstance(self.metric, Torchmetric):
             raise TypeError(
                 "from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10); "
-                f"got {described(self.metric)}"
+                f"got {describe(self.metric)}"
             )
         wanted = "a function (aux, batch) -> a tuple of the arguments of metric.update"
         function("from_torchmetrics", "inputs", self.inputs, wanted, 2)

@@ -110,11 +110,13 @@ class Output:
 
     def _repr_html_(self) -> str:
         shown = {
-            "loss": html.number(float(self.loss)),
-            "weight": html.number(_as_number(self.weight)),
+            "loss": html.format_number(float(self.loss)),
+            "weight": html.format_number(_as_number(self.weight)),
         }
-        shown |= {name: html.number(metric.compute()) for name, metric in self.metrics.items()}
-        shown |= {f"aux[{name!r}]": html.described(value) for name, value in self.aux.items()}
+        shown |= {
+            name: html.format_number(metric.compute()) for name, metric in self.metrics.items()
+        }
+        shown |= {f"aux[{name!r}]": html.summarize(value) for name, value in self.aux.items()}
         return html.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
 
 

@@ -15,7 +15,7 @@ from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._data.loaders import is_iterable
 from fnloop._data.map_style import set_epoch, sigterm_resistant_workers
 from fnloop._data.window import END
-from fnloop._display.checks import described
+from fnloop._display.checks import describe
 
 __all__ = ["iterate"]
 
@@ -49,7 +49,7 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[A
             iterable = iterable()
             if not is_iterable(iterable):
                 raise TypeError(
-                    f"the loader {name_of(loader)} must return an iterable of batches; it returned {described(iterable)}. "
+                    f"the loader {name_of(loader)} must return an iterable of batches; it returned {describe(iterable)}. "
                     "Did you forget to return or yield?"
                 )
         batches = torch_compat.make_killable(iter(iterable))

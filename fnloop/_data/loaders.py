@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fnloop._display.checks import described, function
+from fnloop._display.checks import describe, function
 
 __all__ = ["Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
 
@@ -33,7 +33,7 @@ def read_loaders(loaders: Any) -> Loaders:
     if isinstance(loaders, Mapping):
         if "train" not in loaders:
             raise ValueError(
-                f'fit expects loaders with one named "train" to train on; got {described(list(loaders))}'
+                f'fit expects loaders with one named "train" to train on; got {describe(list(loaders))}'
             )
         evaluated = {name: loader for name, loader in loaders.items() if name != "train"}
         for name in evaluated:
@@ -71,7 +71,7 @@ def check_loader(loader: Any, name: str, alone: bool = False) -> None:
             else f'name each: {{"train": ..., "{name if name != "train" else "other"}": ...}}'
         )
         raise TypeError(
-            f"the {name} loader must be one iterable of batches; got a mapping with {described(list(loader))}: {hint}"
+            f"the {name} loader must be one iterable of batches; got a mapping with {describe(list(loader))}: {hint}"
         )
     if isinstance(loader, tuple) and any(map(_loads, loader)):
         hint = "take one of them" if alone else "write a mapping with names"
@@ -91,7 +91,7 @@ def check_loader(loader: Any, name: str, alone: bool = False) -> None:
         is_iterable(loader) or callable(loader)
     ):
         hint = f". Call it: {loader.__name__}(...)" if isinstance(loader, type) else ""
-        raise TypeError(f"the {name} loader must be {wanted}; got {described(loader)}{hint}")
+        raise TypeError(f"the {name} loader must be {wanted}; got {describe(loader)}{hint}")
     if not is_iterable(loader):
         function(f"the {name} loader", "itself", loader, wanted, 0)
 

@@ -287,6 +287,3 @@ def folder_path(
         raise ValueError(
             f"{owner} expects {name} as a path; got {typed!r}, and there is no such user"
         ) from error
-
-
-described, listed = describe, join_names  # until their callers in other rooms are renamed

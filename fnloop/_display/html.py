@@ -256,7 +256,3 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and hasattr(shell, "kernel")
-
-
-# until their callers in other rooms are renamed
-number, counted, described = format_number, format_count, summarize

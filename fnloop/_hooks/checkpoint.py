@@ -1,56 +1,75 @@
-"""Saving a run while it trains."""
+"""The hook that saves a run while it trains."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
 
 from fnloop._backend.public import on_main_process
-from fnloop._checkpoint.files import clean, manifest_of, write
+from fnloop._checkpoint.atomic_write import remove_leftovers, write_checkpoint
+from fnloop._checkpoint.files import manifest_or_none
 from fnloop._checkpoint.format import CheckpointError, Contents
-from fnloop._checkpoint.history_blocks import encoder, write_blocks
-from fnloop._checkpoint.retention import NAME, candidates, claim, claimed, prune, release, run_of
-from fnloop._checkpoint.save import contents, position_of
+from fnloop._checkpoint.history_blocks import make_history_encoder, write_blocks
+from fnloop._checkpoint.retention import (
+    CHECKPOINT_NAME,
+    candidates,
+    claim_folder,
+    prune,
+    read_claim,
+    release_claim,
+    run_of,
+)
+from fnloop._checkpoint.save import collect_contents, position_of
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.history import History
 from fnloop._core.monitor import better, check_monitored, mode_of
 from fnloop._core.state import RECORD, TrainState
-from fnloop._display.checks import described, folder_path, integer, metric_name
+from fnloop._display.checks import flag, folder_path, integer, metric_name
+from fnloop._display.log import log
 
 __all__ = ["checkpoint"]
+
+HOOK = "the hook checkpoint"  # its name in messages about processes that wait
 
 
 class checkpoint:
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
-    The state is also saved when a run ends, for any reason but an exception (see ``on_exception``), and on SIGUSR1. Each
-    checkpoint is a folder ``step-00000812`` in ``folder``, whole or not there. What is kept is decided by what is on the disk,
-    so it holds after a resume too. :func:`fnloop.resume` continues from the newest. With several processes the main one writes.
+    The state is also saved when a run ends, for any reason except an exception (see
+    ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as ``step-00000812`` in
+    ``folder``, which is either complete or absent. What is kept is decided by what is on the disk,
+    so it also holds after a resume. :func:`fnloop.resume` continues from the newest. With several
+    processes the main process writes.
 
-    A folder belongs to one run. A run that was not resumed from it is refused before its first update, and nothing in it is
-    touched.
+    A folder belongs to one run. A run that was not resumed from it is refused before its first
+    update, and nothing in the folder is touched.
 
     Args:
-        folder: where to; made if it is not there. It is made absolute at once, with ``~`` expanded.
+        folder: where to save; created if it does not exist. It is made absolute at once, with ``~``
+            expanded.
         keep: how many of the newest to keep, at least 1; None keeps all.
-        best: a metric such as "valid/loss", of which the best are kept too. A checkpoint that falls between two evaluations has
-            no value of it; the state of the next evaluation is saved then as well. NaN is never the best.
-        mode: "min" if lower is better, "max" if higher; by default what the metric's name says.
+        best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
+            checkpoint between two evaluations has no value of it, so the state of the next
+            evaluation is saved as well. NaN is never the best.
+        mode: "min" if lower is better, "max" if higher is; by default as the name of the metric
+            says.
         keep_best: how many of the best to keep; at least 1.
-        background: copy the state to host memory, and write it beside training. At most one is written at a time; what goes
-            wrong there is raised at the next boundary, and the end of the run waits.
-        on_exception: also save when the run fails, as ``step-00000812-exception_ValueError``: the last consistent state, if
-            there is one and it is not saved yet. The exception is raised as it is. In one process only.
+        background: copy the state to host memory, and write it while training continues. At most
+            one checkpoint is written at a time. An error is raised at the next boundary, and the
+            end of the run waits for the writer.
+        on_exception: also save when the run fails, as ``step-00000812-exception_ValueError``: the
+            last consistent state, if there is one and it is not saved yet. The exception is raised
+            as it is. In one process only.
 
     Returns:
         A hook.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
-        CheckpointError: when a run begins: another run has checkpoints in the folder, or the optimizer can't be saved and
-            restored exactly. When it saves: something in the state can't be saved.
+        CheckpointError: when a run begins: another run has checkpoints in the folder, or the
+            optimizer cannot be saved and restored exactly. When it saves: something in the state
+            cannot be saved.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -76,117 +95,127 @@ class checkpoint:
         on_exception: bool = False,
     ) -> None:
         self.folder, self._typed = folder_path("checkpoint", "folder", folder), os.fspath(folder)
-        self.keep = (
-            None
-            if keep is None
-            else integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
-        )
+        if keep is not None:
+            integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
+        self.keep = keep
         self.keep_best = integer("checkpoint", "keep_best", keep_best, "a number of checkpoints")
-        for name, value in (("background", background), ("on_exception", on_exception)):
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"checkpoint expects {name} as True or False; got {described(value)}"
-                )
-        self.background, self.on_exception = background, on_exception
+        self.background = flag("checkpoint", "background", background)
+        self.on_exception = flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else metric_name("checkpoint", "best", best)
         if mode is not None:
             better(0.0, 0.0, mode)  # checks it
         self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
-        self._owed = False  # whether a save was due since the last evaluation, which the metric is not known of
+        self._awaits_metric = False  # whether a save since the last evaluation lacks ``best``
         self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of the writer
         self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
-        self._encode_history, self._blocks = encoder(), set()
-        self._position: list[int] | None = None  # of the state that was saved last, by this run
-        self._buffers: Contents | None = None  # host memory of the copy before, to copy into again
+        self._position: list[int] | None = None  # of the state that this run saved last
+        self._encode_history = make_history_encoder()
+        self._known_blocks: set[str] = set()
+        self._buffers: Contents | None = None  # host memory of the last copy, for reuse
 
     @property
     def monitors(self) -> str | None:
-        """The metric that the best are kept by."""
+        """The metric that ranks the checkpoints."""
         return self.best
 
     def __repr__(self) -> str:
         best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
         return f"checkpoint({self._typed!r}, keep={self.keep}{best})"
 
+    # --- called by the run
+
     def begin(self, state: TrainState) -> TrainState:
         """Claim the folder for this run, and check that the optimizer can be resumed.
 
         Raises:
-            CheckpointError: another run has checkpoints there, or the optimizer can't be resumed.
+            CheckpointError: another run has checkpoints there, or the optimizer cannot be resumed.
         """
         check_resumable(state)
-        self._owed = on_main_process(lambda: self._claim(state), "the hook checkpoint")
+        self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
         return state
-
-    def _claim(self, state: TrainState) -> bool:
-        """Claim the folder; return whether its newest checkpoint has no value of the metric that the best are kept by."""
-        claim(self.folder, state.run_id)
-        manifest = next(
-            (m for path in candidates(self.folder) if (m := manifest_of(path)) is not None), None
-        )
-        self._position = None if manifest is None else manifest["position"]
-        return (
-            manifest is not None and self.best is not None and self.best not in manifest["measured"]
-        )
 
     def __call__(self, state: TrainState) -> TrainState:
         self._wait()
-        if self.best is not None and RECORD in state.events:
-            check_monitored("checkpoint", self.best, state)
+        self._check_metric(state)
         if self._saved is None or self._saved() is not state:
-            self._saved, self._owed = weakref.ref(state), not self._has_value(state)
+            self._saved, self._awaits_metric = weakref.ref(state), not self._has_metric(state)
             self._position = position_of(state)
-            what, history = contents(state, self._encode_history), state.history
-            if not self.background:
-                on_main_process(
-                    lambda: self._write(what, history, _name(state)), "the hook checkpoint"
-                )
-            elif state.backend.main:
-                what = self._buffers = what.copied(self._buffers)
-                arguments = (what, history, _name(state))
-                self._writer = threading.Thread(
-                    target=self._write_and_note, args=arguments, name="checkpoint"
-                )
-                self._writer.start()
+            self._save(state)
         return state
 
     def poll(self, state: TrainState) -> TrainState:
-        """Raise what has gone wrong in the background, and save the evaluation that an earlier save has waited for."""
+        """Raise an error of the writer, and save the evaluation that an earlier save waits for."""
         if self._error is not None:
             self._wait()
-        if self.best is not None and RECORD in state.events:
-            check_monitored("checkpoint", self.best, state)
-        return self(state) if self._owed and self._has_value(state) else state
+        self._check_metric(state)
+        return self(state) if self._awaits_metric and self._has_metric(state) else state
 
     def flush(self, state: TrainState) -> TrainState:
-        """Save the state if it is not saved yet, and wait until it is."""
+        """Save the state if it is not saved yet, and wait until it is written."""
         self(state)
-        on_main_process(self._wait, "the hook checkpoint")
+        on_main_process(self._wait, HOOK)
         return state
 
     def failed(self, state: TrainState, error: BaseException) -> None:
-        """Save the last consistent state of a run that has failed, if that was asked for and it is not saved yet."""
+        """Save the last consistent state of a failed run, if asked for and not saved yet."""
         self._wait()
         if self.on_exception and self._position != position_of(state):
-            name = f"{_name(state)}-exception_{type(error).__name__}"
-            self._write(contents(state, self._encode_history), state.history, name)
+            name = f"{_name_of(state)}-exception_{type(error).__name__}"
+            self._write(collect_contents(state, self._encode_history), state.history, name)
 
     def settle(self, state: TrainState) -> None:
-        """Clear up what a process has left that was killed at the end of this run."""
+        """Remove what a process left that was killed at the end of this run."""
         if state.backend.main and self.folder.is_dir():
-            clean(self.folder, NAME)
+            remove_leftovers(self.folder, CHECKPOINT_NAME)
 
     def close(self) -> None:
-        """Wait for the writer when the run is left. What goes wrong with that is logged, since it can't be caught any more."""
+        """Wait for the writer when the run is left. An error can only be logged here."""
         try:
             self._wait()
         except Exception as error:
-            logging.getLogger("fnloop").error(
-                "checkpoint: the last one could not be written: %s", error
+            log.error("checkpoint: the last checkpoint could not be written: %s", error)
+
+    # --- the metric that ranks
+
+    def _check_metric(self, state: TrainState) -> None:
+        if self.best is not None and RECORD in state.events:
+            check_monitored("checkpoint", self.best, state)
+
+    def _has_metric(self, state: TrainState) -> bool:
+        """Return whether the metric was measured at this boundary, or none was asked for."""
+        if self.best is None:
+            return True
+        return RECORD in state.events and self.best in state.history[-1].metrics
+
+    # --- writing
+
+    def _claim(self, state: TrainState) -> bool:
+        """Claim the folder. Return whether its newest checkpoint lacks the metric that ranks."""
+        claim_folder(self.folder, state.run_id)
+        manifests = map(manifest_or_none, candidates(self.folder))
+        newest = next((manifest for manifest in manifests if manifest is not None), None)
+        if newest is None:
+            self._position = None
+            return False
+        self._position = newest["position"]
+        return self.best is not None and self.best not in newest["measured"]
+
+    def _save(self, state: TrainState) -> None:
+        contents, history = collect_contents(state, self._encode_history), state.history
+        name = _name_of(state)
+        if not self.background:
+            on_main_process(lambda: self._write(contents, history, name), HOOK)
+        elif state.backend.main:
+            copied = self._buffers = contents.copied(self._buffers)
+            arguments = (copied, history, name)
+            self._writer = threading.Thread(
+                target=self._write_and_note, args=arguments, name="checkpoint"
             )
+            self._writer.start()
 
     def _wait(self) -> None:
+        """Wait for the writer, and raise its error."""
         if self._writer is not None:
             self._writer.join()
         self._writer, error, self._error = None, self._error, None
@@ -194,39 +223,29 @@ class checkpoint:
             self._saved = None
             raise error
 
-    def _has_value(self, state: TrainState) -> bool:
-        """Return whether the metric that the best are kept by was measured at this boundary, or none was asked for."""
-        return self.best is None or (
-            RECORD in state.events and self.best in state.history[-1].metrics
-        )
-
-    def _write_and_note(self, what: Contents, history: History, name: str) -> None:
+    def _write_and_note(self, contents: Contents, history: History, name: str) -> None:
         try:
-            self._write(what, history, name)
+            self._write(contents, history, name)
         except BaseException as error:
             self._error = error
 
-    def _write(self, what: Contents, history: History, name: str) -> None:
-        run, path = what.facts["run"], self.folder / name
-        there = manifest_of(path)
-        if there is not None and run_of(path, there) != run:
+    def _write(self, contents: Contents, history: History, name: str) -> None:
+        run, path = contents.facts["run"], self.folder / name
+        existing = manifest_or_none(path)
+        if existing is not None and run_of(path, existing) != run:
             raise CheckpointError(
                 f"{path} is a checkpoint of another run: give each run a folder of its own"
             )
-        if claimed(self.folder) not in (None, run):
+        if read_claim(self.folder) not in (None, run):
             raise CheckpointError(
                 f"another run has begun in {self.folder}: give each run a folder of its own"
             )
-        write_blocks(self.folder, what.facts["blocks"], history, self._blocks)
-        written = write(
-            what,
-            path,
-            {"best": self.best, "mode": self.mode} if self.best else {},
-            in_own_folder=True,
-        )
-        release(self.folder)
+        write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
+        ranking = {"best": self.best, "mode": self.mode} if self.best else {}
+        written = write_checkpoint(contents, path, ranking, in_own_folder=True)
+        release_claim(self.folder)
         prune(written, run, self.keep, self.best, self.mode, self.keep_best)
 
 
-def _name(state: TrainState) -> str:
+def _name_of(state: TrainState) -> str:
     return f"step-{state.step:08d}" + (f"+{state.skipped}" if state.skipped else "")

@@ -147,7 +147,7 @@ def predict(
     """
     if not callable(fn) or isinstance(fn, TrainState | PipelineStep | torch.nn.Module | type):
         raise TypeError(
-            f"predict expects a function (model, batch) -> anything first; got {checks.described(fn)}. Write "
+            f"predict expects a function (model, batch) -> anything first; got {checks.describe(fn)}. Write "
             "predict(lambda model, batch: model(batch), state, loader)"
         )
     checks.function("predict", "fn", fn, "a function (model, batch) -> anything", 2)

@@ -154,7 +154,7 @@ def _check_evaluate_every(trigger: object) -> None:
     if trigger is not None and (isinstance(trigger, type) or not hasattr(trigger, "due")):
         raise TypeError(
             "fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or "
-            f"None; got {checks.described(trigger)}"
+            f"None; got {checks.describe(trigger)}"
         )
 
 
@@ -162,7 +162,7 @@ def _check_hooks(hooks: object) -> tuple[Hook, ...]:
     if callable(hooks) or isinstance(hooks, str | bytes) or not isinstance(hooks, Sequence):
         raise TypeError(
             "fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got "
-            f"{checks.described(hooks)}"
+            f"{checks.describe(hooks)}"
         )
     for hook in hooks:
         _check_hook(hook)

@@ -19,7 +19,7 @@ from fnloop._backend.fsdp import local_part
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output, Step
-from fnloop._display.checks import described, integer, number
+from fnloop._display.checks import describe, integer, number
 from fnloop._step.backward import commutes_with_scaling
 from fnloop._step.host import host_decision
 
@@ -66,7 +66,7 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
     Source: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740; the defaults are those of torch.amp.GradScaler.
     """
     if precision is not None and (not isinstance(precision, str) or precision not in _DTYPES):
-        raise ValueError(f'amp expects "bf16", "fp16" or None; got {described(precision)}')
+        raise ValueError(f'amp expects "bf16", "fp16" or None; got {describe(precision)}')
     number("amp", "init_scale", init_scale, "the first loss scale", least=SMALLEST, most=LARGEST)
     integer(
         "amp",

@@ -18,7 +18,7 @@ from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._display.log import log
 from fnloop._step.update import report
-from fnloop.schedules import check_schedule
+from fnloop.schedules._schedule import check_schedule
 
 __all__ = ["schedule"]
 

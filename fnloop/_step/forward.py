@@ -11,7 +11,7 @@ from torch import Tensor
 from fnloop._backend.transfer import tensors_in
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, LossFn, Output, Step
-from fnloop._display.checks import described
+from fnloop._display.checks import describe
 
 __all__ = ["forward"]
 
@@ -81,7 +81,7 @@ def _check_reply(reply: Any, loss: Any, aux: Any, name: str) -> None:
     if not isinstance(loss, Tensor):
         hint = ". Did you forget 'return loss'?" if loss is None else ""
         raise TypeError(
-            f"the loss that {name} returns must be a scalar tensor; got {described(loss)}{hint}"
+            f"the loss that {name} returns must be a scalar tensor; got {describe(loss)}{hint}"
         )
     if loss.ndim:
         raise ValueError(
@@ -107,7 +107,7 @@ def _check_weight(weight: Any, name: str) -> None:
         fine = isinstance(weight, int) and not isinstance(weight, bool)
     if not fine:
         tensor = isinstance(weight, Tensor)
-        given = f"shape {tuple(weight.shape)}, {weight.dtype}" if tensor else described(weight)
+        given = f"shape {tuple(weight.shape)}, {weight.dtype}" if tensor else describe(weight)
         raise TypeError(
             f'aux["weight"] must be the number of items that the loss of {name} is the mean of, an int or a scalar '
             f"tensor; got {given}"

@@ -29,7 +29,7 @@ from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import TrainState, check_not_stale, with_slot
 from fnloop._core.types import RINGS, Batch, LossFn, Output, Step
 from fnloop._display import html
-from fnloop._display.checks import described, function
+from fnloop._display.checks import describe, function
 from fnloop._step.backward import Backward
 from fnloop._step.engine import engine_of
 from fnloop._step.forward import forward
@@ -141,7 +141,7 @@ def _check_member(member: Any) -> None:
         else ""
     )
     raise TypeError(
-        f"pipeline expects middleware, such as clip(1.0); got {described(member)}.{hint}"
+        f"pipeline expects middleware, such as clip(1.0); got {describe(member)}.{hint}"
     )
 
 
@@ -166,7 +166,7 @@ def _check_loss_fn(loss_fn: Any) -> None:
         )
     if not callable(loss_fn):
         raise TypeError(
-            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {described(loss_fn)}"
+            f"pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got {describe(loss_fn)}"
         )
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
@@ -192,7 +192,7 @@ def _check_reply(reply: Any, name: str) -> None:
     elif isinstance(reply, TrainState | Output):
         given = f"the {type(reply).__name__} alone"
     else:
-        given = described(reply)
+        given = describe(reply)
     raise TypeError(
         f"{name} must return (state, out); it returned {given}. Write: return state, out"
     )
@@ -266,7 +266,7 @@ class PipelineStep:
                 inside, step = step, wrap(step)
                 if not callable(step):
                     raise TypeError(
-                        f"{member!r} must wrap a step into a step, but its {ring} ring returned {described(step)}. "
+                        f"{member!r} must wrap a step into a step, but its {ring} ring returned {describe(step)}. "
                         "Did you forget to return the inner function?"
                     )
                 if step is not inside:
@@ -499,7 +499,7 @@ def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
             f"{criterion.__name__}()" if isinstance(criterion, type) else "nn.CrossEntropyLoss()"
         )
         raise TypeError(
-            f"supervised expects a criterion (output, target) -> loss; got {described(criterion)}. Write supervised({called})"
+            f"supervised expects a criterion (output, target) -> loss; got {describe(criterion)}. Write supervised({called})"
         )
     function(
         "supervised",

@@ -122,7 +122,7 @@ def check_length(owner: str, name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         wanted = "updates (an int) or as a fraction of the run (a float)"
-        raise TypeError(f"{owner} expects {name} as {wanted}; got {checks.described(value)}")
+        raise TypeError(f"{owner} expects {name} as {wanted}; got {checks.describe(value)}")
     if not value >= 0:
         raise ValueError(f"{owner} expects {name} >= 0; got {value!r}")
     if isinstance(value, float) and value > 1:
@@ -136,7 +136,7 @@ def check_lengths(owner: str, name: str, values: object) -> list[Length]:
     """Return lengths as a list of one's own, having checked each."""
     if not isinstance(values, list | tuple):
         raise TypeError(
-            f"{owner} expects {name} as a list of lengths; got {checks.described(values)}"
+            f"{owner} expects {name} as a list of lengths; got {checks.describe(values)}"
         )
     for value in values:
         check_length(owner, name, value)

@@ -41,7 +41,7 @@ def _check_ratio(owner: str, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(
             f"{owner} expects {name} from 0 to 1, a factor on the initial value; "
-            f"got {checks.described(value)}"
+            f"got {checks.describe(value)}"
         )
 
 

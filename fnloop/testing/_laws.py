@@ -42,7 +42,7 @@ __all__ = [
 def _check_arguments(law: str, pipe: object, problem: object) -> None:
     if not isinstance(pipe, Pipeline):
         raise TypeError(
-            f"{law} expects pipe as what pipeline(...) returns; got {checks.described(pipe)}"
+            f"{law} expects pipe as what pipeline(...) returns; got {checks.describe(pipe)}"
         )
     checks.instance(law, "problem", problem, Problem, "a Problem, such as small()")
 
@@ -319,7 +319,7 @@ def check_laws(pipe: Pipeline, problem: Problem | None = None) -> None:
     """
     if not isinstance(pipe, Pipeline):
         raise TypeError(
-            f"check_laws expects what pipeline(...) returns; got {checks.described(pipe)}. "
+            f"check_laws expects what pipeline(...) returns; got {checks.describe(pipe)}. "
             "Write check_laws(pipeline(...))"
         )
     if problem is not None:

@@ -55,7 +55,7 @@ class Problem:
         if not isinstance(self.batches, list | tuple) or not self.batches:
             raise TypeError(
                 "Problem expects batches as a list of batches, at least one; "
-                f"got {checks.described(self.batches)}"
+                f"got {checks.describe(self.batches)}"
             )
         wanted = "a function parameters -> optimizer"
         function("Problem", "optimizer", self.optimizer, wanted, 1, also=type)

@@ -1,4 +1,4 @@
-"""Long histories in checkpoints: older records are written once, beside the checkpoints."""
+"""Long histories in checkpoints: older records are written once, next to the checkpoints."""
 
 import json
 import shutil
@@ -36,12 +36,12 @@ def steps_of(state):
     return [record.step for record in state.history]
 
 
-def test_a_short_history_is_in_the_checkpoint_alone(tmp_path):
+def test_a_short_history_has_no_blocks(tmp_path):
     train(tmp_path, toy(), 3, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def test_whole_blocks_are_written_once_and_a_resume_has_every_record(tmp_path):
+def test_complete_blocks_are_written_once_and_a_resume_has_every_record(tmp_path):
     state = train(tmp_path, toy(), 10, keep=2)
     assert len(blocks(tmp_path)) == 2
     facts = json.loads((tmp_path / "step-00000010" / "state.json").read_text())
@@ -59,24 +59,26 @@ def test_whole_blocks_are_written_once_and_a_resume_has_every_record(tmp_path):
 
 def test_only_new_records_are_encoded(tmp_path, monkeypatch):
     encoded = []
-    line_of = history_blocks.line_of
+    line_of = history_blocks.encode_record
     monkeypatch.setattr(
-        history_blocks, "line_of", lambda record: encoded.append(record.step) or line_of(record)
+        history_blocks,
+        "encode_record",
+        lambda record: encoded.append(record.step) or line_of(record),
     )
     train(tmp_path, toy(), 3, keep=1)
     assert encoded == [1, 2, 3]
 
 
-def test_a_run_that_goes_back_has_other_blocks_and_those_of_no_checkpoint_are_removed(tmp_path):
+def test_a_run_that_goes_back_has_new_blocks_and_unused_ones_are_removed(tmp_path):
     train(tmp_path, toy(), 9, keep=9)
     before, back = blocks(tmp_path), fl.restore(tmp_path / "step-00000005", toy())
     assert steps_of(back) == [1, 2, 3, 4, 5] and len(before) == 2
-    train(tmp_path, back, 9, keep=9)  # the records 5 to 8 have other times now
+    train(tmp_path, back, 9, keep=9)  # records 5 to 8 now have other times
     assert len(blocks(tmp_path)) == 2 and len({*blocks(tmp_path)} & {*before}) == 1
     assert steps_of(fl.resume(tmp_path, toy())) == [*range(1, 10)]
 
 
-def test_what_save_writes_stands_alone(tmp_path):
+def test_a_checkpoint_written_by_save_is_self_contained(tmp_path):
     state = train(tmp_path / "run", toy(), 10)
     path = shutil.copytree(fl.save(state, tmp_path / "a"), tmp_path / "elsewhere" / "a")
     assert steps_of(fl.restore(path, toy())) == [*range(1, 11)]
@@ -87,9 +89,7 @@ def test_what_save_writes_stands_alone(tmp_path):
     [lambda file: file.unlink(), lambda file: file.write_text("{}")],
     ids=["missing", "changed"],
 )
-def test_a_block_that_is_missing_or_damaged_is_named_and_the_weights_can_still_be_had(
-    tmp_path, damage
-):
+def test_a_missing_or_damaged_block_is_named_and_the_weights_still_load(tmp_path, damage):
     train(tmp_path, toy(), 5, keep=1)
     damage(next((tmp_path / ".records").iterdir()))
     with pytest.raises(
@@ -98,8 +98,8 @@ def test_a_block_that_is_missing_or_damaged_is_named_and_the_weights_can_still_b
         fl.restore(tmp_path / "step-00000005", toy())
     assert fl.restore(tmp_path / "step-00000005", toy(), only=("model", "counters")).step == 5
     with (
-        pytest.warns(UserWarning, match="passed over"),
-        pytest.raises(fl.CheckpointError, match="none is whole"),
+        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
+        pytest.raises(fl.CheckpointError, match="none is valid"),
     ):
         fl.resume(tmp_path, toy())
 
@@ -110,13 +110,13 @@ def test_a_block_cannot_name_another_file(tmp_path):
     manifest = json.loads(file.read_text())
     del manifest["check"]
     manifest["blocks"] = ["../step-00000005/state"]
-    file.write_text(json.dumps({**manifest, "check": files._check_of(manifest)}))
+    file.write_text(json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)}))
     with pytest.raises(fl.CheckpointError, match="is not the name of a block of records"):
         fl.restore(tmp_path / "step-00000005", toy())
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_run_that_is_resumed_again_and_again_ends_as_one_that_is_not(tmp_path, background):
+def test_a_run_resumed_repeatedly_ends_as_an_uninterrupted_one(tmp_path, background):
     whole, state = train(tmp_path / "whole", toy(), 13, keep=1), toy()
     for steps in (3, 4, 9, 13):
         state = train(

@@ -1,24 +1,28 @@
-"""What a checkpoint costs: fnloop, its peers, and the floor, which is safetensors and SHA-256 by hand.
+"""The cost of a checkpoint in fnloop, in other libraries, and with safetensors and SHA-256 by hand.
 
-    pip install 'fnloop[bench]'              # the peers; those that are missing are left out
-    python tests/benchmarks/checkpoint.py    # two tables, and the raw numbers as JSON beside this file
+    pip install 'fnloop[bench]'              # the other libraries; missing ones are left out
+    python tests/benchmarks/checkpoint.py    # two tables; the raw numbers go to a JSON file
 
-Everybody saves and restores one model and its AdamW: a third of --megabytes are weights, two are moments. What
-is restored has to be what was saved, bit for bit; otherwise nothing is reported. In a round everybody takes a
-turn, in random order, in an empty folder. Ratios are taken within a round. /tmp may be in memory: see --folder.
+Every contender saves and restores the same model and its AdamW. A third of --megabytes are weights,
+two thirds are moments. What is restored must equal what was saved, bit for bit; otherwise nothing
+is reported. In a round, every contender takes a turn, in random order, in an empty folder. Ratios
+are taken within a round. /tmp may be in memory: see --folder.
 
-* save: the call, twice, of which the second counts: the first finds memory that a virtual machine has yet to get
-  from its host. The floor is two files by safetensors' save_file, then read again for their SHA-256.
-* fsync: flushing to the disk what was written, afterwards. ``fnloop.save`` has done so before it returns, hence
-  a second ratio, of save and fsync. The peers don't hash, and don't flush; but for lightning ext4 does, when a
-  file that was made empty is closed. accelerate pickles the optimizer, torch and lightning pickle everything.
-* restore: the call, until every tensor has been written to once, as the first update does: a file that is mapped
-  is read no sooner. Everybody finds in memory what was just written. The floor compares the SHA-256, as fnloop
-  does, and copies what safetensors has mapped. ``torch.load`` has weights_only and no mmap.
-* in the background: ``checkpoint(folder, background=True)``. The pause is the call of the hook, for which
-  training waits. The whole lasts until the checkpoint is in its place, and the one before it is removed. The
-  first save of a hook allocates host memory, later ones copy into it; of those the second is shown. Two hooks
-  take turns, and the second counts. Nothing is trained meanwhile.
+* save: the call, made twice, of which the second counts. The first uses memory that a virtual
+  machine has yet to get from its host. The floor is two files by the save_file of safetensors, read
+  again for their SHA-256.
+* fsync: flushing what was written to the disk, afterwards. ``fnloop.save`` has done so before it
+  returns, hence a second ratio, of save and fsync. The other libraries do not hash and do not
+  flush; but for lightning, ext4 does, when a file that was created empty is closed. accelerate
+  pickles the optimizer, torch and lightning pickle everything.
+* restore: the call, until every tensor has been written to once, as the first update does. A mapped
+  file is not read before. All contenders find in memory what was just written. The floor compares
+  the SHA-256, as fnloop does, and copies what safetensors has mapped. ``torch.load`` has
+  weights_only and no mmap.
+* in the background: ``checkpoint(folder, background=True)``. The pause is the call of the hook, for
+  which training waits. The whole lasts until the checkpoint is complete and the one before it is
+  removed. The first save of a hook allocates host memory, later ones reuse it; of those the second
+  is shown. Two hooks take turns, and the second counts. Nothing is trained meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from typing import Any, NamedTuple
 
 import attrs
 import torch
-from overhead import cpu, version  # the benchmark beside this one
+from overhead import cpu, version  # the benchmark in this folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -53,18 +57,19 @@ from torch.utils.data import DataLoader
 import fnloop as fl
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
-LAYERS = 4  # few and large: their memory comes fresh from the system, as in a new process, not from malloc's heap
+LAYERS = 4  # few and large, so that their memory comes from the system and not from the heap
 SAVE_TARGET, PAUSE_TARGET = 1.3, 0.25  # of the floor; of the whole
 
 Times = dict[str, list[float]]  # seconds, round by round
 
 
 class Contender(NamedTuple):
-    save: Callable[[Path], Any]  # to a path that isn't there
+    save: Callable[[Path], Any]  # to a path that does not exist
     restore: Callable[[Path], Any]
 
 
-# --- the contenders: (model, optimizer) -> how it saves and restores ----------------------------------------
+# --- the contenders: (model, optimizer) -> how it saves and restores
+# ----------------------------------------
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer) -> Contender:
@@ -124,7 +129,7 @@ def with_accelerate(model: nn.Module, optimizer: Optimizer) -> Contender:
 
 
 def with_lightning(model: nn.Module, optimizer: Optimizer) -> Contender:
-    """It can save once it has fitted, and restores when it fits. A fit of no steps takes 1 ms by itself."""
+    """It saves after a fit and restores during one. A fit of no steps takes 1 ms."""
     from lightning.pytorch import LightningModule, Trainer
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -159,7 +164,8 @@ CONTENDERS = {  # name -> (distribution, how to build it)
 }
 
 
-# --- the measurement ----------------------------------------------------------------------------------------
+# --- the measurement
+# ----------------------------------------------------------------------------------------
 
 
 def make_model(megabytes: int) -> tuple[nn.Module, Optimizer]:
@@ -249,7 +255,7 @@ def measure(names: list[str], megabytes: int, folder: Path, rounds: int) -> dict
                 times[name][what].append(took)
             empty(folder)
             if not all(map(torch.equal, tensors_of(model, optimizer), saved)):
-                raise SystemExit(f"{name}: what was restored isn't what was saved")
+                raise SystemExit(f"{name}: what was restored is not what was saved")
     return times
 
 
@@ -308,7 +314,7 @@ def show(times: dict[str, Times]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    beside = Path(__file__).with_suffix(".json")
+    default = Path(__file__).with_suffix(".json")
     parser.add_argument(
         "--rounds", type=int, default=5, help="default: %(default)s; 9 or more to quote"
     )
@@ -318,22 +324,21 @@ def main() -> None:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="where to make a temporary folder; default: where the system does",
+        help="where to create a temporary folder; default: as the system does",
     )
     parser.add_argument(
-        "--json", type=Path, default=beside, help="where numbers go; default: %(default)s"
+        "--json", type=Path, default=default, help="the output file; default: %(default)s"
     )
     args = parser.parse_args()
     if args.rounds < 2 or args.megabytes < 1:
         parser.error("expected 2 rounds or more, and 1 megabyte or more")
 
-    warnings.simplefilter("ignore")  # what peers advise about loaders and loggers
+    warnings.simplefilter("ignore")  # advice of the other libraries about loaders and loggers
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]
     threads = torch.get_num_threads()
-    print(
-        f"{cpu()}, {threads} threads, Python {platform.python_version()}, {args.rounds} rounds of {args.megabytes} MB"
-    )
+    print(f"{cpu()}, {threads} threads, Python {platform.python_version()}, ", end="")
+    print(f"{args.rounds} rounds of {args.megabytes} MB")
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         tempfile.tempdir = folder  # lightning writes there before it renames

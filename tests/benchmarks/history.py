@@ -1,15 +1,18 @@
-"""What a record costs, behind ten others and behind a hundred thousand.
+"""The cost of a record after ten others, and after a hundred thousand.
 
-    python tests/benchmarks/history.py      # a table, and the ratios of the last to the first column
+    python tests/benchmarks/history.py      # a table, and the ratios of the last to the first
+    column
 
-Each number is the median of several measurements, in microseconds per record: of processor time, and of wall time for
-checkpoints, which wait for the disk.
+Each number is the median of several measurements, in microseconds per record: of processor time,
+    and of wall time for checkpoints, which wait for the disk.
 
 * append: ``history.append(record)``, for records of four metrics;
 * early_stop: one call of the hook at a boundary with a new record;
-* fit: a whole run with a record at every update (``evaluate_every=every(steps=1)``, one batch to evaluate) and
-  ``early_stop``, per update. It starts from a state that has so many records already;
-* checkpoint: one save by the hook ``checkpoint(folder, keep=2, best="valid/loss")`` after each new record.
+* fit: a whole run with a record at every update (``evaluate_every=every(steps=1)``, one batch to
+  evaluate) and ``early_stop``, per update. It starts from a state that already has that many
+  records;
+* checkpoint: one save by the hook ``checkpoint(folder, keep=2, best="valid/loss")`` after each new
+  record.
 
 A cost that does not depend on the length of the history has the ratio 1.
 """
@@ -29,23 +32,23 @@ import fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 LENGTHS = (10, 1_000, 100_000)
-RECORDS, SAVES, ROUNDS = 200, 20, 9  # what is timed at once, and how often
+RECORDS, SAVES, ROUNDS = 200, 20, 9  # per measurement; measurements
 ONE = torch.ones(1)
 NAMES = ("train/loss", "train/grad_norm", "valid/loss", "valid/accuracy")
 
 
 def record(step: int) -> fl.Record:
-    """Return a record of falling losses, so that nothing stops."""
+    """Return a record of falling losses, so that no hook stops the run."""
     return fl.Record(0, step, dict.fromkeys(NAMES, -float(step)), step / 1000)
 
 
 def history(length: int) -> fl.History:
-    """Return a history of so many records."""
+    """Return a history of a number of records."""
     return fl.History(map(record, range(1, length + 1)))
 
 
 def appending(length: int) -> Callable[[], None]:
-    """Return what appends records to a history, each time to the last one."""
+    """Return a function that appends records to a history."""
     made, new = [history(length)], [record(length + i) for i in range(1, RECORDS + 1)]
 
     def run() -> None:
@@ -58,7 +61,7 @@ def appending(length: int) -> Callable[[], None]:
 
 
 def stopping(length: int) -> Callable[[], None]:
-    """Return what calls early_stop after each of several new records, which it has not seen before."""
+    """Return a function that calls early_stop after each of several new records."""
     stop, longer, states = fl.early_stop("valid/loss", patience=10**9), history(length), []
     state = attrs.evolve(toy(), history=longer, events=frozenset({"update", "record"}))
     stop(state)
@@ -75,7 +78,7 @@ def stopping(length: int) -> Callable[[], None]:
 
 
 def fitting(length: int) -> Callable[[], None]:
-    """Return what trains with a record at every update."""
+    """Return a function that trains with a record at every update."""
     step = fl.pipeline()(toy_loss)
     hooks = (fl.early_stop("valid/loss", patience=10**9),)
     state = attrs.evolve(toy(lr=1e-6), history=history(length), step=length)
@@ -92,7 +95,7 @@ def fitting(length: int) -> Callable[[], None]:
 
 
 def saving(length: int) -> Callable[[], None]:
-    """Return what saves a checkpoint after each of several new records."""
+    """Return a function that saves a checkpoint after each of several new records."""
     folder = tempfile.TemporaryDirectory()
     hook, longer = fl.checkpoint(folder.name, keep=2, best="valid/loss"), [history(length)]
     state = hook.begin(
@@ -102,7 +105,7 @@ def saving(length: int) -> Callable[[], None]:
 
     def run(
         folder: tempfile.TemporaryDirectory = folder,
-    ) -> None:  # which is removed with this function
+    ) -> None:  # the folder is removed with this function
         for _ in range(SAVES):
             n = len(longer[0]) + 1
             longer[0] = longer[0].append(record(n))
@@ -125,7 +128,7 @@ MEASURED = {"append": appending, "early_stop": stopping, "fit": fitting}
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     torch.set_num_threads(1)
     print(f"{'':12}" + "".join(f"{length:>12,}" for length in LENGTHS) + f"{'ratio':>12}")
     rows = [

@@ -1,12 +1,15 @@
-"""Kill runs of random configurations at random moments until they come to their end: is it the end of the undisturbed run?
+"""Kill runs of random configurations at random moments, and compare their ends.
+
+A killed run must end as the uninterrupted one.
 
     python tests/benchmarks/kills.py              # 300 kills, a few minutes
     python tests/benchmarks/kills.py --kills 20
 
-Each run restarts from its own folder: a folder of checkpoints that the hook writes, or one checkpoint that ``save`` replaces
-again and again. Beside them, in the same folder, are the folder of a neighbour that is saved all the time, a Hugging Face model
-and a text. The weights, the optimizer, the history and the table have to be equal bit for bit, and nothing of the neighbours
-may have been touched. Processes are forked from one that has imported everything, so an attempt costs what it does.
+Each run restarts from its own folder. That is a folder of checkpoints that the hook writes, or one
+checkpoint that ``save`` replaces repeatedly. In the same folder are a checkpoint of another run, a
+Hugging Face model and a text file. The weights, the optimizer, the history and the table must be
+equal bit for bit, and the other files must be unchanged. Processes are forked from one that has
+imported everything, so an attempt costs no imports.
 """
 
 import argparse
@@ -34,7 +37,7 @@ from fnloop import schedules
 
 
 def configuration(rng):
-    """Draw what a run is made of."""
+    """Draw the configuration of a run."""
     return {
         "kind": rng.choice(["folder", "one path"]),
         "workers": rng.choice([0, 0, 0, 1]),
@@ -54,7 +57,7 @@ def configuration(rng):
 
 
 def train(config, parent):
-    """Make a run, from what there is to its end, and return what it has come to."""
+    """Resume a run and train to its end. Return the step it began at, and the final state."""
     torch.set_num_threads(1)
     torch.manual_seed(config["seed"])
     model = nn.Sequential(
@@ -98,7 +101,7 @@ def train(config, parent):
 
 
 def digest(state):
-    """Return a checksum of all that a run has come to."""
+    """Return a checksum of the final state of a run."""
     found = hashlib.sha256()
     for tensor in (*state.model.state_dict().values(), *optimizer_tensors(state)):
         found.update(tensor.detach().contiguous().numpy().tobytes())
@@ -115,7 +118,7 @@ def optimizer_tensors(state):
 
 
 def table_is_the_history(config, parent, state):
-    """Return whether a table has one row for each record, with the same counters."""
+    """Return whether a table has a row for each record, with the same counters."""
     if not config["table"]:
         return True
     lines = (parent / f"own.{config['table']}").read_text().splitlines()[config["table"] == "csv" :]
@@ -126,7 +129,12 @@ def table_is_the_history(config, parent, state):
 
 
 def forked(work, after=None):
-    """Run a function in a process of its own, killed after some seconds; return its reply, or None if it was killed."""
+    """Run a function in a child process. Return its reply, or None if the child was killed.
+
+    Args:
+        work: the function.
+        after: after how many seconds to kill the child; None never does.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -146,9 +154,8 @@ def forked(work, after=None):
         if end is not None and time.monotonic() > end:
             os.kill(pid, signal.SIGKILL)
             ended = os.waitpid(pid, 0)
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # a loader's worker that has just been started outlives it
+            # A worker of a loader that has just started may outlive it
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
             break
         time.sleep(0.0005)
@@ -161,7 +168,7 @@ def forked(work, after=None):
 
 
 def neighbours(parent):
-    """Put a checkpoint, a model of another library and a text beside the run."""
+    """Put a checkpoint, a model of another library and a text file next to the run."""
     torch.set_num_threads(1)
     torch.manual_seed(7)
     model = nn.Linear(3, 3)
@@ -176,7 +183,7 @@ def neighbours(parent):
 
 
 def contents(parent):
-    """Return a checksum of every file that is not the run's."""
+    """Return a checksum of every file that does not belong to the run."""
     files = sorted(
         p
         for p in parent.rglob("*")
@@ -189,7 +196,7 @@ def contents(parent):
 
 
 def try_one(config, parent, rng, counts):
-    """Kill a run until it comes to its end; say how often that was."""
+    """Restart and kill a run until it ends. Return the number of kills."""
 
     def run(where):
         def work():
@@ -208,7 +215,7 @@ def try_one(config, parent, rng, counts):
     kills, patience = 0, 1.0
     while (found := forked(run(own), rng.uniform(0, duration * patience))) is None:
         kills += 1
-        patience *= 1.02  # to its end some day
+        patience *= 1.02  # so that the run ends eventually
     begun, mine, table = found
     counts["resumed"] += begun > 0
     faults = [
@@ -247,9 +254,8 @@ def main():
         shutil.rmtree(parent)
     faults = sum(counts.values()) - counts["resumed"]
     seconds, resumed = time.monotonic() - started, counts["resumed"]
-    print(
-        f"{kills} kills of {runs} runs in {seconds:.0f} s, {resumed} ended from a checkpoint: {faults} faults"
-    )
+    print(f"{kills} kills of {runs} runs in {seconds:.0f} s, ", end="")
+    print(f"{resumed} of them ended from a checkpoint: {faults} faults")
     sys.exit(faults > 0)
 
 

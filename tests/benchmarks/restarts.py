@@ -1,8 +1,11 @@
-"""Kill one of two processes of a job at random moments, let torchrun start it again, and compare the bits at the end.
+"""Kill one of two processes of a job at random moments, and let torchrun restart the job.
+
+At the end the weights must equal those of an uninterrupted job, bit for bit.
 
     python tests/benchmarks/restarts.py --kills 20
 
-Each job is killed up to three times (``torchrun --max-restarts 3``), in any of its updates and anywhere within one.
+Each job is killed up to three times (``torchrun --max-restarts 3``), in any of its updates and
+anywhere within one.
 """
 
 import argparse
@@ -34,7 +37,7 @@ def loss(model, batch):
 
 
 def train(folder, kills):
-    """Train, or go on; each kill is (step, rank, seconds after it), and happens once."""
+    """Train or resume. Each kill is (step, rank, seconds after it), and happens once."""
     rank = int(os.environ["RANK"])
 
     def bomb(state):
@@ -76,7 +79,7 @@ def main():
     draw, done, equal = random.Random(arguments.seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         expected = launch.results(Path(folder) / "alone", 2, train, [])
-        print("left alone:", expected[0], flush=True)
+        print("uninterrupted:", expected[0], flush=True)
         for job in range(-(-arguments.kills // PER_JOB)):
             count = min(PER_JOB, arguments.kills - done)
             steps = sorted(draw.sample(range(1, UPDATES - 1), count))
@@ -87,14 +90,10 @@ def main():
                 one["hash"] for one in expected
             ]
             done, equal = done + count, equal + count * same
-            said = found.results[0] or found.errors[0][-500:]
-            print(
-                f"job {job}: kills {kills}, {said}, {time.monotonic() - began:.0f} s, equal: {same}",
-                flush=True,
-            )
-    print(
-        f"{done} kills, {equal} of them in jobs that end with the bits of the one that was left alone"
-    )
+            reply = found.results[0] or found.errors[0][-500:]
+            seconds = f"{time.monotonic() - began:.0f} s"
+            print(f"job {job}: kills {kills}, {reply}, {seconds}, equal: {same}", flush=True)
+    print(f"{done} kills, {equal} of them in jobs that end bit for bit as the uninterrupted one")
     return 0 if done == equal else 1
 
 

@@ -1,0 +1,234 @@
+"""Write a checkpoint as a folder that is either complete or absent.
+
+It is written to a temporary folder next to its path, flushed to the disk, and renamed. So a folder
+with a valid manifest is a complete checkpoint, no matter when the process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fnloop._checkpoint.disk import checksum_of_file, flush, lock_file, try_lock
+from fnloop._checkpoint.files import (
+    backup_path,
+    checksum_of_manifest,
+    has_only_our_files,
+    is_checkpoint,
+    manifest_or_none,
+    read_manifest,
+    serial_or_none,
+)
+from fnloop._checkpoint.format import (
+    FILES,
+    FORMAT,
+    MANIFEST,
+    STATE,
+    CheckpointError,
+    Contents,
+    NewerFormatError,
+)
+from fnloop._core.serialize import Json
+
+__all__ = ["remove_leftovers", "write_checkpoint"]
+
+
+def write_checkpoint(
+    contents: Contents,
+    path: Path,
+    facts: Mapping[str, Json] | None = None,
+    *,
+    in_own_folder: bool = False,
+) -> Path:
+    """Write contents to a temporary folder, flush them to the disk, and rename the folder.
+
+    Args:
+        contents: what to write.
+        path: the folder to create. An existing checkpoint or an empty folder is replaced.
+        facts: additional entries for the manifest.
+        in_own_folder: whether the parent folder belongs to this run and the hook chose the name.
+            Then a checkpoint with a damaged manifest is replaced too.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointError: there is something else at the path.
+    """
+    path = path.resolve()
+    _check_replaceable(path, in_own_folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent, re.escape(path.name))
+    with _temporary_folder(path) as temporary:
+        temporary.mkdir()
+        with ThreadPoolExecutor(2) as pool:
+            entries = pool.map(lambda name: _write_file(contents, temporary / name), FILES)
+            files = dict(zip(FILES, entries, strict=True))
+        names = ("position", "stop", "measured", "run", "blocks")
+        manifest = {
+            "format_version": FORMAT,
+            "serial": _next_serial(path),
+            **{name: contents.facts[name] for name in names},
+            **(facts or {}),
+            "files": files,
+        }
+        checked = {**manifest, "check": checksum_of_manifest(manifest)}
+        _write_text(temporary / MANIFEST, json.dumps(checked, indent=1))
+        flush(temporary)
+        _commit(temporary, path)
+    return path
+
+
+def _check_replaceable(path: Path, even_damaged: bool = False) -> None:
+    """Raise unless a path is free, an empty folder, or a checkpoint with no other file in it."""
+    if not os.path.lexists(path) or is_checkpoint(path):
+        return
+    if not path.is_dir():
+        reason = "it is a file"
+    else:
+        names = {file.name for file in path.iterdir()}
+        known = {*FILES, MANIFEST}
+        damaged = even_damaged and len(names) > 1 and not _is_newer(path)
+        if names <= (known if damaged else set()):
+            return
+        reason = f"it contains {min(names - known, default='another manifest')}"
+    raise CheckpointError(
+        f"{path} exists and is not a checkpoint: save to another path "
+        f"({reason}; it was not changed)"
+    )
+
+
+def _is_newer(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except NewerFormatError:
+        return True
+    except (CheckpointError, FileNotFoundError):
+        pass
+    return False
+
+
+@contextlib.contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """Yield a path for a temporary folder, locked by this process, and remove it at the end."""
+    temporary = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
+    lock = _lock_path(temporary)
+    with lock_file(lock):
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _lock_path(temporary: Path) -> Path:
+    return temporary.with_name(f"{temporary.name}.lock")
+
+
+def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
+    """Write one file of a checkpoint, and return its entry in the manifest."""
+    if path.name == STATE:
+        facts = json.dumps(dict(contents.facts), indent=1, allow_nan=False, ensure_ascii=False)
+        records = ",\n  ".join(contents.history)
+        _write_text(path, f'{facts[:-2]},\n "history": [\n  {records}\n ]\n}}')
+    else:
+        _write_tensors(getattr(contents, path.stem), path)
+    return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    # safetensors refuses tensors that share memory, so every name of a tied tensor gets a copy.
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        shared = tensor.numel() > 0 and storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+        if shared or not whole or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        plain[name] = tensor.resolve_conj().resolve_neg()
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    flush(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    flush(path)
+
+
+def _commit(temporary: Path, path: Path) -> None:
+    """Rename a complete temporary folder to its path, replacing what is there."""
+    old = backup_path(path)
+    if path.exists():
+        if old.exists():
+            _check_replaceable(old)
+            shutil.rmtree(old)
+        # If the process is killed between the two renames, readers fall back to `old`.
+        path.rename(old)
+    temporary.rename(path)
+    flush(path.parent)
+    if old.exists() and is_checkpoint(old):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _next_serial(path: Path) -> int:
+    """Return a number greater than that of every checkpoint next to a path."""
+    serials = (serial_or_none(p) or 0 for p in path.parent.iterdir() if p.is_dir())
+    return max(serials, default=0) + 1
+
+
+# --- after killed processes
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove what killed processes left in a folder, of checkpoints whose names match a pattern."""
+    for path in list(folder.glob(".*")):
+        if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
+            _remove_unlocked(path.with_name(writing[1]))
+        elif _is_replaced(path, name) or _is_being_removed(path, name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unlocked(temporary: Path) -> None:
+    """Remove a temporary folder and its lock, unless a process is still writing it."""
+    lock = _lock_path(temporary)
+    try:
+        file = lock.open("r+")
+    except FileNotFoundError:  # the lock is created before the folder and removed after it
+        if temporary.is_dir() and has_only_our_files(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+        return
+    with file:
+        if try_lock(file):
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _is_replaced(path: Path, name: str) -> bool:
+    """Return whether a folder is the backup of a checkpoint that has been replaced."""
+    found = re.fullmatch(rf"\.({name})\.old", path.name)
+    if found is None or manifest_or_none(path.with_name(found[1])) is None:
+        return False
+    return is_checkpoint(path)
+
+
+def _is_being_removed(path: Path, name: str) -> bool:
+    """Return whether a folder is a checkpoint that was renamed in order to be removed."""
+    found = re.fullmatch(rf"\.{name}\.removing(-[0-9a-f]+)?", path.name)
+    return found is not None and path.is_dir() and has_only_our_files(path)

@@ -1,0 +1,108 @@
+"""Compare plain data and tensors bit for bit, and copy the containers that hold them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fnloop._display.checks import describe, join_names
+
+__all__ = ["copy_containers", "describe_value", "find_difference"]
+
+PLAIN = (
+    *(bool, int, float, complex, str, bytes),
+    *(torch.dtype, np.ndarray, np.generic, Tensor),
+    *(list, tuple, Mapping, set, deque),
+)
+INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def find_difference(a: object, b: object, path: str) -> str | None:
+    """Return where two values differ in a bit, or None. Values that are not plain data are ignored.
+
+    Example:
+        >>> find_difference({"a": [1.0, torch.zeros(1)]}, {"a": [1.0, torch.ones(1)]}, "state")
+        'state.a.1 differs'
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = _equal_tensors(a, b)
+    elif isinstance(a, Mapping) and isinstance(b, Mapping):
+        if a.keys() != b.keys():
+            odd = [str(key) for key in (*a, *b) if key not in a or key not in b]
+            return f"{path} has {join_names(odd)} in one, and not in the other"
+        return _first_difference(path, ((key, a[key], b[key]) for key in a))
+    elif (
+        isinstance(a, list | tuple | deque)
+        and isinstance(b, list | tuple | deque)
+        and len(a) == len(b)
+    ):
+        pairs = enumerate(zip(a, b, strict=True))
+        return _first_difference(path, ((i, x, y) for i, (x, y) in pairs))
+    else:
+        same = not (_is_plain(a) and _is_plain(b)) or _equal_plain(a, b)
+    if same:
+        return None
+    one, other = describe_value(a), describe_value(b)
+    if one == other:
+        return f"{path} differs"
+    return f"{path} is {one} in one, and {other} in the other"
+
+
+def _first_difference(path: str, entries: Iterable[tuple[object, object, object]]) -> str | None:
+    found = (find_difference(x, y, f"{path}.{key}") for key, x, y in entries)
+    return next(filter(None, found), None)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, PLAIN)
+
+
+def _equal_plain(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    return a is b or bool(np.all(a == b)) or (a != a and b != b)  # the last for NaN
+
+
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(_view_as_integers(a), _view_as_integers(b).to(a.device))
+
+
+def _view_as_integers(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().view(INTEGER_OF_SIZE[tensor.dtype.itemsize])
+
+
+def describe_value(value: object) -> str:
+    """Return a short text for a value; for a tensor, its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return describe(value)
+
+
+def copy_containers(
+    value: Any, copy_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Any:
+    """Return a value with copies of its mappings, lists and deques.
+
+    Args:
+        value: the value.
+        copy_tensor: makes the tensors of the copy; by default they are shared.
+    """
+    if isinstance(value, Tensor):
+        return copy_tensor(value)
+    if not isinstance(value, Mapping | list | deque):
+        return value
+    copied: Any = copy.copy(value)
+    for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+        copied[key] = copy_containers(inner, copy_tensor)
+    return copied

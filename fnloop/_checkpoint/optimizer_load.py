@@ -1,0 +1,321 @@
+"""Load a saved optimizer: check everything first, then load all of it or nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fnloop._backend.fsdp import like_sharded
+from fnloop._checkpoint.compare import copy_containers, describe_value, find_difference
+from fnloop._checkpoint.format import CheckpointError
+from fnloop._checkpoint.optimizer import (
+    UNSAVED,
+    Group,
+    NamedOptimizer,
+    is_list_of_groups,
+    is_torch_optimizer,
+)
+from fnloop._checkpoint.optimizer_rollback import rollback_on_error
+from fnloop._checkpoint.optimizer_settings import (
+    assign_settings,
+    decode_group,
+    share_scheduled_values,
+)
+from fnloop._core.serialize import Json, decode, from_safetensor
+from fnloop._core.state import SCHEDULED
+from fnloop._display.checks import join_names
+from fnloop._display.log import log
+
+__all__ = ["SavedOptimizer", "prepare_load"]
+
+NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of these per parameter
+
+
+@attrs.frozen(eq=False)
+class SavedOptimizer:
+    """An optimizer as it was read from a checkpoint.
+
+    Args:
+        facts: what ``encode_optimizer`` returned.
+        tensors: its tensors by name.
+        shapes: name to shape of the model's tensors in the checkpoint.
+        path: the checkpoint, for messages.
+    """
+
+    facts: Mapping[str, Json]
+    tensors: Mapping[str, Tensor]
+    shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
+    path: object = "the checkpoint"
+
+
+def prepare_load(
+    named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True
+) -> Callable[[], None]:
+    """Check that a saved optimizer fits, and return the function that loads it.
+
+    Args:
+        named: the new optimizer.
+        saved: the saved one.
+        strict: whether the parameters must have the shapes that they had.
+
+    Raises:
+        CheckpointError: it is another optimizer, or does not fit.
+    """
+    if saved.facts["class"] != named.class_name:
+        raise CheckpointError(
+            f"{saved.path} has the state of {saved.facts['class']}, and the optimizer is "
+            f"{named.class_name}. Create the former, or leave it out: "
+            "restore(path, state, only=('model',))"
+        )
+    mismatched = _check_parameters(named, saved, strict)
+    try:
+        if "state_dict" in saved.facts:
+            load = _prepare_own_load(named, saved, bool(mismatched))
+        else:
+            load = _prepare_load_by_name(named, saved, mismatched)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{saved.path}: the optimizer's state cannot be restored: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+    def load_all() -> None:
+        with rollback_on_error(named.optimizer):
+            load()
+        for group in named.optimizer.param_groups:
+            share_scheduled_values(group)
+        for name, p in named.parameters().items():
+            value = saved.tensors.get(f"parameter.{name}")
+            if value is not None and name not in mismatched:
+                value = from_safetensor(value) if p.dtype is torch.complex128 else value
+                p.data.copy_(like_sharded(value, p))
+
+    return load_all
+
+
+def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool) -> list[str]:
+    """Check that the parameters are the saved ones. Return those whose shape is another.
+
+    With ``strict`` there are none: a difference raises.
+    """
+    mine, theirs = (
+        named.group_names(),
+        [group["params"] for group in saved.facts["param_groups"]],
+    )
+    if strict and mine != theirs:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer of other parameters: {_compare_names(mine, theirs)}. "
+            "Make its groups as they were"
+        )
+    parameters, shape_of = named.parameters(), dict(saved.shapes)
+    for name, p in parameters.items():
+        if (value := saved.tensors.get(f"parameter.{name}")) is not None:
+            shape_of[name] = value.shape[:-1] if p.dtype is torch.complex128 else value.shape
+    mismatched = [
+        name for name, p in parameters.items() if name in shape_of and shape_of[name] != p.shape
+    ]
+    if mismatched and strict:
+        both = [
+            f"{name}: {tuple(shape_of[name])} saved, {tuple(parameters[name].shape)} here"
+            for name in mismatched
+        ]
+        raise CheckpointError(
+            f"{saved.path} has the optimizer's state of parameters of another shape: {join_names(both)}"
+        )
+    if mine != theirs and "state_dict" in saved.facts:
+        # A whole state_dict fits all parameters or none.
+        mismatched = mismatched or [name for group in mine for name in group]
+    return mismatched
+
+
+def _compare_names(mine: list[list[str]], theirs: list[list[str]]) -> str:
+    here = {name for group in mine for name in group}
+    there = {name for group in theirs for name in group}
+    if here == there:
+        return "the same parameters in other groups, or in another order"
+    only_here, only_there = join_names(sorted(here - there)), join_names(sorted(there - here))
+    return f"only here: {only_here}; only in the checkpoint: {only_there}"
+
+
+# --- by name
+
+
+def _prepare_load_by_name(
+    named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
+) -> Callable[[], None]:
+    optimizer, parameters = named.optimizer, named.parameters_with_groups()
+    settings = [
+        decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
+        for group, values in zip(optimizer.param_groups, saved.facts["param_groups"], strict=False)
+    ]
+    on_host = set(saved.facts.get("on_host", ()))
+    stays = {id(tensor) for name, tensor in saved.tensors.items() if name in on_host}
+    state_of = {}
+    for name, encoded in saved.facts["state"].items():
+        if name in parameters and name not in mismatched:
+            value = decode(encoded, saved.tensors)
+            if not isinstance(value, dict):
+                raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
+            if is_torch_optimizer(optimizer):
+                _check_state(named, name, value, saved.path)
+            state_of[name] = _move_state(value, *parameters[name], stays)
+    state_of_all = decode(saved.facts.get("state_of_all", {}), saved.tensors)
+
+    def load() -> None:
+        for group, values in zip(optimizer.param_groups, settings, strict=False):
+            for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
+                del group[key]
+            assign_settings(group, values)
+        optimizer.state.clear()
+        optimizer.state.update({parameters[name][0]: value for name, value in state_of.items()})
+        optimizer.state.update(state_of_all)
+
+    return load
+
+
+def _device_of(groups: list[Group]) -> torch.device:
+    return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+
+
+def _move_state(value: Any, parameter: Tensor, group: Group, stays: set[int]) -> Any:
+    """Move the state of a parameter to its device.
+
+    Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
+    a way that needs it on the device.
+    """
+    if isinstance(value, Tensor):
+        value = value if id(value) in stays else value.to(parameter.device)
+        return like_sharded(value, parameter) if value.shape == parameter.shape else value
+    if isinstance(value, list | tuple):
+        return type(value)(_move_state(v, parameter, group, stays) for v in value)
+    if isinstance(value, dict):
+        moved = {
+            k: _move_state(v, parameter, group, stays) for k, v in value.items() if k != "step"
+        }
+        if "step" in value:
+            step, on_device = value["step"], group.get("capturable") or group.get("fused")
+            move = on_device and isinstance(step, Tensor)
+            moved["step"] = step.to(parameter.device) if move else step
+        return {key: moved[key] for key in value}
+    return value
+
+
+def _check_state(
+    named: NamedOptimizer, name: str, value: Mapping[str, object], path: object
+) -> None:
+    """Raise if the state of a parameter cannot be that of an optimizer of torch.
+
+    Its next update would otherwise fail somewhere inside torch.
+    """
+    parameters = named.parameters()
+    p = parameters[name]
+    total = sum(q.numel() * (1 + q.is_complex()) for q in parameters.values())
+    for key, held in value.items():
+        shapes: list[tuple[int, ...]] = [()] if key in NUMBERS else [tuple(p.shape)]
+        if named.class_name == "Adafactor" and p.ndim > 1:
+            shapes += [(*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])]
+        elif named.class_name == "LBFGS":
+            shapes = [(), (total,)]
+        for item in held if isinstance(held, list) else [held]:
+            if not _may_be_state(item, shapes, p):
+                raise CheckpointError(
+                    f"{path}: {key} of {name} in the optimizer's state is {describe_value(item)}, "
+                    f"which {named.class_name} cannot continue with: "
+                    f"the parameter is {describe_value(p)}"
+                )
+
+
+def _may_be_state(item: object, shapes: list[tuple[int, ...]], parameter: Tensor) -> bool:
+    if not isinstance(item, Tensor):
+        return item is None or isinstance(item, int | float)
+    if item.is_complex():
+        return tuple(item.shape) in shapes and parameter.is_complex()
+    return tuple(item.shape) in shapes and item.is_floating_point()
+
+
+# --- by its own state_dict
+
+
+def _prepare_own_load(
+    named: NamedOptimizer, saved: SavedOptimizer, left_out: bool
+) -> Callable[[], None]:
+    optimizer, class_name = named.optimizer, named.class_name
+    if left_out:
+        log.warning(
+            "restore: left unchanged: the state of %s, which has other parameters", class_name
+        )
+        return lambda: None
+    device = _device_of(optimizer.param_groups)
+    held = optimizer.state_dict()
+    expected = _decode_state_dict(saved.facts["state_dict"], held, saved, device)
+
+    def load() -> None:
+        try:
+            optimizer.load_state_dict(copy_containers(expected))
+            _restore_dtypes(expected, optimizer.state_dict())
+            difference = find_difference(expected, optimizer.state_dict(), "state_dict")
+        except Exception as error:
+            raise CheckpointError(
+                f"{saved.path}: {class_name}.load_state_dict does not accept what its state_dict "
+                f"returned: {type(error).__name__}: {error}"
+            ) from error
+        if difference:
+            raise CheckpointError(
+                f"{saved.path}: {class_name}.load_state_dict does not restore what its state_dict "
+                f"returned: {difference}. Fix it in a subclass"
+            )
+
+    return load
+
+
+def _decode_state_dict(
+    encoded: Json, held: object, saved: SavedOptimizer, device: torch.device
+) -> Any:
+    """Return a state_dict from JSON, with the unsaved settings of the new one (``held``)."""
+    if not isinstance(encoded, dict) or any(key.startswith("$") for key in encoded):
+        return decode(encoded, saved.tensors)
+    held = held if isinstance(held, Mapping) else {}
+    decoded = {}
+    for key, value in encoded.items():
+        if is_list_of_groups(key, value):
+            groups: list[Group] = list(held.get(key, ()))
+            groups += [{}] * (len(value) - len(groups))
+            decoded[key] = [
+                {name: now for name, now in group.items() if name in UNSAVED or name in settings}
+                | decode_group(settings, group, saved.tensors, device, saved.path)
+                | {"params": list(settings["params"])}
+                for settings, group in zip(value, groups, strict=False)
+            ]
+        else:
+            decoded[key] = _decode_state_dict(value, held.get(key), saved, device)
+    return decoded
+
+
+def _restore_dtypes(expected: object, held: Any) -> None:
+    """Restore tensors that ``load_state_dict`` has cast to the dtype of their parameter.
+
+    The ``load_state_dict`` of torch does that. ``held`` is what ``state_dict`` returns. Its dicts
+    and lists are those of the optimizer, unless the optimizer copies them.
+    """
+    if isinstance(expected, Mapping) and isinstance(held, Mapping):
+        pairs = [(key, expected[key]) for key in expected if key in held]
+    elif (
+        isinstance(expected, list | deque)
+        and isinstance(held, list | deque)
+        and len(expected) == len(held)
+    ):
+        pairs = list(enumerate(expected))
+    else:
+        return
+    containers: Any = held
+    for key, value in pairs:
+        now = containers[key]
+        if not isinstance(value, Tensor) or not isinstance(now, Tensor):
+            _restore_dtypes(value, now)
+        elif value.dtype != now.dtype and value.shape == now.shape:
+            containers[key] = value.to(now.device)

@@ -1,0 +1,245 @@
+"""A helper process that forks a child for every run that is to be killed.
+
+It has imported everything and read the images before it forks. So an attempt costs no seconds of
+imports, and a kill meets training or saving.
+"""
+
+import hashlib
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, Subset
+
+import fnloop as fl
+from fnloop.schedules import one_cycle
+from fnloop.testing import stochastic
+
+
+def train(run, background=False, pause=0.0, save_every=5):
+    """Train the small CNN, resuming if possible, and log the batch and the weights of every update.
+
+    Args:
+        run: the folder for checkpoints, the log and the result.
+        background: as in ``checkpoint``.
+        pause: seconds that every fsync takes longer.
+        save_every: updates between two checkpoints.
+    """
+    mnist, (images, held_out) = digits()
+    seen = []
+
+    def loss_fn(model, batch):
+        pixels, labels = batch
+        if model.training:
+            seen[:] = len(labels), digest(pixels, labels)
+        output = model(pixels)
+        # Python's generator is carried through an epoch and across a restart
+        jitter = 1 + 0.1 * random.random()
+        return functional.cross_entropy(output, labels) * jitter, {"output": output}
+
+    def write_line(text):
+        os.write(log, f"{text} .\n".encode())  # a single write, which survives a kill
+
+    def log_update(state):
+        size, images = seen
+        weights = digest(*state.model.state_dict().values())
+        write_line(f"update {state.step} {state.epoch} {state.batch} {size} {images} {weights}")
+        return state
+
+    def log_saved(state):
+        write_line(f"saved {state.step}")
+        return state
+
+    if pause:
+        flush = os.fsync
+        os.fsync = lambda file: (time.sleep(pause), flush(file))
+    log = os.open(Path(run) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    folder = Path(run) / "checkpoints"
+    state = fl.resume(folder, new_state(mnist))
+    os.write(log, b"\n")  # a kill may have truncated the line before
+    write_line(f"start {state.step}")
+
+    loaders = {
+        "train": DataLoader(images, batch_size=32, shuffle=True),
+        "valid": DataLoader(held_out, batch_size=100),
+    }
+    step = fl.pipeline(
+        fl.metric(accuracy=mnist["accuracy"]), fl.clip(1.0), fl.schedule(one_cycle())
+    )(loss_fn)
+    saves = fl.every(steps=save_every)(fl.checkpoint(folder, background=background))
+    log_saves = fl.every(steps=save_every)(log_saved)
+    state = fl.fit(step, state, loaders, epochs=2, hooks=(log_update, saves, log_saves))
+    result = {
+        **facts(state),
+        "stop": state.stop,
+        "kept": facts(fl.resume(folder, new_state(mnist))),
+    }
+    (Path(run) / "result.json").write_text(json.dumps(result))
+
+
+MNIST = Path(__file__).parents[2] / "examples" / "mnist.py"
+UPDATES = 32  # of a run on the digits: 2 epochs of 16 batches, the last of 20 images
+
+
+def digits(found=[]):  # noqa: B006  # the cache; the helper reads them before it forks
+    """Return what examples/mnist.py defines, 500 images for training, and 200 for validation."""
+    if not found:
+        mnist = runpy.run_path(str(MNIST))
+        found += [
+            mnist,
+            [Subset(part, range(n)) for part, n in zip(mnist["digits"](), (500, 200), strict=True)],
+        ]
+    return found
+
+
+def new_state(mnist):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = mnist["small_cnn"]()
+    return fl.TrainState.create(
+        model, torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05), seed=0
+    )
+
+
+def digest(*tensors):
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def facts(state):
+    """Return what two runs must agree on, bit for bit."""
+    weights, optimizer = state.model.state_dict(), state.optimizer.state_dict()
+    return {
+        "counters": [state.step, state.epoch, state.batch, state.samples, state.skipped],
+        "model": [*weights, digest(*weights.values())],
+        "optimizer": [
+            digest(*(torch.as_tensor(v) for v in kept.values()))
+            for kept in optimizer["state"].values()
+        ],
+        "settings": repr(optimizer["param_groups"]),
+        "history": [
+            [r.epoch, r.step, {k: v.hex() for k, v in r.metrics.items()}] for r in state.history
+        ],
+    }
+
+
+def train_toy(folder, die_at):
+    """Train a toy and save it twice, keeping one; die before the n-th file operation."""
+    problem = stochastic()
+    die_before_operation(die_at, folder)
+    toy_fit(
+        problem,
+        problem.state(),
+        epochs=1,
+        hooks=(fl.every(steps=4)(fl.checkpoint(folder, keep=1)),),
+    )
+
+
+def replace_toy(path, die_at):
+    """Replace a checkpoint by another; die before the n-th file operation."""
+    problem = stochastic()
+    state = toy_fit(problem, problem.state(), steps=2)
+    die_before_operation(die_at, path)
+    fl.save(state, path)
+
+
+def die_before_operation(n, path):
+    operations = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+    left = iter(range(n - 1))
+
+    def watch(event, arguments):
+        here = event in operations or (
+            event == "open" and str(Path(path).parent) in str(arguments[0])
+        )
+        if here and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def toy_fit(problem, state, **kwargs):
+    step = fl.pipeline(fl.clip(1.0), fl.schedule(one_cycle()))(problem.loss_fn)
+    loaders = {"train": problem.batches, "valid": problem.batches[:2]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return fl.fit(step, state, loaders, **{"epochs": 2, "hooks": (), **kwargs})
+
+
+def serve():
+    """Fork a child for every request, signal it as requested, and report how it ended."""
+    torch.set_num_threads(1)
+    finish_imports(new_state(digits()[0]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        log = Path(request["arguments"].get("run", "")) / "log"
+        offset = log.stat().st_size if log.is_file() else 0
+        pid = os.fork()
+        if pid == 0:
+            run_child(request)
+        print(json.dumps(signal_child(pid, log, offset, **request["signal"])), flush=True)
+
+
+def finish_imports(state):
+    """Apply an update with zero gradients: the first update imports for a second."""
+    for p in state.model.parameters():
+        p.grad = torch.zeros_like(p)  # no backward pass: a process must not fork after one
+    state.optimizer.step()
+
+
+def run_child(request):
+    status = 1
+    try:
+        errors = os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(errors, 1), os.dup2(errors, 2)
+        warnings.simplefilter("error")
+        {"train": train, "train_toy": train_toy, "replace_toy": replace_toy}[request["what"]](
+            **request["arguments"]
+        )
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def signal_child(pid, log, offset, number=None, after=0.0, updates=0):
+    """Send a signal some seconds after a number of updates, and wait for the end of the child."""
+    begun, due, logged = time.monotonic(), None, []
+    while True:
+        now = time.monotonic()
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return {
+                "status": os.waitstatus_to_exitcode(status),
+                "seconds": now - begun,
+                "logged": logged,
+            }
+        if due is None and count_updates(log, offset) >= updates:
+            due = now + after
+        if number is not None and not logged and due is not None and now >= due:
+            logged.append(count_updates(log, offset))
+            os.kill(pid, number)
+            logged.append(count_updates(log, offset))
+        if now > begun + 120:
+            os.kill(pid, signal.SIGKILL)  # it hangs
+        time.sleep(0.001)
+
+
+def count_updates(log, offset=0):
+    return log.read_bytes()[offset:].count(b"update") if log.is_file() else 0
+
+
+if __name__ == "__main__":
+    serve()

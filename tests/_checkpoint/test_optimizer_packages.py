@@ -1,0 +1,266 @@
+"""The optimizers of four packages resume bit for bit, or are refused by name."""
+
+import copy
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from sample_optimizers import check_resumes
+from torch import nn
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop.testing import assert_same
+
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+
+
+@functools.cache
+def has_timm():
+    """Return whether timm is installed. Make timm.optim importable without the rest of timm.
+
+    The rest needs torchvision.
+    """
+    if (found := importlib.util.find_spec("timm")) is None:
+        return False
+    for package, folder in (("timm", ""), ("timm.optim", "/optim")):
+        sys.modules[package] = stub = types.ModuleType(package)
+        stub.__path__ = [f"{path}{folder}" for path in found.submodule_search_locations]
+    return True
+
+
+def timm(name):
+    if not has_timm():
+        pytest.skip("timm is not installed")
+    module, _, name = name.partition(".")
+    return getattr(importlib.import_module(f"timm.optim.{module}"), name)
+
+
+def find(package, name):
+    return timm(name) if package == "timm" else getattr(pytest.importorskip(package), name)
+
+
+class Net(nn.Module):
+    """An embedding, a convolution, matrices and vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.conv = nn.Embedding(7, 6), nn.Conv1d(3, 4, 3, padding=1)
+        self.first, self.second, self.last = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 6, bias=False),
+            nn.Linear(24, 5),
+        )
+
+    def forward(self, x):
+        x = self.conv(self.words(x))
+        return self.last(self.second(torch.tanh(self.first(x))).flatten(1))
+
+
+GENERATOR = torch.Generator().manual_seed(3)
+DATA = [
+    (
+        torch.randint(0, 7, (4, 3), generator=GENERATOR),
+        torch.randint(0, 5, (4,), generator=GENERATOR),
+    )
+    for _ in range(6)
+]
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+step = fl.pipeline(fl.schedule(schedules.exponential(0.9)))(loss_fn)
+ADAPT_THEIR_RATE = {"pytorch_optimizer.ASGD"}  # a schedule refuses to overwrite their rate
+
+
+def plainly(package, name, **settings):
+    return f"{package}.{name}", lambda net: find(package, name)(
+        net.parameters(), **{"lr": 0.01, **settings}
+    )
+
+
+def matrices(package, name, **settings):
+    return f"{package}.{name}", lambda net: find(package, name)(
+        [p for p in net.parameters() if p.ndim == 2], **settings
+    )
+
+
+def muon(name):
+    def make(net):
+        others = {
+            "params": [p for p in net.parameters() if p.ndim != 2],
+            "use_muon": False,
+            "lr": 0.01,
+        }
+        hidden = {
+            "params": [p for p in net.parameters() if p.ndim == 2],
+            "use_muon": True,
+            "lr": 0.02,
+        }
+        return find("pytorch_optimizer", name)([hidden, others])
+
+    return f"pytorch_optimizer.{name}", make
+
+
+def around(package, name, inner=Adam, **settings):
+    return f"{package}.{name}", lambda net: find(package, name)(
+        inner(net.parameters(), lr=0.01), **settings
+    )
+
+
+def words(text):
+    return text.split()
+
+
+momentum = functools.partial(SGD, momentum=0.9)
+TORCH = [
+    *(
+        plainly("torch.optim", name)
+        for name in words("ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax NAdam RAdam Rprop")
+    ),
+    plainly("torch.optim", "RMSprop", momentum=0.9, centered=True),
+    plainly("torch.optim", "SGD", momentum=0.9),
+    plainly("torch.optim", "LBFGS", max_iter=3),
+    matrices("torch.optim", "Muon"),
+]
+TIMM = words("""
+    adabelief.AdaBelief adafactor.Adafactor adamp.AdamP adamw.AdamWLegacy adan.Adan adopt.Adopt
+    kron.Kron lamb.Lamb laprop.LaProp lars.Lars lion.Lion madgrad.MADGRAD mars.Mars muon.Muon
+    nadam.NAdamLegacy nadamw.NAdamW nvnovograd.NvNovoGrad radam.RAdamLegacy rmsprop_tf.RMSpropTF
+    sgdp.SGDP sgdw.SGDW
+""")
+PYTORCH_OPTIMIZER = words("""
+    ADOPT APOLLO ASGD BCOS CAME DASH FOCUS FTRL LARS MADGRAD MARS MSVAG PID PNM QHM RACS ROSE SCION
+    SGDP SGDW SM3 SRMM SWATS TAM VSGD AccSGD AdEMAMix AdaBelief AdaBound AdaDelta AdaFactor AdaGC
+    AdaMax AdaMod AdaNorm AdaPNM AdaShift AdaSmooth AdaTAM Adai Adalite AdamC AdamG AdamP AdamS
+    AdamWSN Adan AggMo Aida Alice Amos Ano ApolloDQN AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan
+    DAdaptLion DAdaptSGD DiffGrad DualAdam EXAdam EmoFact EmoLynx EmoNavi FAdam Fira FlashAdamW
+    Fromage GaLore Grams Gravity GrokFastAdamW Kate Kron LaProp Lamb Lion Nero NovoGrad PAdam
+    Prodigy QHAdam RAdam Ranger SCIONLight SGDSaI SPlus SaRA ScheduleFreeAdamW ScheduleFreeRAdam
+    ScheduleFreeSGD Shampoo SignSGD SimplifiedAdEMAMix StableAdamW Tiger Yogi
+""")
+SCHEDULEFREE = words("""
+    AdamWScheduleFree AdamWScheduleFreeReference AdamWScheduleFreePaper RAdamScheduleFree
+    SGDScheduleFree SGDScheduleFreeReference AdamWScheduleFreeClosure RAdamScheduleFreeClosure
+    SGDScheduleFreeClosure
+""")
+OPTIMIZERS = dict(
+    [
+        *TORCH,
+        *(plainly("timm", name) for name in TIMM),
+        plainly("timm", "adafactor_bv.AdafactorBigVision", momentum=0.9),
+        around("timm", "lookahead.Lookahead", momentum, k=2),
+        *(plainly("pytorch_optimizer", name) for name in PYTORCH_OPTIMIZER),
+        plainly("pytorch_optimizer", "SOAP", precondition_frequency=2),
+        plainly("pytorch_optimizer", "SPAM", density=0.5, update_proj_gap=3),
+        plainly("pytorch_optimizer", "StableSPAM", update_proj_gap=3),
+        plainly("pytorch_optimizer", "Ranger21", num_iterations=40),
+        ("pytorch_optimizer.AdamMini", lambda net: find("pytorch_optimizer", "AdamMini")(net)),
+        matrices("pytorch_optimizer", "SpectralSphere"),
+        *map(muon, ("Muon", "AdaMuon", "AdaGO", "NorMuon", "MuonClip")),
+        *(
+            around("pytorch_optimizer", name)
+            for name in ("TRAC", "OrthoGrad", "PCGrad", "Magma", "ScheduleFreeWrapper")
+        ),
+        around("pytorch_optimizer", "Lookahead", momentum, k=2, pullback_momentum="pullback"),
+        *(plainly("schedulefree", name) for name in SCHEDULEFREE),
+    ]
+)
+QUICK = {  # run with the fast tests: those of torch, and one of each other kind
+    *dict(TORCH),
+    *("timm.adafactor.Adafactor", "timm.lookahead.Lookahead", "schedulefree.AdamWScheduleFree"),
+    *("pytorch_optimizer.SOAP", "pytorch_optimizer.Lookahead", "pytorch_optimizer.Muon"),
+    *("pytorch_optimizer.ScheduleFreeWrapper", "pytorch_optimizer.ASGD"),
+}
+REFUSED = {  # their state contains objects, which torch would pickle
+    "Conda": lambda net: find("pytorch_optimizer", "Conda")(net.parameters()),
+    "GaLore": lambda net: find("pytorch_optimizer", "GaLore")(
+        [
+            {
+                "params": [net.first.weight],
+                "rank": 2,
+                "update_proj_gap": 2,
+                "scale": 1.0,
+                "projection_type": "std",
+            }
+        ]
+    ),
+    "ScalableShampoo": lambda net: find("pytorch_optimizer", "ScalableShampoo")(net.parameters()),
+}
+
+
+def new_state(make, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    optimizer = make(net)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return fl.TrainState.create(net, optimizer, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of the packages
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in OPTIMIZERS],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog, name):
+    scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step
+    check_resumes(tmp_path, lambda seed=0: new_state(OPTIMIZERS[name], seed), scheduled, DATA)
+    assert "could not try whether" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["timm.adafactor.Adafactor", "pytorch_optimizer.Kron", "pytorch_optimizer.QHAdam"]
+)
+def test_state_that_load_state_dict_casts_to_bfloat16_keeps_its_dtype(tmp_path, name):
+    new = lambda seed=0: new_state(OPTIMIZERS[name], seed, torch.bfloat16)
+    check_resumes(tmp_path, new, step, DATA)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_cannot_be_resumed_are_refused_before_the_first_update(tmp_path, name):
+    state = new_state(REFUSED[name])
+    before = copy.deepcopy(state.model.state_dict())
+    with pytest.raises(
+        fl.CheckpointError,
+        match=rf"a run with {name} cannot be resumed bit for bit: .* an? \w+.*leave out",
+    ):
+        fl.fit(step, state, DATA, hooks=(fl.every(epochs=1)(fl.checkpoint(tmp_path)),))
+    assert all(torch.equal(value, before[key]) for key, value in state.model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_save_by_hand_warns_and_saves_the_weights(tmp_path, name, caplog):
+    state = new_state(REFUSED[name])
+    path = fl.save(state, tmp_path / "a")
+    assert "save: a run with" in caplog.text and "cannot be resumed bit for bit" in caplog.text
+    restored = fl.restore(path, new_state(REFUSED[name], 1), only=("model",))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(restored.model.parameters(), state.model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    "name", ["schedulefree.AdamWScheduleFree", "pytorch_optimizer.ScheduleFreeWrapper"]
+)
+def test_the_mode_of_a_schedule_free_optimizer_is_restored(tmp_path, name, mode):
+    whole = fl.fit(step, new_state(OPTIMIZERS[name]), DATA, steps=4, hooks=())
+    getattr(whole.optimizer, mode)()
+    resumed = fl.restore(fl.save(whole, tmp_path / "a"), new_state(OPTIMIZERS[name], 1))
+    assert_same(resumed, whole)
+    for state in (whole, resumed):
+        state.optimizer.train()
+    assert_same(resumed, whole)
+    assert_same(*(fl.fit(step, state, DATA, steps=8, hooks=()) for state in (resumed, whole)))

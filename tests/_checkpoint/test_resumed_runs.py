@@ -1,0 +1,298 @@
+"""A run that is resumed at any update ends bit for bit as an uninterrupted one."""
+
+import math
+import random
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop.testing import assert_same, toy, toy_loss
+
+ONE = torch.ones(1)
+step = fl.pipeline()(toy_loss)
+
+
+def stop_at(n):
+    return fl.when(lambda state: state.step + state.skipped == n)(
+        lambda state: attrs.evolve(state, stop="here")
+    )
+
+
+class Augmented(Dataset):
+    """Twenty samples, with noise from every global generator."""
+
+    def __init__(self):
+        self.x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        noise = torch.rand(6) * 0.1 + random.random() * 0.1 + np.random.rand() * 0.1
+        return self.x[i] + noise, self.x[i].sum(0, keepdim=True).sin()
+
+
+def net():
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)
+    ).double()
+
+
+def mixing(model, batch):
+    """A loss function that also draws from Python and NumPy."""
+    x, y = batch
+    lam = np.random.beta(0.4, 0.4) if random.random() < 0.5 else 1.0
+    output = model(lam * x + (1 - lam) * x.roll(1, 0))
+    return nn.functional.mse_loss(output.double(), y), {"output": output}
+
+
+def halves(model, batch):
+    x, y = batch
+    output = model(x.float())
+    return nn.functional.mse_loss(output.float(), y.float()), {"output": output}
+
+
+def largest(aux, batch):
+    return fl.Max(aux["output"].max())
+
+
+def one_cycle(optimizer, run):
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=run.total_steps)
+
+
+def loader(**kwargs):
+    # 7 batches, the last of 2
+    return DataLoader(Augmented(), **{"batch_size": 3, "shuffle": True, **kwargs})
+
+
+def streamed():
+    generator = loader()
+    for i in range(7):
+        yield (
+            generator.dataset.x[3 * i : 3 * i + 3] + torch.rand(1),
+            torch.ones(min(3, 20 - 3 * i), 1, dtype=torch.float64),
+        )
+
+
+VALID = list(loader(shuffle=False))[:2]
+RUNS = {
+    "plain": (fl.pipeline(), mixing, loader()),
+    "workers": (fl.pipeline(), mixing, loader(num_workers=2)),
+    "persistent workers": (
+        fl.pipeline(fl.clip(0.1)),
+        mixing,
+        loader(num_workers=1, persistent_workers=True),
+    ),
+    "clip and schedule": (
+        fl.pipeline(fl.clip(0.1), fl.schedule(schedules.cosine(warmup=3))),
+        mixing,
+        loader(),
+    ),
+    "torch scheduler": (
+        fl.pipeline(fl.torch_scheduler(one_cycle), fl.clip_value(0.1)),
+        mixing,
+        loader(),
+    ),
+    "bf16": (fl.pipeline(fl.amp("bf16"), fl.metric(largest=largest)), mixing, loader()),
+    "fp16": (fl.pipeline(fl.amp("fp16", init_scale=2.0**18, growth_interval=3)), halves, loader()),
+    "fp16 that skips, under a schedule of the whole run": (
+        fl.pipeline(fl.amp("fp16", init_scale=2.0**18), fl.schedule(schedules.cosine(warmup=3))),
+        halves,
+        loader(),
+    ),
+    "generator function": (fl.pipeline(fl.schedule(schedules.exponential(0.9))), mixing, streamed),
+    "list": (fl.pipeline(fl.clip(0.1)), mixing, list(loader(shuffle=False))),
+    "accumulated": (
+        fl.pipeline(fl.accumulate(2), fl.clip(0.1), fl.schedule(schedules.linear())),
+        mixing,
+        loader(),
+    ),
+    "accumulated, workers, fp16": (
+        fl.pipeline(fl.amp("fp16", init_scale=2.0**18), fl.accumulate(3)),
+        halves,
+        loader(num_workers=1),
+    ),
+}
+SLOW_RUNS = (
+    *("workers", "persistent workers", "accumulated, workers, fp16"),
+    *("clip and schedule", "torch scheduler", "bf16", "fp16", "list"),
+)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "loss_fn", "data"),
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.slow] if name in SLOW_RUNS else [])
+        for name, run in RUNS.items()
+    ],
+)
+def test_a_run_resumed_at_any_split_equals_an_uninterrupted_one(tmp_path, pipe, loss_fn, data):
+    def new(seed):
+        torch.manual_seed(seed)
+        model = net().float() if loss_fn is halves else net()
+        return fl.TrainState.create(
+            model, torch.optim.AdamW(model.parameters(), lr=0.02), seed=seed
+        )
+
+    def train(state, stop=10**6):
+        make = pipe(loss_fn)
+        return fl.fit(make, state, (data, VALID), epochs=3, hooks=(stop_at(stop),))
+
+    whole = train(new(0))
+    updates = whole.step + whole.skipped
+    assert updates == 3 * math.ceil(7 / pipe(loss_fn).window)
+    for split in range(1, updates):
+        paused = train(new(0), split)
+        assert paused.step + paused.skipped == split
+        # A new model with another seed
+        restored = fl.restore(fl.save(paused, tmp_path / "state"), new(99))
+        assert restored.stop == "here"
+        later = train(attrs.evolve(restored, stop=None), split + 2)  # resume a resumed run too
+        if later.stop and split + 2 < updates:
+            later = fl.restore(fl.save(later, tmp_path / "state"), new(98))
+        assert_same(train(attrs.evolve(later, stop=None)), whole)
+
+
+@pytest.mark.parametrize(("size", "workers"), [(2, 0), (5, 2), (20, 1), (3, 2)])
+def test_another_batch_size_or_number_of_workers_trains_the_remaining_samples(
+    tmp_path, size, workers
+):
+    seen = []
+
+    def watch(model, batch):
+        x, y = batch
+        seen.extend(y.flatten().tolist())
+        return model(x).mean()
+
+    def new():
+        torch.manual_seed(0)
+        model = net()
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.01), seed=0)
+
+    make = fl.pipeline()(watch)
+    fl.fit(make, new(), loader(), epochs=2, hooks=())
+    order, seen = seen, []
+    state = fl.fit(make, new(), loader(), steps=2, hooks=())
+    assert (state.batch, state.samples) == (2, 6)
+    state = fl.restore(fl.save(state, tmp_path / "a"), new())
+    other = loader(batch_size=size, num_workers=workers)
+    state = fl.fit(make, state, other, steps=3, hooks=())
+    state = fl.restore(fl.save(state, tmp_path / "a"), new())
+    fl.fit(make, state, loader(), epochs=2, hooks=())
+    assert (
+        sorted(seen[:20])
+        == sorted(order[:20])
+        == sorted(torch.stack([y for _, y in Augmented()]).flatten().tolist())
+    )
+    assert seen == order
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(8):
+            yield torch.tensor([i + torch.rand(()).item() + random.random() + np.random.rand()])
+
+
+class Negated(DataLoader):
+    def __iter__(self):
+        return map(torch.neg, super().__iter__())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Stream(), batch_size=2, num_workers=1, persistent_workers=True),
+        lambda: Negated(torch.arange(8.0), batch_size=2, shuffle=True),
+        lambda: Negated(
+            torch.arange(8.0),
+            batch_size=2,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+        ),
+    ],
+    ids=["persistent workers of a stream", "own iter", "own iter and generator"],
+)
+def test_iterated_loaders_resume_in_a_later_epoch(tmp_path, make):
+    order = fl.pipeline()(
+        lambda model, batch: ((model.w * batch.double()).mean() + model.w**2, {"weight": 1})
+    )
+    whole = fl.fit(order, toy(lr=0.1), make(), epochs=2, hooks=())
+    half = fl.fit(order, toy(lr=0.1), make(), steps=6, hooks=())
+    resumed = fl.restore(fl.save(half, tmp_path / "a"), toy())
+    assert_same(fl.fit(order, resumed, make(), epochs=2, hooks=()), whole)
+
+
+def test_an_epoch_ends_if_a_larger_batch_size_leaves_no_batch(tmp_path):
+    make = fl.pipeline()(lambda model, batch: model.w * batch[1].mean())
+    state = fl.fit(make, toy(), loader(), steps=6, hooks=())
+    assert (state.batch, state.samples) == (6, 18)
+    state = fl.restore(fl.save(state, tmp_path / "a"), toy())
+    # 2 of 20 samples are left
+    state = fl.fit(make, state, loader(batch_size=4, drop_last=True), epochs=2, hooks=())
+    assert (state.step, state.epoch, state.batch, [r.closing for r in state.history]) == (
+        6 + 5,
+        2,
+        0,
+        [True, False, False],
+    )
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_starts_the_next_epoch(tmp_path):
+    state = fl.fit(step, toy(), [ONE] * 3, epochs=1, hooks=())
+    state = fl.restore(fl.save(state, tmp_path / "a"), toy())
+    assert (state.step, state.epoch, state.batch) == (3, 1, 0)
+    state = fl.fit(step, state, [ONE] * 3, epochs=2, hooks=())
+    assert (state.step, len(state.history)) == (6, 2)
+
+
+def test_resuming_a_finished_run_does_nothing(tmp_path):
+    hooks = (fl.checkpoint(tmp_path),)
+    fl.fit(step, toy(), [ONE] * 3, epochs=2, hooks=hooks)
+    state = fl.fit(step, fl.resume(tmp_path, toy()), [ONE] * 3, epochs=2, hooks=hooks)
+    assert (state.step, state.model.w.item()) == (6, -6.0)
+
+
+@pytest.mark.slow  # imports torchmetrics
+def test_running_torchmetrics_are_restored(tmp_path):
+    classification = pytest.importorskip("torchmetrics.classification")
+
+    def f1():
+        metric = classification.MulticlassF1Score(3, average="macro", validate_args=False)
+        return fl.metric(
+            f1=fl.from_torchmetrics(metric, lambda aux, batch: (aux["output"], batch[1]))
+        )
+
+    torch.manual_seed(0)
+    data = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (5, 2, 4)]
+
+    def new():
+        torch.manual_seed(1)
+        model = nn.Linear(4, 3)
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+
+    make = lambda: fl.pipeline(f1())(fl.supervised(nn.CrossEntropyLoss()))
+    whole = fl.fit(make(), new(), data, hooks=())
+    half = fl.restore(
+        fl.save(fl.fit(make(), new(), data, steps=2, hooks=()), tmp_path / "a"), new()
+    )
+    assert_same(fl.fit(make(), half, data, hooks=()), whole)
+
+
+def test_once_does_not_run_again_after_a_resume(tmp_path):
+    steps = []
+
+    def note(state):
+        steps.append(state.step)
+        return state
+
+    hooks = (fl.once(note),)
+    state = fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=hooks)
+    fl.fit(step, fl.restore(fl.save(state, tmp_path / "a"), toy()), [ONE] * 4, hooks=hooks)
+    assert steps == [1]
