@@ -27,7 +27,8 @@ def fit_and_fingerprint(folder, *hooks, **settings):
         for thread in threading.enumerate():
             if thread.name == "checkpoint":  # it writes in the background
                 thread.join()
-        found[:] = [fingerprint(path) for path in [folder / f"step-{state.step:08d}"] if path.exists()]
+        path = folder / f"step-{state.step:08d}"
+        found[:] = [fingerprint(path)] if path.exists() else []
         return state
 
     state = fl.fit(step, toy(), BATCHES, epochs=1, hooks=(fl.every(steps=2)(hook), look, *hooks))
@@ -43,7 +44,11 @@ def test_the_last_state_is_not_written_again_when_the_run_ends(tmp_path, backgro
 
 def test_the_last_state_is_written_again_if_a_later_hook_changes_it(tmp_path):
     """The change is part of the state, so the checkpoint has it."""
-    before, after = fit_and_fingerprint(tmp_path, lambda state: attrs.evolve(state, extra={"seen": state.step}))
+
+    def change(state):
+        return attrs.evolve(state, extra={"seen": state.step})
+
+    before, after = fit_and_fingerprint(tmp_path, change)
     assert before != after and fl.resume(tmp_path, toy()).extra == {"seen": 4}
 
 

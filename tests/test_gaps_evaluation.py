@@ -1,4 +1,4 @@
-"""What a forward draws in evaluation is a function of the seed and the batch, and of nothing else."""
+"""What a forward draws in evaluation is a function of the seed and the batch alone."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ BATCHES = [torch.tensor([float(n)]) for n in range(6)]
 
 
 def draws_in(call, wasteful=()):
-    """Return the first draw in the forward of each batch, by batch. The wasteful batches draw ten times more after it."""
+    """Return the first draw in the forward of each batch. Wasteful batches draw more after it."""
     found = {}
 
     def loss(model, batch):

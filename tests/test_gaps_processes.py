@@ -1,4 +1,4 @@
-"""Two processes draw in evaluation what one draws, and add up the gradients of two calls as one does."""
+"""Two processes draw in evaluation what one draws, and add up gradients as one does."""
 
 import processes
 import pytest

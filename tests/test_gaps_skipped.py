@@ -22,9 +22,9 @@ def total_as_factor(step, total):
     return total
 
 
-@pytest.mark.parametrize("pause", [1, 2, 3], ids="after {} updates".format)
-def test_a_run_resumed_after_skipped_updates_has_the_length_it_had_before(tmp_path, caplog, pause):
-    """Two epochs are planned as 8 updates. Each applied update subtracts 8, before the pause and after it."""
+@pytest.mark.parametrize("steps", [1, 2, 3], ids="after {} updates".format)
+def test_a_run_resumed_after_skipped_updates_has_the_length_it_had_before(tmp_path, caplog, steps):
+    """Two epochs are planned as 8 updates. Each applied update subtracts 8."""
     step = fl.pipeline(fl.schedule(total_as_factor))(toy_loss)
     totals = []
 
@@ -32,9 +32,12 @@ def test_a_run_resumed_after_skipped_updates_has_the_length_it_had_before(tmp_pa
         totals.append(state.run.total_steps)
         return state
 
-    stop = fl.when(lambda state: state.step == pause)(lambda state: attrs.evolve(state, stop="pause"))
+    def pause(state):
+        return attrs.evolve(state, stop="pause")
+
+    stop = fl.when(lambda state: state.step == steps)(pause)
     first = fl.fit(step, toy(lr=1.0), BATCHES, epochs=2, hooks=(note, stop), evaluate_every=None)
-    assert (first.step, first.model.w.item()) == (pause, -8.0 * pause)
+    assert (first.step, first.model.w.item()) == (steps, -8.0 * steps)
     resumed = fl.restore(fl.save(attrs.evolve(first, stop=None), tmp_path / "a"), toy(lr=1.0))
     with caplog.at_level(logging.WARNING, "fnloop"):
         last = fl.fit(step, resumed, BATCHES, epochs=2, hooks=(note,), evaluate_every=None)
