@@ -77,7 +77,7 @@ def by_sign(model, batch):
 
 
 @pytest.mark.parametrize("first, second, a, b", [(1, -3, -1, 3), (-3, 1, -1, 3), (1, 1, -2, 0)])
-def test_a_parameter_that_one_call_does_not_use_keeps_the_gradient_of_the_other(first, second, a, b):
+def test_a_parameter_that_one_call_leaves_out_keeps_the_gradient_of_the_other(first, second, a, b):
     model = Two()
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
     step = fl.pipeline(fl.accumulate(2), repeat([torch.tensor([float(second)])] * 2))(by_sign)

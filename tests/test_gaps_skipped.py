@@ -10,12 +10,8 @@ import fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 ONE, EMPTY = torch.ones(1), torch.ones(0)
-BATCHES = [
-    ONE,
-    EMPTY,
-    ONE,
-    ONE,
-]  # three updates are applied, and one is skipped: its batch has no item
+# Three updates are applied, and one is skipped: its batch has no item.
+BATCHES = [ONE, EMPTY, ONE, ONE]
 
 
 def total_as_factor(step, total):
