@@ -1,0 +1,133 @@
+"""Promises that one-line mutations of the code broke before a test noticed."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+ONE, EMPTY = torch.ones(1), torch.ones(0)
+step = fl.pipeline()(toy_loss)
+
+
+# --- runs
+
+
+@pytest.mark.parametrize("target", [{"steps": 2}, {"epochs": 1}], ids=["steps", "epochs"])
+def test_a_target_at_the_end_of_an_epoch_needs_no_closing_record(target):
+    """The epoch has its record anyway. It is one without an evaluation, which is not due."""
+    loaders, moment = {"train": [ONE] * 2, "valid": [ONE]}, fl.every(epochs=2)
+    state = fl.fit(step, toy(), loaders, **target, hooks=(), evaluate_every=moment)
+    assert state.history.records == (fl.Record(1, 2, {"train/loss": -0.5}),)
+
+
+def test_the_seconds_of_a_resumed_run_go_on_where_they_were(monkeypatch, tmp_path):
+    """Each update takes one second. The time between the two runs does not count."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def slow(model, batch):
+        clock[0] += 1.0
+        return toy_loss(model, batch)
+
+    first = fl.fit(fl.pipeline()(slow), toy(), [ONE] * 2, epochs=1, hooks=())
+    clock[0] += 1000.0
+    again = fl.restore(fl.save(first, tmp_path / "a"), toy())
+    last = fl.fit(fl.pipeline()(slow), again, [ONE] * 2, epochs=3, hooks=())
+    assert [record.seconds for record in last.history] == [2.0, 4.0, 6.0]
+
+
+# --- steps and middleware
+
+
+@pytest.mark.parametrize("inner", [(), (fl.clip(9.0),)], ids=["in place", "averaged"])
+@pytest.mark.parametrize("weight", [0.0, float("nan"), -1.0])
+def test_a_window_whose_weights_on_the_device_count_for_nothing_trains_nothing(inner, weight):
+    def loss_fn(model, batch):
+        return model(batch).mean(), {"weight": torch.tensor(weight)}
+
+    state, _ = fl.pipeline(*inner, fl.accumulate(2))(loss_fn)(toy(), [ONE, ONE])
+    assert state.model.w.item() == 0.0
+
+
+REGISTER = {
+    "of the optimizer, before": lambda state, hook: state.optimizer.register_step_pre_hook(hook),
+    "of the optimizer, after": lambda state, hook: state.optimizer.register_step_post_hook(hook),
+    "of all, before": lambda state, hook: register_optimizer_step_pre_hook(hook),
+    "of all, after": lambda state, hook: register_optimizer_step_post_hook(hook),
+}
+
+
+@pytest.mark.parametrize("register", REGISTER.values(), ids=REGISTER)
+def test_every_kind_of_hook_of_torchs_optimizers_is_called_at_each_update(register):
+    called, state = [], toy()
+    handle = register(state, lambda *_: called.append(1))
+    try:
+        fl.fit(step, state, [ONE] * 3, hooks=())
+    finally:
+        handle.remove()
+    assert len(called) == 3
+
+
+def test_a_schedule_counts_applied_updates_only():
+    """The second batch has no item. The factors of the others are 1, 2 and 3."""
+    scheduled = fl.pipeline(fl.schedule(lambda i, total: i + 1))(toy_loss)
+    state = fl.fit(scheduled, toy(), [ONE, EMPTY, ONE, ONE], hooks=())
+    assert (state.step, state.skipped, state.model.w.item()) == (3, 1, -6.0)
+
+
+def test_the_norm_in_a_record_is_the_mean_over_updates_whatever_their_items():
+    """The norms are 3, of one item, and 1, of two."""
+    batches = [torch.tensor([3.0]), torch.tensor([1.0, 1.0])]
+    state = fl.fit(fl.pipeline(fl.clip(9.0))(toy_loss), toy(), batches, hooks=())
+    assert state.history["train/grad_norm"] == (2.0,)
+
+
+@fl.middleware("update")
+def counter():
+    """Count updates in a tensor of a slot, in place."""
+
+    def wrap(step):
+        def counted(state, batch):
+            state, out = step(state, batch)
+            state.slots["counter"].add_(1)
+            return state, out
+
+        return counted
+
+    return fl.Middleware("counter", update=wrap, init=lambda state: torch.zeros(()))
+
+
+def test_a_snapshot_has_slots_of_its_own():
+    counting = fl.pipeline(counter())(toy_loss)
+    state = fl.fit(counting, toy(), [ONE] * 2, hooks=())
+    before = fl.snapshot(state)
+    fl.fit(counting, state, [ONE] * 3, hooks=())
+    assert before.slots["counter"].item() == 2.0
+
+
+# --- checkpoints
+
+
+def test_a_checkpoint_between_two_evaluations_is_not_ranked_by_the_one_before_it(tmp_path):
+    """Evaluations are at 2, 4 and 6, checkpoints at 3 and 6. The loss is -2 at 2 and -6 at 6."""
+    hooks = (fl.every(steps=3)(fl.checkpoint(tmp_path)),)
+    loaders = {"train": [ONE] * 6, "valid": [ONE]}
+    state = fl.fit(step, toy(), loaders, hooks=hooks, evaluate_every=fl.every(steps=2))
+    assert state.history["valid/loss"] == (-2.0, -4.0, -6.0)
+    assert fl.latest(tmp_path).name == "step-00000006"
+    assert fl.best(tmp_path, "valid/loss", mode="max").name == "step-00000006"
+
+
+def test_the_position_of_a_checkpoint_counts_updates_that_were_skipped(tmp_path):
+    """It is (updates tried, epochs, batches). Of four batches one has no item."""
+    state = fl.fit(step, toy(), [ONE, EMPTY, ONE, ONE], hooks=())
+    manifest = json.loads((fl.save(state, tmp_path / "a") / "manifest.json").read_text())
+    assert manifest["position"] == [4, 1, 0]
