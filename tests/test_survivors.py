@@ -1,7 +1,9 @@
 """Promises that one-line mutations of the code broke before a test noticed."""
 
 import json
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +133,27 @@ def test_the_position_of_a_checkpoint_counts_updates_that_were_skipped(tmp_path)
     state = fl.fit(step, toy(), [ONE, EMPTY, ONE, ONE], hooks=())
     manifest = json.loads((fl.save(state, tmp_path / "a") / "manifest.json").read_text())
     assert manifest["position"] == [4, 1, 0]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_checkpoint_has_reached_the_disk_before_it_has_its_name(tmp_path, monkeypatch, replaced):
+    """A loss of power keeps what was flushed: all files and their folder first, then the name."""
+    path, events = tmp_path / "a", []
+    fsync, rename = os.fsync, os.rename
+    if replaced:
+        fl.save(toy(w=1.0), path)
+
+    def flush(descriptor):
+        fsync(descriptor)
+        events.append(os.fstat(descriptor).st_ino)
+
+    def move(source, target):
+        rename(source, target)
+        events.append(f"{Path(target).name} has its name")
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", move)
+    fl.save(toy(w=2.0), path)
+    named = events.index("a has its name")
+    assert {item.stat().st_ino for item in (path, *path.iterdir())} <= {*events[:named]}
+    assert tmp_path.stat().st_ino in events[named:]
