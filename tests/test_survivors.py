@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import Toy, toy, toy_loss
 
 ONE, EMPTY = torch.ones(1), torch.ones(0)
 step = fl.pipeline()(toy_loss)
@@ -157,3 +157,38 @@ def test_a_checkpoint_has_reached_the_disk_before_it_has_its_name(tmp_path, monk
     named = events.index("a has its name")
     assert {item.stat().st_ino for item in (path, *path.iterdir())} <= {*events[:named]}
     assert tmp_path.stat().st_ino in events[named:]
+
+
+def test_a_run_goes_on_beside_a_checkpoint_of_its_own_that_cannot_be_read(tmp_path):
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path))
+    fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=(saves,))
+    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="passed over: .*step-00000002"):
+        state = fl.resume(tmp_path, toy())
+    assert state.step == 1
+    assert fl.fit(step, state, [ONE] * 4, steps=3, hooks=(saves,)).model.w.item() == -3.0
+
+
+class Refusing(torch.optim.SGD):
+    """An optimizer with a state_dict of its own, which does not take it back."""
+
+    def state_dict(self):
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict):
+        raise ValueError("not today")
+
+
+def test_an_optimizer_that_refuses_a_checkpoint_keeps_the_state_that_it_had(tmp_path):
+    """The momentum is 1, 2 and 3 in three updates, so the weight is -1, -3 and -6."""
+
+    def make():
+        model = Toy()
+        optimizer = Refusing(model.parameters(), lr=1.0, momentum=1.0)
+        return fl.TrainState.create(model, optimizer, seed=0)
+
+    state = fl.fit(step, make(), [ONE] * 3, steps=2, hooks=())
+    assert state.model.w.item() == -3.0
+    with pytest.raises(fl.CheckpointError, match="not today"):
+        fl.restore(fl.save(make(), tmp_path / "a"), state)
+    assert fl.fit(step, state, [ONE] * 3, steps=3, hooks=()).model.w.item() == -6.0
