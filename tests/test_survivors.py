@@ -1,12 +1,15 @@
 """Promises that one-line mutations of the code broke before a test noticed."""
 
+import inspect
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tape import Tape
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -192,3 +195,55 @@ def test_an_optimizer_that_refuses_a_checkpoint_keeps_the_state_that_it_had(tmp_
     with pytest.raises(fl.CheckpointError, match="not today"):
         fl.restore(fl.save(make(), tmp_path / "a"), state)
     assert fl.fit(step, state, [ONE] * 3, steps=3, hooks=()).model.w.item() == -6.0
+
+
+# --- signals and graphs
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="there are no signals here")
+def test_the_first_ctrl_c_waits_for_the_update_also_after_a_sigterm():
+    """Only a second Ctrl-C raises at once."""
+
+    def loss_fn(model, batch):
+        if model.w.item() == -1.0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return toy_loss(model, batch)
+
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 5, hooks=())
+    assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -2.0)
+
+
+class Failing(Tape):
+    """A recorder whose replays fail when that is asked for."""
+
+    fails = False
+
+    def record(self, update):
+        parts, reply = super().record(update)
+
+        def replay():
+            if self.fails:
+                raise RuntimeError("the device is lost")
+            parts[-1]()
+
+        return [*parts[:-1], replay], reply
+
+
+def test_a_replay_that_fails_leaves_no_state(monkeypatch):
+    """The graph changes the weights, and how far it came is not known."""
+    recorder = Failing()
+    internals = inspect.unwrap(fl.cuda_graph).__globals__
+    monkeypatch.setitem(internals, "recorder_on", lambda device: recorder)
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0), fused=True)
+    state = fl.TrainState.create(model, optimizer, seed=0)
+    captured = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
+    for _ in range(3):
+        state, _ = captured(state, ONE)
+    assert state.model.w.item() == -3.0
+    recorder.fails = True
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        captured(state, ONE)
+    with pytest.raises(fl.StaleStateError, match="failed half-way"):
+        fl.evaluate(captured, state, [ONE])
