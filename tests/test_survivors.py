@@ -62,6 +62,17 @@ def test_a_window_whose_weights_on_the_device_count_for_nothing_trains_nothing(i
     assert state.model.w.item() == 0.0
 
 
+def test_a_negative_weight_on_the_device_is_an_error_also_if_the_sum_is_not_negative():
+    """The sum of -1 and 3 is 2, which could be a number of items."""
+    weights = iter([-1.0, 3.0])
+
+    def loss_fn(model, batch):
+        return model(batch).mean(), {"weight": torch.tensor(next(weights))}
+
+    with pytest.raises(ValueError, match="one of them was NaN, infinite or negative"):
+        fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 2, hooks=())
+
+
 REGISTER = {
     "of the optimizer, before": lambda state, hook: state.optimizer.register_step_pre_hook(hook),
     "of the optimizer, after": lambda state, hook: state.optimizer.register_step_post_hook(hook),
@@ -210,7 +221,10 @@ def test_the_first_ctrl_c_waits_for_the_update_also_after_a_sigterm():
             os.kill(os.getpid(), signal.SIGINT)
         return toy_loss(model, batch)
 
-    state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 5, hooks=())
+    try:
+        state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 5, hooks=())
+    except KeyboardInterrupt:
+        pytest.fail("the first Ctrl-C has raised")
     assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -2.0)
 
 
