@@ -228,6 +228,28 @@ def test_the_first_ctrl_c_waits_for_the_update_also_after_a_sigterm():
     assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -2.0)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="there are no signals here")
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_sigterm_that_comes_too_late_for_the_run_is_raised_when_it_ends(monkeypatch, in_time):
+    """One that comes in time is noted in the state instead."""
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+
+    class Terminating:
+        def __call__(self, state):
+            if in_time and state.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return state
+
+        def close(self):
+            if not in_time:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    state = fl.fit(step, toy(), [ONE] * 3, hooks=(Terminating(),))
+    expected = (2, "SIGTERM", []) if in_time else (3, None, [signal.SIGTERM])
+    assert (state.step, state.stop, raised) == expected
+
+
 class Failing(Tape):
     """A recorder whose replays fail when that is asked for."""
 
