@@ -59,7 +59,8 @@ from fnloop._loop.evaluate import READ_ONCE, check_step, measure, open_loader
 from fnloop._loop.hints import suggest_fused
 from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts, handling
 from fnloop._step.engine import engine_of
-from fnloop._step.pipeline import STEP, PipelineStep
+from fnloop._step.layers import STEP
+from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import consume
 
 __all__ = ["fit", "run"]
@@ -358,7 +359,7 @@ class _Run:
         engine_of(state).begin_run(state)
         suggest_fused(state.optimizer, state.backend.device)
         try:
-            return self.step.meet(state)
+            return self.step.init_slots(state)
         except Exception as error:
             _explain(error, state, self.step, "what a middleware keeps", state.batch)
             raise
@@ -429,7 +430,7 @@ class _Run:
         if state.run is None:
             state = attrs.evolve(state, run=self.info)
         if state.slots is not before.slots:  # they may be a checkpoint's
-            state = self.step.meet(state)
+            state = self.step.init_slots(state)
         self.state = state
         return ended or self.went_back or state.stop is not None or state.step >= self.last_step
 

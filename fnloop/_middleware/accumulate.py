@@ -106,8 +106,6 @@ def _averaged(step: Step, n: int) -> Step:
             for p in params:
                 p.grad = None
             total.add(out)
-        if total.is_empty:
-            return state, out
         for p, gradient in zip(params, sums, strict=True):
             p.grad = gradient
         total.divide(sums)

@@ -54,7 +54,7 @@ class Backward:
         single = engine_of(state).start_batch(self._loss, state)
         state, out = single.forward(state, batch)
         single.backward(state, out)
-        return state, single.finish(state, out)
+        return state, single.finish(state)
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window: ``.grad`` becomes that of the mean over its items."""
@@ -63,7 +63,7 @@ class Backward:
         for batch in window:
             state, out = training.forward(state, batch)
             training.backward(state, out)
-        return state, training.finish(state, out)
+        return state, training.finish(state)
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""

@@ -48,7 +48,7 @@ class TrainingPass(Protocol):
     """Forward and backward of one window.
 
     For each batch call ``forward``, then ``backward`` with its output; after the last one ``finish``.
-    The first is an attribute, so that in one process no frame is between a step and its loss.
+    In one process ``forward`` is the step inside itself, so that no frame is added to a traceback.
     """
 
     @property
@@ -60,13 +60,8 @@ class TrainingPass(Protocol):
         """Add the gradient of a batch, by its weight."""
         ...
 
-    def finish(self, state: TrainState, out: Output, /) -> Output:
-        """Turn the sum of the gradients into the mean. Return what to report of the window.
-
-        Args:
-            state: the state.
-            out: the output of the last batch.
-        """
+    def finish(self, state: TrainState, /) -> Output:
+        """Turn the sum of the gradients into the mean. Return what to report of the window."""
         ...
 
 

@@ -1,11 +1,10 @@
-"""The outermost of the three steps: the optimizer's step."""
+"""The outermost of the three steps, the optimizer's step, and what becomes of its output."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import torch
@@ -23,20 +22,20 @@ from fnloop._core.state import (
     give_up_ownership,
     parameters,
 )
-from fnloop._core.types import Batch, Output, Step
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
 
 __all__ = ["OPTIMIZER", "consume", "report", "update", "wants_closure"]
 
-OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
+OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
 
 
 def update(step: Step, may_skip: bool = False) -> Step:
-    """Return the step that applies the gradients, and leaves none behind.
+    """Return the step that applies the gradients and then clears them.
 
     Args:
         step: the gradient step.
-        may_skip: whether a step inside may leave an update out, in one process and not in another: then all do.
+        may_skip: whether an inner step may skip an update on some processes only. Then all skip it.
     """
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -44,7 +43,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
         check_not_stale(state)
         params = all_parameters(state)
         for p in params:
-            p.grad = None  # whatever was there is not of this batch
+            p.grad = None  # of an earlier batch, if any
         try:
             if wants_closure(type(state.optimizer)):
                 return _by_closure(step, state, batch)
@@ -53,9 +52,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
                 out = attrs.evolve(out, skip="left out by another process")
             applied = out.skip is None
             if applied:
-                give_up_ownership(
-                    new
-                )  # until the update is whole, no state owns what the optimizer changes
+                give_up_ownership(new)  # until the optimizer has changed all of the parameters
                 _apply(new.optimizer)
         finally:
             for p in params:
@@ -67,13 +64,16 @@ def update(step: Step, may_skip: bool = False) -> Step:
 
 @functools.cache
 def wants_closure(optimizer: type[Optimizer]) -> bool:
-    """Say whether an optimizer evaluates the loss by itself."""
+    """Return whether an optimizer evaluates the loss by itself."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-    """Update with an optimizer that evaluates the loss as often as it wants to (LBFGS); what is reported is the first."""
+    """Update with an optimizer that evaluates the loss as often as it needs (LBFGS).
+
+    The first evaluation is reported.
+    """
     __tracebackhide__ = True
     replies: list[tuple[TrainState, Output]] = []
 
@@ -84,13 +84,12 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
         replies.append(step(state, batch))
         if replies[-1][1].skip is not None:
             raise ValueError(
-                f"{type(state.optimizer).__name__} can't leave an update out ({replies[-1][1].skip})"
+                f"{type(state.optimizer).__name__} cannot skip an update ({replies[-1][1].skip})"
             )
         return engine_of(state).mean_loss(replies[-1][1])
 
-    give_up_ownership(
-        state
-    )  # an optimizer may change the parameters before, between and after its evaluations
+    # The optimizer may change the parameters before, between and after its evaluations.
+    give_up_ownership(state)
     state.optimizer.step(closure)  # type: ignore[arg-type]
     new, out = replies[0]
     return advance(new, applied=True), out
@@ -100,9 +99,9 @@ _TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__  # type: ig
 
 
 def _apply(optimizer: Optimizer) -> None:
-    """Call ``optimizer.step()``, past torch's wrapper around it where that would do nothing.
+    """Call ``optimizer.step()``, without torch's wrapper around it if that would do nothing.
 
-    The wrapper marks the step for a profiler and calls hooks: 5 µs, with neither a profiler nor a hook.
+    The wrapper marks the step for a profiler and calls hooks. It takes 5 µs even without any.
     """
     __tracebackhide__ = True
     step = type(optimizer).step
@@ -122,24 +121,25 @@ def _apply(optimizer: Optimizer) -> None:
         bare(optimizer)
 
 
-def report(out: Output, metrics: Mapping[str, Any], by: str) -> Output:
+def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
     """Return an output with more metrics.
 
     Raises:
-        ValueError: there is one of that name already.
+        ValueError: it has a metric of that name already.
     """
     if clash := out.metrics.keys() & metrics.keys():
         name = min(clash)
         raise ValueError(
-            f"{by} reports the metric {name!r}, which another middleware inside it reports already: rename one"
+            f"{by} reports the metric {name!r}, which another middleware inside it reports already: "
+            "rename one"
         )
     return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
 
 
 def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
-    """Return the state with a step's batches counted and its metrics reduced into those of the epoch.
+    """Return the state with a step's batches counted and its metrics combined into the epoch's.
 
-    An update that was left out has no part in them.
+    A skipped update does not count in the metrics.
     """
     __tracebackhide__ = True
     running = state.metrics
