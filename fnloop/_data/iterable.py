@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fnloop._core.rng import FETCH, ORDER, fold_in, own_generator, position_all
-from fnloop._core.types import name_of
+from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import is_iterable
 from fnloop._data.map_style import make_killable, set_epoch, sigterm_resistant_workers
 from fnloop._data.window import END
@@ -19,44 +19,21 @@ from fnloop._display.checks import described
 __all__ = ["iterate"]
 
 
-# --- iterables
+def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Batch]:
+    """Yield the batches of an epoch, from the one numbered ``start`` on.
 
-
-def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Any]:
+    Each batch is fetched with generators positioned by (seed, epoch, its number).
+    """
     __tracebackhide__ = True
     set_epoch(epoch, loader, getattr(loader, "dataset", None))
-    order, fetch = fold_in(seed, ORDER, epoch or 0), fold_in(seed, FETCH, epoch or 0)
-    if isinstance(loader, DataLoader):
-        loader._iterator = (
-            None  # persistent workers would go on with the generators of the epoch before
-        )
-    with (
-        contextlib.ExitStack() as stack
-    ):  # until the first batch is there: only then has everybody taken its generator
-        samplers = (
-            getattr(loader, "sampler", None),
-            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        )
-        for owner in {
-            id(owner): owner for owner in (loader, *samplers) if owner is not None
-        }.values():
-            stack.enter_context(own_generator(owner, order))
-        if isinstance(loader, DataLoader):
-            stack.enter_context(sigterm_resistant_workers(loader))
-        iterable: Any = loader
-        position_all(order)
-        if not is_iterable(loader):
-            iterable = iterable()
-            if not is_iterable(iterable):
-                raise TypeError(
-                    f"the loader {name_of(loader)} must return an iterable of batches; it returned {described(iterable)}. "
-                    "Did you forget to return or yield?"
-                )
-        batches = make_killable(iter(iterable))
+    fetch = fold_in(seed, FETCH, epoch or 0)
+    with _ordered_by(fold_in(seed, ORDER, epoch or 0), loader):
+        batches = make_killable(iter(_call(loader)))
         if start and batches is loader:
             raise ValueError(
-                f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "
-                f"function that makes it (fit(step, state, lambda: batches(...)))"
+                f"epoch {epoch} is to continue at batch {start}, but the loader is an iterator, which "
+                "cannot start again: pass a function that makes it "
+                "(fit(step, state, lambda: batches(...)))"
             )
         position_all(fold_in(fetch, 0))
         batch = next(batches, END)
@@ -67,3 +44,38 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[A
             yield batch
         position_all(fold_in(fetch, n))
         batch = next(batches, END)
+
+
+@contextlib.contextmanager
+def _ordered_by(seed: int, loader: Any) -> Iterator[None]:
+    """Let a loader and its samplers draw their order from a seed.
+
+    The block has to include the first batch, because samplers take their generator when they are
+    first advanced.
+    """
+    sampler = getattr(loader, "sampler", None)
+    batched = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    owners = {id(owner): owner for owner in (loader, sampler, batched) if owner is not None}
+    with contextlib.ExitStack() as stack:
+        for owner in owners.values():
+            stack.enter_context(own_generator(owner, seed))
+        if isinstance(loader, DataLoader):
+            # Persistent workers would continue with the generators of the epoch before.
+            loader._iterator = None
+            stack.enter_context(sigterm_resistant_workers(loader))
+        position_all(seed)
+        yield
+
+
+def _call(loader: Any) -> Any:
+    """Return the iterable that a loader is, or that it returns if it is a function."""
+    __tracebackhide__ = True
+    if is_iterable(loader):
+        return loader
+    batches = loader()
+    if not is_iterable(batches):
+        raise TypeError(
+            f"the loader {name_of(loader)} must return an iterable of batches; it returned "
+            f"{described(batches)}. Did you forget to return or yield?"
+        )
+    return batches
