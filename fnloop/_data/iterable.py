@@ -31,8 +31,8 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[B
         batches = make_killable(iter(_call(loader)))
         if start and batches is loader:
             raise ValueError(
-                f"epoch {epoch} is to continue at batch {start}, but the loader is an iterator, which "
-                "cannot start again: pass a function that makes it "
+                f"epoch {epoch} is to continue at batch {start}, but the loader is an iterator, "
+                "which cannot start again: pass a function that makes it "
                 "(fit(step, state, lambda: batches(...)))"
             )
         position_all(fold_in(fetch, 0))

@@ -24,7 +24,8 @@ def read_loaders(loaders: object) -> Loaders:
     """Return the training loader and those that are evaluated.
 
     Args:
-        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable of batches.
+        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable
+            of batches.
 
     Raises:
         TypeError: it is none of these.
@@ -45,8 +46,8 @@ def read_loaders(loaders: object) -> Loaders:
                 )
     elif isinstance(loaders, tuple) and len(loaders) > 2 and not isinstance(loaders[0], Tensor):
         raise TypeError(
-            "fit expects loaders as a pair (train, valid), or as a mapping with names; got a tuple of "
-            f'{len(loaders)}. Write {{"train": train, "valid": valid, "test": test}}'
+            "fit expects loaders as a pair (train, valid), or as a mapping with names; got a tuple "
+            f'of {len(loaders)}. Write {{"train": train, "valid": valid, "test": test}}'
         )
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         train, valid = loaders
@@ -92,8 +93,8 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
         )
     if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
         raise TypeError(
-            f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a mapping "
-            "with names"
+            f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a "
+            "mapping with names"
         )
     wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
     if isinstance(loader, str | bytes | type | nn.Module) or not (
@@ -122,9 +123,9 @@ class sharded:
     """Mark a loader that yields this process's own share, and not all of the data.
 
     Any other loader is read by every process, and its batches are distributed round-robin; of a
-    map-style DataLoader only the indices are. Mark a stream of which each process reads a part. Shares
-    may differ in length. Mid-epoch, resume only on the same number of processes, because others would
-    have other shares.
+    map-style DataLoader only the indices are. Mark a stream of which each process reads a part.
+    Shares may differ in length. Mid-epoch, resume only on the same number of processes, because
+    others would have other shares.
 
     Args:
         loader: an iterable of batches, or a function that returns one.
@@ -140,8 +141,9 @@ class sharded:
         >>> from fnloop.testing import toy, toy_loss
         >>> from torch.utils.data import IterableDataset
         >>> class Shards(IterableDataset):
-        ...     def __iter__(self):                     # files rank, rank + world_size, ...
-        ...         return (torch.ones(2) for file in range(state.backend.rank, 6, state.backend.world_size))
+        ...     def __iter__(self):
+        ...         rank, processes = state.backend.rank, state.backend.world_size
+        ...         return (torch.ones(2) for file in range(rank, 6, processes))
         >>> state = toy()
         >>> state = fl.fit(fl.pipeline()(toy_loss), state, sharded(Shards()), hooks=())
         >>> state.model.w.item()

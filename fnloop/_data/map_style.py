@@ -1,9 +1,9 @@
 """Map-style loaders, read by their parts.
 
-The sampler says which samples. Each batch of indices travels to the worker (or to this process) with
-the seed that its randomness starts from. So shuffling and random augmentation are a function of
-(seed, epoch, position), whatever the number of workers. What was consumed already is skipped by its
-index, not by loading it.
+The sampler says which samples. Each batch of indices travels to the worker (or to this process)
+with the seed that its randomness starts from. So shuffling and random augmentation are a function
+of (seed, epoch, position), whatever the number of workers. What was consumed already is skipped
+by its index, not by loading it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class _BatchDataset(Dataset[Batch]):
         except StopIteration as error:  # in a worker torch would take it for the end of the data
             which = f"samples {at}" if isinstance(at, list) else f"sample {at}"
             raise RuntimeError(
-                f"{raising} raised StopIteration for {which}: an iterator that it reads is at its end"
+                f"{raising} raised StopIteration for {which}: an iterator that it reads is at its "
+                "end"
             ) from error
 
 
@@ -207,7 +208,7 @@ def _batch_indices(
 
 
 def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> Iterator[list[Any]]:
-    """Cut indices into batches. With ``drop_last``, leave out a round without a batch for everyone."""
+    """Cut indices into batches. With ``drop_last``, leave out an incomplete last round."""
     size = batched.batch_size
     if batched.drop_last:
         indices = itertools.chain.from_iterable(partition(size * processes, indices))
@@ -308,8 +309,8 @@ def make_killable(batches: Iterator[Batch]) -> Iterator[Batch]:
 class _IgnoreFirstSigterm(NamedTuple):
     """The user's worker_init_fn, in a worker that ignores its first SIGTERM.
 
-    Schedulers often signal every process of a job, but a run that stops after the current update still
-    needs its workers.
+    Schedulers often signal every process of a job, but a run that stops after the current update
+    still needs its workers.
     """
 
     init: Callable[[int], None] | None

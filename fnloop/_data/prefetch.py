@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,15 +30,15 @@ def windows(
 ) -> Iterator[Batch]:
     """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches.
 
-    They are on the device. Requesting one while the previous one is still computing overlaps loading
-    and copying with it.
+    They are on the device. Requesting one while the previous one is still computing overlaps
+    loading and copying with it.
 
     Args:
         source: where the batches come from.
         window: batches per call of the step.
         device: where they are moved to.
-        epoch: the epoch. Without one, for evaluation, the order is always the same and ``set_epoch``
-            is not called.
+        epoch: the epoch. Without one, for evaluation, the order is always the same and
+            ``set_epoch`` is not called.
         batch: the batches of the epoch that were consumed already.
         samples: their samples, if known.
         prefetch: how many windows are fetched ahead. It changes no number.
@@ -52,8 +53,8 @@ def windows(
 def _grouped(batches: Iterator[Batch], window: int) -> Iterator[Batch]:
     """Return an iterator of tuples of up to ``window`` batches.
 
-    Not toolz.partition_all, which requests the next window before it yields one. A loader that draws
-    would notice.
+    Not toolz.partition_all, which requests the next window before it yields one. A loader that
+    draws would notice.
     """
     return iter(lambda: tuple(itertools.islice(batches, window)), ())
 
@@ -85,9 +86,9 @@ def _fetch(windows: Iterator[Batch]) -> _Fetched:
 def _prefetched(windows: Iterator[Batch], n: int) -> Iterator[Batch]:
     """Yield windows with n of them fetched ahead.
 
-    An error is raised after the windows fetched before it. The generators are with each window as if
-    it had been fetched just now: as its own fetch left them, or as the caller left them if a fetch
-    does not set them (in workers, from a list).
+    An error is raised after the windows fetched before it. The generators are with each window as
+    if it had been fetched just now: as its own fetch left them, or as the caller left them if a
+    fetch does not set them (in workers, from a list).
     """
     __tracebackhide__ = True
     queue: deque[_Fetched] = deque()
@@ -112,12 +113,9 @@ def _transfer_to(device: torch.device) -> Callable[[Batch], Batch]:
 
     On CUDA it copies on a stream of its own, while the device computes.
     """
+    move: Callable[[Batch], Batch] = functools.partial(to_device, device=device)
     if device.type == "cuda":
         move = copy_on_side_stream(device)
-    else:
-
-        def move(batch: Batch) -> Batch:
-            return to_device(batch, device)
 
     def transfer(batch: Batch) -> Batch:
         return Padding(move(batch.batch)) if type(batch) is Padding else move(batch)

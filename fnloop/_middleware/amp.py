@@ -1,9 +1,9 @@
 """Mixed precision: autocast, and for fp16 a loss scale.
 
-The scale multiplies the loss before backward, never the reported loss. Gradients are unscaled once
-per window, before any other gradient middleware sees them, whether ``amp`` is listed before or after
-``accumulate``. An update whose gradients overflowed is skipped entirely: parameters, step, schedules
-and averages stay as they are.
+The scale multiplies the loss before backward, never the reported loss. Gradients are unscaled
+once per window, before any other gradient middleware sees them, whether ``amp`` is listed before
+or after ``accumulate``. An update whose gradients overflowed is skipped entirely: parameters,
+step, schedules and averages stay as they are.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def amp(
 ) -> Middleware:
     """Run the loss function under autocast.
 
-    List it first. With "fp16" the loss is scaled by a number that halves when a gradient overflows
-    (that update is skipped) and doubles after ``growth_interval`` updates without an overflow. This
-    needs one device-to-host read per update, the only one in any middleware, because the step counter
-    and the schedules depend on it. "bf16" needs none of it.
+    List it first. With "fp16" the loss is scaled by a number that halves when a gradient
+    overflows (that update is skipped) and doubles after ``growth_interval`` updates without an
+    overflow. This needs one device-to-host read per update, the only one in any middleware,
+    because the step counter and the schedules depend on it. "bf16" needs none of it.
 
     Args:
         precision: "bf16", "fp16", or None, which changes nothing.

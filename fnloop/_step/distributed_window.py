@@ -109,7 +109,7 @@ class DistributedWindow:
             self._total.reference = weights.reference(weight_on_device(out))
 
     def _root(self, state: TrainState, out: Output) -> Tensor:
-        """Return the root of this process's backward; it adds zero for padding and skipped batches."""
+        """Return the root of this process's backward. Padding and skipped batches add zero."""
         engine = self._engine
         if self._is_padding and out is not engine.empty_output:
             return out.loss * 0  # it was run, for its collectives: backward may have some too

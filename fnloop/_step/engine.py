@@ -1,7 +1,8 @@
-"""The gradient engine: what depends on the number of processes when a window is trained or evaluated.
+"""The gradient engine: what depends on the number of processes in training and evaluation.
 
 There are two, :class:`LocalEngine` for one process and :class:`DistributedEngine` for several.
-:func:`engine_of` chooses. Nothing else in the steps and the middleware looks at the number of processes.
+:func:`engine_of` chooses. Nothing else in the steps and the middleware looks at the number of
+processes.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def engine_of(state: TrainState) -> GradientEngine:
 class TrainingPass(Protocol):
     """Forward and backward of one window.
 
-    For each batch call ``forward``, then ``backward`` with its output; after the last one ``finish``.
-    In one process ``forward`` is the step inside itself, so that no frame is added to a traceback.
+    For each batch call ``forward``, then ``backward`` with its output; after the last one
+    ``finish``. In one process ``forward`` is the step inside itself, so that no frame is added to
+    a traceback.
     """
 
     @property

@@ -25,8 +25,8 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
     Args:
         loss_fn: the loss function.
         name: its name in messages.
-        amp_listed: whether the pipeline lists ``amp``. If not, the mixed precision that accelerate is
-            configured for is used.
+        amp_listed: whether the pipeline lists ``amp``. If not, the mixed precision that
+            accelerate is configured for is used.
     """
     checked = False
 
@@ -118,10 +118,10 @@ def _check_weight(weight: object, name: str) -> None:
 
 
 def _items_in(batch: Batch, name: str) -> int:
-    """Return the number of items in a batch: the leading dimension of its tensors, if they have one.
+    """Return the number of items in a batch: the leading dimension of its tensors.
 
     Raises:
-        ValueError: its tensors have different ones, or there is no tensor.
+        ValueError: its tensors have different ones, or it has no tensor.
     """
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
@@ -156,7 +156,7 @@ def _items_in(batch: Batch, name: str) -> int:
 
 
 def _common_items(parts: Iterable[object]) -> int | None:
-    """Return the leading dimension of the parts of a flat batch; None if it is not flat, or unclear."""
+    """Return the leading dimension of the tensors of a flat batch; None if there is not one."""
     items: int | None = None
     for part in parts:
         if not isinstance(part, Tensor):

@@ -45,8 +45,8 @@ class Layers:
     def add(self, step: Step, name: str, is_users: bool = False) -> None:
         """Add a layer around those that are there.
 
-        A function decorated with ``torch.no_grad()`` is looked into, because all decorated functions
-        have the same code.
+        A function decorated with ``torch.no_grad()`` is looked into, because all decorated
+        functions have the same code.
         """
         function = inspect.unwrap(step)
         code = getattr(function, "__code__", None)

@@ -1,7 +1,9 @@
 """Composition: the rings of middleware around forward, backward and update.
 
-    pipeline(a, b)(loss_fn) == pipe(loss_fn, forward, ...forward ring..., ...loss ring..., backward,
-                                    ...gradient ring..., update, ...update ring..., ...device ring..., ...step ring...)
+    pipeline(a, b)(loss_fn) == pipe(
+        loss_fn, forward, ...forward ring..., ...loss ring..., backward, ...gradient ring...,
+        update, ...update ring..., ...device ring..., ...step ring...
+    )
 
 A step by itself is the three in the middle: forward, backward and update. Within a ring, what is
 listed first is innermost.
@@ -90,9 +92,11 @@ def pipeline(*middleware: Middleware) -> Pipeline:
         >>> step = pipeline(fl.accumulate(2), fl.clip(1.0))(toy_loss)
         >>> step
         pipeline(accumulate(2), clip(1.0))(toy_loss)
-        >>> state, out = step(toy(), [torch.tensor([3.0]), torch.tensor([5.0])])    # the mean, 4, is clipped to 1
+        >>> state, out = step(toy(), [torch.tensor([3.0]), torch.tensor([5.0])])
         >>> round(state.model.w.item(), 4), out.metrics["grad_norm"].compute()
         (-1.0, 4.0)
+
+        The mean of the gradients, 4, is clipped to 1.
     """
     check_middleware(middleware)
     return Pipeline(middleware)
@@ -188,9 +192,9 @@ class PipelineStep:
             check_step_reply(reply, f"{member!r}, in its {ring} ring,")
             if not calls and reply[1].skip is None and engine_of(state).calls_every_batch:
                 raise ValueError(
-                    f"{member!r} did not call the step that it wraps, so nothing was trained: write "
-                    "state, out = step(state, batch); or, to leave an update out, return an Output "
-                    'with skip="why"'
+                    f"{member!r} did not call the step that it wraps, so nothing was trained: "
+                    "write state, out = step(state, batch); or, to skip an update, return an "
+                    'Output with skip="why"'
                 )
             checked.__setstate__((step, (), {}, vars(checked)))
             return reply
@@ -246,7 +250,7 @@ class PipelineStep:
         return self.pipeline, (self.loss_fn,)
 
     def init_slots(self, state: TrainState, ring: str | None = None) -> TrainState:
-        """Return the state with the slots that its middleware need, by default those of all rings."""
+        """Return the state with the slots that the middleware need, of a ring or of all."""
         __tracebackhide__ = True
         members = self.pipeline.middleware
         return init_slots(
@@ -279,7 +283,7 @@ class PipelineStep:
         return consume(state, out, batches * state.backend.world_size), out
 
     def evaluate(self, state: TrainState, batch: Batch) -> Output:
-        """Evaluate one batch: the pipeline up to its forward ring, without gradients, in evaluation mode.
+        """Evaluate one batch: in evaluation mode, without gradients, only up to the forward ring.
 
         Args:
             state: the newest state. It is not changed, and the global generators are not either.

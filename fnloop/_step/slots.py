@@ -17,7 +17,7 @@ __all__ = ["init_slots"]
 
 
 def init_slots(state: TrainState, members: Iterable[Middleware]) -> TrainState:
-    """Return the state with missing slots created, and those restored from a checkpoint materialized."""
+    """Return the state with missing slots made, and those from a checkpoint materialized."""
     __tracebackhide__ = True
     for member in members:
         if member.init is None:

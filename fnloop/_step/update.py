@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -130,8 +131,8 @@ def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
     if clash := out.metrics.keys() & metrics.keys():
         name = min(clash)
         raise ValueError(
-            f"{by} reports the metric {name!r}, which another middleware inside it reports already: "
-            "rename one"
+            f"{by} reports the metric {name!r}, which another middleware inside it reports "
+            "already: rename one"
         )
     return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
 
@@ -146,5 +147,6 @@ def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> T
     if out.skip is not None:
         return after_batches(state, batches, samples, running)
     metrics = update_(running, out.metrics) if out.metrics else {**running}
-    metrics["loss"] = update_loss_(running.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+    loss: Any = running.get("loss")
+    metrics["loss"] = update_loss_(loss, out.loss, out.weight)
     return after_batches(state, batches, samples, metrics)

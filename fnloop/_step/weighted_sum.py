@@ -102,7 +102,7 @@ class WeightedSum:
             divide(gradients, self.weight, self.reference)
 
     def output(self) -> Output:
-        """Return the mean loss and the combined metrics; of a window without any, why it is skipped."""
+        """Return the mean loss and the combined metrics, or the skip of a window without any."""
         if self._loss is None or self._last is None or self.weight is None:
             assert self._skipped is not None, "nothing was added"
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
@@ -114,7 +114,7 @@ class WeightedSum:
             items = items or 1
         if self._checked is not None:
             given, valid = self._checked
-            weight = torch.where(given == valid, self.weight, math.nan)  # type: ignore[call-overload]
+            weight = torch.where(given == valid, weight, math.nan)
         return Output(self._loss / items, weight, self._last.aux, self._metrics)
 
 
