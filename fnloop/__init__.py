@@ -258,7 +258,7 @@ from fnloop._middleware.metric import metric as metric
 from fnloop._middleware.schedule import schedule as schedule
 from fnloop._middleware.torch_scheduler import torch_scheduler as torch_scheduler
 from fnloop._step.pipeline import pipeline as pipeline
-from fnloop._step.pipeline import supervised as supervised
+from fnloop._step.supervised import supervised as supervised
 from fnloop._version import __version__ as __version__
 
 __all__ = [

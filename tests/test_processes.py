@@ -1712,7 +1712,7 @@ REFUSED = {
     "order of its own": "RuntimeError: the processes have come apart: each has the data in another order",
     "evaluated in its own order": "RuntimeError: the processes have come apart: each has the data in another order",
     "predicted in its own order": "RuntimeError: the processes have come apart: each has the data in another order",
-    "one tensor again and again": "ValueError: the loader fills one tensor again for its next batch, and ",
+    "one tensor again and again": "ValueError: the loader reuses a tensor for its next batch, but ",
     "lazy": "ValueError: the model has lazy parameters, which know no shape yet: call it once",
     "nothing to evaluate": "ValueError: the loader to evaluate gave no batch",
 }

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from fnloop._backend import torch_compat
 from fnloop._core.call import name_of
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
+from fnloop._core.types import Batch
 from fnloop._data.loaders import is_iterable
 from fnloop._data.map_style import set_epoch, sigterm_resistant_workers
 from fnloop._data.window import END
@@ -20,43 +21,21 @@ from fnloop._display.checks import describe
 __all__ = ["iterate"]
 
 
-# --- iterables
+def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Batch]:
+    """Yield the batches of an epoch, from the one numbered ``start`` on.
 
-
-def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Any]:
+    Each batch is fetched with generators positioned by (seed, epoch, its number).
+    """
     __tracebackhide__ = True
     set_epoch(epoch, loader, getattr(loader, "dataset", None))
-    order, fetch = fold_in(seed, ORDER, epoch or 0), fold_in(seed, FETCH, epoch or 0)
-    if isinstance(loader, DataLoader):
-        # Persistent workers would continue with the generators of the epoch before.
-        torch_compat.forget_workers(loader)
-    with (
-        contextlib.ExitStack() as stack
-    ):  # until the first batch is there: only then has everybody taken its generator
-        samplers = (
-            getattr(loader, "sampler", None),
-            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        )
-        for owner in {
-            id(owner): owner for owner in (loader, *samplers) if owner is not None
-        }.values():
-            stack.enter_context(seeded_generator(owner, order))
-        if isinstance(loader, DataLoader):
-            stack.enter_context(sigterm_resistant_workers(loader))
-        iterable: Any = loader
-        seed_all(order)
-        if not is_iterable(loader):
-            iterable = iterable()
-            if not is_iterable(iterable):
-                raise TypeError(
-                    f"the loader {name_of(loader)} must return an iterable of batches; it returned {describe(iterable)}. "
-                    "Did you forget to return or yield?"
-                )
-        batches = torch_compat.make_killable(iter(iterable))
+    fetch = fold_in(seed, FETCH, epoch or 0)
+    with _ordered_by(fold_in(seed, ORDER, epoch or 0), loader):
+        batches = torch_compat.make_killable(iter(_call(loader)))
         if start and batches is loader:
             raise ValueError(
-                f"epoch {epoch} is to go on at batch {start}, but the loader is an iterator, which can't start again: pass a "
-                f"function that makes it (fit(step, state, lambda: batches(...)))"
+                f"epoch {epoch} is to continue at batch {start}, but the loader is an iterator, "
+                "which cannot start again: pass a function that makes it "
+                "(fit(step, state, lambda: batches(...)))"
             )
         seed_all(fold_in(fetch, 0))
         batch = next(batches, END)
@@ -67,3 +46,38 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[A
             yield batch
         seed_all(fold_in(fetch, n))
         batch = next(batches, END)
+
+
+@contextlib.contextmanager
+def _ordered_by(seed: int, loader: Any) -> Iterator[None]:
+    """Let a loader and its samplers draw their order from a seed.
+
+    The block has to include the first batch, because samplers take their generator when they are
+    first advanced.
+    """
+    sampler = getattr(loader, "sampler", None)
+    batched = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    owners = {id(owner): owner for owner in (loader, sampler, batched) if owner is not None}
+    with contextlib.ExitStack() as stack:
+        for owner in owners.values():
+            stack.enter_context(seeded_generator(owner, seed))
+        if isinstance(loader, DataLoader):
+            # Persistent workers would continue with the generators of the epoch before.
+            torch_compat.forget_workers(loader)
+            stack.enter_context(sigterm_resistant_workers(loader))
+        seed_all(seed)
+        yield
+
+
+def _call(loader: Any) -> Any:
+    """Return the iterable that a loader is, or that it returns if it is a function."""
+    __tracebackhide__ = True
+    if is_iterable(loader):
+        return loader
+    batches = loader()
+    if not is_iterable(batches):
+        raise TypeError(
+            f"the loader {name_of(loader)} must return an iterable of batches; it returned "
+            f"{describe(batches)}. Did you forget to return or yield?"
+        )
+    return batches

@@ -1,4 +1,4 @@
-"""The loaders argument: told apart and checked."""
+"""Read and check the loaders argument."""
 
 from __future__ import annotations
 
@@ -14,45 +14,48 @@ __all__ = ["Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
 
 
 class Loaders(NamedTuple):
-    """The loaders of a run, told apart."""
+    """The loaders of a run: the one to train on, and those to evaluate, by name."""
 
     train: Any
     evaluated: dict[str, Any]
 
 
-def read_loaders(loaders: Any) -> Loaders:
-    """Tell the training loader from those that are evaluated.
+def read_loaders(loaders: object) -> Loaders:
+    """Return the training loader and those that are evaluated.
 
     Args:
-        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable of batches.
+        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable
+            of batches.
 
     Raises:
         TypeError: it is none of these.
-        ValueError: there is no "train", or a name has a slash.
+        ValueError: there is no "train", or a name contains a slash.
     """
     if isinstance(loaders, Mapping):
         if "train" not in loaders:
             raise ValueError(
-                f'fit expects loaders with one named "train" to train on; got {describe(list(loaders))}'
+                'fit expects loaders with one named "train" to train on; got '
+                f"{describe(list(loaders))}"
             )
         evaluated = {name: loader for name, loader in loaders.items() if name != "train"}
         for name in evaluated:
             if not isinstance(name, str) or not name or "/" in name:
                 raise ValueError(
-                    f"a loader's name is the prefix of its metrics: a str without a slash; got {name!r}"
+                    "a loader's name is the prefix of its metrics: a str without a slash; got "
+                    f"{name!r}"
                 )
     elif isinstance(loaders, tuple) and len(loaders) > 2 and not isinstance(loaders[0], Tensor):
         raise TypeError(
-            f"fit expects loaders as a pair (train, valid), or as a mapping with names; got a tuple of {len(loaders)}. "
-            'Write {"train": train, "valid": valid, "test": test}'
+            "fit expects loaders as a pair (train, valid), or as a mapping with names; got a tuple "
+            f'of {len(loaders)}. Write {{"train": train, "valid": valid, "test": test}}'
         )
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         train, valid = loaders
         if isinstance(train, Tensor) or isinstance(valid, Tensor):
             raise TypeError(
-                "a pair of loaders is (train, valid), each an iterable of batches; got a pair of tensors, which "
-                "looks like one "
-                "batch. To train on this batch alone, write fit(step, state, [batch])."
+                "a pair of loaders is (train, valid), each an iterable of batches; got a pair of "
+                "tensors, which looks like one batch. To train on this batch alone, write "
+                "fit(step, state, [batch])."
             )
         loaders, evaluated = {"train": train}, {} if valid is None else {"valid": valid}
     else:
@@ -62,29 +65,36 @@ def read_loaders(loaders: Any) -> Loaders:
     return Loaders(loaders["train"], evaluated)
 
 
-def check_loader(loader: Any, name: str, alone: bool = False) -> None:
-    """Raise TypeError unless batches can be had from a loader."""
+def check_loader(loader: object, name: str, alone: bool = False) -> None:
+    """Raise TypeError unless a loader yields batches, or returns what does.
+
+    Args:
+        loader: the loader.
+        name: its name in messages.
+        alone: whether the function takes one loader only.
+    """
     if isinstance(loader, Mapping):
-        hint = (
-            "take one of them"
-            if alone
-            else f'name each: {{"train": ..., "{name if name != "train" else "other"}": ...}}'
-        )
+        other = name if name != "train" else "other"
+        hint = "take one of them" if alone else f'name each: {{"train": ..., "{other}": ...}}'
         raise TypeError(
-            f"the {name} loader must be one iterable of batches; got a mapping with {describe(list(loader))}: {hint}"
+            f"the {name} loader must be one iterable of batches; got a mapping with "
+            f"{describe(list(loader))}: {hint}"
         )
     if isinstance(loader, tuple) and any(map(_loads, loader)):
         hint = "take one of them" if alone else "write a mapping with names"
         raise TypeError(
-            f"the {name} loader must be one iterable of batches; got a tuple of {len(loader)} loaders: {hint}"
+            f"the {name} loader must be one iterable of batches; got a tuple of {len(loader)} "
+            f"loaders: {hint}"
         )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
-            f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a DataLoader"
+            f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a "
+            "DataLoader"
         )
     if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
         raise TypeError(
-            f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a mapping with names"
+            f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a "
+            "mapping with names"
         )
     wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
     if isinstance(loader, str | bytes | type | nn.Module) or not (
@@ -96,12 +106,13 @@ def check_loader(loader: Any, name: str, alone: bool = False) -> None:
         function(f"the {name} loader", "itself", loader, wanted, 0)
 
 
-def is_iterable(loader: Any) -> bool:
+def is_iterable(loader: object) -> bool:
+    """Return whether ``iter`` takes a loader."""
     return hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
 
 
-def _loads(value: Any) -> bool:
-    """Return whether something in a tuple is a loader, and not a part of a batch."""
+def _loads(value: object) -> bool:
+    """Return whether an element of a tuple is a loader, and not a part of a batch."""
     batches = (
         isinstance(value, list) and bool(value) and isinstance(value[0], list | tuple | Mapping)
     )
@@ -111,9 +122,10 @@ def _loads(value: Any) -> bool:
 class sharded:
     """Mark a loader that yields this process's own share, and not all of the data.
 
-    Any other loader is read by every process, and its batches are dealt to them in turn; for a map-style DataLoader only
-    their indices are. Mark a stream that each process reads a part of. Shares may be of different length.
-    In the middle of an epoch a run goes on on as many processes only: others would have other shares.
+    Any other loader is read by every process, and its batches are distributed round-robin; of a
+    map-style DataLoader only the indices are. Mark a stream of which each process reads a part.
+    Shares may differ in length. Mid-epoch, resume only on the same number of processes, because
+    others would have other shares.
 
     Args:
         loader: an iterable of batches, or a function that returns one.
@@ -129,8 +141,9 @@ class sharded:
         >>> from fnloop.testing import toy, toy_loss
         >>> from torch.utils.data import IterableDataset
         >>> class Shards(IterableDataset):
-        ...     def __iter__(self):                     # files rank, rank + world_size, ...
-        ...         return (torch.ones(2) for file in range(state.backend.rank, 6, state.backend.world_size))
+        ...     def __iter__(self):
+        ...         rank, processes = state.backend.rank, state.backend.world_size
+        ...         return (torch.ones(2) for file in range(rank, 6, processes))
         >>> state = toy()
         >>> state = fl.fit(fl.pipeline()(toy_loss), state, sharded(Shards()), hooks=())
         >>> state.model.w.item()

@@ -1,8 +1,9 @@
 """Map-style loaders, read by their parts.
 
-The sampler says which samples, and each batch of indices travels to the worker (or to this process) together with the seed that
-its randomness starts from. So shuffling and random augmentation are a function of (seed, epoch, position), whatever the number
-of workers, and what was consumed already is skipped by its index, not by loading it.
+The sampler says which samples. Each batch of indices travels to the worker (or to this process)
+with the seed that its randomness starts from. So shuffling and random augmentation are a function
+of (seed, epoch, position), whatever the number of workers. What was consumed already is skipped
+by its index, not by loading it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from toolz import partition, partition_all
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -29,6 +31,7 @@ from torch.utils.data import (
 
 from fnloop._backend import torch_compat
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
+from fnloop._core.types import Batch
 from fnloop._data.round_robin import SingleProcess
 from fnloop._data.window import END, Padding
 
@@ -44,19 +47,20 @@ _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches, or None if it isn't known before the end."""
+    """Return the number of batches, or None if it is not known before the end."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
 
 
-def is_sized(loader: DataLoader) -> bool:
-    """Say whether all batches of a map-style loader but the last have one known size."""
+def is_sized(loader: DataLoader[Any]) -> bool:
+    """Return whether all batches of a map-style loader but the last have one known size."""
     return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
 
 
 def set_epoch(epoch: int | None, *owners: Any) -> None:
+    """Call ``set_epoch`` of a loader, its dataset and its samplers, where there is one."""
     if epoch is None:
         return
     for owner in {id(owner): owner for owner in owners}.values():
@@ -65,96 +69,115 @@ def set_epoch(epoch: int | None, *owners: Any) -> None:
 
 
 class _BatchRequest(NamedTuple):
-    """What a worker needs to make a batch that depends on nothing else."""
+    """What a worker needs to make a batch that depends on nothing else.
+
+    Args:
+        seed: what its randomness starts from.
+        index: that of one sample, or a list of them.
+        is_padding: whether it is another process's batch.
+    """
 
     seed: int
-    index: Any  # of one sample, or a list of them
-    borrowed: bool = False
+    index: Any
+    is_padding: bool = False
 
 
-class _BatchDataset(torch.utils.data.Dataset):
-    """A dataset of batches: item ``ticket`` is the batch of those samples, drawn with that seed."""
+class _BatchDataset(Dataset[Batch]):
+    """A dataset of batches: its items are made from requests."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Batch], batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
-        self.together = batched and getattr(dataset, "__getitems__", None) is not None
+        self.fetches_batches = batched and getattr(dataset, "__getitems__", None) is not None
 
-    def __getitem__(self, ticket: _BatchRequest) -> Any:
+    def __getitem__(self, request: _BatchRequest) -> Batch:
         __tracebackhide__ = True
-        seed_all(ticket.seed)
-        batch = self._batch(ticket.index)
-        return Padding(batch) if ticket.borrowed else batch
+        seed_all(request.seed)
+        batch = self._make(request.index)
+        return Padding(batch) if request.is_padding else batch
 
-    def _batch(self, index: Any) -> Any:
+    def _make(self, index: Any) -> Batch:
         __tracebackhide__ = True
-        what, of = type(self.dataset).__name__, index
+        raising, at = type(self.dataset).__name__, index
         try:
-            if self.together:
+            if self.fetches_batches:
                 samples = self.dataset.__getitems__(index)
             elif self.batched:
                 samples = []
-                for of in index:  # a comprehension would be a frame in the traceback, and map ends at a StopIteration
-                    samples.append(self.dataset[of])
+                # Not a comprehension, which is a frame in the traceback; not map, which ends at a
+                # StopIteration.
+                for at in index:
+                    samples.append(self.dataset[at])
             else:
                 samples = self.dataset[index]
-            what, of = f"the collate_fn of {what}", index
+            raising, at = f"the collate_fn of {raising}", index
             return self.collate(samples)
-        except (
-            StopIteration
-        ) as error:  # which, in a worker, torch would take for the end of the data
-            which = f"samples {of}" if isinstance(of, list) else f"sample {of}"
+        except StopIteration as error:  # in a worker torch would take it for the end of the data
+            which = f"samples {at}" if isinstance(at, list) else f"sample {at}"
             raise RuntimeError(
-                f"{what} raised StopIteration for {which}: an iterator that it reads is at its end"
+                f"{raising} raised StopIteration for {which}: an iterator that it reads is at its "
+                "end"
             ) from error
 
 
 def map_style(
-    loader: DataLoader,
+    loader: DataLoader[Any],
     seed: int,
     epoch: int | None,
     batch: int,
     samples: int,
     sharing: SingleProcess,
-) -> Iterator[Any]:
-    """Yield this process's batches."""
+) -> Iterator[Batch]:
+    """Yield this process's batches.
+
+    Args:
+        loader: the loader.
+        seed: the run's.
+        epoch: the epoch, or None for an evaluation.
+        batch: the batches of the epoch that were consumed already, by all processes.
+        samples: their samples, if the loader's batches have one known size; else 0.
+        sharing: how batches are distributed to the processes.
+    """
     __tracebackhide__ = True
-    tickets = _requests(loader, seed, epoch, batch, samples, sharing)
+    requests = _requests(loader, seed, epoch, batch, samples, sharing)
     if loader.num_workers:
-        yield from _with_workers(loader, tickets)
+        yield from _with_workers(loader, requests)
     else:
-        fetch = _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
-        for ticket in tickets:
-            yield fetch[ticket]
+        made = _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+        for request in requests:
+            yield made[request]
 
 
 def _requests(
-    loader: DataLoader,
+    loader: DataLoader[Any],
     seed: int,
     epoch: int | None,
     batch: int,
     samples: int,
     sharing: SingleProcess,
 ) -> Iterator[_BatchRequest]:
-    """Yield what this process's batches are made of. Each has a seed of its position, whatever process makes it."""
+    """Yield the requests for this process's batches.
+
+    The seed of each is a function of its position, whichever process makes it.
+    """
     __tracebackhide__ = True
     seeds = fold_in(seed, FETCH, epoch or 0)
     stride = loader.batch_sampler.batch_size if is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if is_sized(loader) else batch
-    order = _batch_indices(
-        loader, fold_in(seed, ORDER, epoch or 0), epoch, start, sharing.processes
-    )
-    order = sharing.note_order(order, batched=loader.batch_sampler is not None)
-    sized = loader.batch_sampler is not None and _keeps_all(loader)
-    for numbered in sharing.split(
-        enumerate(order), lambda numbered: len(numbered[1]) if sized else 0
-    ):
-        borrowed = type(numbered) is Padding
-        n, index = numbered.batch if borrowed else numbered
-        yield _BatchRequest(fold_in(seeds, start + n * stride), index, borrowed)
+    order_seed = fold_in(seed, ORDER, epoch or 0)
+    indices = _batch_indices(loader, order_seed, epoch, start, sharing.processes)
+    indices = sharing.note_order(indices, batched=loader.batch_sampler is not None)
+    is_known = loader.batch_sampler is not None and _keeps_all(loader)
+
+    def size_of(numbered: tuple[int, Any]) -> int:
+        return len(numbered[1]) if is_known else 0
+
+    for given in sharing.split(enumerate(indices), size_of):
+        n, index = given.batch if isinstance(given, Padding) else given
+        yield _BatchRequest(fold_in(seeds, start + n * stride), index, isinstance(given, Padding))
 
 
-def _keeps_all(loader: DataLoader) -> bool:
-    """Say whether a batch surely has as many samples as its sampler gave indices."""
+def _keeps_all(loader: DataLoader[Any]) -> bool:
+    """Return whether a batch surely has as many samples as its sampler gave indices."""
     dataset = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -162,30 +185,34 @@ def _keeps_all(loader: DataLoader) -> bool:
 
 
 def _batch_indices(
-    loader: DataLoader, seed: int, epoch: int | None, start: int, processes: int
+    loader: DataLoader[Any], seed: int, epoch: int | None, start: int, processes: int
 ) -> Iterator[Any]:
-    """Return the indices of each batch that is left of an epoch, from a sample on; from a batch, if their size isn't known."""
+    """Return the indices of each batch that is left of an epoch.
+
+    Args:
+        loader: the loader.
+        seed: what the order is a function of.
+        epoch: the epoch, or None for an evaluation.
+        start: the samples to skip; the batches, if their size is not known.
+        processes: how many processes share the batches.
+    """
     batched: Any = loader.batch_sampler
     set_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
     if type(batched) is not BatchSampler:
-        return itertools.islice(
-            _sampled(loader.sampler if batched is None else batched, seed), start, None
-        )
-    if not is_sized(loader):
-        return itertools.islice(
-            _batched(_sampled(batched.sampler, seed), batched, processes), start, None
-        )
-    return _batched(
-        itertools.islice(_sampled(batched.sampler, seed), start, None), batched, processes
-    )
+        indices = _sampled(loader.sampler if batched is None else batched, seed)
+        return itertools.islice(indices, start, None)
+    indices = _sampled(batched.sampler, seed)
+    if is_sized(loader):
+        return _batched(itertools.islice(indices, start, None), batched, processes)
+    return itertools.islice(_batched(indices, batched, processes), start, None)
 
 
 def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> Iterator[list[Any]]:
-    """Cut indices into batches."""
-    if batched.drop_last:  # a round in which not every process gets a whole batch
-        rounds = partition(batched.batch_size * processes, indices)
-        indices = itertools.chain.from_iterable(rounds)
-    return map(list, partition_all(batched.batch_size, indices))
+    """Cut indices into batches. With ``drop_last``, leave out an incomplete last round."""
+    size = batched.batch_size
+    if batched.drop_last:
+        indices = itertools.chain.from_iterable(partition(size * processes, indices))
+    return map(list, partition_all(size, indices))
 
 
 def _sampled(sampler: Any, seed: int) -> Iterator[Any]:
@@ -194,9 +221,8 @@ def _sampled(sampler: Any, seed: int) -> Iterator[Any]:
     with seeded_generator(inner, seed), seeded_generator(sampler, seed):
         seed_all(seed)
         indices = iter(sampler)
-        index = next(
-            indices, END
-        )  # torch's samplers take their generator when the first index is asked for
+        # Within the block: torch's samplers take their generator when the first index is requested.
+        index = next(indices, END)
     draws_globally = type(sampler) not in _TORCH_SAMPLERS
     for n in itertools.count():
         if index is END:
@@ -207,8 +233,11 @@ def _sampled(sampler: Any, seed: int) -> Iterator[Any]:
         index = next(indices, END)
 
 
+# --- workers
+
+
 class _Requests:
-    """The sampler of a loader with workers: whatever the epoch is to yield."""
+    """The sampler of a loader with workers: the requests of the running epoch."""
 
     def __init__(self) -> None:
         self.next: Iterator[_BatchRequest] = iter(())
@@ -217,29 +246,28 @@ class _Requests:
         return self.next
 
     def __len__(self) -> int:
-        raise TypeError("the number of tickets isn't known")
+        raise TypeError("the number of requests is not known")
 
 
-_worker_loaders: weakref.WeakKeyDictionary[DataLoader, tuple[DataLoader, _Requests]] = (
+_worker_loaders: weakref.WeakKeyDictionary[DataLoader[Any], tuple[DataLoader[Any], _Requests]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _with_workers(loader: DataLoader, tickets: Iterator[_BatchRequest]) -> Iterator[Any]:
-    """Let the loader's workers make the batches of the tickets. Persistent workers live as long as the loader."""
+def _with_workers(loader: DataLoader[Any], requests: Iterator[_BatchRequest]) -> Iterator[Batch]:
+    """Let the loader's workers make the batches. Persistent workers live as long as the loader."""
     __tracebackhide__ = True
-    pool, sampler = _worker_loaders.pop(loader, None) or _worker_loader(
-        loader
-    )  # taken out: who reads the loader meanwhile gets another
+    # Removed while in use, so that a concurrent reader gets its own workers.
+    pool, sampler = _worker_loaders.pop(loader, None) or _worker_loader(loader)
     try:
-        sampler.next = tickets
+        sampler.next = requests
         yield from torch_compat.make_killable(iter(pool))
     finally:
         if loader.persistent_workers:
             _worker_loaders[loader] = pool, sampler
 
 
-def _worker_loader(loader: DataLoader) -> tuple[DataLoader, _Requests]:
+def _worker_loader(loader: DataLoader[Any]) -> tuple[DataLoader[Any], _Requests]:
     sampler = _Requests()
     pool = DataLoader(
         _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None),
@@ -251,9 +279,8 @@ def _worker_loader(loader: DataLoader) -> tuple[DataLoader, _Requests]:
         timeout=loader.timeout,
         worker_init_fn=_WorkerInit(loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator().manual_seed(
-            0
-        ),  # the workers' first seed; each ticket brings its own
+        # The workers' first seed. Each request brings its own.
+        generator=torch.Generator().manual_seed(0),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         in_order=loader.in_order,
@@ -273,9 +300,10 @@ class _WorkerInit(NamedTuple):
 
 
 class _IgnoreFirstSigterm(NamedTuple):
-    """The user's worker_init_fn, in a worker that outlives its first SIGTERM.
+    """The user's worker_init_fn, in a worker that ignores its first SIGTERM.
 
-    Who ends a job often signals all of its processes, and a run that stops behind the update it is at still needs its workers.
+    Schedulers often signal every process of a job, but a run that stops after the current update
+    still needs its workers.
     """
 
     init: Callable[[int], None] | None
@@ -287,8 +315,8 @@ class _IgnoreFirstSigterm(NamedTuple):
 
 
 @contextlib.contextmanager
-def sigterm_resistant_workers(loader: DataLoader) -> Iterator[None]:
-    """Let the workers that a loader starts meanwhile outlive their first SIGTERM."""
+def sigterm_resistant_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """Let the workers that a loader starts in this block ignore their first SIGTERM."""
     init = loader.worker_init_fn
     loader.worker_init_fn = _IgnoreFirstSigterm(init)
     try:
@@ -297,5 +325,5 @@ def sigterm_resistant_workers(loader: DataLoader) -> Iterator[None]:
         loader.worker_init_fn = init
 
 
-def _identity(batch: Any) -> Any:
+def _identity(batch: Batch) -> Batch:
     return batch

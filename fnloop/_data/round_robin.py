@@ -92,8 +92,8 @@ class RoundRobin(SingleProcess):
         ]:
             if reused and any(_version(item) != version for item, version in round_):
                 raise ValueError(
-                    f"the loader reuses a tensor for its next batch, but {self.processes} processes "
-                    "need that many batches at once: let it make a new one for each "
+                    f"the loader reuses a tensor for its next batch, but {self.processes} "
+                    "processes need that many batches at once: let it make a new one for each "
                     "(yield x.clone())"
                 )
             batches = [item for item, _ in round_]

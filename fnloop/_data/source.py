@@ -1,8 +1,8 @@
 """Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
 
-A map-style ``DataLoader`` is read by its parts, see :mod:`fnloop._data.map_style`. Any other iterable
-is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is consumed up to there.
-When there are several processes, the batches are distributed round-robin.
+A map-style ``DataLoader`` is read by its parts, see :mod:`fnloop._data.map_style`. Any other
+iterable is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is consumed
+up to there. When there are several processes, the batches are distributed round-robin.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _check_not_split(loader: object) -> None:
         )
     if type(loader).__module__.startswith("accelerate."):
         raise ValueError(
-            "the loader was prepared by accelerate, which distributes its batches already: pass the "
-            "DataLoader as it was before"
+            "the loader was prepared by accelerate, which distributes its batches already: pass "
+            "the DataLoader as it was before"
         )
 
 

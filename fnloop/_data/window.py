@@ -12,10 +12,11 @@ END = object()
 
 
 class Padding:
-    """A padding batch for a process whose data ran out. It contributes nothing to gradients or metrics.
+    """A padding batch for a process whose data ran out.
 
-    It is only run if the forward pass performs collectives, in which the other processes would
-    otherwise wait: see :class:`fnloop._step.evaluation.CollectiveProbe`.
+    It contributes nothing to gradients or metrics. It is only run if the forward pass performs
+    collectives, in which the other processes would otherwise wait: see
+    :class:`fnloop._step.evaluation.CollectiveProbe`.
 
     Args:
         batch: a batch of another process.

@@ -14,7 +14,8 @@ from fnloop._core.state import (
     owns_handles,
 )
 from fnloop._hooks.wrapper import Hook
-from fnloop._step.pipeline import STEP, PipelineStep
+from fnloop._step.layers import STEP
+from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["explain", "tell_hooks"]
 

@@ -20,7 +20,8 @@ from fnloop._data.window import END
 from fnloop._display import checks
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
-from fnloop._step.pipeline import PipelineStep, evaluating
+from fnloop._step.evaluation import evaluating
+from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["READ_ONCE", "evaluate", "measure", "open_loader", "predict"]
 
@@ -108,7 +109,9 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     with isolated(state.backend.device):
         return read(
             engine_of(state).merge_metrics(
-                measure(step, step.meet(state, "forward"), open_loader(loader, state), alone=True)
+                measure(
+                    step, step.init_slots(state, "forward"), open_loader(loader, state), alone=True
+                )
             ),
             vectors=True,
         )

@@ -35,7 +35,7 @@ from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.plan import Plan
 from fnloop._step.engine import engine_of
-from fnloop._step.pipeline import STEP
+from fnloop._step.layers import STEP
 
 __all__ = ["LOADER", "Run", "warn_on_main"]
 
@@ -109,7 +109,7 @@ class Run:
         engine_of(state).begin_run(state)
         suggest_fused(state.optimizer, state.backend.device)
         try:
-            return self.plan.step.meet(state)
+            return self.plan.step.init_slots(state)
         except Exception as error:
             explain(error, state, self.plan.step, "what a middleware keeps", state.batch)
             raise
@@ -191,7 +191,7 @@ class Run:
         if self.state.run is None:
             self.state = attrs.evolve(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
-            self.state = self.plan.step.meet(self.state)
+            self.state = self.plan.step.init_slots(self.state)
         stopped = self.state.stop is not None or self.plan.is_last(self.state)
         return ended or self.rolled_back or stopped
 

@@ -1,8 +1,8 @@
 """Gradient accumulation: n batches of b make the same update as one batch of n·b.
 
 Each micro-batch counts by its weight, the number of items that its loss is the mean of. So the
-gradient is that of the mean over all items of the window, also with a ragged last window and unequal
-token counts. There are two paths:
+gradient is that of the mean over all items of the window, also with a ragged last window and
+unequal token counts. There are two paths:
 
 * If only steps that commute with scaling stand between it and backward, gradients add up in
   ``.grad``, as autograd does.
@@ -37,8 +37,9 @@ def accumulate(n: int) -> Middleware:
     loss is the mean over the window's items, whatever n is.
 
     Order: ``pipeline(accumulate(4), clip(1.0))`` clips once per update; ``pipeline(clip(1.0),
-    accumulate(4))`` clips every micro-batch, then averages. With ``clip_value(1)`` and the gradients
-    4 and -1, the first gives 1.0 (the mean, 1.5, clipped), the second 0.0 (the mean of 1 and -1).
+    accumulate(4))`` clips every micro-batch, then averages. With ``clip_value(1)`` and the
+    gradients 4 and -1, the first gives 1.0 (the mean, 1.5, clipped), the second 0.0 (the mean of
+    1 and -1).
 
     Args:
         n: batches per update, at least 1; 1 changes nothing.
@@ -107,8 +108,6 @@ def _averaged(step: Step, n: int) -> Step:
             for p in params:
                 p.grad = None
             total.add(out)
-        if total.is_empty:
-            return state, out
         for p, gradient in zip(params, sums, strict=True):
             p.grad = gradient
         total.divide(sums)

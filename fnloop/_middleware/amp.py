@@ -1,13 +1,14 @@
 """Mixed precision: autocast, and for fp16 a loss scale.
 
-The scale multiplies what backward starts from, never the reported loss. Gradients are unscaled once per window, before
-any other gradient middleware sees them, whether ``amp`` is listed before or behind ``accumulate``. An update whose
-gradients overflowed is skipped everywhere: parameters, step, schedules and averages stay as they are.
+The scale multiplies the loss before backward, never the reported loss. Gradients are unscaled
+once per window, before any other gradient middleware sees them, whether ``amp`` is listed before
+or after ``accumulate``. An update whose gradients overflowed is skipped entirely: parameters,
+step, schedules and averages stay as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -18,9 +19,9 @@ from fnloop._backend.collectives import all_reduce_max_tensor
 from fnloop._backend.fsdp import local_part
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Output, Step
+from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display.checks import describe, integer, number
-from fnloop._step.backward import commutes_with_scaling
+from fnloop._step.backward import Insertable, commutes_with_scaling
 from fnloop._step.host import host_decision
 
 __all__ = ["amp"]
@@ -32,19 +33,27 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @attrs.define
 class LossScale:
-    """What ``amp("fp16")`` keeps, changed in place: the scale, on the device, and how many updates have gone well with it."""
+    """The slot of ``amp("fp16")``, changed in place.
+
+    Args:
+        scale: the loss scale, on the device.
+        streak: how many updates in a row were applied with it.
+    """
 
     scale: Tensor
     streak: int = 0
 
 
 @middleware("forward")
-def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: int = 2000) -> Any:
+def amp(
+    precision: str | None, *, init_scale: float = 65536.0, growth_interval: int = 2000
+) -> Middleware:
     """Run the loss function under autocast.
 
-    List it first. With "fp16" the loss is scaled by a number that halves when a gradient overflows (that update is
-    skipped) and doubles after ``growth_interval`` updates without; that costs the one host read per update of all
-    middleware, as step counter and schedules depend on it. "bf16" needs none of it.
+    List it first. With "fp16" the loss is scaled by a number that halves when a gradient
+    overflows (that update is skipped) and doubles after ``growth_interval`` updates without an
+    overflow. This needs one device-to-host read per update, the only one in any middleware,
+    because the step counter and the schedules depend on it. "bf16" needs none of it.
 
     Args:
         precision: "bf16", "fp16", or None, which changes nothing.
@@ -55,29 +64,37 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
         A middleware of the forward ring; for "fp16" of the gradient and the step ring too.
 
     Raises:
-        ValueError: there is no such precision, or a setting is out of its range. When composing: "fp16" is listed behind a
-            middleware that would see scaled gradients.
+        ValueError: there is no such precision, or a setting is out of its range. When composing:
+            "fp16" is listed after a middleware that would see scaled gradients.
 
     Example:
         >>> import fnloop as fl
         >>> fl.pipeline(amp("bf16"), fl.accumulate(4), fl.clip(1.0))
         pipeline(amp('bf16'), accumulate(4), clip(1.0))
 
-    Source: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740; the defaults are those of torch.amp.GradScaler.
+    Source: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740; the defaults are those of
+    torch.amp.GradScaler.
     """
     if precision is not None and (not isinstance(precision, str) or precision not in _DTYPES):
         raise ValueError(f'amp expects "bf16", "fp16" or None; got {describe(precision)}')
     number("amp", "init_scale", init_scale, "the first loss scale", least=SMALLEST, most=LARGEST)
-    integer(
-        "amp",
-        "growth_interval",
-        growth_interval,
-        "the updates without overflow after which the scale doubles",
-    )
+    meaning = "the updates without overflow after which the scale doubles"
+    integer("amp", "growth_interval", growth_interval, meaning)
     if precision is None:
         return Middleware("amp")
-    dtype = _DTYPES[precision]
+    forward = _autocast(_DTYPES[precision])
+    if precision == "bf16":
+        return Middleware("amp", forward=forward)
 
+    def init(state: TrainState) -> LossScale:
+        return LossScale(torch.tensor(float(init_scale), device=state.backend.device))
+
+    return Middleware(
+        "amp", forward=forward, gradient=_scale_around, step=_grow_after(growth_interval), init=init
+    )
+
+
+def _autocast(dtype: torch.dtype) -> Wrap:
     def forward(step: Step) -> Step:
         def autocast(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
@@ -86,50 +103,56 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
 
         return autocast
 
-    if precision == "bf16":
-        return Middleware("amp", forward=forward)
+    return forward
 
-    def unscale(step: Step) -> Step:
-        def unscaled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is not None:
-                return state, out
-            overflowed = _unscale(
-                [p.grad for p in parameters(state) if p.grad is not None], _scale(state)
-            )
-            return host_decision(state, out, overflowed, judge)
 
-        return unscaled
+# --- the loss scale
 
-    def judge(state: TrainState, overflowed: bool) -> str | None:
-        now: LossScale = state.slots["amp"]
-        if not overflowed:
-            return None
-        reason = f"amp: a gradient overflowed at loss scale {now.scale:g}"
-        if now.scale < SMALLEST:
-            raise FloatingPointError(
-                f"{reason}: the loss itself is not finite. Look at it with amp(None)"
-            )
-        now.scale.div_(2)
-        now.streak = 0
-        return reason
 
-    def gradient(step: Any) -> Step:
-        if not hasattr(step, "insert_inside"):
-            raise ValueError(
-                'amp("fp16") is listed behind a middleware that would see scaled gradients. List it first: '
-                'pipeline(amp("fp16"), ...)'
-            )
-        return commutes_with_scaling(unscale)(
-            step.insert_inside(lambda backward: backward.scaled_by(_scale))
+def _scale_around(step: Step) -> Step:
+    """Scale the loss before backward, and unscale the gradients around it."""
+    if not isinstance(step, Insertable):
+        raise ValueError(
+            'amp("fp16") is listed after a middleware that would see scaled gradients. List it '
+            'first: pipeline(amp("fp16"), ...)'
         )
+    scaled = step.insert_inside(lambda backward: backward.scaled_by(_scale_of))
+    return commutes_with_scaling(_unscale_after)(scaled)
 
+
+def _unscale_after(step: Step) -> Step:
+    def unscaled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        state, out = step(state, batch)
+        if out.skip is not None:
+            return state, out
+        gradients = [p.grad for p in parameters(state) if p.grad is not None]
+        return host_decision(state, out, _unscale(gradients, _scale_of(state)), _judge)
+
+    return unscaled
+
+
+def _judge(state: TrainState, overflowed: bool) -> str | None:
+    """Return why to skip an update whose gradients overflowed, and halve the scale then."""
+    if not overflowed:
+        return None
+    now: LossScale = state.slots["amp"]
+    reason = f"amp: a gradient overflowed at loss scale {now.scale:g}"
+    if now.scale < SMALLEST:
+        raise FloatingPointError(
+            f"{reason}: the loss itself is not finite. Look at it with amp(None)"
+        )
+    now.scale.div_(2)
+    now.streak = 0
+    return reason
+
+
+def _grow_after(growth_interval: int) -> Wrap:
     def grow(step: Step) -> Step:
         def growing(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             state, out = step(state, batch)
-            if out.skip is None:  # not before the update has been applied
+            if out.skip is None:  # after the update has been applied, not before
                 now: LossScale = state.slots["amp"]
                 now.streak = (now.streak + 1) % growth_interval
                 if now.streak == 0:
@@ -138,28 +161,32 @@ def amp(precision: str | None, *, init_scale: float = 65536.0, growth_interval: 
 
         return growing
 
-    def init(state: TrainState) -> LossScale:
-        return LossScale(torch.tensor(float(init_scale), device=state.backend.device))
-
-    return Middleware("amp", forward=forward, gradient=gradient, step=grow, init=init)
+    return grow
 
 
-def _scale(state: TrainState) -> Tensor:
+def _scale_of(state: TrainState) -> Tensor:
     return state.slots["amp"].scale
 
 
-def _unscale(grads: list[Any], scale: Tensor) -> Tensor:
-    """Divide gradients by the scale, in place, and return whether one of them is not finite: 1 or 0, on the device."""
-    if any(grad.dtype is torch.float16 for grad in grads):
+def _unscale(gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """Divide gradients by the scale, in place.
+
+    Returns:
+        1 if one of them is not finite, else 0; on the device.
+    """
+    if any(gradient.dtype is torch.float16 for gradient in gradients):
         raise ValueError(
-            'amp("fp16") needs parameters in float32 (their gradients in float16 can\'t be unscaled): leave out model.half()'
+            'amp("fp16") needs parameters in float32 (their gradients in float16 cannot be '
+            "unscaled): leave out model.half()"
         )
     found = torch.zeros_like(scale)
-    if not grads:
+    if not gradients:
         return found
-    sharded = any(local_part(grad) is not grad for grad in grads)
-    grads = [
-        torch_compat.sparse_values(grad) if grad.is_sparse else local_part(grad) for grad in grads
+    local = [local_part(gradient) for gradient in gradients]
+    is_sharded = any(mine is not whole for mine, whole in zip(local, gradients, strict=True))
+    values = [
+        torch_compat.sparse_values(gradient) if gradient.is_sparse else gradient
+        for gradient in local
     ]
-    torch_compat.unscale_(grads, found, scale.reciprocal())
-    return all_reduce_max_tensor(found) if sharded else found  # each process has seen its own parts
+    torch_compat.unscale_(values, found, scale.reciprocal())
+    return all_reduce_max_tensor(found) if is_sharded else found  # each process has its own shards

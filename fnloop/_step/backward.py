@@ -1,10 +1,10 @@
 """The step in the middle of a pipeline: backward, from the loss to the gradients.
 
-Backward takes a window of batches where ``accumulate`` asks for one. Each batch counts by its weight,
-the number of items that its loss is the mean of. So the gradient is that of the mean over all items
-of the window, with a ragged last window, unequal token counts and any number of processes. Gradients
-add up in ``.grad`` as autograd does: backward starts from loss × weight / (a reference weight), and
-one division at the end makes the mean.
+Backward takes a window of batches where ``accumulate`` asks for one. Each batch counts by its
+weight, the number of items that its loss is the mean of. So the gradient is that of the mean over
+all items of the window, with a ragged last window, unequal token counts and any number of
+processes. Gradients add up in ``.grad`` as autograd does: backward starts from loss × weight / (a
+reference weight), and one division at the end makes the mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Insertable(Protocol):
 
 
 class Backward:
-    """The step that fills ``.grad``, starting from the loss; the loss that it reports is never scaled.
+    """The step that fills ``.grad``, starting from the loss. It reports the unscaled loss.
 
     Args:
         forward: the step inside.
@@ -54,16 +54,16 @@ class Backward:
         single = engine_of(state).start_batch(self._loss, state)
         state, out = single.forward(state, batch)
         single.backward(state, out)
-        return state, single.finish(state, out)
+        return state, single.finish(state)
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
-        """Run forward and backward of a window: ``.grad`` becomes that of the mean over its items."""
+        """Run forward and backward of a window. The gradient is that of the mean over its items."""
         __tracebackhide__ = True
         training = engine_of(state).start_window(self._loss, state, len(window))
         for batch in window:
             state, out = training.forward(state, batch)
             training.backward(state, out)
-        return state, training.finish(state, out)
+        return state, training.finish(state)
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""
@@ -78,8 +78,8 @@ def commutes_with_scaling(wrap: Callable[[Any], Step]) -> Callable[[Any], Step]:
     """Mark the wrap of a gradient step that at most multiplies a window's gradients by one number.
 
     Such steps commute, so a later one may still be inserted directly around backward:
-    ``step.insert_inside(wrap)``. That is how ``accumulate`` adds gradients up in place, and how fp16
-    gradients are unscaled once per window, whichever of the two is listed first.
+    ``step.insert_inside(wrap)``. That is how ``accumulate`` adds gradients up in place, and how
+    fp16 gradients are unscaled once per window, whichever of the two is listed first.
     """
 
     def wrapped(step: Step) -> Step:

@@ -131,8 +131,8 @@ class _FixedBucketDDP(DistributedDataParallel):
     """DDP without bucket rebuilding after the first backward.
 
     A sum over three processes or more depends, in its last bit, on the position of a gradient in
-    its bucket. With rebuilt buckets a run resumed from a checkpoint would differ from one that never
-    stopped.
+    its bucket. With rebuilt buckets a run resumed from a checkpoint would differ from one that
+    never stopped.
     """
 
     def forward(self, loss: Tensor) -> Any:

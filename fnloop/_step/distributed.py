@@ -1,10 +1,10 @@
 """The gradient engine of several processes.
 
 Each process runs the loss function on its share of a window, with the plain module. Gradients are
-averaged in the last backward of a window only: by torch's DistributedDataParallel, or by the module
-itself if it is under ``fully_shard``. That is the mean over processes. The mean over items is it
-times ``processes × reference / items``. The number of items is summed over the processes, unless all
-batches are known to weigh the same.
+averaged in the last backward of a window only: by torch's DistributedDataParallel, or by the
+module itself if it is under ``fully_shard``. That is the mean over processes. The mean over items
+is it times ``processes × reference / items``. The number of items is summed over the processes,
+unless all batches are known to weigh the same.
 """
 
 from __future__ import annotations

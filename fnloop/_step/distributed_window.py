@@ -64,6 +64,7 @@ class DistributedWindow:
         self._engine, self._loss, self._batches = engine, loss, batches
         self._taken = engine.window_of(state)
         self._total = WeightedSum()
+        self._out: Output | None = None  # the latest
         self._n = 0  # batches so far
         self._is_padding = False
         self._is_uniform = False  # whether all batches are known to weigh the same
@@ -86,6 +87,7 @@ class DistributedWindow:
     def backward(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
         engine, size = self._engine, self._taken.batch_size
+        self._out = out
         if engine.empty_output is None:
             engine.empty_output = Output(torch.zeros_like(out.loss), weight_on_device(out) * 0)
         if self._n == 1:
@@ -107,7 +109,7 @@ class DistributedWindow:
             self._total.reference = weights.reference(weight_on_device(out))
 
     def _root(self, state: TrainState, out: Output) -> Tensor:
-        """Return the root of this process's backward; it adds zero for padding and skipped batches."""
+        """Return the root of this process's backward. Padding and skipped batches add zero."""
         engine = self._engine
         if self._is_padding and out is not engine.empty_output:
             return out.loss * 0  # it was run, for its collectives: backward may have some too
@@ -132,8 +134,9 @@ class DistributedWindow:
             self._applied = start_all_reduce_max([not total.is_empty])
         return root
 
-    def finish(self, state: TrainState, out: Output) -> Output:
-        engine, total = self._engine, self._total
+    def finish(self, state: TrainState) -> Output:
+        engine, total, out = self._engine, self._total, self._out
+        assert out is not None
         engine.reducer.finish_window(state, touched=self._batches > 1)
         engine.ended_on_padding = self._is_padding
         engine.seed_shared(state)

@@ -1,7 +1,8 @@
-"""The gradient engine: what depends on the number of processes when a window is trained or evaluated.
+"""The gradient engine: what depends on the number of processes in training and evaluation.
 
 There are two, :class:`LocalEngine` for one process and :class:`DistributedEngine` for several.
-:func:`engine_of` chooses. Nothing else in the steps and the middleware looks at the number of processes.
+:func:`engine_of` chooses. Nothing else in the steps and the middleware looks at the number of
+processes.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def engine_of(state: TrainState) -> GradientEngine:
 class TrainingPass(Protocol):
     """Forward and backward of one window.
 
-    For each batch call ``forward``, then ``backward`` with its output; after the last one ``finish``.
-    The first is an attribute, so that in one process no frame is between a step and its loss.
+    For each batch call ``forward``, then ``backward`` with its output; after the last one
+    ``finish``. In one process ``forward`` is the step inside itself, so that no frame is added to
+    a traceback.
     """
 
     @property
@@ -61,13 +63,8 @@ class TrainingPass(Protocol):
         """Add the gradient of a batch, by its weight."""
         ...
 
-    def finish(self, state: TrainState, out: Output, /) -> Output:
-        """Turn the sum of the gradients into the mean. Return what to report of the window.
-
-        Args:
-            state: the state.
-            out: the output of the last batch.
-        """
+    def finish(self, state: TrainState, /) -> Output:
+        """Turn the sum of the gradients into the mean. Return what to report of the window."""
         ...
 
 

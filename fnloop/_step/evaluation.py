@@ -1,25 +1,44 @@
-"""Evaluation and prediction when there are several processes."""
+"""Evaluation mode, and evaluation and prediction when there are several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from fnloop._backend.collectives import collective_count, gather_objects
-from fnloop._backend.fsdp import is_sharded
+from fnloop._backend.fsdp import is_sharded, reshard
 from fnloop._backend.public import to_device_of
 from fnloop._core.metrics import Last, Mean
 from fnloop._core.types import Batch, Metric
 from fnloop._data.source import Source
 from fnloop._data.window import Padding
 
-__all__ = ["CollectiveProbe", "DistributedEvaluation", "drop_last_metrics"]
+__all__ = ["CollectiveProbe", "DistributedEvaluation", "drop_last_metrics", "evaluating"]
 
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients. Afterwards every submodule has the flag that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    sharded = is_sharded(model)
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(modes[0][1])  # a module may do something in its method train
+        for module, training in modes:
+            module.training = training
+        if sharded:
+            reshard(model)
 
 
 class CollectiveProbe:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,29 +16,27 @@ from fnloop._display.checks import describe
 
 __all__ = ["forward"]
 
-_NO_ITEM = "the batch has no item: its weight is 0"  # why it is left out
+_NO_ITEMS = "the batch has no item: its weight is 0"
 
 
-# --- the three steps in the middle
-
-
-def forward(loss_fn: LossFn, name: str, listed: bool = True) -> Step:
+def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
     """Return the innermost step: call the loss function and read its reply.
 
     Args:
         loss_fn: the loss function.
-        name: what it is called in messages.
-        listed: whether the pipeline lists ``amp``; if not, the mixed precision that accelerate is configured for is used.
+        name: its name in messages.
+        amp_listed: whether the pipeline lists ``amp``. If not, the mixed precision that
+            accelerate is configured for is used.
     """
     checked = False
 
     def forward(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         nonlocal checked
         __tracebackhide__ = True
-        if listed or state.backend.precision is None:
-            reply: Any = loss_fn(state.model, batch)
+        if amp_listed or state.backend.precision is None:
+            reply = loss_fn(state.model, batch)
         else:
-            with _configured(state):
+            with _configured_autocast(state):
                 reply = loss_fn(state.model, batch)
         loss: Any
         aux: Any
@@ -49,17 +48,17 @@ def forward(loss_fn: LossFn, name: str, listed: bool = True) -> Step:
         if weight.__class__ is int and weight > 0:
             return state, Output(loss, weight, aux)
         _check_weight(weight, name)
-        return state, Output(
-            loss, weight, aux, {}, None if isinstance(weight, Tensor) else _NO_ITEM
-        )
+        skip = None if isinstance(weight, Tensor) else _NO_ITEMS
+        return state, Output(loss, weight, aux, {}, skip)
 
     return forward
 
 
-def _configured(state: TrainState) -> Any:
+def _configured_autocast(state: TrainState) -> AbstractContextManager[object]:
     if state.backend.precision == "fp16":
         raise ValueError(
-            'accelerate is configured for fp16, which needs a loss scale: list it, pipeline(amp("fp16"), ...)'
+            "accelerate is configured for fp16, which needs a loss scale: list it, "
+            'pipeline(amp("fp16"), ...)'
         )
     return torch.autocast(state.backend.device.type, torch.bfloat16)
 
@@ -67,16 +66,17 @@ def _configured(state: TrainState) -> Any:
 # --- the reply of a loss function
 
 
-def _check_reply(reply: Any, loss: Any, aux: Any, name: str) -> None:
-    """Check what a loss function returns: the first time, and whenever it does not look like the usual case."""
+def _check_reply(reply: object, loss: object, aux: object, name: str) -> None:
+    """Check what a loss function returns: the first time, and whenever it looks unusual."""
     if isinstance(reply, tuple) and len(reply) != 2:
         raise TypeError(
-            f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. Put the rest in aux, a dict"
+            f"{name} must return a loss or (loss, aux); it returned a tuple of {len(reply)}. "
+            "Put the rest in aux, a dict"
         )
     if isinstance(reply, Mapping):
         raise TypeError(
-            f"{name} must return a loss or (loss, aux); it returned a {type(reply).__name__}. Write: return "
-            "reply['loss'], reply"
+            f"{name} must return a loss or (loss, aux); it returned a {type(reply).__name__}. "
+            "Write: return reply['loss'], reply"
         )
     if not isinstance(loss, Tensor):
         hint = ". Did you forget 'return loss'?" if loss is None else ""
@@ -85,8 +85,8 @@ def _check_reply(reply: Any, loss: Any, aux: Any, name: str) -> None:
         )
     if loss.ndim:
         raise ValueError(
-            f"the loss that {name} returns must be a scalar; got shape {tuple(loss.shape)}. Return its mean over the "
-            f"batch: loss.mean()"
+            f"the loss that {name} returns must be a scalar; got shape {tuple(loss.shape)}. Return "
+            "its mean over the batch: loss.mean()"
         )
     if not loss.is_floating_point():
         raise ValueError(
@@ -94,35 +94,34 @@ def _check_reply(reply: Any, loss: Any, aux: Any, name: str) -> None:
         )
     if not isinstance(aux, Mapping):
         raise TypeError(
-            f'the aux that {name} returns beside the loss must be a mapping, such as {{"output": output}}; got '
-            f"{type(aux).__name__}"
+            f"the aux that {name} returns with the loss must be a mapping, such as "
+            f'{{"output": output}}; got {type(aux).__name__}'
         )
 
 
-def _check_weight(weight: Any, name: str) -> None:
-    """Raise unless this can be a number of items; the value of a tensor is on the device, and is looked at by the next read."""
+def _check_weight(weight: object, name: str) -> None:
+    """Raise unless this can be a number of items.
+
+    The value of a tensor is on the device. The next report checks it.
+    """
+    expected = f'aux["weight"] must be the number of items that the loss of {name} is the mean of'
     if isinstance(weight, Tensor):
-        fine = not weight.ndim and weight.dtype is not torch.bool and not weight.is_complex()
-    else:
-        fine = isinstance(weight, int) and not isinstance(weight, bool)
-    if not fine:
-        tensor = isinstance(weight, Tensor)
-        given = f"shape {tuple(weight.shape)}, {weight.dtype}" if tensor else describe(weight)
-        raise TypeError(
-            f'aux["weight"] must be the number of items that the loss of {name} is the mean of, an int or a scalar '
-            f"tensor; got {given}"
-        )
-    if not isinstance(weight, Tensor) and weight < 0:
-        raise ValueError(
-            f'aux["weight"] must be the number of items that the loss of {name} is the mean of, at least 0; got {weight}'
-        )
+        if weight.ndim or weight.dtype is torch.bool or weight.is_complex():
+            raise TypeError(
+                f"{expected}, an int or a scalar tensor; got shape {tuple(weight.shape)}, "
+                f"{weight.dtype}"
+            )
+    elif not isinstance(weight, int) or isinstance(weight, bool):
+        raise TypeError(f"{expected}, an int or a scalar tensor; got {describe(weight)}")
+    elif weight < 0:
+        raise ValueError(f"{expected}, at least 0; got {weight}")
 
 
 def _items_in(batch: Batch, name: str) -> int:
-    """Return the number of items in a batch: the leading dimension of its tensors, if they have one.
+    """Return the number of items in a batch: the leading dimension of its tensors.
 
     Raises:
-        ValueError: they have several, or there is no tensor.
+        ValueError: its tensors have different ones, or it has no tensor.
     """
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
@@ -134,25 +133,14 @@ def _items_in(batch: Batch, name: str) -> int:
         x, y = batch  # the usual case
         if x.ndim and y.ndim and (size := x.size(0)) == y.size(0):
             return size
-    items: int | None = None
-    for part in (
-        batch.values()
-        if batch.__class__ is dict
-        else batch
-        if batch.__class__ in (list, tuple)
-        else (None,)
-    ):
-        if not isinstance(part, Tensor):
-            items = None
-            break  # something else, such as a list in a tuple: look into it
-        if part.ndim:
-            size = part.size(0)
-            if items is not None and size != items:
-                break
-            items = size
+    if batch.__class__ is dict:
+        items = _common_items(batch.values())
+    elif batch.__class__ in (list, tuple):
+        items = _common_items(batch)
     else:
-        if items is not None:
-            return items
+        items = None
+    if items is not None:
+        return items
     sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
     if len(sizes) == 1:
         return sizes.pop()
@@ -162,5 +150,20 @@ def _items_in(batch: Batch, name: str) -> int:
         else f"there is no tensor in a {type(batch).__name__}"
     )
     raise ValueError(
-        f'how many items is the loss of {name} the mean of? {found}. Say it: return loss, {{"weight": number_of_items}}'
+        f"how many items is the loss of {name} the mean of? {found}. Return the number with the "
+        'loss: return loss, {"weight": number_of_items}'
     )
+
+
+def _common_items(parts: Iterable[object]) -> int | None:
+    """Return the leading dimension of the tensors of a flat batch; None if there is not one."""
+    items: int | None = None
+    for part in parts:
+        if not isinstance(part, Tensor):
+            return None  # such as a list in a tuple
+        if part.ndim:
+            size = part.size(0)
+            if items is not None and size != items:
+                return None
+            items = size
+    return items

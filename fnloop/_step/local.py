@@ -65,20 +65,22 @@ class LocalEngine:
 class LocalBatch:
     """Forward and backward of one batch."""
 
-    __slots__ = ("_loss", "forward")
+    __slots__ = ("_loss", "_out", "forward")
 
     def __init__(self, loss: LossRoot) -> None:
         self._loss, self.forward = loss, loss.forward
 
     def backward(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
+        self._out = out
         if out.skip is None:
             relative = None
             if isinstance(out.weight, Tensor):  # on the device: 1, or 0 for a batch without items
                 relative = in_wide_dtype(valid_weight(out.weight) > 0, out.loss)
             self._loss.root(state, out, relative).backward()
 
-    def finish(self, state: TrainState, out: Output) -> Output:
+    def finish(self, state: TrainState) -> Output:
+        out = self._out
         if out.skip is not None:
             return attrs.evolve(out, loss=out.loss.detach())
         return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
@@ -99,10 +101,7 @@ class LocalWindow:
             self._loss.root(state, out, self._total.relative_weight(out)).backward()
         self._total.add(out)
 
-    def finish(self, state: TrainState, out: Output) -> Output:
-        if self._total.is_empty:
-            restore_gradients(state, self._stashed)
-            return attrs.evolve(out, loss=out.loss.detach())
+    def finish(self, state: TrainState) -> Output:
         self._total.divide([p.grad for p in parameters(state)])
         restore_gradients(state, self._stashed)
         return self._total.output()

@@ -1,4 +1,4 @@
-"""The outermost of the three steps: the optimizer's step."""
+"""The outermost of the three steps, the optimizer's step, and what becomes of its output."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fnloop._core.state import (
     give_up_ownership,
     parameters,
 )
-from fnloop._core.types import Batch, Output, Step
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
 
 __all__ = ["OPTIMIZER", "consume", "report", "update", "wants_closure"]
 
-OPTIMIZER = "the optimizer's step"  # the name of that layer, where a run says what it was doing
+OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
 
 
 def update(step: Step, may_skip: bool = False) -> Step:
-    """Return the step that applies the gradients, and leaves none behind.
+    """Return the step that applies the gradients and then clears them.
 
     Args:
         step: the gradient step.
-        may_skip: whether a step inside may leave an update out, in one process and not in another: then all do.
+        may_skip: whether an inner step may skip an update on some processes only. Then all skip it.
     """
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -43,7 +43,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
         check_not_stale(state)
         params = all_parameters(state)
         for p in params:
-            p.grad = None  # whatever was there is not of this batch
+            p.grad = None  # of an earlier batch, if any
         try:
             if wants_closure(type(state.optimizer)):
                 return _by_closure(step, state, batch)
@@ -52,9 +52,7 @@ def update(step: Step, may_skip: bool = False) -> Step:
                 out = attrs.evolve(out, skip="left out by another process")
             applied = out.skip is None
             if applied:
-                give_up_ownership(
-                    new
-                )  # until the update is whole, no state owns what the optimizer changes
+                give_up_ownership(new)  # until the optimizer has changed all of the parameters
                 apply_optimizer(new.optimizer)
         finally:
             for p in params:
@@ -66,13 +64,16 @@ def update(step: Step, may_skip: bool = False) -> Step:
 
 @functools.cache
 def wants_closure(optimizer: type[Optimizer]) -> bool:
-    """Say whether an optimizer evaluates the loss by itself."""
+    """Return whether an optimizer evaluates the loss by itself."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-    """Update with an optimizer that evaluates the loss as often as it wants to (LBFGS); what is reported is the first."""
+    """Update with an optimizer that evaluates the loss as often as it needs (LBFGS).
+
+    The first evaluation is reported.
+    """
     __tracebackhide__ = True
     replies: list[tuple[TrainState, Output]] = []
 
@@ -83,41 +84,42 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
         replies.append(step(state, batch))
         if replies[-1][1].skip is not None:
             raise ValueError(
-                f"{type(state.optimizer).__name__} can't leave an update out ({replies[-1][1].skip})"
+                f"{type(state.optimizer).__name__} cannot skip an update ({replies[-1][1].skip})"
             )
         return engine_of(state).mean_loss(replies[-1][1])
 
-    give_up_ownership(
-        state
-    )  # an optimizer may change the parameters before, between and after its evaluations
+    # The optimizer may change the parameters before, between and after its evaluations.
+    give_up_ownership(state)
     state.optimizer.step(closure)  # type: ignore[arg-type]
     new, out = replies[0]
     return advance(new, applied=True), out
 
 
-def report(out: Output, metrics: Mapping[str, Any], by: str) -> Output:
+def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
     """Return an output with more metrics.
 
     Raises:
-        ValueError: there is one of that name already.
+        ValueError: it has a metric of that name already.
     """
     if clash := out.metrics.keys() & metrics.keys():
         name = min(clash)
         raise ValueError(
-            f"{by} reports the metric {name!r}, which another middleware inside it reports already: rename one"
+            f"{by} reports the metric {name!r}, which another middleware inside it reports "
+            "already: rename one"
         )
     return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
 
 
 def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
-    """Return the state with a step's batches counted and its metrics reduced into those of the epoch.
+    """Return the state with a step's batches counted and its metrics combined into the epoch's.
 
-    An update that was left out has no part in them.
+    A skipped update does not count in the metrics.
     """
     __tracebackhide__ = True
     running = state.metrics
     if out.skip is not None:
         return after_batches(state, batches, samples, running)
     metrics = update_(running, out.metrics) if out.metrics else {**running}
-    metrics["loss"] = update_loss_(running.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+    loss: Any = running.get("loss")
+    metrics["loss"] = update_loss_(loss, out.loss, out.weight)
     return after_batches(state, batches, samples, metrics)

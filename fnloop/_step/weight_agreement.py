@@ -38,8 +38,8 @@ class WeightAgreement:
         if "weight" in out.aux or out.weight != batch_size:
             given = "what aux says" if "weight" in out.aux else out.weight
             raise ValueError(
-                f"so far each batch of {batch_size} samples weighed {batch_size}, and now one weighs "
-                f"{given}: return aux['weight'], the number of items, for every batch"
+                f"so far each batch of {batch_size} samples weighed {batch_size}, and now one "
+                f"weighs {given}: return aux['weight'], the number of items, for every batch"
             )
 
     def are_on_host(self, out: Output) -> bool:

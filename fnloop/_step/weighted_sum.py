@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class WeightedSum:
         self.reference: Weight | None = None
         self._loss: Tensor | None = None
         self._last: Output | None = None
+        self._skipped: Output | None = None
         self._metrics: Mapping[str, Metric] = {}
         # The sums of the weights on the device, as given and as counted: equal if all are valid.
         self._checked: tuple[Tensor, Tensor] | None = None
@@ -81,6 +83,7 @@ class WeightedSum:
         """Count a micro-batch, unless it is skipped."""
         __tracebackhide__ = True
         if out.skip is not None:
+            self._skipped = out
             return
         loss, weight = out.loss.detach(), self._weight_of(out)
         if self._loss is None or self.weight is None:
@@ -96,12 +99,14 @@ class WeightedSum:
 
     def divide(self, gradients: Sequence[Tensor | None]) -> None:
         """Turn the sum of relative weight × gradient into the mean, in place."""
-        assert self.weight is not None
-        divide(gradients, self.weight, self.reference)
+        if self.weight is not None:
+            divide(gradients, self.weight, self.reference)
 
     def output(self) -> Output:
-        """Return the mean loss and the combined metrics of the batches that were added."""
-        assert self._loss is not None and self._last is not None and self.weight is not None
+        """Return the mean loss and the combined metrics, or the skip of a window without any."""
+        if self._loss is None or self._last is None or self.weight is None:
+            assert self._skipped is not None, "nothing was added"
+            return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
         weight: int | Tensor
         if isinstance(self.weight, Tensor):
             weight, items = self.weight, torch.where(self.weight == 0, 1, self.weight)
@@ -110,7 +115,7 @@ class WeightedSum:
             items = items or 1
         if self._checked is not None:
             given, valid = self._checked
-            weight = torch.where(given == valid, self.weight, math.nan)  # type: ignore[call-overload]
+            weight = torch.where(given == valid, weight, math.nan)
         return Output(self._loss / items, weight, self._last.aux, self._metrics)
 
 

@@ -97,5 +97,5 @@ def test_strides_that_are_not_dense_are_refused(strides):
 @pytest.mark.parametrize("dtype", ["S40000000", "V40000000", "O", "U9", "f8,O"])
 def test_an_array_of_a_crafted_dtype_is_refused(dtype):
     """Eight bytes of a file would become 40 MB, or objects."""
-    with pytest.raises(ValueError, match="an array of .* is not one that a checkpoint can hold"):
+    with pytest.raises(ValueError, match=r"an array of .* is not one that a checkpoint can hold"):
         decode({"$array": "a", "dtype": dtype}, {"a": torch.zeros(1, dtype=torch.float64)})

@@ -66,7 +66,7 @@ def test_gradients_are_unscaled_once_per_window_in_whichever_order(members, monk
 
 
 def test_the_scale_halves_on_overflow_and_doubles_after_a_streak():
-    """3e38 / 65536 overflows float32 at scale 65536; smaller gradients don't."""
+    """3e38 / 65536 overflows float32 at scale 65536; smaller gradients do not."""
     step = fl.pipeline(fl.amp("fp16", init_scale=8.0, growth_interval=2))(toy_loss)
     state, scales = toy(lr=0.0), []
     for x in (1.0, 3e38, 1.0, 1.0, 1.0, 1.0):
@@ -163,10 +163,10 @@ def test_a_loss_that_is_not_finite_at_any_scale_is_an_error():
         fl.fit(step, toy(), batches(*[float("nan")] * 50), hooks=())
 
 
-@pytest.mark.parametrize("behind", [fl.clip(1.0), fl.clip_value(1.0)], ids=repr)
-def test_fp16_behind_what_would_see_scaled_gradients_is_refused(behind):
+@pytest.mark.parametrize("seeing", [fl.clip(1.0), fl.clip_value(1.0)], ids=repr)
+def test_fp16_after_a_middleware_that_would_see_scaled_gradients_is_refused(seeing):
     with pytest.raises(ValueError, match=r'List it first: pipeline\(amp\("fp16"\), ...\)'):
-        fl.pipeline(behind, fl.amp("fp16"))(toy_loss)
+        fl.pipeline(seeing, fl.amp("fp16"))(toy_loss)
 
 
 def test_half_parameters_are_refused():

@@ -103,7 +103,7 @@ def test_evaluating_a_step_restores_every_flag():
     assert [m.training for m in problem_model.modules()] == [True, True, False, True]
 
 
-def test_a_module_that_does_something_in_train_does_it_again_behind_an_evaluation():
+def test_a_module_that_does_something_in_train_does_it_again_after_an_evaluation():
     class Merges(Toy):
         merged = False
 
@@ -205,7 +205,7 @@ def test_a_profiler_sees_the_optimizers_step():
         (
             {"name": ["a", "b"], "x": torch.ones(2, 2)},
             2,
-        ),  # what is no tensor says nothing about the size
+        ),  # what is not a tensor has no size
         ((None, torch.ones(2)), 2),
         (["text", torch.ones(2)], 2),
         ({"t": torch.tensor(1.0), "x": torch.ones(4, 2)}, 4),

@@ -1,0 +1,35 @@
+"""A dataset of numbers that shows which samples were loaded and what was drawn."""
+
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+)
+
+from fnloop._data.source import open_source
+
+
+class Numbers(Dataset):
+    """0, 1, 2, ...; with ``noisy``, plus what each generator draws. It counts what is loaded."""
+
+    def __init__(self, n=10, noisy=False):
+        self.n, self.noisy, self.loaded = n, noisy, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.loaded.append(int(i))
+        noise = torch.rand(1).item() + np.random.rand() + random.random() if self.noisy else 0.0
+        return torch.tensor([float(i) + noise + getattr(self, "offset", 0.0)], dtype=torch.float64)
+
+
+def batches(loader, seed=0, epoch=0, start=0):
+    return [b.flatten().tolist() for b in open_source(loader, seed).batches(epoch, start, 0)]
+
+
+def loader(noisy=False, **kwargs):
+    return DataLoader(Numbers(noisy=noisy), **{"batch_size": 3, "shuffle": True, **kwargs})

@@ -1,0 +1,212 @@
+"""Prefetching changes no number."""
+
+import random
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from numbered import Numbers, loader
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+)
+
+import fnloop as fl
+from fnloop._core import rng
+from fnloop.testing import assert_same, toy, toy_loss
+
+
+def test_prefetch_fetches_that_number_of_windows_ahead():
+    fetched, seen = [], []
+
+    def batches():
+        for i in range(5):
+            fetched.append(i)
+            yield torch.tensor([float(i)])
+
+    def loss(model, batch):
+        seen.append((int(batch), max(fetched)))
+        return toy_loss(model, batch)
+
+    fl.fit(fl.pipeline()(loss), toy(), batches, hooks=(), prefetch=3)
+    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4), (4, 4)]
+
+
+def test_an_error_in_a_fetch_ahead_costs_no_update():
+    def batches():
+        yield from (torch.ones(1), torch.ones(1), torch.ones(1))
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone") as caught:
+        fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=(), prefetch=3)
+    assert caught.value.state.step == 3
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match="prefetch as an int >= 1"):
+            fl.fit(fl.pipeline()(toy_loss), toy(), batches, prefetch=wrong)
+
+
+class Halves(IterableDataset):
+    """Nine numbers, each with what the generators draw."""
+
+    def __iter__(self):
+        for i in range(9):
+            yield torch.tensor([i + random.random() + np.random.rand()]) + torch.rand(1)
+
+
+class Backwards(torch.utils.data.Sampler):
+    """A sampler that draws from a global generator."""
+
+    def __iter__(self):
+        yield from sorted(range(9), key=lambda i: random.random())
+
+    def __len__(self):
+        return 9
+
+
+class Lazily(Backwards):
+    """The same, and at every index."""
+
+    def __iter__(self):
+        left = list(range(9))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+def streamed():
+    for i in range(9):
+        yield torch.tensor([i + random.random()])
+
+
+SOURCES = {
+    "list": lambda: [torch.tensor([float(i)]) for i in range(9)],
+    "map-style": lambda: loader(noisy=True, batch_size=2),
+    "map-style, dropping": lambda: loader(noisy=True, batch_size=2, drop_last=True),
+    "map-style, one by one": lambda: loader(noisy=True, batch_size=None, shuffle=False),
+    "map-style, a sampler": lambda: DataLoader(Numbers(9, noisy=True), 2, sampler=Backwards()),
+    "map-style, a sampler that draws lazily": lambda: DataLoader(
+        Numbers(9, noisy=True), 2, sampler=Lazily()
+    ),
+    "workers": lambda: loader(noisy=True, batch_size=2, num_workers=1),
+    "workers, a sampler that draws lazily": lambda: DataLoader(
+        Numbers(9, noisy=True), 2, sampler=Lazily(), num_workers=2
+    ),
+    "generator function": lambda: streamed,
+    "IterableDataset": lambda: DataLoader(Halves(), 2),
+    "IterableDataset, workers": lambda: DataLoader(Halves(), 2, num_workers=1),
+}
+
+
+def drawing(drawn):
+    """Return a loss function, and a hook, that draw from every generator; what training and hooks draw goes into a list."""
+
+    def draw(noted=True):
+        numbers = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+        drawn.extend([numbers] * noted)
+        return sum(numbers)
+
+    def loss_fn(model, batch):
+        return toy_loss(
+            model, batch.float() * draw(model.training)
+        )  # the parts have more evaluations: closing ones
+
+    def hook(state):
+        if state.step % 3 == 1 or "epoch" in state.events:
+            draw()
+        return state
+
+    return loss_fn, hook
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name in SOURCES for case in range(1 if "workers" in name else 4)],
+)
+def test_prefetch_changes_no_number(name, case, tmp_path):
+    chance = random.Random(f"{name} {case}")
+    window, split, evaluated = (
+        chance.choice([1, 1, 2]),
+        chance.randrange(1, 7),
+        chance.random() < 0.5,
+    )
+
+    def trained(*parts):
+        """Train two epochs in parts, each with its prefetch; all but the last end at some update, and are saved."""
+        drawn = []
+        loss_fn, hook = drawing(drawn)
+        step = fl.pipeline(*([fl.accumulate(window)] if window > 1 else []))(loss_fn)
+        state = toy()
+        for part, prefetch in enumerate(parts, 1):
+            end = [
+                fl.when(lambda s, part=part: s.step == part * split)(
+                    lambda s: attrs.evolve(s, stop="part")
+                )
+            ]
+            loaders = (SOURCES[name](), [torch.ones(1)] * 2 if evaluated else None)
+            hooks = (hook, *end) if part < len(parts) else (hook,)
+            state = fl.fit(
+                step,
+                state,
+                loaders,
+                epochs=2,
+                hooks=hooks,
+                evaluate_every=fl.every(steps=2),
+                prefetch=prefetch,
+            )
+            if part < len(parts):
+                state = attrs.evolve(fl.restore(fl.save(state, tmp_path / "a"), toy()), stop=None)
+        return state, drawn
+
+    whole, drawn = trained(1)
+    for prefetch in (2, 3):
+        state, again = trained(prefetch)
+        assert again == drawn
+        assert_same(state, whole)
+    for parts in ((1, 1), (2, 2), (1, 3), (3, 2, 1)):
+        if split * len(parts) < 9:
+            state, again = trained(*parts)
+            assert again == drawn, parts
+            assert_same(state, whole)
+
+
+def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
+    """Ctrl-C comes while the third window is fetched ahead; the second is there, with what its own fetch has left."""
+
+    def batches():
+        for i in range(3):
+            if i == 2 and interrupted:
+                interrupted.clear()
+                raise KeyboardInterrupt
+            yield torch.tensor([random.random()])
+
+    drawn, interrupted = [], []
+    step = fl.pipeline()(drawing(drawn)[0])
+    whole = fl.fit(step, toy(), batches, hooks=(), prefetch=2)
+    straight, drawn[:], interrupted = [*drawn], [], [True]
+    state = fl.fit(step, toy(), batches, hooks=(), prefetch=2)
+    assert (state.stop, state.step) == ("interrupted", 1)
+    state = fl.fit(step, state, batches, epochs=1, hooks=(), prefetch=2)
+    assert drawn == straight
+    assert_same(state, whole)
+
+
+@pytest.mark.parametrize(
+    ("make", "prefetch"), [(loader, 1), (lambda: [torch.ones(1)] * 4, 3)], ids=["one", "a list"]
+)
+def test_generators_are_not_captured_if_a_fetch_ahead_does_not_set_them(
+    make, prefetch, monkeypatch
+):
+    def looking():
+        looks.append(prefetch)
+        return capture()
+
+    looks, capture = [], rng.Generators.capture
+    monkeypatch.setattr(rng.Generators, "capture", looking)
+    assert fl.fit(fl.pipeline()(toy_loss), toy(), make(), epochs=1, hooks=()).step == 4
+    usual = len(looks)  # what the run itself borrows and gives back
+    looks.clear()
+    assert (
+        fl.fit(fl.pipeline()(toy_loss), toy(), make(), epochs=1, hooks=(), prefetch=prefetch).step
+        == 4
+    )
+    assert len(looks) == usual == 1

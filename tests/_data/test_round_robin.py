@@ -1,0 +1,57 @@
+"""How batches are distributed to processes. No second process is needed to see it."""
+
+import pytest
+import torch
+
+from fnloop._data.round_robin import RoundRobin, sharing_among
+from fnloop._data.source import open_source
+from fnloop._data.window import Padding, Window
+
+
+def shares(items, processes, size_of=lambda item: 0):
+    """Return what each process gets, padding in brackets."""
+    split = [sharing_among(processes, rank).split(items, size_of) for rank in range(processes)]
+    return [[[i.batch] if type(i) is Padding else i for i in share] for share in split]
+
+
+def test_each_process_gets_one_item_in_turn():
+    assert shares("abcdef", 1) == [list("abcdef")]
+    assert shares("abcdef", 2) == [["a", "c", "e"], ["b", "d", "f"]]
+
+
+def test_in_an_incomplete_round_the_first_item_is_padding():
+    assert shares("abcde", 2) == [["a", "c", "e"], ["b", "d", ["e"]]]
+    assert shares("abcde", 3) == [["a", "d"], ["b", "e"], ["c", ["d"]]]
+    assert shares("abcd", 3) == [["a", "d"], ["b", ["d"]], ["c", ["d"]]]
+
+
+def test_a_window_knows_its_batch_size_only_if_every_process_has_the_same():
+    sharing = RoundRobin(0, 2)
+    share = sharing.split([4, 4, 4, 4, 4, 3, 3], size_of=lambda size: size)
+    assert [next(share), next(share)] == [4, 4]
+    assert sharing.uniform_batch_size(2) == 4
+    assert [*share] == [4, 3]
+    assert [sharing.uniform_batch_size(1), sharing.uniform_batch_size(1)] == [0, 0]
+    assert sharing.uniform_batch_size(1) == 0  # nothing is known of a round that was not made
+
+
+def test_padding_is_unwrapped_and_noted():
+    batches = [torch.full((2,), float(i)) for i in range(3)]
+    source = open_source(batches, seed=0, rank=1, processes=2)
+    mine = source.batches(0, 0, 0)
+    assert source.take(next(mine), 1) == (batches[1], Window(2))
+    assert source.take(next(mine), 1) == (batches[2], Window(0, (True,)))
+    window = tuple(source.batches(0, 0, 0))
+    assert source.take(window, 2) == ((batches[1], batches[2]), Window(0, (False, True)))
+
+
+def test_a_tensor_that_the_loader_reuses_is_refused():
+    def loader():
+        batch = torch.zeros(1)
+        for i in range(4):
+            yield batch.fill_(i)
+
+    source = open_source(loader, seed=0, rank=0, processes=2)
+    with pytest.raises(ValueError, match="reuses a tensor for its next batch, but 2 processes"):
+        [*source.batches(0, 0, 0)]
+    assert len([*open_source(loader, seed=0).batches(0, 0, 0)]) == 4

@@ -1,0 +1,288 @@
+"""The order of batches, and resuming, for every kind of loader."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from numbered import Numbers, batches, loader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import fnloop as fl
+from fnloop._data.source import open_source
+from fnloop.testing import assert_same, toy, toy_loss
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    first = batches(loader())
+    torch.rand(7)
+    assert batches(loader()) == first
+    assert sorted(x for batch in first for x in batch) == list(range(10))
+    assert [len(b) for b in first] == [3, 3, 3, 1]
+    assert len({str(batches(loader(), seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_change_nothing_random_augmentation_included(noisy, workers, persistent):
+    plain = loader(noisy)
+    many = loader(noisy, num_workers=workers, persistent_workers=persistent)
+    for epoch in (0, 1, 5):
+        assert batches(many, epoch=epoch) == batches(plain, epoch=epoch)
+
+
+def test_persistent_workers_that_were_abandoned_mid_epoch_start_afresh():
+    many = loader(num_workers=2, persistent_workers=True)
+    abandoned = open_source(many, 0).batches(0, 0, 0)
+    next(abandoned)
+    assert batches(many, epoch=1) == batches(loader(), epoch=1)
+
+
+def test_persistent_workers_can_be_evaluated_in_the_middle_of_their_epoch():
+    step = fl.pipeline()(toy_loss)
+    states = []
+    for many in (loader(), loader(num_workers=1, persistent_workers=True)):
+        state = fl.fit(
+            step, toy(), (many, many), epochs=2, evaluate_every=fl.every(steps=2), hooks=()
+        )
+        assert [r.step for r in state.history if "valid/loss" in r.metrics] == [2, 4, 6, 8]
+        states.append(state)
+    assert_same(*states)
+
+
+def test_persistent_workers_can_be_read_twice_at_once():
+    many = loader(num_workers=1, persistent_workers=True)
+    read = lambda: fl.predict(lambda model, batch: batch.flatten().tolist(), toy(), many)
+    pairs = list(zip(read(), read(), strict=True))
+    assert len(pairs) == 4 and all(one == two for one, two in pairs)
+
+
+def test_consumed_samples_are_skipped_by_index_without_loading_them():
+    data = loader(noisy=True)
+    whole = batches(data)
+    data.dataset.loaded.clear()
+    assert batches(data, start=2) == whole[2:]
+    assert len(data.dataset.loaded) == 4
+
+
+SAMPLERS = {
+    "shuffle": lambda d: {"shuffle": True},
+    "sequential": lambda d: {"sampler": SequentialSampler(d)},
+    "replacement": lambda d: {"sampler": RandomSampler(d, replacement=True, num_samples=50)},
+    "weighted": lambda d: {"sampler": WeightedRandomSampler([1.0] * len(d), 20)},
+    "own generator": lambda d: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "batch sampler": lambda d: {
+        "batch_sampler": BatchSampler(RandomSampler(d), 4, drop_last=True),
+        "batch_size": 1,
+        "shuffle": None,
+    },
+    "own sampler": lambda d: {"sampler": Drawing(d)},
+    "unbatched": lambda d: {"batch_size": None, "shuffle": True},
+}
+
+
+class Drawing:
+    """A custom sampler, which draws from every global generator as it goes."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for _ in range(12):
+            yield (random.randrange(10) + int(torch.randint(10, ())) + np.random.randint(10)) % len(
+                self.data
+            )
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_every_sampler_is_reproducible_and_resumable_and_leaves_the_callers_generators_alone(make):
+    data = Numbers(noisy=True)
+    kwargs = {"batch_size": 3, **make(data)}
+    if kwargs.get("batch_sampler"):
+        kwargs.pop("batch_size"), kwargs.pop("shuffle")
+    made = DataLoader(data, **kwargs)
+    first = batches(made)
+    assert batches(made) == first
+    assert batches(made, start=2) == first[2:]
+    if not isinstance(made.sampler, SequentialSampler) or made.batch_sampler is not None:
+        assert batches(made, epoch=1) != first
+    with_workers = DataLoader(data, num_workers=2, **kwargs)
+    assert batches(with_workers) == first
+
+
+def test_a_loaders_own_generator_is_not_advanced():
+    generator = torch.Generator().manual_seed(3)
+    made = loader(generator=generator)
+    before = generator.get_state()
+    batches(made)
+    assert torch.equal(generator.get_state(), before)
+    assert made.generator is generator and made.sampler.generator is generator
+
+
+def test_set_epoch_is_called_on_samplers_that_have_it():
+    class Told(SequentialSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    told: list[int] = []
+    data = Numbers()
+    batches(DataLoader(data, batch_size=3, sampler=Told(data)), epoch=4)
+    assert told == [4]
+
+
+def test_datasets_that_fetch_batches_at_once_and_collates_are_respected():
+    class Together(Numbers):
+        def __getitems__(self, indices):
+            return [torch.tensor([100.0 + i]) for i in indices]
+
+    made = DataLoader(
+        Together(4), batch_size=2, collate_fn=lambda items: default_collate(items) * 2
+    )
+    assert batches(made) == [[200.0, 202.0], [204.0, 206.0]]
+
+
+def test_a_worker_init_fn_sees_the_dataset():
+    many = DataLoader(Numbers(4), batch_size=2, num_workers=1, worker_init_fn=look)
+    assert batches(many) == [[5.0, 6.0], [7.0, 8.0]]
+
+
+def look(worker):
+    data = torch.utils.data.get_worker_info().dataset
+    assert isinstance(data, Numbers) and data.n == 4
+    data.offset = 5.0
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(4):
+            yield torch.tensor([i + torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterable_dataset_is_reproducible(workers):
+    made = DataLoader(Stream(), batch_size=2, num_workers=workers)
+    first = batches(made)
+    assert batches(made) == first != batches(made, epoch=1)
+    assert batches(made, start=1) == first[1:]
+
+
+def test_a_generator_function_that_draws_is_reproducible_and_resumable():
+    def make():
+        for i in range(4):
+            yield torch.tensor([i + random.random() + np.random.rand()])
+
+    first = batches(make)
+    assert batches(make) == first != batches(make, epoch=1)
+    assert batches(make, start=3) == first[3:]
+
+
+def test_a_resumed_run_with_workers_equals_one_that_was_not_stopped():
+    data = TensorDataset(torch.arange(20.0))
+    step = fl.pipeline(fl.accumulate(2))(lambda model, batch: toy_loss(model, batch[0]))
+    runs = []
+    for workers, split in ((0, None), (2, 3), (1, 7)):
+        many = DataLoader(data, batch_size=3, shuffle=True, num_workers=workers)
+        state = toy(lr=0.01)
+        if split:
+            state = fl.fit(step, state, many, steps=split, hooks=())
+        runs.append(fl.fit(step, state, many, epochs=3, hooks=()))
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
+STUCK = """
+import ctypes, torch, fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+class Stuck(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if i > 3:  # what a library may do after a fork: no signal gets through
+            libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+            libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)
+        return torch.ones(())
+
+loader = torch.utils.data.DataLoader(Stuck(), batch_size=1, num_workers=1, prefetch_factor=8)
+print(fl.fit(fl.pipeline()(toy_loss), toy(), loader, steps=2, hooks=()).step)
+"""
+
+
+@pytest.mark.slow
+def test_a_stuck_worker_does_not_keep_python_from_exiting():
+    found = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout == "2\n"
+
+
+# --- a dataset that raises StopIteration
+
+
+class AtItsEnd(Dataset):
+    """One that reads a handle, which is used up at one sample."""
+
+    def __init__(self, n=8):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return next(iter(())) if i == 3 else torch.ones(())
+
+
+class AllAtOnce(AtItsEnd):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def collate_none(samples):
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda w: DataLoader(AtItsEnd(), 2, num_workers=w),
+            "AtItsEnd raised StopIteration for sample 3",
+        ),
+        (
+            lambda w: DataLoader(AtItsEnd(), None, num_workers=w),
+            "AtItsEnd raised StopIteration for sample 3",
+        ),
+        (
+            lambda w: DataLoader(AllAtOnce(), 2, num_workers=w),
+            r"AllAtOnce raised StopIteration for samples \[2, 3\]",
+        ),
+        (
+            lambda w: DataLoader(AtItsEnd(3), 3, collate_fn=collate_none, num_workers=w),
+            r"the collate_fn of AtItsEnd raised StopIteration for samples \[0, 1, 2\]",
+        ),
+    ],
+    ids=["dataset", "without batches", "__getitems__", "collate_fn"],
+)
+def test_a_stop_iteration_in_a_dataset_is_an_error_with_any_number_of_workers(
+    make, message, workers
+):
+    with pytest.raises(RuntimeError, match=message):
+        fl.fit(fl.pipeline()(toy_loss), toy(), make(workers), hooks=())

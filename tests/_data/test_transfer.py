@@ -1,0 +1,70 @@
+"""Batches are moved to the device."""
+
+import contextlib
+import types
+from collections import namedtuple
+
+import torch
+
+from fnloop._backend import transfer
+from fnloop._backend.transfer import to_device
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def test_nested_batches_are_moved_and_keep_their_structure():
+    x = torch.ones(2)
+    batch = {"pair": Pair(x, [x, (x, "text")]), "n": 3}
+    moved = to_device(batch, torch.device("meta"))
+    assert isinstance(moved["pair"], Pair) and moved["n"] == 3 and moved["pair"].y[1][1] == "text"
+    assert {
+        t.device.type for t in (moved["pair"].x, moved["pair"].y[0], moved["pair"].y[1][0])
+    } == {"meta"}
+
+
+def test_a_batch_on_the_cpu_stays_the_same_object():
+    batch = [torch.ones(2)]
+    assert to_device(batch, torch.device("cpu")) is batch or torch.accelerator.is_available()
+
+
+# --- copies on a side stream
+
+
+class Opaque:
+    """Like a batch of torch_geometric: it moves its tensors by itself."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device, non_blocking=False):
+        return Opaque(self.x.clone())
+
+
+class Pairs(list):
+    """A list that checks what is in it."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        assert all(isinstance(part, torch.Tensor) for part in self)
+
+
+def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
+    """A tensor made on one stream and used on another has to be recorded there; stand-ins for streams show what is."""
+    made, recorded = [], []
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: made.append("side") or contextlib.nullcontext()
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda t, stream: recorded.append(t.shape[0])
+    )
+    monkeypatch.setattr(transfer, "may_need_transfer", lambda device: True)
+    copied = transfer.copy_on_side_stream(torch.device("cpu"))
+    for batch in ({"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}, Pairs([torch.ones(3)])):
+        assert type(copied(batch)) is type(batch)
+    assert (recorded, len(made)) == ([1, 2, 3], 2)
+    copied((torch.ones(1), Opaque(torch.ones(1))))
+    copied(torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
+    assert (recorded, len(made)) == ([1, 2, 3], 2)
