@@ -9,8 +9,9 @@ from typing import Any
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._display import checks
-from fnloop._graphs.capture import GraphedStep, recorder_on
+from fnloop._graphs.capture import GraphedStep
 from fnloop._graphs.guards import CaptureError
+from fnloop._graphs.recorder import recorder_on
 
 __all__ = ["cuda_graph"]
 
