@@ -1084,10 +1084,10 @@ def facts_of_backend(folder):
 
 def apart(folder, way, hold=2):
     """Decide by something that one process alone knows."""
-    watchdog.HOLD, watchdog.GRACE, watchdog.LAST = (
+    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = (
         hold,
-        min(hold, watchdog.GRACE),
-        min(hold, watchdog.LAST),
+        min(hold, watchdog.NOTICE_SECONDS),
+        min(hold, watchdog.KILL_SECONDS),
     )
 
     def hook(state):
@@ -1133,8 +1133,8 @@ def test_processes_that_come_apart_fail(tmp_path, way, n):
     assert all(found.codes), found  # 1, or what gloo's threads make of it when Python has gone
     assert waited(tmp_path, found) < 20
     if way != "weights":  # sums of other sizes, of which gloo may end a process
-        assert "RuntimeError: the processes have come apart" in found.errors[1]
-        assert all("the processes have come apart: " in error for error in found.errors), (
+        assert "RuntimeError: the processes have diverged" in found.errors[1]
+        assert all("the processes have diverged: " in error for error in found.errors), (
             found.errors
         )
     if way == "stop":
@@ -1151,7 +1151,7 @@ def test_a_process_that_waits_for_a_failed_one_ends_by_itself(tmp_path):
 
 def slow(folder):
     """Be slow in one process, in all places, for longer than processes that wait in different places are given."""
-    watchdog.HOLD, watchdog.GRACE, watchdog.LAST = 1, 0, 0
+    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = 1, 0, 0
 
     def pause(state):
         time.sleep(5 * (state.step == 2))
@@ -1514,7 +1514,7 @@ def test_who_waits_for_a_process_that_does_not_come_says_so():
         TimeoutError, match=r"the processes \[1, 2\] did not come to join process 0"
     ):
         rendezvous.agree_on_attempt(store, 0, 3, moment)
-    with pytest.raises(TimeoutError, match="process 1 has waited for all others to join it"):
+    with pytest.raises(TimeoutError, match="process 1 has waited for all others to join: find out"):
         rendezvous.agree_on_attempt(store, 1, 3, moment)
 
 
@@ -1686,15 +1686,15 @@ def test_tensor_parallelism_is_refused_and_hybrid_sharding_is_not(tmp_path):
         assert found["data"] == found["data in two groups"] == 0
         for way in ("tensor and data", "tensor"):
             assert str(found[way]).startswith(
-                "NotImplementedError: the parameter 0.weight is spread as "
+                "NotImplementedError: the parameter 0.weight is placed as "
             ), found[way]
             assert "Leave parallelize_module out" in found[way]
 
 
 REFUSED = {
-    "structures": "ValueError: the processes gave different structures",
-    "keys": "ValueError: the processes gave different structures",
-    "kinds": "ValueError: the processes gave different structures",
+    "structures": "ValueError: the structures of the processes differ",
+    "keys": "ValueError: the structures of the processes differ",
+    "kinds": "ValueError: the structures of the processes differ",
     "how": "ValueError: reduce expects how as one of",
     "text": "TypeError: reduce expects tensors, numbers and metrics",
     "source": "ValueError: broadcast expects source as a rank",
@@ -1708,12 +1708,12 @@ REFUSED = {
     "no batch": "ValueError: the training loader gave no batch",
     "all dropped": "ValueError: the training loader gave no batch in epoch 1. It has 41 samples, and with drop_last an update "
     "takes 30 × ",
-    "weights of its own": "RuntimeError: the processes have come apart: the norm of the weight 2.bias is from ",
-    "order of its own": "RuntimeError: the processes have come apart: each has the data in another order",
-    "evaluated in its own order": "RuntimeError: the processes have come apart: each has the data in another order",
-    "predicted in its own order": "RuntimeError: the processes have come apart: each has the data in another order",
+    "weights of its own": "RuntimeError: the processes have diverged: the norm of the weight 2.bias is from ",
+    "order of its own": "RuntimeError: the processes have diverged: each has the data in another order",
+    "evaluated in its own order": "RuntimeError: the processes have diverged: each has the data in another order",
+    "predicted in its own order": "RuntimeError: the processes have diverged: each has the data in another order",
     "one tensor again and again": "ValueError: the loader fills one tensor again for its next batch, and ",
-    "lazy": "ValueError: the model has lazy parameters, which know no shape yet: call it once",
+    "lazy": "ValueError: the model has lazy parameters, which have no shape yet: call it once",
     "nothing to evaluate": "ValueError: the loader to evaluate gave no batch",
 }
 

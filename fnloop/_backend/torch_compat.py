@@ -164,17 +164,21 @@ def seeder_of(index: int) -> Callable[[int], object]:
 
 # --- operators
 
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-except ImportError:
 
-    class DispatchMode:  # type: ignore[no-redef]
-        """Stands for torch's class: it can be derived from, and raises when it is entered."""
+class _NoDispatchMode:
+    """Stands for torch's class: it can be derived from, and raises when it is entered."""
 
-        def __enter__(self) -> None:
-            raise _missing("TorchDispatchMode", "to watch which operators run")
+    def __enter__(self) -> None:
+        raise _missing("TorchDispatchMode", "to watch which operators run")
 
-        def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+DispatchMode: Any = _NoDispatchMode
+with contextlib.suppress(ImportError):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
 
 
 def computes(func: Any) -> bool:

@@ -152,7 +152,7 @@ class DistributedEngine:
         shutdown_callbacks.add(self)
         self._has_buffers = any(True for _ in state.model.buffers())
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Let go of the group of processes, at the end of the script."""
         self._ddp = None
 
