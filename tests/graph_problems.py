@@ -11,12 +11,12 @@ from fnloop.testing import (
 )
 
 
-def done(tapes):
-    return [entry for tape in tapes for entry in tape.log]
+def done(recorders):
+    return [entry for recorder in recorders for entry in recorder.log]
 
 
 def fused_sgd(parameters):
-    """What cuda_graph makes of SGD, so that runs with and without it compute the same to the bit."""
+    """What cuda_graph makes of SGD, so that runs with and without it are equal bit for bit."""
     return torch.optim.SGD(parameters, lr=torch.tensor(0.05), momentum=0.9, fused=True)
 
 

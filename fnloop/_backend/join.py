@@ -58,7 +58,7 @@ def join(
         return model, optimizer, attrs.evolve(backend, device=_device_of(model))
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError(
-            "the model has lazy parameters, which know no shape yet: call it once, model(x), "
+            "the model has lazy parameters, which have no shape yet: call it once, model(x), "
             "before this"
         )
     control_group()  # making it is a collective, and every process comes here

@@ -17,7 +17,7 @@ from fnloop.testing import (
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_a_step_that_reads_continues_eagerly_with_its_optimizer_restored(optimizer, tapes):
+def test_a_step_that_reads_continues_eagerly_with_its_optimizer_restored(optimizer, recorders):
     def loss_fn(model, batch):
         return model(batch[0]).mean() * (1 if model[0].bias.sum().item() < 1e9 else 0)
 
@@ -39,7 +39,7 @@ def test_a_step_that_reads_continues_eagerly_with_its_optimizer_restored(optimiz
     assert_same(captured, plain, rtol=1e-5)
 
 
-def test_effects_of_python_during_a_capture_are_undone(tapes):
+def test_effects_of_python_during_a_capture_are_undone(recorders):
     """Nothing ran on the device: a count, a buffer or a draw of that time must not stay."""
 
     class Everything(Counting):
@@ -72,7 +72,7 @@ def test_effects_of_python_during_a_capture_are_undone(tapes):
     assert_same(captured, run(), rtol=1e-6)
 
 
-def test_the_original_settings_are_restored_even_after_new_graphs(tapes):
+def test_the_original_settings_are_restored_even_after_new_graphs(recorders):
     def loss_fn(model, batch):
         loss = model(batch).mean()
         return loss if len(batch) == 1 or loss.item() < 1e9 else loss * 0
@@ -94,7 +94,7 @@ def test_the_original_settings_are_restored_even_after_new_graphs(tapes):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_checkpoints_go_from_graphs_to_eager_runs_and_back(optimizer, tmp_path, tapes):
+def test_checkpoints_go_from_graphs_to_eager_runs_and_back(optimizer, tmp_path, recorders):
     problem = net(lambda parameters: optimizer(parameters, lr=0.1))
     captured, plain = (
         fl.pipeline(fl.accumulate(2), *m)(problem.loss_fn) for m in ((fl.cuda_graph(warmup=1),), ())
@@ -125,7 +125,7 @@ def test_checkpoints_go_from_graphs_to_eager_runs_and_back(optimizer, tmp_path, 
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_run_continues_from_a_checkpoint_that_a_hook_restores(tmp_path, tapes):
+def test_a_run_continues_from_a_checkpoint_that_a_hook_restores(tmp_path, recorders):
     """The optimizer's state is replaced under the graphs."""
     problem = net(capturable_adam)
     path = fl.save(

@@ -16,7 +16,7 @@ from fnloop.testing import (
 )
 
 
-def stopping(tapes, change, batches=4, **kwargs):
+def stopping(recorders, change, batches=4, **kwargs):
     """Train a net for some updates, change something, train on; and the same without graphs."""
 
     def run(*members):
@@ -26,15 +26,15 @@ def stopping(tapes, change, batches=4, **kwargs):
 
     captured = run(fl.cuda_graph(warmup=1))
     assert_same(captured, run())
-    return done(tapes)
+    return done(recorders)
 
 
-def test_a_learning_rate_that_a_hook_sets_is_filled_in(tapes):
+def test_a_learning_rate_that_a_hook_sets_is_filled_in(recorders):
     def change(state):
         state.optimizer.param_groups[0]["lr"] = 0.5
         return state
 
-    assert stopping(tapes, change).count("run") == 1
+    assert stopping(recorders, change).count("run") == 1
 
 
 def momentum(state):
@@ -67,14 +67,14 @@ def other_optimizer_state(state):
 @pytest.mark.parametrize(
     "change", [momentum, freeze, evaluation_mode, other_memory, other_optimizer_state]
 )
-def test_a_change_between_two_updates_makes_new_graphs(change, tapes):
-    assert [entry for entry in stopping(tapes, change) if "replay" not in entry] == [
+def test_a_change_between_two_updates_makes_new_graphs(change, recorders):
+    assert [entry for entry in stopping(recorders, change) if "replay" not in entry] == [
         "run",
         "record 0",
     ] * 2
 
 
-def test_a_slot_that_is_replaced_from_outside_makes_a_new_graph(tapes):
+def test_a_slot_that_is_replaced_from_outside_makes_a_new_graph(recorders):
     problem = net()
 
     def run(*members):
@@ -90,7 +90,7 @@ def test_a_slot_that_is_replaced_from_outside_makes_a_new_graph(tapes):
     assert_same(run(fl.cuda_graph(warmup=1)), run())
 
 
-def test_tensors_of_a_slot_that_are_replaced_from_outside_make_a_new_graph(tapes):
+def test_tensors_of_a_slot_that_are_replaced_from_outside_make_a_new_graph(recorders):
     def replace(state):
         if state.step == 4:
             state.slots["average"][:] = [torch.zeros_like(t) for t in state.slots["average"]]
@@ -101,10 +101,10 @@ def test_tensors_of_a_slot_that_are_replaced_from_outside_make_a_new_graph(tapes
         return fl.fit(step, net().state(), net().batches[:1] * 9, hooks=(replace,))
 
     assert_same(run(fl.cuda_graph(warmup=1)), run())
-    assert done(tapes).count("run") == 2
+    assert done(recorders).count("run") == 2
 
 
-def test_a_number_of_a_module_that_a_hook_changes_makes_a_new_graph(tapes):
+def test_a_number_of_a_module_that_a_hook_changes_makes_a_new_graph(recorders):
     class Scaled(nn.Linear):
         beta = None
 
@@ -128,10 +128,10 @@ def test_a_number_of_a_module_that_a_hook_changes_makes_a_new_graph(tapes):
         return fl.fit(step, state, [torch.ones(2, 4, dtype=torch.float64)] * 9, hooks=(anneal,))
 
     assert_same(run(fl.cuda_graph(warmup=1)), run())
-    assert done(tapes).count("run") == 2
+    assert done(recorders).count("run") == 2
 
 
-def test_a_slot_that_is_replaced_before_every_update_causes_a_warning(tapes, caplog):
+def test_a_slot_that_is_replaced_before_every_update_causes_a_warning(recorders, caplog):
     @fl.middleware("step")
     def renewed():
         def wrap(step):
@@ -148,7 +148,7 @@ def test_a_slot_that_is_replaced_before_every_update_causes_a_warning(tapes, cap
     assert "because a slot that the update reads keeps changing" in caplog.text
 
 
-def test_a_slot_of_the_step_ring_may_change_with_every_update(tapes):
+def test_a_slot_of_the_step_ring_may_change_with_every_update(recorders):
     @fl.middleware("step")
     def counter():
         def wrap(step):
@@ -165,10 +165,14 @@ def test_a_slot_of_the_step_ring_may_change_with_every_update(tapes):
     state = fl.fit(
         fl.pipeline(counter(), fl.cuda_graph(warmup=1))(toy_loss), toy(), ones(1, 2, 3, 4), hooks=()
     )
-    assert (state.slots["counter"], state.model.w.item(), done(tapes).count("run")) == (4, -10.0, 1)
+    assert (state.slots["counter"], state.model.w.item(), done(recorders).count("run")) == (
+        4,
+        -10.0,
+        1,
+    )
 
 
-def test_another_state_has_graphs_of_its_own(tapes):
+def test_another_state_has_graphs_of_its_own(recorders):
     step, one = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss), toy()
     two = fl.snapshot(one)
     for batch in ones(1, 2, 3):
@@ -178,7 +182,7 @@ def test_another_state_has_graphs_of_its_own(tapes):
     assert (one.model.w.item(), two.model.w.item()) == (-6.0, -60.0)
 
 
-def test_a_hook_may_return_to_a_snapshot(tapes):
+def test_a_hook_may_return_to_a_snapshot(recorders):
     def run(*members):
         kept, went = [], []
 
@@ -204,7 +208,7 @@ def test_a_hook_may_return_to_a_snapshot(tapes):
     assert_same(run(fl.cuda_graph(warmup=1)), run())
 
 
-def test_parameters_added_between_two_runs_are_trained(tapes):
+def test_parameters_added_between_two_runs_are_trained(recorders):
     def run(*members):
         problem = net()
         step, state = fl.pipeline(*members)(problem.loss_fn), problem.state()
@@ -220,14 +224,14 @@ def test_parameters_added_between_two_runs_are_trained(tapes):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
 
 
-def test_a_second_run_reuses_the_graphs_of_the_first(tapes):
+def test_a_second_run_reuses_the_graphs_of_the_first(recorders):
     step = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
     state = fl.fit(step, toy(), ones(1, 2), hooks=())
     fl.fit(step, state, ones(1, 2), epochs=2, hooks=())
-    assert done(tapes) == ["run", "record 0", "replay 0", "replay 0", "replay 0"]
+    assert done(recorders) == ["run", "record 0", "replay 0", "replay 0", "replay 0"]
 
 
-def test_updates_that_are_never_captured_cause_one_warning(tapes, caplog):
+def test_updates_that_are_never_captured_cause_one_warning(recorders, caplog):
     step = fl.pipeline(fl.cuda_graph())(toy_loss)
     fl.fit(step, toy(), [torch.ones(n) for n in range(1, 220)], hooks=())
     assert len(caplog.messages) == 1
@@ -240,7 +244,7 @@ def test_updates_that_are_never_captured_cause_one_warning(tapes, caplog):
     assert "because a setting of the optimizer (weight_decay) keeps changing" in caplog.text
 
 
-def test_eager_updates_count_from_the_last_replay(tapes, caplog):
+def test_eager_updates_count_from_the_last_replay(recorders, caplog):
     sizes = [*range(1, 61), 60, 60, *range(61, 121)]
     fl.fit(
         fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss),
@@ -248,5 +252,5 @@ def test_eager_updates_count_from_the_last_replay(tapes, caplog):
         [torch.ones(n) for n in sizes],
         hooks=(),
     )
-    assert done(tapes).count("run") == 120
+    assert done(recorders).count("run") == 120
     assert not caplog.messages

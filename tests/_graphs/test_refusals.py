@@ -30,8 +30,8 @@ def refused(loss_fn, *members, state=None, match):
     return str(raised.value)
 
 
-def test_a_refused_step_starts_over(tapes):
-    """With another recorder: torch can't go on with a capture that was cut short."""
+def test_a_refused_step_starts_over(recorders):
+    """With another recorder, because torch cannot continue a capture that was cut short."""
     limit = [1e9]
 
     def loss_fn(model, batch):
@@ -45,11 +45,14 @@ def test_a_refused_step_starts_over(tapes):
     limit[0] = None
     for _ in range(2):
         state, _ = step(state, torch.ones(1))
-    assert [tape.log for tape in tapes] == [["run", "record 0"], ["run", "record 0", "replay 0"]]
+    assert [tape.log for tape in recorders] == [
+        ["run", "record 0"],
+        ["run", "record 0", "replay 0"],
+    ]
     assert state.model.w.item() == -3.0
 
 
-def test_a_host_read_names_its_line(tapes):
+def test_a_host_read_names_its_line(recorders):
     def loss_fn(model, batch):
         loss = model(batch).mean()
         return loss if loss.item() < 1e9 else loss * 0
@@ -71,11 +74,11 @@ READS = [
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_changing_value_of_the_state_may_not_be_read_inside(read, tapes):
+def test_a_changing_value_of_the_state_may_not_be_read_inside(read, recorders):
     def wrap(step):
         def reading(state, batch):
             if (
-                tapes[-1].log.count("run")
+                recorders[-1].log.count("run")
                 and torch.utils._python_dispatch._get_current_dispatch_mode() is not None
             ):
                 read(state)
@@ -90,7 +93,7 @@ def test_a_changing_value_of_the_state_may_not_be_read_inside(read, tapes):
     )
 
 
-def test_a_slot_that_is_replaced_inside_is_refused(tapes):
+def test_a_slot_that_is_replaced_inside_is_refused(recorders):
     def wrap(step):
         def replacing(state, batch):
             state, out = step(state, batch)
@@ -102,7 +105,7 @@ def test_a_slot_that_is_replaced_inside_is_refused(tapes):
     refused(toy_loss, mine, match=r"puts another value into state.slots\['mine'\]")
 
 
-def test_a_slot_that_counts_on_the_host_is_refused(tapes):
+def test_a_slot_that_counts_on_the_host_is_refused(recorders):
     def wrap(step):
         def counting(state, batch):
             state.slots["mine"]["calls"] += 1
@@ -130,7 +133,7 @@ class Storing(Counting):
         return self.output
 
 
-def test_a_module_that_changes_on_the_host_or_replaces_a_buffer_is_refused(tapes):
+def test_a_module_that_changes_on_the_host_or_replaces_a_buffer_is_refused(recorders):
     def loss_fn(model, batch):
         return model(batch).mean()
 
@@ -139,7 +142,7 @@ def test_a_module_that_changes_on_the_host_or_replaces_a_buffer_is_refused(tapes
         fl.fit(fl.pipeline(fl.cuda_graph())(loss_fn), of(Replacing()), ones(1, 2, 3, 4), hooks=())
 
 
-def test_a_module_may_keep_what_it_has_computed(tapes):
+def test_a_module_may_keep_what_it_has_computed(recorders):
     """An auxiliary loss, say, that the loss function takes from there."""
     step = fl.pipeline(fl.cuda_graph(warmup=1))(
         lambda model, batch: (model(batch), model.output.mean())[1]
@@ -150,18 +153,20 @@ def test_a_module_may_keep_what_it_has_computed(tapes):
 @pytest.mark.parametrize(
     ("draw", "whose"), [(np.random.rand, "numpy's"), (__import__("random").random, "python's")]
 )
-def test_a_draw_on_the_host_is_refused(draw, whose, tapes):
+def test_a_draw_on_the_host_is_refused(draw, whose, recorders):
     refused(
         lambda model, batch: model(batch).mean() * (1 + draw()),
         match=f"draws from {whose} generator",
     )
 
 
-def test_an_update_that_is_skipped_is_refused(tapes):
+def test_an_update_that_is_skipped_is_refused(recorders):
     def wrap(step):
         def skipping(state, batch):
             state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="a guard" if "record 0" in done(tapes) else None)
+            return state, attrs.evolve(
+                out, skip="a guard" if "record 0" in done(recorders) else None
+            )
 
         return skipping
 
@@ -172,7 +177,7 @@ def test_an_update_that_is_skipped_is_refused(tapes):
         step(state, torch.ones(1))
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(tapes):
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(recorders):
     model = nn.Linear(1, 1)
     state = fl.TrainState.create(model, torch.optim.LBFGS(model.parameters()), seed=0)
     with pytest.raises(
@@ -183,7 +188,7 @@ def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(tapes):
         )
 
 
-def test_an_optimizer_that_was_told_not_to_be_fused_is_refused(tapes):
+def test_an_optimizer_that_was_told_not_to_be_fused_is_refused(recorders):
     model = nn.Linear(1, 1)
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), foreach=True), seed=0)
     with pytest.raises(
@@ -194,7 +199,7 @@ def test_an_optimizer_that_was_told_not_to_be_fused_is_refused(tapes):
         )
 
 
-def test_an_optimizer_that_is_unchanged(tapes):
+def test_an_optimizer_that_is_unchanged(recorders):
     step, state = fl.pipeline(fl.cuda_graph())(toy_loss), toy()
     state.optimizer.param_groups[0]["foreach"] = True
     state.optimizer.add_param_group(
@@ -208,7 +213,7 @@ def test_an_optimizer_that_is_unchanged(tapes):
     ]
 
 
-def test_a_failure_during_the_warm_up_leaves_the_optimizer_unchanged(tapes):
+def test_a_failure_during_the_warm_up_leaves_the_optimizer_unchanged(recorders):
     def failing(model, batch):
         raise ArithmeticError(type(state.optimizer.param_groups[0]["lr"]).__name__)
 
@@ -219,7 +224,7 @@ def test_a_failure_during_the_warm_up_leaves_the_optimizer_unchanged(tapes):
     assert (group["lr"], type(group["lr"]), group["fused"]) == (1.0, float, None)
 
 
-def test_sparse_gradients_are_refused(tapes):
+def test_sparse_gradients_are_refused(recorders):
     model = nn.Embedding(3, 2, sparse=True)
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
     with pytest.raises(CaptureError, match="leave out sparse=True"):
@@ -228,7 +233,7 @@ def test_sparse_gradients_are_refused(tapes):
         )
 
 
-def test_an_optimizer_that_counts_for_all_its_parameters_together_is_refused(tapes):
+def test_an_optimizer_that_counts_for_all_its_parameters_together_is_refused(recorders):
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
             self.state["calls"] = self.state.get("calls", 0) + 1
@@ -248,7 +253,7 @@ def test_an_optimizer_that_counts_for_all_its_parameters_together_is_refused(tap
     assert state.optimizer.state["calls"] == 1
 
 
-def test_a_batch_with_other_data_is_refused(tapes):
+def test_a_batch_with_other_data_is_refused(recorders):
     with pytest.raises(CaptureError, match="contains a ndarray"):
         fl.pipeline(fl.cuda_graph())(toy_loss)(toy(), {"x": np.ones(1)})
     with pytest.raises(CaptureError, match=r"has layout torch\.sparse_coo"):
@@ -260,7 +265,7 @@ def test_a_batch_with_other_data_is_refused(tapes):
             state, _ = step(state, batch)
 
 
-def test_an_interruption_is_raised_as_such_and_the_optimizer_is_restored(tapes):
+def test_an_interruption_is_raised_as_such_and_the_optimizer_is_restored(recorders):
     class Interrupting(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)

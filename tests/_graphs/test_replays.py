@@ -11,10 +11,10 @@ from fnloop.testing import (
 )
 
 
-def test_a_kind_of_batch_is_captured_after_its_warm_up_and_replayed_from_then_on(tapes):
+def test_a_kind_of_batch_is_captured_after_its_warm_up_and_replayed_from_then_on(recorders):
     step = fl.pipeline(fl.cuda_graph(warmup=2))(toy_loss)
     state = fl.fit(step, toy(), ones(1, 2, 3, 4), hooks=())
-    assert done(tapes) == ["run", "run", "record 0", "replay 0", "replay 0"]
+    assert done(recorders) == ["run", "run", "record 0", "replay 0", "replay 0"]
     assert (state.model.w.item(), state.step, state.history["train/loss"]) == (
         -10.0,
         4,
@@ -22,10 +22,10 @@ def test_a_kind_of_batch_is_captured_after_its_warm_up_and_replayed_from_then_on
     )
 
 
-def test_the_last_window_gets_a_graph_of_its_own_after_enough_updates(tapes):
+def test_the_last_window_gets_a_graph_of_its_own_after_enough_updates(recorders):
     step = fl.pipeline(fl.accumulate(2), fl.cuda_graph(warmup=1))(toy_loss)
     state = fl.fit(step, toy(), ones(1, 2, 3), epochs=3, hooks=())
-    assert done(tapes) == [
+    assert done(recorders) == [
         "run",
         "run",
         "record 0",
@@ -38,7 +38,7 @@ def test_the_last_window_gets_a_graph_of_its_own_after_enough_updates(tapes):
     assert state.model.w.item() == 3 * -(1.5 + 3)
 
 
-def test_the_least_recently_used_graph_is_dropped(tapes):
+def test_the_least_recently_used_graph_is_dropped(recorders):
     step, state = fl.pipeline(fl.cuda_graph(warmup=1, limit=2))(toy_loss), toy()
     for size in (
         1,
@@ -52,7 +52,7 @@ def test_the_least_recently_used_graph_is_dropped(tapes):
         1,
     ):  # the third graph takes the place of the first, the fourth that of 3
         state, _ = step(state, torch.ones(size))
-    assert done(tapes) == [
+    assert done(recorders) == [
         *("run", "record 0", "replay 0"),
         *("run", "record 1", "replay 1"),
         *("run", "record 2", "replay 2"),
@@ -62,13 +62,13 @@ def test_the_least_recently_used_graph_is_dropped(tapes):
     assert state.model.w.item() == -9.0
 
 
-def test_evaluation_is_not_captured(tapes):
+def test_evaluation_is_not_captured(recorders):
     step = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
     assert fl.evaluate(step, toy(w=2.0), ones(1, 2, 3)) == {"loss": 4.0}
-    assert not tapes
+    assert not recorders
 
 
-def test_what_a_step_returns_is_not_overwritten_by_the_next(tapes):
+def test_what_a_step_returns_is_not_overwritten_by_the_next(recorders):
     step, state, kept = (
         fl.pipeline(fl.clip(1e9), fl.metric(mean=output_mean), fl.cuda_graph(warmup=1))(toy_loss),
         toy(),
@@ -82,7 +82,7 @@ def test_what_a_step_returns_is_not_overwritten_by_the_next(tapes):
     assert [out.metrics["mean"].compute() for out in kept] == [0.0, -2.0, -9.0, -24.0]
 
 
-def test_a_metric_that_keeps_its_inputs_is_not_overwritten(tapes):
+def test_a_metric_that_keeps_its_inputs_is_not_overwritten(recorders):
     """torchmetrics may keep the tensors of an update until it is computed."""
     from torchmetrics import CatMetric
 
@@ -97,7 +97,7 @@ def test_a_metric_that_keeps_its_inputs_is_not_overwritten(tapes):
     )
 
 
-def test_a_metric_of_the_users_own_is_copied(tapes):
+def test_a_metric_of_the_users_own_is_copied(recorders):
     class Count:
         def __init__(self, n):
             self.n = n
@@ -117,7 +117,7 @@ def test_a_metric_of_the_users_own_is_copied(tapes):
     assert state.history["train/count"] == (10.0, 10.0)
 
 
-def test_a_loss_function_may_take_the_gradient_of_its_input(tapes):
+def test_a_loss_function_may_take_the_gradient_of_its_input(recorders):
     def penalty(model, batch):
         batch.requires_grad_()
         (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)

@@ -1,4 +1,4 @@
-"""Law 9: a run with graphs computes the same numbers as one without. A fake recorder stands in for CUDA."""
+"""Law 9: a run with graphs computes the same numbers as one without."""
 
 import attrs
 import pytest
@@ -37,7 +37,7 @@ TABLE = [
 
 @pytest.mark.parametrize("members", TABLE, ids=repr)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["small", "stochastic"])
-def test_a_run_with_graphs_is_the_same_bit_for_bit(members, problem, tapes):
+def test_a_run_with_graphs_is_the_same_bit_for_bit(members, problem, recorders):
     def run(*members):
         loaders = {"train": problem.batches, "valid": problem.batches[:2]}
         return fl.fit(
@@ -45,7 +45,7 @@ def test_a_run_with_graphs_is_the_same_bit_for_bit(members, problem, tapes):
         )
 
     captured = run(*members, fl.cuda_graph(warmup=1))
-    assert sum(entry.startswith("replay") for entry in done(tapes)) > len(done(tapes)) / 2
+    assert sum(entry.startswith("replay") for entry in done(recorders)) > len(done(recorders)) / 2
     assert_same(captured, run(*members))
 
 
@@ -69,7 +69,7 @@ def single_precision(problem):
     ids=repr,
 )
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["small", "stochastic"])
-def test_an_overflow_in_fp16_is_skipped_by_graphs_too(members, problem, tapes):
+def test_an_overflow_in_fp16_is_skipped_by_graphs_too(members, problem, recorders):
     problem, steps = (
         single_precision(problem),
         [],
@@ -95,22 +95,22 @@ def test_an_overflow_in_fp16_is_skipped_by_graphs_too(members, problem, tapes):
     assert_same(captured, eager)
     assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]
     first, second = (
-        [e.endswith("+") for e in done(tapes) if e.startswith("replay")].count(part)
+        [e.endswith("+") for e in done(recorders) if e.startswith("replay")].count(part)
         for part in (False, True)
     )
     assert first > second > 5
 
 
-def test_an_update_that_overflowed_does_not_count_as_warm_up(tapes):
-    """The first updates overflow at a scale of 2²⁰: the optimizer has no state yet when they are over."""
+def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
+    """The first updates overflow at a scale of 2²⁰, so the optimizer has no state after them."""
     problem = single_precision(attrs.evolve(small(), optimizer=capturable_adam))
     step = fl.pipeline(SCALED, fl.cuda_graph(warmup=1))(problem.loss_fn)
     state = fl.fit(step, problem.state(), problem.batches[:1] * 30, hooks=())
-    assert done(tapes)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(tapes)
+    assert done(recorders)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(recorders)
 
 
-def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(tapes):
-    """Eagerly one batch of a window may be left out and not the others; a graph is cut into two parts only."""
+def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(recorders):
+    """Eagerly, one batch of a window may be skipped and not the others. A graph has two parts."""
     problem = single_precision(small())
 
     def run(*members):
@@ -124,7 +124,7 @@ def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(tapes):
     assert_same(captured, run())
 
 
-def test_middleware_that_counts_skipped_updates_on_the_device_is_refused(tapes):
+def test_middleware_that_counts_skipped_updates_on_the_device_is_refused(recorders):
     def wrap(step):
         def counting(state, batch):
             state, out = step(state, batch)
@@ -146,7 +146,7 @@ def test_middleware_that_counts_skipped_updates_on_the_device_is_refused(tapes):
         )
 
 
-def test_middleware_that_counts_skipped_updates_on_the_host_is_refused(tapes):
+def test_middleware_that_counts_skipped_updates_on_the_host_is_refused(recorders):
     def wrap(step):
         def counting(state, batch):
             state, out = step(state, batch)
@@ -165,7 +165,7 @@ def test_middleware_that_counts_skipped_updates_on_the_host_is_refused(tapes):
     assert state.model.left_out == 0
 
 
-def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(tapes):
+def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(recorders):
     step = fl.pipeline(fl.amp("fp16", init_scale=1.0), fl.cuda_graph(warmup=1))(toy_loss)
     with pytest.raises(FloatingPointError, match="the loss itself is not finite") as caught:
         fl.fit(step, toy(), ones(1, 1, *[float("nan")] * 50), hooks=())
@@ -177,7 +177,7 @@ def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(tapes):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, tapes):
+def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, recorders):
     def run(*members):
         problem = net(lambda parameters: optimizer(parameters, lr=0.05))
         halving = fl.schedule(lambda i, total: 0.5 ** (i // 7))
@@ -190,13 +190,13 @@ def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, t
         )
 
     captured, plain = run(fl.cuda_graph()), run()
-    assert any(entry.startswith("replay") for entry in done(tapes))
+    assert any(entry.startswith("replay") for entry in done(recorders))
     assert isinstance(captured.optimizer.param_groups[0]["lr"], torch.Tensor)
     assert captured.history["train/loss"] == pytest.approx(plain.history["train/loss"], rel=1e-5)
     assert captured.history["train/lr"] == pytest.approx(plain.history["train/lr"], rel=1e-6)
 
 
-def test_graphs_keep_the_laws_of_fold_and_purity(tapes):
+def test_graphs_keep_the_laws_of_fold_and_purity(recorders):
     pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.05), average(0.9), fl.cuda_graph(warmup=1))
     for problem in PROBLEMS:
         law_fold(pipe, problem)
