@@ -75,14 +75,14 @@ def rank_and_size() -> tuple[int, int]:
 
 
 @functools.cache
-def control_group() -> Any:
+def control_group() -> dist.ProcessGroup:
     """Return a dedicated gloo group, so that control messages cannot interleave with gradients."""
     atexit.register(_shutdown)
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_drain)
     store = own_store(default_store(), dist.get_rank(), dist.get_world_size())
     with meeting_in(store):
-        group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
     start_watchdog(store, group)
     return group
 
@@ -134,10 +134,10 @@ def sync_buffers(model: nn.Module) -> None:
         broadcast_tensors([local_part(b).detach() for b in model.buffers()])
 
 
-_inflight: deque[Any] = deque(maxlen=64)
+_inflight: deque[dist.Work] = deque(maxlen=64)
 
 
-def keep_alive(work: Any) -> Any:
+def keep_alive(work: Any) -> dist.Work:
     """Keep the handle of a collective alive for a while, and return it.
 
     Otherwise a gloo thread may drop the last reference and need the GIL to free the tensors: see
@@ -187,7 +187,7 @@ def check_collective_count(device: torch.device) -> None:
         )
 
 
-def _finish(work: Any, value: Tensor, what: str) -> None:
+def _finish(work: dist.Work, value: Tensor, what: str) -> None:
     """Wait for the collective of a value: on the host if the value is there, else on its device."""
     if value.device.type == "cpu":
         wait_for_work(work, what)
@@ -198,7 +198,7 @@ def _finish(work: Any, value: Tensor, what: str) -> None:
 # --- values
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: object) -> list[Any]:
     """Return the values of all processes by rank, with tensors on the host."""
     size = rank_and_size()[1]
     if size == 1:

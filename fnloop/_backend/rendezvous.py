@@ -14,7 +14,6 @@ import os
 import secrets
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -25,7 +24,7 @@ POLL_SECONDS = 0.01  # how long the first process sleeps between two looks at th
 RETRY_AFTER = timedelta(seconds=1)  # how long the others wait before they look again
 
 
-def join_settings() -> dict[str, Any]:
+def join_settings() -> dict[str, object]:
     """Return settings for ``init_process_group``: a store of this attempt, if one is needed."""
     if not _outlives_attempts() or dist.is_initialized():
         return {}
@@ -33,7 +32,7 @@ def join_settings() -> dict[str, Any]:
     return {"store": own_store(store, rank, size), "rank": rank, "world_size": size}
 
 
-def own_store(store: Any, rank: int, size: int) -> Any:
+def own_store(store: dist.Store, rank: int, size: int) -> dist.Store:
     """Return a store without entries of earlier attempts. Every process must call this."""
     return (
         dist.PrefixStore(agree_on_attempt(store, rank, size), store)
@@ -47,7 +46,7 @@ def _outlives_attempts() -> bool:
 
 
 def agree_on_attempt(
-    store: Any, rank: int, size: int, patience: timedelta = default_pg_timeout
+    store: dist.Store, rank: int, size: int, patience: timedelta = default_pg_timeout
 ) -> str:
     """Return a word that the processes of this attempt share, and those of no other.
 
@@ -70,7 +69,7 @@ def agree_on_attempt(
     return _lead(store, mine, size, deadline) if rank == 0 else _follow(store, mine, rank, deadline)
 
 
-def _lead(store: Any, mine: str, size: int, deadline: float) -> str:
+def _lead(store: dist.Store, mine: str, size: int, deadline: float) -> str:
     missing = [*range(1, size)]
     while missing:
         for rank in missing:
@@ -87,7 +86,7 @@ def _lead(store: Any, mine: str, size: int, deadline: float) -> str:
     return mine
 
 
-def _follow(store: Any, mine: str, rank: int, deadline: float) -> str:
+def _follow(store: dist.Store, mine: str, rank: int, deadline: float) -> str:
     while time.monotonic() < deadline:
         # After a timeout the answer may have changed.
         with contextlib.suppress(dist.DistStoreError):

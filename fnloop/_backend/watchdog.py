@@ -91,7 +91,7 @@ class waiting_for_all:
             _waiting.clear()
 
 
-def wait_for_work(work: Any, what: str = "an exchange") -> None:
+def wait_for_work(work: dist.Work, what: str = "an exchange") -> None:
     """Wait for a collective that was started.
 
     Args:
@@ -107,7 +107,7 @@ def wait_for_work(work: Any, what: str = "an exchange") -> None:
     work.wait()  # raises the error of the collective
 
 
-def _wait(work: Any) -> None:
+def _wait(work: dist.Work) -> None:
     while not work.is_completed():
         if _watch is not None and _watch.verdict:
             _watch.raised = True
@@ -123,7 +123,7 @@ def verdict() -> str | None:
     return None if _watch is None else _watch.verdict
 
 
-def start_watchdog(store: Any, group: Any) -> None:
+def start_watchdog(store: Any, group: dist.ProcessGroup) -> None:
     """Start the watchdog of this process.
 
     Args:
@@ -154,7 +154,7 @@ class Watchdog(threading.Thread):
         size: the number of processes.
     """
 
-    def __init__(self, store: Any, group: Any, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, group: dist.ProcessGroup, rank: int, size: int) -> None:
         super().__init__(name="fnloop", daemon=True)
         self.store = dist.PrefixStore("places", store)
         self.group, self.rank, self.size = group, rank, size
@@ -241,12 +241,12 @@ class Watchdog(threading.Thread):
         os._exit(1)
 
 
-def _collectives_in(group: Any) -> int:
+def _collectives_in(group: dist.ProcessGroup) -> int:
     """Return how many collectives of a group this process has begun; 0 if they are not counted."""
     return collectives_begun(group) or 0
 
 
-def _place(control: Any) -> dict[str, Any]:
+def _place(control: dist.ProcessGroup) -> dict[str, Any]:
     """Return what this process waits for, its last step, and its collectives in each group."""
     counts = {}
     for group in process_groups():
