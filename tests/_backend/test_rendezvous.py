@@ -41,7 +41,7 @@ def test_the_running_processes_agree_on_an_attempt(tmp_path, stale):
 def test_waiting_for_a_process_that_does_not_join_times_out():
     store, moment = dist.HashStore(), timedelta(seconds=0.1)
     with pytest.raises(
-        TimeoutError, match=r"the processes \[1, 2\] did not come to join process 0"
+        TimeoutError, match=r"the processes \[1, 2\] did not join process 0"
     ):
         rendezvous.agree_on_attempt(store, 0, 3, moment)
     with pytest.raises(TimeoutError, match="process 1 has waited for all others to join: find out"):
