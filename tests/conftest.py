@@ -1,5 +1,36 @@
-"""Use one thread: results must not depend on the number of cores, and several tests run at once."""
+"""One thread, since results must not depend on the number of cores; and jobs that tests share."""
 
+import fcntl
+import json
+import os
+
+import launch
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory):
+    """Return a function that returns the results of a job on n processes, by rank.
+
+    A job runs once for all tests, in whichever worker of pytest needs it first.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def run(job, n):
+        path = shared / f"{job.__name__}-{n}"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.with_suffix(".json").exists():
+                try:
+                    found = launch.results(path, n, job, timeout=100)
+                except (AssertionError, TimeoutError) as error:
+                    found = str(error)
+                path.with_suffix(".json").write_text(json.dumps(found))
+        found = json.loads(path.with_suffix(".json").read_text())
+        return pytest.fail(found) if isinstance(found, str) else found
+
+    return run

@@ -1,7 +1,7 @@
-"""A stand-in for a CUDA graph on the CPU: it records what reaches the device, and plays that again, without any Python of ours.
+"""A fake of CUDA graphs on the CPU: it records operators and replays them without our Python.
 
-Like a graph, recording has no effect on any tensor, what Python knew then is in it for good, reading a value is an error, and
-a replay overwrites the tensors that were made while it was recorded.
+As with a graph, recording has no effect on any tensor, Python values are constants, reading a
+tensor is an error, and a replay overwrites the tensors that were created during the recording.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ def tensors(value):
 
 
 def as_from_torch(trace):
-    """Return a traceback without the frame of the tape at its end."""
+    """Return a traceback without the frame of the recording at its end."""
     if trace is None or trace.tb_frame.f_code is Recording.__torch_dispatch__.__code__:
         return None
     return types.TracebackType(
@@ -56,13 +56,13 @@ class Recording(TorchDispatchMode):
             for func, args, kwargs, results in self.calls:
                 again = func(*args, **kwargs)
                 if any(r.alias_info is not None for r in func._schema.returns):
-                    continue  # a view, or what was changed in place: it is where it was
+                    continue  # a view, or changed in place: its memory is the same
                 for old, new in zip(tensors(results), tensors(again), strict=True):
                     old.copy_(new)
 
 
-class Tape:
-    """The recorder. ``log`` says what was done, in order; a later part of a record has a + behind its number."""
+class FakeRecorder:
+    """A recorder. ``log`` lists what it did, with a + for the second part of a record."""
 
     def __init__(self, device=None):
         self.log, self.numbers = [], itertools.count()
@@ -75,12 +75,12 @@ class Tape:
         number = next(self.numbers)
         self.log.append(f"record {number}")
         generator = torch.get_rng_state()
-        tapes = []
+        parts = []
         with contextlib.ExitStack() as recording:
 
             def begin():
                 recording.close()
-                tapes.append(recording.enter_context(Recording()))
+                parts.append(recording.enter_context(Recording()))
 
             try:
                 begin()
@@ -89,15 +89,15 @@ class Tape:
                 raise error.with_traceback(as_from_torch(error.__traceback__)) from None
             finally:
                 recording.close()
-                for tape in reversed(tapes):
-                    tape.undo()
+                for record in reversed(parts):
+                    record.undo()
                 torch.set_rng_state(generator)
 
-        def part(n):
+        def replay_of(n):
             def replay():
                 self.log.append(f"replay {number}" + "+" * n)
-                tapes[n].play()
+                parts[n].play()
 
             return replay
 
-        return [part(n) for n in range(len(tapes))], reply
+        return [replay_of(n) for n in range(len(parts))], reply

@@ -1,8 +1,8 @@
-"""Several processes on this machine: how tests start them, and hear what they have found.
+"""Run a function in several processes on this machine, and collect its results.
 
-A job is a function of a test file, ``job(folder, *arguments) -> what goes into JSON``. ``launch`` runs it in so many
-processes, with the environment that torchrun gives them, or through a launcher; this file run as a script is what each of them
-runs. Importing torch takes seconds, so a job does as much as it can.
+A job is a function of a test file: ``job(folder, *arguments) -> plain data``. ``launch`` runs it in
+n processes, with the environment variables that torchrun sets, or through a launcher. Each process
+runs this file as a script. Importing torch takes seconds, so a job does as much as it can.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ ACCELERATE = (
         "1",
     ),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
-)  # --cpu starts one process, whatever their number; --multi_gpu starts all, and they use what there is
+)  # --cpu would start one process; --multi_gpu starts all, which also run without GPUs
 
 
 class Launched(NamedTuple):
-    """What became of the processes.
+    """How the processes ended.
 
     Args:
         codes: their exit statuses; by a launcher, that of the launcher alone.
-        results: what the job returned, by rank; None where it didn't.
+        results: the results of the job by rank; None where it failed.
         errors: what they wrote to stderr.
         ended: when each of them ended, in seconds since the epoch.
     """
@@ -61,12 +61,12 @@ def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill
     """Run a job in n processes.
 
     Args:
-        folder: where its files go; the job is given it too.
-        n: how many.
+        folder: for its files; the first argument of the job.
+        n: the number of processes.
         job: a function at the top of a file.
         arguments: of the job, what JSON can hold.
-        by: arguments of python that start a launcher; by none of it for each process by itself.
-        timeout: seconds after which all are killed, and this raises with what they wrote.
+        by: arguments of Python that start a launcher; none to start each process separately.
+        timeout: seconds after which all are killed, and their output is raised.
         environment: more variables.
         kill_when: a path; when it exists, all processes are killed.
     """
@@ -110,7 +110,7 @@ def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill
 
 
 def results(folder, n, job, *arguments, **settings):
-    """Run a job in n processes, all of which have to succeed, and return what they returned."""
+    """Run a job in n processes, all of which must succeed, and return their results."""
     launched = launch(folder, n, job, *arguments, **settings)
     assert not any(launched.codes), f"{job.__name__} on {n}: {launched.codes}\n" + "\n---\n".join(
         launched.errors
@@ -119,7 +119,7 @@ def results(folder, n, job, *arguments, **settings):
 
 
 def bare():
-    """Return this process's environment without what a launcher may have left in it."""
+    """Return this process's environment without the variables of launchers."""
     left = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {
         k: v
@@ -129,7 +129,7 @@ def bare():
 
 
 def by_hand(rank, n, port):
-    """Return what torchrun puts into the environment."""
+    """Return the environment variables that torchrun sets."""
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -147,7 +147,7 @@ def free_port():
 
 
 def _ends(children, deadline, kill_when):
-    """Wait for all to end, and return when each did; None if it took too long."""
+    """Wait for all to end, and return when each did; None after the deadline."""
     ended = {}
     while len(ended) < len(children):
         for child in children:

@@ -1,6 +1,6 @@
 """Two processes draw in evaluation what one draws, and add up gradients as one does."""
 
-import processes
+import launch
 import pytest
 import torch
 from test_gaps_evaluation import CALLS, draws_in
@@ -26,7 +26,7 @@ def job(folder):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    return processes.results(tmp_path_factory.mktemp("both"), 2, job)
+    return launch.results(tmp_path_factory.mktemp("both"), 2, job)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What only a GPU can show: real graphs, and that nothing waits for the device. Skipped where there is none."""
+"""What only a GPU can show: real graphs, and that nothing waits for the device."""
 
 import sys
 
@@ -130,7 +130,7 @@ def test_a_host_read_in_the_loss_is_named_and_the_state_is_as_it_was():
 
     problem = attrs.evolve(
         PROBLEMS["dropout and batch norm"], loss_fn=reading
-    )  # it draws behind the failure, too
+    )  # it also draws after the failure
     with pytest.raises(fl.CaptureError, match=r"return loss if loss\.item\(\) < 1e9"):
         run(problem, fl.cuda_graph())
     with pytest.warns(UserWarning, match="runs eagerly"):
@@ -166,7 +166,7 @@ def test_compiled_and_captured_steps_are_the_same(members):
 
 @pytest.mark.parametrize("members", [(), (fl.cuda_graph(),)], ids=repr)
 def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
-    """Law 7 on CUDA, over epochs with everything that reports: torch raises where something waits, but for reports."""
+    """Law 7 on CUDA with all reporting hooks: torch raises on any wait outside of a report."""
     from fnloop._core import metrics
 
     def reading(metrics, read=metrics.read):

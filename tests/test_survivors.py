@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tape import Tape
+from fake_recorder import FakeRecorder
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -177,7 +177,7 @@ def test_a_run_goes_on_beside_a_checkpoint_of_its_own_that_cannot_be_read(tmp_pa
     saves = fl.every(steps=1)(fl.checkpoint(tmp_path))
     fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=(saves,))
     (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
-    with pytest.warns(UserWarning, match="passed over: .*step-00000002"):
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint: .*step-00000002"):
         state = fl.resume(tmp_path, toy())
     assert state.step == 1
     assert fl.fit(step, state, [ONE] * 4, steps=3, hooks=(saves,)).model.w.item() == -3.0
@@ -250,7 +250,7 @@ def test_a_sigterm_that_comes_too_late_for_the_run_is_raised_when_it_ends(monkey
     assert (state.step, state.stop, raised) == expected
 
 
-class Failing(Tape):
+class Failing(FakeRecorder):
     """A recorder whose replays fail when that is asked for."""
 
     fails = False

@@ -1,4 +1,4 @@
-"""Several processes: how they are joined, and what they tell each other beside gradients, over a group on the host."""
+"""Collectives over a control group on the host: what processes exchange besides gradients."""
 
 from __future__ import annotations
 
@@ -52,17 +52,21 @@ __all__ = [
 ]
 
 ORDER_MISMATCH = (
-    "each has the data in another order. A sampler draws from a generator of its own: seed it, the same in every process; or "
-    "leave the order to fnloop, DataLoader(dataset, batch_size, shuffle=True)"
+    "each has the data in another order. If a sampler draws from a generator of its own, seed it "
+    "with the same number in every process; or leave the order to fnloop: DataLoader(dataset, "
+    "batch_size, shuffle=True)"
 )
-INLINE_BYTES = 2040  # bytes that travel with their number, at once; what is longer follows
+INLINE_BYTES = 2040  # bytes that are sent together with their length; the rest follows
 
 
-# --- what processes tell each other
+# --- groups
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and how many there are, joining them if they were launched and have not been."""
+    """Return the rank of this process and the number of processes.
+
+    Processes that a launcher has started are joined first, if they have not been yet.
+    """
     if not dist.is_available() or (not dist.is_initialized() and not launched()):
         return 0, 1
     if not dist.is_initialized():
@@ -71,38 +75,38 @@ def rank_and_size() -> tuple[int, int]:
 
 
 @functools.cache
-def control_group() -> Any:
-    """Return a group on the host that nobody else uses: what is said there can't get between gradients."""
+def control_group() -> dist.ProcessGroup:
+    """Return a dedicated gloo group, so that control messages cannot interleave with gradients."""
     atexit.register(_shutdown)
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_drain)
     store = own_store(default_store(), dist.get_rank(), dist.get_world_size())
     with meeting_in(store):
-        group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
     start_watchdog(store, group)
     return group
 
 
 def is_lost(error: BaseException) -> bool:
-    """Say whether an error means that another process isn't there any more."""
+    """Return whether an error means that another process has ended."""
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-shutdown_callbacks: weakref.WeakSet[Any] = (
-    weakref.WeakSet()
-)  # things with close(), which let go of their groups
+# Objects whose ``close()`` releases their groups.
+shutdown_callbacks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _shutdown() -> None:
-    """Take the groups down in order, when the script is at its end: else gloo's threads may abort the process.
+    """Destroy the groups in order at the end of the script.
 
-    Not behind an exception: others may be waiting for this process, and are told by its end.
+    Otherwise gloo's threads may abort the process. Not after an exception: other processes may be
+    waiting, and learn of the failure when this one exits.
     """
     stop_watchdog()
     if dist.is_initialized() and not hasattr(sys, "last_type"):
         _drain()
-        _inflight.clear()  # here, and not when there is no Python any more
+        _inflight.clear()  # while the interpreter is still alive
         for holder in list(shutdown_callbacks):
             holder.close()
         dist.destroy_process_group()
@@ -113,36 +117,42 @@ def _group(device: torch.device) -> Any:
     return control_group() if device.type == "cpu" else None
 
 
+# --- tensors and counts
+
+
 def broadcast_tensors(tensors: list[Tensor]) -> None:
-    tensors = [t for t in tensors if 0 not in t.stride()]  # an expanded one can't be written to
+    """Copy tensors of the main process into those of every process."""
+    tensors = [t for t in tensors if 0 not in t.stride()]  # an expanded tensor cannot be written to
     if tensors:
         group: Any = _group(tensors[0].device) or dist.group.WORLD
         broadcast_coalesced(group, tensors)
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Give every process the buffers of the main one (running statistics of BatchNorm and the like)."""
+    """Copy the buffers of the main process, such as running statistics, to every process."""
     with waiting_for_all("an exchange of the model's buffers"):
         broadcast_tensors([local_part(b).detach() for b in model.buffers()])
 
 
-_inflight: deque[Any] = deque(maxlen=64)
+_inflight: deque[dist.Work] = deque(maxlen=64)
 
 
-def keep_alive(work: Any) -> Any:
-    """Keep an exchange that has begun for a while, and return it.
+def keep_alive(work: Any) -> dist.Work:
+    """Keep the handle of a collective alive for a while, and return it.
 
-    Else gloo's thread may be the last to let go of it, and has to enter Python to let go of its tensors: see :func:`_settle`.
+    Otherwise a gloo thread may drop the last reference and need the GIL to free the tensors: see
+    :func:`_drain`.
     """
     _inflight.append(work)
     return work
 
 
 def _drain() -> None:
-    """Let gloo's threads come to rest, before this process ends or forks, to start the workers of a loader.
+    """Let gloo's threads finish before this process ends or forks the workers of a loader.
 
-    One that enters Python at that moment holds a lock that CPython 3.11 doesn't free in the child, which waits for it for ever.
-    DDP's works are not ours to keep.
+    A thread that enters Python at that moment holds a lock that CPython 3.11 does not free in the
+    child. The child would wait for it for ever. The handles of DDP's collectives cannot be kept
+    alive here.
     """
     time.sleep(0.002)
 
@@ -152,39 +162,44 @@ _calls = itertools.count()
 
 
 def collective_count() -> int:
-    """Return how many collectives this process has begun in the default group, which fnloop's own messages do not use.
+    """Return how many collectives this process has begun in the default group.
 
-    Where torch does not count them, it returns a new number each time: a function then seems to use collectives, and is
-    called on padding too, which is slower and right.
+    Fnloop's control messages are in a group of their own.
+
+    Where torch does not count them, it returns a new number each time: a function then seems to use
+    collectives, and is called on padding too, which is slower and right.
     """
     begun = collectives_begun(dist.group.WORLD) if _counts else None
     return next(_calls) if begun is None else begun
 
 
 def check_collective_count(device: torch.device) -> None:
-    """Find out whether torch counts the collectives of the default group. Every process must call it."""
+    """Find out whether torch counts collectives. Every process must call this."""
     global _counts
     before = collectives_begun(dist.group.WORLD)
     dist.all_reduce(torch.zeros(1, device=device))
     _counts = collectives_begun(dist.group.WORLD) != before
     if not _counts:
         log.warning(
-            "torch %s does not count the collectives of %s: fnloop assumes that every loss function uses some, so a process "
-            "without a batch runs it too",
-            torch.__version__, dist.get_backend(),
-        )  # fmt: skip
+            "torch %s does not count the collectives of %s, so fnloop assumes that every loss "
+            "function uses some: a process without a batch runs it too",
+            *(torch.__version__, dist.get_backend()),
+        )
 
 
-def _finish(work: Any, value: Tensor, what: str) -> None:
-    """Wait for an exchange of a value: on the host; or on its device, while the host continues."""
+def _finish(work: dist.Work, value: Tensor, what: str) -> None:
+    """Wait for the collective of a value: on the host if the value is there, else on its device."""
     if value.device.type == "cpu":
         wait_for_work(work, what)
     else:
         work.wait()
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Return what every process gave, by rank; tensors come to the host."""
+# --- values
+
+
+def gather_objects(value: object) -> list[Any]:
+    """Return the values of all processes by rank, with tensors on the host."""
     size = rank_and_size()[1]
     if size == 1:
         return [value]
@@ -209,19 +224,24 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def _gathered(mine: Tensor, size: int) -> list[Tensor]:
-    """Return the bytes that every process gave, with zeros behind them to so many."""
+    """Return the bytes of every process, padded with zeros to a size."""
     parts = [torch.empty(size, dtype=torch.uint8) for _ in range(dist.get_world_size())]
     padded = nn.functional.pad(mine, (0, size - len(mine)))
     wait_for_work(keep_alive(dist.all_gather(parts, padded, group=control_group(), async_op=True)))
     return parts
 
 
-def pickled(value: Any) -> Tensor:
+def pickled(value: object) -> Tensor:
+    """Return a pickled value as bytes on the host."""
     return torch.frombuffer(bytearray(pickle.dumps(to_cpu(value))), dtype=torch.uint8)
 
 
 def start_all_reduce_max(numbers: Iterable[float]) -> Callable[[], list[float]]:
-    """Begin to find the largest of each number over all processes; call what is returned for them."""
+    """Start to find the largest of each number over all processes.
+
+    Returns:
+        A function that waits for the numbers and returns them.
+    """
     values = torch.tensor([*numbers], dtype=torch.float64)
     work = keep_alive(
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
@@ -241,13 +261,17 @@ def all_reduce_max(numbers: Iterable[float]) -> list[float]:
     return start_all_reduce_max(numbers)()
 
 
-def any_rank(fact: bool) -> bool:
-    """Say whether something holds in any process."""
-    return all_reduce_max([fact])[0] > 0
+def any_rank(flag: bool) -> bool:
+    """Return whether a flag is set in any process."""
+    return all_reduce_max([flag])[0] > 0
 
 
 def start_all_reduce_sum(value: float | Tensor) -> Callable[[], Any]:
-    """Begin to sum a number over all processes; call what is returned for the sum."""
+    """Start to sum a number over all processes.
+
+    Returns:
+        A function that waits for the sum and returns it.
+    """
     total = (
         value.detach().clone()
         if isinstance(value, Tensor)
@@ -263,7 +287,7 @@ def start_all_reduce_sum(value: float | Tensor) -> Callable[[], Any]:
 
 
 def all_reduce_max_tensor(value: Tensor) -> Tensor:
-    """Return the largest of a number over all processes, on the device."""
+    """Return the largest value of a scalar over all processes, on its device."""
     value = value.clone()
     work = keep_alive(
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_group(value.device), async_op=True)

@@ -1,4 +1,4 @@
-"""Models whose parameters are spread over processes (``torch.distributed.fsdp.fully_shard``)."""
+"""Models whose parameters are sharded over processes (``torch.distributed.fsdp.fully_shard``)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ __all__ = ["check_sharded", "full", "is_sharded", "like_sharded", "local_part", 
 
 
 def _dtensor() -> type | None:
-    """Return torch's class of sharded tensors, if anybody has imported it: nothing is sharded before."""
+    """Return torch's class of sharded tensors; None before its import, when nothing is sharded."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether parameters of a model are spread over processes."""
+    """Return whether parameters of a model are sharded over processes."""
     kind = _dtensor()
     return kind is not None and any(isinstance(p, kind) for p in model.parameters())
 
 
 def check_sharded(model: nn.Module) -> None:
-    """Raise unless ``fully_shard``, and nothing else, spreads every parameter of a model over all processes."""
+    """Raise unless ``fully_shard`` alone shards every parameter of a model over all processes."""
     kind: Any = _dtensor()
     whole = [
         name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, kind)
     ]
     if whole:
         raise ValueError(
-            f"some parameters of this model are sharded, and others are not ({', '.join(whole[:3])}, ...): nobody would "
-            f"average the gradients of those. Call fully_shard(model) on the whole model last"
+            "some parameters of this model are sharded, but others are not "
+            f"({', '.join(whole[:3])}, ...), and their gradients would not be averaged. Call "
+            "fully_shard(model) on the whole model last"
         )
     sharded: dict[str, Any] = {
         name: p for name, p in model.named_parameters() if isinstance(p, kind)
@@ -41,30 +42,32 @@ def check_sharded(model: nn.Module) -> None:
     sizes = {p.device_mesh.size() for p in sharded.values()}
     if sizes != {dist.get_world_size()}:
         raise NotImplementedError(
-            f"this model is sharded over meshes of {sorted(sizes)} of {dist.get_world_size()} processes; fnloop gives each "
-            f"process its own share of the data, so every parameter must be sharded or replicated over all of them "
-            f"(fully_shard)"
+            f"this model is sharded over meshes of {sorted(sizes)} of {dist.get_world_size()} "
+            "processes; fnloop gives each process its own share of the data, so every parameter "
+            "must be sharded or replicated over all of them (fully_shard)"
         )
     managed = {id(p) for root in roots(model) for p in root.parameters()}
     for name, p in sharded.items():
         if id(p) not in managed or not _is_data_parallel(p.placements):
             raise NotImplementedError(
-                f"the parameter {name} is spread as {p.placements} over a mesh of {tuple(p.device_mesh.shape)}, which "
-                f"fully_shard alone does not do: with tensor parallelism several processes need the same batch, and fnloop "
-                f"gives each process its own share of the data. Leave parallelize_module out, and call fully_shard(model) "
-                f"over all processes, or over a mesh of two dimensions (replicate, shard)"
+                f"the parameter {name} is placed as {p.placements} on a mesh of "
+                f"{tuple(p.device_mesh.shape)}, which fully_shard alone does not do. Tensor "
+                "parallelism needs the same batch in several processes, but fnloop gives each "
+                "process its own share of the data. Leave parallelize_module out, and call "
+                "fully_shard(model) over all processes, or over a mesh of two dimensions "
+                "(replicate, shard)"
             )
 
 
 def _is_data_parallel(placements: Any) -> bool:
-    """Return whether a parameter is spread as ``fully_shard`` does it: sharded, or replicated in groups that shard."""
+    """Return whether placements are those of ``fully_shard``: shard, or replicate and shard."""
     return placements[-1].is_shard() and (
         len(placements) == 1 or (len(placements) == 2 and placements[0].is_replicate())
     )
 
 
 def roots(model: nn.Module) -> list[Any]:
-    """Return the outermost modules of a model that ``fully_shard`` was called on."""
+    """Return the outermost modules of a model on which ``fully_shard`` was called."""
     from torch.distributed.fsdp import FSDPModule
 
     inner: set[nn.Module] = set()
@@ -77,7 +80,7 @@ def roots(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what a forward without a backward has gathered: until then the model shows its parameters whole."""
+    """Free the full parameters that a forward without a backward has gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -86,19 +89,19 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor, sharing its memory."""
+    """Return the part of a tensor that this process holds, in the same memory."""
     kind = _dtensor()
     return local_tensor(tensor) if kind is not None and isinstance(tensor, kind) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a tensor whole; a collective where it is sharded."""
+    """Return a full tensor. This is a collective if the tensor is sharded."""
     kind = _dtensor()
     return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor  # type: ignore[attr-defined]
 
 
 def like_sharded(value: Tensor, template: Tensor) -> Tensor:
-    """Return a whole tensor spread as another one is; no communication, since every process has all of it."""
+    """Return a full tensor sharded like a template, without communication."""
     kind = _dtensor()
     if kind is None or not isinstance(template, kind) or isinstance(value, kind):
         return value

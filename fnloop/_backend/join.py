@@ -18,42 +18,38 @@ from fnloop._backend.launch import Backend, accelerator, backend_of, fully_shard
 __all__ = ["join", "parameters_beside"]
 
 
-# --- joining
-
-
 def join(
     model: nn.Module, optimizer: Optimizer, given: Any = None
 ) -> tuple[nn.Module, Optimizer, Backend]:
-    """Find out where a model is to live, and put it there; with several processes, the same weights in each.
+    """Put a model and its optimizer on their device, with the same weights in every process.
 
     Args:
-        model: the user's module; one that is sharded already (``fully_shard``) stays as it is.
+        model: the user's module; one that is already sharded (``fully_shard``) is not changed.
         optimizer: its optimizer.
-        given: a Backend, which is believed; an ``accelerate.Accelerator`` with settings of the user's; or None.
+        given: a Backend, which is used as it is; an ``accelerate.Accelerator`` with the user's
+            settings; or None.
 
     Returns:
-        The module and the optimizer to use, without wrappers, and the facts.
+        The module and the optimizer without wrappers, and the backend.
 
     Raises:
-        RuntimeError: this process is one of several, but they could not be joined.
-        NotImplementedError: accelerate is configured for an engine that takes the training step over.
+        RuntimeError: there are several processes, but they could not be joined.
+        NotImplementedError: accelerate is configured for an engine that runs the training step.
+        ValueError: the model has lazy parameters, and there are several processes.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    if type(optimizer).__module__.startswith(
-        "accelerate."
-    ):  # whose wrapper costs more than a small step
+    # Accelerate's wrapper costs more time than a small step.
+    if type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     if isinstance(given, Backend):
         return model, optimizer, given
-    configured = (
-        os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    )  # what matters to a process that is alone
+    # The one setting that matters to a single process.
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
     if given is None and not (launched() or configured):
         return model, optimizer, Backend(_device_of(model))
-    if (
-        given is None and dist.is_initialized() and "LOCAL_RANK" not in os.environ
-    ):  # by hand, without a launcher
+    # Without a launcher: the script has called init_process_group itself.
+    if given is None and dist.is_initialized() and "LOCAL_RANK" not in os.environ:
         found, backend = None, Backend(_device_of(model), dist.get_rank(), dist.get_world_size())
     else:
         found = given if given is not None else accelerator()
@@ -62,9 +58,10 @@ def join(
         return model, optimizer, attrs.evolve(backend, device=_device_of(model))
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError(
-            "the model has lazy parameters, which know no shape yet: call it once, model(x), before this"
+            "the model has lazy parameters, which have no shape yet: call it once, model(x), "
+            "before this"
         )
-    control_group()  # a collective: made now, where every process comes by
+    control_group()  # making it is a collective, and every process comes here
     check_collective_count(backend.device)
     if is_sharded(model):
         check_sharded(model)
@@ -89,7 +86,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def parameters_beside(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    """Return what the optimizer trains beside the model."""
+    """Return the parameters of an optimizer that are not in the model."""
     own = {id(p) for p in model.parameters()}
     return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
 

@@ -1,7 +1,7 @@
-"""Where a state lives: the device, and which process of how many. The only module that knows accelerate.
+"""Where a state lives: its device and its process. The only module that knows accelerate.
 
-accelerate finds out how this process was launched (``torchrun``, ``accelerate launch``, a notebook's launcher) and what
-``accelerate config`` says, and moves nested batches.
+Accelerate finds out how this process was launched (``torchrun``, ``accelerate launch``, a
+notebook's launcher) and what ``accelerate config`` says, and moves nested batches.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 
 @attrs.frozen
 class Backend:
-    """Facts about where a state lives: ``state.backend``.
+    """Where a state lives: ``state.backend``.
 
     Args:
-        device: the device that batches are moved to.
-        rank: the number of this process, from 0.
-        world_size: how many processes train together.
+        device: the device to which batches are moved.
+        rank: the rank of this process, from 0.
+        world_size: the number of processes that train together.
         precision: "bf16" or "fp16" if ``accelerate config`` asks for mixed precision, else None.
         settings: arguments for torch's DistributedDataParallel, such as ``bucket_cap_mb``.
-        prepare: called with each DistributedDataParallel module that is made, to register a communication hook.
+        prepare: called with each new DistributedDataParallel module, to register a communication
+            hook.
 
     Example:
         >>> from fnloop.testing import toy
@@ -59,14 +60,14 @@ class Backend:
         return self.rank == 0
 
     def __deepcopy__(self, memo: dict) -> Backend:
-        return self  # facts, not handles
+        return self  # it is immutable
 
 
 # --- how this process was launched
 
 
 def launched() -> bool:
-    """Say whether this process is one of several, or means to be."""
+    """Return whether this process is one of several, or was launched as such."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or (
         dist.is_available() and dist.is_initialized()
     )
@@ -74,22 +75,22 @@ def launched() -> bool:
 
 @functools.cache
 def accelerator() -> Any:
-    """Return what accelerate has found out about this process, having joined it to the others."""
+    """Return accelerate's object for this process, which has joined the others."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
 
-    made = bool(PartialState._shared_state)  # by the user: its settings stand
+    made = bool(PartialState._shared_state)  # by the user, whose settings are kept
     cpu = not (made or torch.accelerator.is_available())
-    engine = _is_set("ACCELERATE_USE_DEEPSPEED")  # joins the processes itself; it is refused later
+    engine = _is_set("ACCELERATE_USE_DEEPSPEED")  # joins the processes itself; refused later
     if not (made or engine) and (settings := join_settings()):
-        PartialState(
-            cpu or _is_set("ACCELERATE_USE_CPU"), **settings
-        )  # which Accelerator uses as it is
+        # The state is shared: Accelerator uses it.
+        PartialState(cpu or _is_set("ACCELERATE_USE_CPU"), **settings)
     found = Accelerator(cpu=cpu)
     if found.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
-            f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, but accelerate was set up in this script before as "
-            f"if it were alone. Make it Accelerator(cpu=True) where there is no GPU, or leave it to TrainState.create"
+            f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, but this script has "
+            "set up accelerate for a single process. Write Accelerator(cpu=True) where there is no "
+            "GPU, or leave it to TrainState.create"
         )
     return found
 
@@ -99,29 +100,33 @@ def _is_set(variable: str) -> bool:
 
 
 def backend_of(accelerator: Any) -> Backend:
-    """Return the facts that an accelerator knows."""
+    """Return the backend that an accelerator describes.
+
+    Raises:
+        NotImplementedError: it is configured for something that fnloop does not support.
+    """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     fsdp1 = kind == "FSDP" and not accelerator.is_fsdp2
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or fsdp1:
         raise NotImplementedError(
-            f"accelerate is configured for {'FSDP 1' if fsdp1 else kind}, which takes gradients and updates into its own "
-            f"hands, so "
-            f"that no middleware can see them. Use FSDP 2 (accelerate config, fsdp_version: 2), or torch's fully_shard, for "
-            f"models that don't fit one device"
+            f"accelerate is configured for {'FSDP 1' if fsdp1 else kind}, which runs backward "
+            "and the update itself, so that middleware cannot see gradients. For models that do "
+            "not fit on one device, use FSDP 2 (accelerate config, fsdp_version: 2), or torch's "
+            "fully_shard"
         )
     if kind == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise NotImplementedError(
-            "accelerate is configured for FSDP, which it leaves out where there is no GPU: call torch's fully_shard(model) "
-            "before you make the optimizer, which works there too"
+            "accelerate is configured for FSDP, which it ignores where there is no GPU: call "
+            "torch's fully_shard(model), which works there too, before you create the optimizer"
         )
     precision = _PRECISIONS.get(accelerator.mixed_precision)
     if precision is None and accelerator.mixed_precision != "no":
         raise NotImplementedError(
-            f"accelerate is configured for mixed_precision={accelerator.mixed_precision!r}; fnloop knows bf16 and fp16"
+            f"accelerate is configured for mixed_precision={accelerator.mixed_precision!r}; fnloop "
+            "supports bf16 and fp16"
         )
-    device = (
-        accelerator.device if accelerator.device.type != "cpu" else "cpu"
-    )  # without an index, as tensors have it
+    # Tensors on the CPU have a device without an index.
+    device = accelerator.device if accelerator.device.type != "cpu" else "cpu"
     settings, prepare, handler = {}, None, accelerator.ddp_handler
     if handler is not None:
         settings, prepare = handler.to_kwargs(), handler.register_comm_hook
@@ -138,9 +143,9 @@ def backend_of(accelerator: Any) -> Backend:
 def fully_sharded(
     accelerator: Any, model: nn.Module, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
-    """Spread a model over the processes, as accelerate is configured to."""
+    """Shard a model over the processes as accelerate is configured to."""
     model, wrapped = accelerator.prepare(model, optimizer)
-    accelerator._models.remove(model)  # it keeps what it has seen for as long as it lives
+    accelerator._models.remove(model)  # it would keep both alive
     accelerator._optimizers.remove(wrapped)
     return model, wrapped.optimizer
 
@@ -150,17 +155,16 @@ def fully_sharded(
 
 @contextlib.contextmanager
 def trackers() -> Iterator[Any]:
-    """Give accelerate's trackers to use, without its process-wide state: their logger refuses to log without that."""
+    """Provide accelerate's trackers without its process-wide state, which their logger requires."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "IProgress not found"
-        )  # of tqdm, in a notebook: nobody asked for a bar
+        # Of tqdm in a notebook, though no bar was requested.
+        warnings.filterwarnings("ignore", "IProgress not found")
         from accelerate import PartialState, tracking
         from accelerate.logging import MultiProcessAdapter
 
     class Plain(MultiProcessAdapter):
         def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-            del kwargs  # where to log it, in accelerate's words
+            del kwargs  # accelerate's options of where to log
             self.logger.log(level, msg, *args)
 
     usual = tracking.logger

@@ -26,7 +26,19 @@ __all__ = ["broadcast", "gather", "on_main_process", "reduce", "to_device_of"]
 
 
 def on_main_process(do: Callable[[], Any], what: str) -> Any:
-    """Let the main process do something, and all others wait for it; an error there is an error everywhere."""
+    """Run a function on the main process while all others wait.
+
+    Args:
+        do: the function.
+        what: what it does, as errors and warnings name it.
+
+    Returns:
+        Its result, in every process.
+
+    Raises:
+        RuntimeError: in the other processes, if it failed on the main process, where its error is
+            raised.
+    """
     rank, size = rank_and_size()
     if size == 1:
         return do()
@@ -46,54 +58,54 @@ def on_main_process(do: Callable[[], Any], what: str) -> Any:
     return broadcast(result)
 
 
-# --- the public collectives
-
-
 def gather(tree: Any) -> Any:
-    """Collect what every process has: tensors one behind the other, anything else in a list.
+    """Collect the values of all processes: tensors are concatenated, other values listed.
 
-    Every process has to call it. Shares may be of different length.
+    Every process must call it. The lengths of the tensors may differ.
 
     Args:
         tree: tensors in any nesting of lists, tuples and mappings, the same in every process.
 
     Returns:
-        The same nesting: tensors concatenated along their first dimension, by rank (scalars: stacked); of anything
-        else a list with one for each process. In one process tensors stay as they are.
+        The same nesting: tensors concatenated along their first dimension, by rank (scalars are
+        stacked); for any other value a list with one value per process. In one process tensors are
+        unchanged.
 
     Raises:
-        ValueError: the processes gave different structures.
+        ValueError: the structures of the processes differ.
 
     Example:
         >>> gather({"seen": torch.tensor([1, 2]), "loss": torch.tensor(0.5), "name": "a"})
         {'seen': tensor([1, 2]), 'loss': tensor([0.5000]), 'name': ['a']}
     """
 
-    def concatenated(parts: list[Any]) -> Any:
+    def concatenate(parts: list[Any]) -> Any:
         if not isinstance(parts[0], Tensor):
             return parts
         return torch.cat([p.unsqueeze(0) if p.ndim == 0 else p for p in parts])
 
     with waiting_for_all("fnloop.gather"):
         parts = gather_objects(tree)
-    return to_device_of(tree, _zipped(parts, concatenated))
+    return to_device_of(tree, _combine_trees(parts, concatenate))
 
 
 def reduce(tree: Any, how: str = "mean") -> Any:
-    """Reduce what every process has to one value, the same in each.
+    """Reduce the values of all processes to one value, the same in each.
 
-    Every process has to call it. ``reduce(state.metrics)`` is what the run has measured since the epoch began, everywhere.
+    Every process must call it. ``reduce(state.metrics)`` returns the metrics of all processes since
+    the epoch began.
 
     Args:
-        tree: tensors, numbers and metrics in any nesting of lists, tuples and mappings, the same in every process.
-        how: "mean", "sum", "min" or "max", element by element; metrics are combined, whatever it is.
+        tree: tensors, numbers and metrics in any nesting of lists, tuples and mappings, the same in
+            every process.
+        how: "mean", "sum", "min" or "max", element by element; metrics are always combined.
 
     Returns:
         The same nesting.
 
     Raises:
-        ValueError: there is no such way, or the processes gave different structures.
-        TypeError: there is something else in it.
+        ValueError: ``how`` is unknown, or the structures of the processes differ.
+        TypeError: a value is not a tensor, a number or a metric.
 
     Example:
         >>> reduce({"loss": torch.tensor([1.0, 3.0]), "n": 2})
@@ -102,7 +114,7 @@ def reduce(tree: Any, how: str = "mean") -> Any:
     ways = {"mean": torch.mean, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
     checks.choice("reduce", "how", how, ways)
 
-    def reduced(parts: list[Any]) -> Any:
+    def reduce_leaf(parts: list[Any]) -> Any:
         first = parts[0]
         if hasattr(first, "combine"):
             return functools.reduce(lambda a, b: a.combine(b), parts)
@@ -119,28 +131,30 @@ def reduce(tree: Any, how: str = "mean") -> Any:
                 "max": max(parts),
             }[how]
         raise TypeError(
-            f"reduce expects tensors, numbers and metrics; got {first!r:.60} ({type(first).__name__})"
+            f"reduce expects tensors, numbers and metrics; got {first!r:.60} "
+            f"({type(first).__name__})"
         )
 
     with waiting_for_all("fnloop.reduce"):
         parts = gather_objects(tree)
-    return to_device_of(tree, _zipped(parts, reduced))
+    return to_device_of(tree, _combine_trees(parts, reduce_leaf))
 
 
 def broadcast(tree: Any, source: int = 0) -> Any:
-    """Give every process what one of them has.
+    """Send a value of one process to all.
 
-    Every process has to call it.
+    Every process must call it.
 
     Args:
-        tree: anything that pickles; what the others give is not looked at.
-        source: the rank of the process that has it.
+        tree: anything that pickles; ignored in the other processes.
+        source: the rank of the process whose value is sent.
 
     Returns:
-        What the source gave; tensors on this process's device if that is where its own are.
+        The value of the source. Its tensors are on this process's device if the tensors of ``tree``
+        are.
 
     Raises:
-        ValueError: there is no such process.
+        ValueError: ``source`` is not a rank.
 
     Example:
         >>> broadcast({"seed": 7})
@@ -164,20 +178,24 @@ def broadcast(tree: Any, source: int = 0) -> Any:
     return to_device_of(tree, tree if rank == source else pickle.loads(data.numpy().tobytes()))
 
 
-def _zipped(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
-    """Zip what the processes gave."""
+def _combine_trees(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
+    """Combine the values of the processes leaf by leaf.
+
+    Not by torch's pytree: mappings, lists and tuples of any class are containers here.
+    """
     first = parts[0]
     container = isinstance(first, Mapping | list | tuple)
     if not all(isinstance(part, type(first)) for part in parts) or (
         container and any(_shape(p) != _shape(first) for p in parts)
     ):
         raise ValueError(
-            f"the processes gave different structures: {', '.join(f'{part!r:.40}' for part in parts)}"
+            "the structures of the processes differ: "
+            + ", ".join(f"{part!r:.40}" for part in parts)
         )
     if isinstance(first, Mapping):
-        return {k: _zipped([part[k] for part in parts], leaf) for k in first}
+        return {k: _combine_trees([part[k] for part in parts], leaf) for k in first}
     if isinstance(first, list | tuple):
-        zipped = [_zipped(list(values), leaf) for values in zip(*parts, strict=True)]
+        zipped = [_combine_trees(list(values), leaf) for values in zip(*parts, strict=True)]
         return type(first)(*zipped) if hasattr(first, "_fields") else type(first)(zipped)
     return leaf(parts)
 
@@ -187,7 +205,7 @@ def _shape(container: Any) -> Any:
 
 
 def to_device_of(mine: Any, tree: Any) -> Any:
-    """Move what came over the host to where this process's own tensors are."""
+    """Move a result from the host to the device of this process's own tensors."""
     if rank_and_size()[1] == 1 or not may_need_transfer(torch.device("cpu")):
         return tree
     device = device_in(mine)

@@ -1,8 +1,8 @@
 """Every private or undocumented name of torch that fnloop uses. No other module touches one.
 
-All were run on torch 2.13.0, and compared with the sources of 2.11.0 and 2.12.0. Each has a guard. Where a
-name is missing there is a fallback, or an error that says what to do where continuing would be unsafe.
-``import fnloop`` depends on none of them.
+All were run on torch 2.13.0, and compared with the sources of 2.11.0 and 2.12.0. Each has a guard.
+Where a name is missing there is a fallback, or an error that says what to do where continuing would
+be unsafe. ``import fnloop`` depends on none of them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim import optimizer as _optim
 
 from fnloop._display.log import log
 
 CHECKED = "2.11 to 2.13"
-COMPILED = (
-    "_orig_mod"  # where torch.compile's wrapper keeps a module, and part of parameters' names
-)
+COMPILED = "_orig_mod"  # the attribute of torch.compile's wrapper that is the module
 
 
 def _missing(name: str, why: str) -> RuntimeError:
     return RuntimeError(
-        f"torch {torch.__version__} has no {name}, which fnloop needs {why}. Install torch {CHECKED}, "
-        f"or a newer fnloop"
+        f"torch {torch.__version__} has no {name}, which fnloop needs {why}. Install torch "
+        f"{CHECKED}, or a newer fnloop"
     )
 
 
 # --- optimizers
 
-_WRAPPER_USES = {  # names in torch's wrapper around Optimizer.step; one that has others is not skipped
+# The names in torch's wrapper around ``Optimizer.step``. A wrapper with others is not skipped.
+_WRAPPER_USES = {
     *("cast", "Optimizer", "__class__", "__name__", "torch", "autograd", "profiler"),
     *("record_function", "chain", "values", "isinstance", "tuple", "len", "RuntimeError"),
     *("_global_optimizer_pre_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_code"),
@@ -52,6 +50,7 @@ def _find_wrapper() -> object:
 
 
 _wrapper = _find_wrapper()
+_optim = sys.modules[Optimizer.__module__]
 _pre_hooks = getattr(_optim, "_global_optimizer_pre_hooks", True)
 _post_hooks = getattr(_optim, "_global_optimizer_post_hooks", True)
 _profiler_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
@@ -144,7 +143,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """Return this process's part of a DTensor, in its memory. Fallback: the public method, slower."""
+    """Return this process's part of a DTensor, in its memory. Fallback: the public method."""
     local = getattr(tensor, "_local_tensor", None)
     if local is None:
         with torch.no_grad():  # so that no autograd node is made
@@ -165,21 +164,25 @@ def seeder_of(index: int) -> Callable[[int], object]:
 
 # --- operators
 
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-except ImportError:
 
-    class DispatchMode:  # type: ignore[no-redef]
-        """Stands for torch's class: it can be derived from, and raises when it is entered."""
+class _NoDispatchMode:
+    """Stands for torch's class: it can be derived from, and raises when it is entered."""
 
-        def __enter__(self) -> None:
-            raise _missing("TorchDispatchMode", "to watch which operators run")
+    def __enter__(self) -> None:
+        raise _missing("TorchDispatchMode", "to watch which operators run")
 
-        def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+DispatchMode: Any = _NoDispatchMode
+with contextlib.suppress(ImportError):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
 
 
 def computes(func: Any) -> bool:
-    """Return whether an operator is neither a view nor a mark of the profiler. Fallback: it is not."""
+    """Return whether an operator is neither a view nor the profiler's. Fallback: it is not."""
     schema = getattr(func, "_schema", None)
     view = schema and all(r.alias_info for r in schema.returns) and not schema.is_mutable
     return not view and getattr(func, "namespace", None) != "profiler"
@@ -199,7 +202,7 @@ def compiler_is_loaded() -> bool:
 
 
 def uncompiled(model: nn.Module) -> nn.Module | None:
-    """Return the module in torch.compile's wrapper; None if it is not one. Fallback: it stays wrapped."""
+    """Return the module in torch.compile's wrapper, or None. Fallback: it stays wrapped."""
     inner = getattr(model, COMPILED, None)
     return inner if isinstance(inner, nn.Module) else None
 
@@ -214,7 +217,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def set_worker_dataset(info: object, dataset: object) -> None:
-    """Replace the data set in ``get_worker_info()``, which refuses it. Fallback: it stays, and a warning."""
+    """Replace the data set in ``get_worker_info()``. Fallback: a warning."""
     try:
         object.__setattr__(info, "dataset", dataset)
     except (AttributeError, TypeError):
@@ -222,12 +225,13 @@ def set_worker_dataset(info: object, dataset: object) -> None:
 
 
 def make_killable(batches: Iterator[Any]) -> Iterator[Any]:
-    """Make ``terminate`` kill the workers of an iterator, which ignore their first SIGTERM, and return it.
+    """Make ``terminate`` kill the workers of an iterator, and return the iterator.
 
-    Fallback: a worker that torch has to terminate outlives the first attempt.
+    The workers ignore their first SIGTERM. Fallback: a worker that torch has to terminate outlives
+    the first attempt.
     """
     for worker in getattr(batches, "_workers", ()):
-        process = getattr(worker, "_popen", None)
+        process: Any = getattr(worker, "_popen", None)
         if hasattr(process, "terminate") and hasattr(process, "kill"):
             process.terminate = process.kill
     return batches
@@ -274,7 +278,7 @@ def meeting_in(store: object) -> Iterator[None]:
 
 
 def collectives_begun(group: object) -> int | None:
-    """Return how many collectives of a group this process has begun; None if torch does not count."""
+    """Return how many collectives of a group this process has begun, or None."""
     count = getattr(group, "_get_sequence_number_for_group", None)
     try:
         return None if count is None else count()
@@ -300,7 +304,8 @@ def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     Fallback: DDP's own forward. It sorts the buckets anew after the first update, so that a resumed
     run on three processes or more may differ from an uninterrupted one in the last bits.
     """
-    reducer, finish = getattr(ddp, "reducer", None), getattr(ddp, "_post_forward", None)
+    reducer: Any = getattr(ddp, "reducer", None)
+    finish = getattr(ddp, "_post_forward", None)
     if finish is None or not hasattr(reducer, "prepare_for_forward"):
         return DistributedDataParallel.forward(ddp, loss)
     reducer.prepare_for_forward()

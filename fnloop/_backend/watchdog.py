@@ -1,10 +1,11 @@
-"""What several processes wait for. If they wait for each other in different places, the job fails and says where.
+"""Watch what each process waits for, and fail if processes wait for each other in different places.
 
-A thread of each process looks once a second at what the process waits in, and at how many collectives it has begun in each
-group: nothing is noted in an update for that. What has not moved is written to a store, and the thread of the first process
-compares. All processes begin the same collectives in the same order. So if one waits in an exchange that another has not begun,
-and that other one has begun a collective that the first has not, they never meet. A process that is only slow has begun nothing
-that the others have not.
+A thread of each process looks once a second at what the process waits for, and at how many
+collectives it has begun in each group. An update notes nothing for that. A place that has not
+changed is written to a store, and the thread of the first process compares the places. All
+processes begin the same collectives in the same order. So if one process waits in an exchange that
+another has not begun, and that other process has begun a collective that the first has not, they
+never meet. A process that is only slow has begun nothing that the others have not.
 """
 
 from __future__ import annotations
@@ -37,37 +38,36 @@ __all__ = [
     "waiting_for_all",
 ]
 
-STALL_WARNING_SECONDS = 30  # seconds that a process waits for the others before it says so
-HOLD = 10  # seconds that the processes stand still in places that never meet before the job fails
-GRACE = 3  # seconds for all processes to hear of it before the first one ends
-LAST = 15  # seconds until a process that still waits then is ended
-PERIOD = 1  # seconds between two looks
-DIVERGED = "the processes have come apart"
+STALL_WARNING_SECONDS = 30  # how long a process waits for the others before it warns
+DEADLOCK_SECONDS = 10  # how long processes wait in places that never meet before the job fails
+NOTICE_SECONDS = 3  # how long all processes have to learn of a failure before the first ends
+KILL_SECONDS = 15  # how long after that a process that still waits is ended
+POLL_SECONDS = 1
+DIVERGED = "the processes have diverged"
 ADVICE = (
-    "What a middleware or a hook decides must be the same everywhere: decide by the history, by counters, or by "
-    "fnloop.reduce(...)"
+    "Middleware and hooks must decide the same in every process: decide by the history, by "
+    "counters, or by fnloop.reduce(...)"
 )
 
 
 class Here:
-    """Where the run of this process is; written at each boundary."""
+    """Where the run of this process is. It is updated at each boundary."""
 
     step: int | None = None
     thread: int | None = None  # the identifier of the thread that the run is in
 
 
 here = Here()
-_waiting: list[
-    tuple[str, float, int]
-] = []  # what this process waits for the others in, since when, and behind which exchange
+# What this process waits for, since when, and after which exchange. Empty, or one entry.
+_waiting: list[tuple[str, float, int]] = []
 _watch: Watchdog | None = None
 
 
 class waiting_for_all:
-    """Note that this process waits for all others, within a ``with`` block.
+    """A context in which this process waits for all others.
 
     Args:
-        what: what it waits in, as an error says it; the same in every process.
+        what: what it waits for, as errors name it; the same in every process.
     """
 
     __slots__ = ("_outermost", "_what")
@@ -79,7 +79,11 @@ class waiting_for_all:
         self._outermost = not _waiting
         if self._outermost:
             _waiting.append(
-                (self._what, time.monotonic(), 0 if _watch is None else _begun(_watch.group))
+                (
+                    self._what,
+                    time.monotonic(),
+                    0 if _watch is None else _collectives_in(_watch.group),
+                )
             )
 
     def __exit__(self, *_: object) -> None:
@@ -87,45 +91,44 @@ class waiting_for_all:
             _waiting.clear()
 
 
-def wait_for_work(work: Any, what: str = "an exchange") -> None:
-    """Wait for an exchange that was begun.
+def wait_for_work(work: dist.Work, what: str = "an exchange") -> None:
+    """Wait for a collective that was started.
 
     Args:
-        work: the exchange.
-        what: what it is, unless :class:`together` says so.
+        work: the handle of the collective.
+        what: what it is for, unless an enclosing :class:`waiting_for_all` names it.
 
     Raises:
-        RuntimeError: the other processes never come, since they wait for this one in another place.
+        RuntimeError: the other processes wait for this one in another place.
     """
     if not work.is_completed():
         with waiting_for_all(what):
             _wait(work)
-    work.wait()  # raises what went wrong in it
+    work.wait()  # raises the error of the collective
 
 
-def _wait(work: Any) -> None:
+def _wait(work: dist.Work) -> None:
     while not work.is_completed():
         if _watch is not None and _watch.verdict:
-            _watch.told = True
-            time.sleep(GRACE)
+            _watch.raised = True
+            time.sleep(NOTICE_SECONDS)
             raise RuntimeError(f"{DIVERGED}: {_watch.verdict}. {ADVICE}")
-        with contextlib.suppress(
-            RuntimeError
-        ):  # of the time that is up, or the exchange's own, which finish raises
-            work.wait(timedelta(seconds=PERIOD))
+        # A timeout, or an error of the collective, which the caller raises.
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=POLL_SECONDS))
 
 
 def verdict() -> str | None:
-    """Return where the processes wait for each other, if they never meet there."""
+    """Return where the processes wait for each other without ever meeting, or None."""
     return None if _watch is None else _watch.verdict
 
 
-def start_watchdog(store: Any, group: Any) -> None:
-    """Look at this process from now on.
+def start_watchdog(store: Any, group: dist.ProcessGroup) -> None:
+    """Start the watchdog of this process.
 
     Args:
-        store: what all processes can read and write.
-        group: the group of what is waited for in :class:`together`.
+        store: a store that all processes can read and write.
+        group: the group of the collectives that :class:`waiting_for_all` encloses.
     """
     global _watch
     _watch = Watchdog(store.clone(), group, dist.get_rank(), dist.get_world_size())
@@ -133,73 +136,72 @@ def start_watchdog(store: Any, group: Any) -> None:
 
 
 def stop_watchdog() -> None:
-    """Look no more."""
+    """Stop the watchdog of this process."""
     global _watch
     if _watch is not None:
-        _watch.ended.set()
-        _watch.join(2 * PERIOD)
+        _watch.stopped.set()
+        _watch.join(2 * POLL_SECONDS)
         _watch = None
 
 
 class Watchdog(threading.Thread):
-    """The thread that looks.
+    """The thread that watches.
 
     Args:
-        store: what all processes can read and write.
-        group: the group of what is waited for in :class:`together`.
-        rank: the number of this process.
-        size: how many there are.
+        store: a store that all processes can read and write.
+        group: the group of the collectives that :class:`waiting_for_all` encloses.
+        rank: the rank of this process.
+        size: the number of processes.
     """
 
-    def __init__(self, store: Any, group: Any, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, group: dist.ProcessGroup, rank: int, size: int) -> None:
         super().__init__(name="fnloop", daemon=True)
-        self.store, self.group, self.rank, self.size = (
-            dist.PrefixStore("places", store),
-            group,
-            rank,
-            size,
-        )
-        self.ended = threading.Event()
+        self.store = dist.PrefixStore("places", store)
+        self.group, self.rank, self.size = group, rank, size
+        self.stopped = threading.Event()
         self.verdict: str | None = None
-        self.told = False  # whether an error of this process says so
-        self._said = 0.0  # the wait that was spoken of
+        self.raised = False  # whether an error of this process says the verdict
+        self._warned_since = 0.0  # the beginning of the wait that was warned of
         self._place, self._since = "", time.monotonic()
         self._shown: str | None = None
         self._seen: dict[int, tuple[str, float]] = {}  # of each process, by the first one
 
     def run(self) -> None:
-        """Look once a second."""
+        """Look once a second until the watchdog is stopped."""
         try:
-            while not self.ended.wait(PERIOD):
+            while not self.stopped.wait(POLL_SECONDS):
                 self._warn()
                 self._look()
-        except ValueError:  # the script has ended the groups
+        except ValueError:  # the script has destroyed the groups
             return
-        except RuntimeError:  # the store has ended, with the process or the launcher that held it
+        except RuntimeError:  # the process or the launcher that held the store has ended
             lost = time.monotonic()
-        while not self.ended.wait(PERIOD):
+        while not self.stopped.wait(POLL_SECONDS):
             self._warn()
-            if time.monotonic() - lost > HOLD:
-                self.verdict = "process 0 or the launcher has ended, and the others wait for it"
+            if time.monotonic() - lost > DEADLOCK_SECONDS:
+                self.verdict = (
+                    "process 0 or the launcher has ended, and other processes wait for it"
+                )
 
     def _warn(self) -> None:
-        """Say so, once, where the others do not come for long."""
+        """Warn once when this process has waited long for the others."""
         for what, since, _ in _waiting[:]:
-            if time.monotonic() - since > STALL_WARNING_SECONDS and self._said != since:
-                self._said = since
+            if time.monotonic() - since > STALL_WARNING_SECONDS and self._warned_since != since:
+                self._warned_since = since
                 log.warning(
-                    "process %d has waited %d s in %s for the others. Every process has to come there: look for what only some "
-                    "do ('if rank == 0', on_main(...), a hook that stops by what only one of them knows, a loader that is of "
-                    "another length in each)",
-                    self.rank, STALL_WARNING_SECONDS, what,
-                )  # fmt: skip
+                    "process %d has waited %d s for the others in %s. All processes must reach "
+                    "this call. Check for code that only some execute: 'if rank == 0', "
+                    "on_main(...), a hook that stops by what only one process knows, a loader "
+                    "whose length differs between processes",
+                    *(self.rank, STALL_WARNING_SECONDS, what),
+                )
 
     def _look(self) -> None:
         now, place = time.monotonic(), json.dumps(_place(self.group))
         if place != self._place:
             self._place, self._since = place, now
         still = now - self._since
-        shown = place if still >= 2 * PERIOD else ""
+        shown = place if still >= 2 * POLL_SECONDS else ""
         if shown != self._shown:
             self.store.set(f"place of {self.rank}", shown)
             self._shown = shown
@@ -209,53 +211,55 @@ class Watchdog(threading.Thread):
             self._judge(now)
         if self.verdict is None and self.store.check(["verdict"]):
             self.verdict, self._since = self.store.get("verdict").decode(), now
-        elif self.verdict is not None and not self.told and still > GRACE + LAST:
+        elif self.verdict is not None and not self.raised and still > NOTICE_SECONDS + KILL_SECONDS:
             blocked = json.loads(place)
             if blocked["waits"] is not None or blocked["inside"]:
                 self._end()
 
     def _judge(self, now: float) -> None:
-        """Compare the places of all processes that have stood still for long."""
+        """Compare the places of all processes that have not moved for long."""
         places = {}
         for rank in range(self.size):
             key = f"place of {rank}"
             text = self.store.get(key).decode() if self.store.check([key]) else ""
             if self._seen.get(rank, ("", 0.0))[0] != text:
                 self._seen[rank] = text, now
-            if text and now - self._seen[rank][1] >= HOLD:
+            if text and now - self._seen[rank][1] >= DEADLOCK_SECONDS:
                 places[rank] = json.loads(text)
         found = never_meet(places, self.size)
         if found:
-            said = [_said(rank, places[rank]) for rank in found]
-            self.store.set("verdict", f"{said[0]}, and {said[1]}: they never meet there")
+            first, second = (_describe(rank, places[rank]) for rank in found)
+            self.store.set("verdict", f"{first}, and {second}: they never meet there")
 
     def _end(self) -> None:
-        """End this process: it waits for one that has failed, in a collective that nothing interrupts."""
-        log.error("%s: %s. Process %d still waits, and is ended", DIVERGED, self.verdict, self.rank)
+        """End this process, which waits in a collective that cannot be interrupted."""
+        log.error(
+            "%s: %s. Process %d still waits and is terminated", DIVERGED, self.verdict, self.rank
+        )
         with contextlib.suppress(Exception):  # a notebook's stderr is not a file
             faulthandler.dump_traceback()
         os._exit(1)
 
 
-def _begun(group: Any) -> int:
-    """Return how many collectives of a group this process has begun; 0 if torch does not count them."""
+def _collectives_in(group: dist.ProcessGroup) -> int:
+    """Return how many collectives of a group this process has begun; 0 if they are not counted."""
     return collectives_begun(group) or 0
 
 
-def _place(control: Any) -> dict[str, Any]:
-    """Return what this process waits in, the step it is after, and how many collectives it has begun in each group."""
+def _place(control: dist.ProcessGroup) -> dict[str, Any]:
+    """Return what this process waits for, its last step, and its collectives in each group."""
     counts = {}
     for group in process_groups():
-        counts[group.group_name] = _begun(group)
-    what, _, behind = next(iter(_waiting[:]), (None, 0.0, 0))
+        counts[group.group_name] = _collectives_in(group)
+    what, _, exchange = next(iter(_waiting[:]), (None, 0.0, 0))
     return {
         "waits": what,
-        "behind": behind,
+        "exchange": exchange,
         "step": here.step,
         "control": counts.pop(control.group_name, 0),
         "counts": counts,
-        "inside": dist.get_backend() != "gloo"
-        or _in_torch(),  # gloo counts what is sent to one process too
+        # gloo also counts messages to a single process.
+        "inside": dist.get_backend() != "gloo" or _in_torch(),
     }
 
 
@@ -268,11 +272,11 @@ def _in_torch() -> bool:
 
 
 def never_meet(places: Mapping[int, Mapping[str, Any]], size: int) -> tuple[int, int] | None:
-    """Return two processes that wait for each other in different places, by the rank; None if there may be none.
+    """Return the ranks of two processes that wait for each other in different places, or None.
 
     Args:
-        places: rank to place, of those that have stood still.
-        size: how many processes there are.
+        places: rank to place, of the processes that have not moved for long.
+        size: the number of processes.
     """
     waiting = [rank for rank, place in places.items() if place["waits"] is not None]
     for a in waiting:
@@ -283,7 +287,7 @@ def never_meet(places: Mapping[int, Mapping[str, Any]], size: int) -> tuple[int,
             )
             if theirs["control"] <= mine["control"] and further and theirs["inside"]:
                 return a, b
-    if len(waiting) == size and len({places[rank]["behind"] for rank in waiting}) == 1:
+    if len(waiting) == size and len({places[rank]["exchange"] for rank in waiting}) == 1:
         return next(
             ((a, b) for a in waiting for b in waiting if places[a]["waits"] != places[b]["waits"]),
             None,
@@ -291,7 +295,7 @@ def never_meet(places: Mapping[int, Mapping[str, Any]], size: int) -> tuple[int,
     return None
 
 
-def _said(rank: int, place: Mapping[str, Any]) -> str:
+def _describe(rank: int, place: Mapping[str, Any]) -> str:
     where = f"waits in {place['waits']}" if place["waits"] is not None else "is in an update"
     after = f" after step {place['step']}" if place["step"] is not None else ""
     return f"process {rank} {where}{after}"

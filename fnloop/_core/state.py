@@ -287,7 +287,8 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     """Return the state after an update, which owns the model from now on."""
     new = _copy(state)
     values = vars(new)
-    values["step" if applied else "skipped"] += 1
+    values["step"] = state.step + applied
+    values["skipped"] = state.skipped + (not applied)
     values["events"] = _UPDATED if applied else _NOTHING
     values["generators"] = None
     values["_version"] = state._ownership.version = state._version + 1

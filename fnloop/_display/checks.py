@@ -7,10 +7,10 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -32,8 +32,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., object])
-Number = TypeVar("Number", bound=float)
+F = TypeVar("F")
 _Types = type | tuple[type, ...]
 _PLAIN = bool | int | float | str | bytes | list | tuple | dict | set | None
 
@@ -63,7 +62,7 @@ def join_names(names: Sequence[str], most: int = 3) -> str:
 def integer(
     owner: str,
     name: str,
-    value: int,
+    value: object,
     meaning: str = "",
     *,
     least: int = 1,
@@ -74,18 +73,18 @@ def integer(
     Raises:
         ValueError: it is too small; or it is not an int, unless ``wrong_type`` is another class.
     """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least:
-        error = ValueError if whole else wrong_type
-        of = f", {meaning}" if meaning else ""
-        raise error(f"{owner} expects {name} as an int >= {least}{of}; got {describe(value)}")
-    return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value >= least:
+            return value
+        wrong_type = ValueError
+    of = f", {meaning}" if meaning else ""
+    raise wrong_type(f"{owner} expects {name} as an int >= {least}{of}; got {describe(value)}")
 
 
 def number(
     owner: str,
     name: str,
-    value: Number,
+    value: object,
     meaning: str = "",
     *,
     least: float = -math.inf,
@@ -93,7 +92,7 @@ def number(
     most: float = math.inf,
     finite: bool = True,
     wrong_type: type[Exception] = ValueError,
-) -> Number:
+) -> float:
     """Return a value if it is a number (not a bool, not NaN) in a range.
 
     Raises:
@@ -110,10 +109,11 @@ def number(
     if isinstance(value, bool) or not isinstance(value, Real):
         kind = f"a number {wanted}".rstrip()
         raise wrong_type(f"{owner} expects {name} as {kind}{of}; got {describe(value)}")
-    within = least <= value <= most and (value > above or above == -math.inf)
-    if not within or (finite and not math.isfinite(value)):
-        raise ValueError(f"{owner} expects {name} {wanted or 'other than nan'}{of}; got {value}")
-    return value
+    given = cast("float", value)
+    within = least <= given <= most and (given > above or above == -math.inf)
+    if not within or (finite and not math.isfinite(given)):
+        raise ValueError(f"{owner} expects {name} {wanted or 'other than nan'}{of}; got {given}")
+    return given
 
 
 def flag(owner: str, name: str, value: bool, meaning: str = "") -> bool:

@@ -1,236 +1,92 @@
-"""Updates captured as graphs: what is recorded, how it is found again, what is filled in, and what is copied out.
+"""Capture whole updates as CUDA graphs, and replay them.
 
-A graph is the device's work of one update, recorded once and started as a whole from then on: no Python runs inside it. What
-changes with every update goes in through tensors that stay where they are: the batch, the learning rate. What comes out is
-copied, as the next replay overwrites it. What may not change is the subject of ``_guard``.
-
-Randomness needs nothing: a replay draws from the device's generator as an eager update in its place would. It fills the seed
-and the offset that the generator has at that moment into the graph, and moves the offset on by what the graph draws (Note
-[CUDA Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions it before every update, as ever.
-
-Where the host has to decide (an fp16 overflow), the record is cut: it plays up to there, the host reads and decides, and it
-plays on, or doesn't.
-
-A :class:`Recorder` does the recording. That is all that knows CUDA here; the tests have one for the CPU.
+A graph is the device's work of one update, recorded once and started as a whole from then on. No
+Python runs inside it. What changes with every update is copied into tensors that stay in place: the
+batch, the learning rate. Results are copied out, because the next replay overwrites them.
+ Randomness needs nothing. A replay draws from the device's generator as an eager update would: it
+reads the generator's seed and offset, and advances the offset by what the graph draws (Note [CUDA
+Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions the generator before
+every update, as it does without graphs.
+ Where the host has to decide (an fp16 overflow), the graph breaks: the first part is replayed, the
+host decides, and the second part is replayed or skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display.log import log
+from fnloop._graphs.batches import copy_all, rebuild, sequence_like, signature, static_inputs
+from fnloop._graphs.capturable import OriginalSettings, make_capturable, undo_capturable
 from fnloop._graphs.guards import (
     CaptureError,
-    GuardSet,
     NoKernels,
-    OriginalSettings,
-    Slots,
     TracerProxy,
-    check_draws,
-    check_facts,
-    check_reply,
+    check_host_generators,
+    check_host_state,
+    check_output,
     explain,
-    host_draws,
+    host_generators,
     host_state,
-    identity_of,
-    make_capturable,
     make_rollback,
-    undo_capturable,
 )
+from fnloop._graphs.recorder import Recorder
+from fnloop._graphs.watch import GuardSet, TrackedSlots, identity_of
 from fnloop._step.host import Judge, replace_host
 from fnloop._step.update import wants_closure
 
-__all__ = ["Graph", "GraphedStep", "Recorder", "rebuilt", "recorder_on", "signature"]
+__all__ = ["Graph", "GraphedStep"]
 
+EAGER_IN_A_ROW = 100  # updates without a replay after which there is a warning
+EAGER_KINDS = 1000  # kinds of batches to count eager updates of
 _TWICE = (
-    'amp("fp16") decides more than once within the update, and a graph is cut into two parts only. List amp and accumulate '
-    "before what sees gradients, and run the step inside once; or leave cuda_graph out"
+    'amp("fp16") decides more than once within the update, but a graph has at most two parts. List '
+    "amp and accumulate before middleware that sees gradients, and run the step inside once; or "
+    "leave cuda_graph out"
 )
-EAGER_IN_A_ROW = 100  # updates without a replay, after which there is a warning
-_failed: list[
-    Any
-] = []  # graphs whose capture was cut short: torch's allocator keeps a pointer to them
-
-
-# --- recording
-
-
-class Recorder(Protocol):
-    """What runs an update where it can be captured, and captures it."""
-
-    def run(self, update: Callable[[], Any], /) -> Any:
-        """Run an update eagerly, and return what it returns."""
-        ...
-
-    def record(
-        self, update: Callable[[Callable[[], None]], Any], /
-    ) -> tuple[list[Callable[[], None]], Any]:
-        """Call the function without any effect on the device; return what has it, again and again, and its reply.
-
-        The function is given another, which cuts the record where it is called: there is one more part to play then.
-        """
-        ...
-
-
-class _OnCuda:
-    """CUDA graphs that share their memory: whatever is in use between two replays is outside of it, or copied."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = _stream(device), torch.cuda.graph_pool_handle()
-
-    def run(self, update: Callable[[], Any]) -> Any:
-        here = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self.stream):
-                return update()
-        finally:
-            here.wait_stream(self.stream)
-
-    def record(
-        self, update: Callable[[Callable[[], None]], Any]
-    ) -> tuple[list[Callable[[], None]], Any]:
-        graphs: list[torch.cuda.CUDAGraph] = []
-        failed = None
-        try:
-            # A recording, where it fails, leaves its stream the current one.
-            with torch.cuda.stream(self.stream), contextlib.ExitStack() as recording:
-
-                def begin() -> None:
-                    recording.close()
-                    graphs.append(torch.cuda.CUDAGraph())
-                    # Other threads may go on: workers' batches are pinned, checkpoints copied.
-                    into = {
-                        "pool": self.pool,
-                        "stream": self.stream,
-                        "capture_error_mode": "thread_local",
-                    }
-                    recording.enter_context(torch.cuda.graph(graphs[-1], **into))
-
-                begin()
-                try:
-                    reply = update(begin)
-                except BaseException as error:
-                    failed = error
-                    raise
-            return [graph.replay for graph in graphs], reply
-        except BaseException as error:
-            _failed.extend(graphs)
-            raise failed or error from None  # not that the capture was cut short, but by what
-
-
-@functools.cache
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(
-        device
-    )  # one for all: memory that a stream has had is cached for it alone
-
-
-def recorder_on(device: torch.device) -> Recorder:
-    """Return the recorder of a device.
-
-    Raises:
-        CaptureError: it has no graphs.
-    """
-    if device.type != "cuda":
-        raise CaptureError(
-            f"cuda_graph needs the model on a CUDA device; it is on {device}. Move it there"
-        )
-    return _OnCuda(device)
-
-
-# --- batches
-
-
-def signature(batch: Batch, tensors: list[Tensor]) -> Any:
-    """Return what a graph is found by: structure, shapes and dtypes; the batch's tensors go into ``tensors``.
-
-    Raises:
-        CaptureError: there is something in the batch that is neither a tensor nor plain data.
-    """
-    if isinstance(batch, Tensor):
-        tensors.append(batch)
-        return batch.shape, batch.dtype
-    if isinstance(batch, list | tuple):
-        return type(batch), *[signature(part, tensors) for part in batch]
-    if isinstance(batch, dict):
-        return type(batch), *[(key, signature(part, tensors)) for key, part in batch.items()]
-    if batch is None or isinstance(batch, bool | int | float | str):
-        return type(batch), batch
-    raise CaptureError(
-        f"a batch to capture is made of tensors in tuples, lists and dicts; there is a {type(batch).__name__} in it, which "
-        "can't be filled in. Let the loader's collate_fn return a dict of tensors"
-    )
-
-
-def rebuilt(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
-    """Return the batch with these tensors in the place of its own."""
-    if isinstance(batch, Tensor):
-        return next(tensors)
-    if isinstance(batch, dict):
-        return copy.copy(batch) | {key: rebuilt(part, tensors) for key, part in batch.items()}
-    if isinstance(batch, list | tuple):
-        parts = [rebuilt(part, tensors) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _buffers(tensors: list[Tensor]) -> list[Tensor]:
-    for t in tensors:
-        if t.layout is not torch.strided:
-            raise CaptureError(
-                f"a batch to capture is made of dense tensors; there is one of layout {t.layout}"
-            )
-    return [torch.empty_like(t) for t in tensors]
-
-
-def _copy(to: list[Tensor], tensors: list[Tensor]) -> None:
-    if tensors:
-        torch_compat.foreach_copy_(to, tensors, non_blocking=True)
 
 
 # --- outputs
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a metric with every tensor in it changed."""
+def _map_metric(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a metric with every tensor in it replaced."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(part, change) for part in value)
-    if attrs.has(type(value)):
-        return type(value)(
-            **{f.alias: _mapped(getattr(value, f.name), change) for f in attrs.fields(type(value))}
-        )
+        return sequence_like(value, [_map_metric(part, change) for part in value])
+    kind = type(value)
+    if attrs.has(kind):
+        fields = attrs.fields(kind)
+        return kind(**{f.alias: _map_metric(getattr(value, f.name), change) for f in fields})
     return copy.deepcopy(value) if hasattr(value, "combine") else value
 
 
-def _filled(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
+def _map_output(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
+    """Return an output with every tensor in it replaced, except those in ``aux``."""
     metrics: dict[str, Metric] = {
-        name: _mapped(metric, change) for name, metric in out.metrics.items()
+        name: _map_metric(metric, change) for name, metric in out.metrics.items()
     }
     weight = change(out.weight) if isinstance(out.weight, Tensor) else out.weight
     return Output(change(out.loss), weight, out.aux, metrics)
 
 
 class CapturedOutput(NamedTuple):
-    """What a captured update has found out when it has come to some point.
+    """What a captured update has computed at some point of it.
 
     Args:
         output: its tensors are overwritten by every replay.
-        results: those of them that are copied.
+        results: the tensors of it that are copied.
     """
 
     output: Output
@@ -239,29 +95,37 @@ class CapturedOutput(NamedTuple):
     @classmethod
     def of(cls, out: Output) -> CapturedOutput:
         results: list[Tensor] = []
-        _filled(out, lambda t: results.append(t.detach()) or t)
+
+        def collect(tensor: Tensor) -> Tensor:
+            results.append(tensor.detach())
+            return tensor
+
+        _map_output(out, collect)
         return cls(out, results)
 
-    def kept(self) -> Output:
-        """Return a copy."""
+    def clone_results(self) -> Output:
+        """Return the output with copies of its tensors, which no replay overwrites."""
         copied = [torch.empty_like(t) for t in self.results]
-        _copy(copied, self.results)
+        copy_all(copied, self.results)
         copies = iter(copied)
-        return _filled(self.output, lambda _: next(copies))
+        return _map_output(self.output, lambda _: next(copies))
+
+
+# --- graphs
 
 
 class GraphBreak(NamedTuple):
-    """Where the host decides whether a captured update goes on.
+    """Where the host decides whether a captured update continues.
 
     Args:
-        found: what there is at this point.
-        flag: what it decides by, on the device.
-        judge: ``(state, flag) -> why the update is to be left out, or None``.
+        captured: what has been computed at this point.
+        flag: what the host decides by, on the device.
+        on_flag: ``(state, flag) -> why the update is to be skipped, or None``.
     """
 
-    found: CapturedOutput
+    captured: CapturedOutput
     flag: Tensor
-    judge: Callable[[TrainState, bool], str | None]
+    on_flag: Callable[[TrainState, bool], str | None]
 
 
 class _RecordingHost:
@@ -303,41 +167,41 @@ class Graph(NamedTuple):
     """A captured update.
 
     Args:
-        parts: what to play, one behind the other.
-        cut: what the host decides behind the first, if it does.
+        parts: functions that replay it, in order.
+        graph_break: what the host decides after the first part, if there are two.
         inputs: the tensors of the batch that it reads.
-        found: what there is at the end.
-        slots: the slots that it uses, each with what it holds.
+        captured: what has been computed at its end.
+        slots: the slots that it uses: name to value, with the identities of what the slot holds.
     """
 
     parts: list[Callable[[], None]]
-    cut: GraphBreak | None
+    graph_break: GraphBreak | None
     inputs: list[Tensor]
-    found: CapturedOutput
-    slots: Mapping[str, tuple[Any, list[int]]]
+    captured: CapturedOutput
+    slots: Mapping[str, tuple[object, list[int]]]
 
     def __call__(self, state: TrainState, tensors: list[Tensor]) -> Output:
-        """Run it on these tensors, and return what is to be kept."""
-        with torch.no_grad():  # a loss function may have asked for the gradient of an input
-            _copy(self.inputs, tensors)
+        """Replay the update on the tensors of a batch, and return a copy of its output."""
+        with torch.no_grad():  # a loss function may have requested the gradient of an input
+            copy_all(self.inputs, tensors)
         *first, last = self.parts
-        for play in first:
-            play()
-        if self.cut is not None:
-            skip = self.cut.judge(
-                state, bool(self.cut.flag)
-            )  # the host read of an eager update: see _steps.decided
+        for replay in first:
+            replay()
+        if self.graph_break is not None:
+            captured, flag, on_flag = self.graph_break
+            # The host read of an eager update: see host_decision.
+            skip = on_flag(state, bool(flag))
             if skip is not None:
-                return attrs.evolve(self.cut.found.kept(), skip=skip)
+                return attrs.evolve(captured.clone_results(), skip=skip)
         give_up_ownership(state)  # the last part changes the parameters
         last()
-        return self.found.kept()
+        return self.captured.clone_results()
 
     def fits(self, state: TrainState) -> bool:
-        """Say whether the slots that it uses are where they were."""
+        """Return whether the slots that it uses hold the same objects as during the capture."""
         return all(
-            state.slots.get(n) is value and identity_of(value) == held
-            for n, (value, held) in self.slots.items()
+            state.slots.get(name) is value and identity_of(value) == held
+            for name, (value, held) in self.slots.items()
         )
 
 
@@ -345,14 +209,15 @@ class Graph(NamedTuple):
 
 
 class GraphedStep:
-    """A step that captures its updates: ``warmup`` eager ones for each kind of batch, then replays.
+    """A step that captures its updates: for each kind of batch ``warmup`` eager ones, then replays.
 
-    It holds graphs of one model and one optimizer at a time. They are no state: without them the same is computed.
+    It holds the graphs of one model and one optimizer at a time. They are not part of the state:
+    without them the same numbers are computed.
 
     Args:
-        step: the step inside.
+        step: the inner step.
         warmup: eager updates before a capture.
-        limit: graphs to hold; the one that wasn't used for longest goes.
+        limit: how many graphs to hold; the least recently used one is dropped.
         recorder: ``device -> Recorder``.
     """
 
@@ -360,143 +225,148 @@ class GraphedStep:
         self, step: Step, warmup: int, limit: int, recorder: Callable[[torch.device], Recorder]
     ) -> None:
         self.step, self.warmup, self.limit, self.recorder_on = step, warmup, limit, recorder
-        self.graphs: dict[Any, Graph] = {}
-        self.ran: Counter[Any] = Counter()  # eager updates, by kind of batch
-        self.watch: GuardSet | None = None
-        self.given: list[OriginalSettings] = []
-        self.eager, self.changed = 0, "the shapes of the batches"
+        self.graphs: dict[Hashable, Graph] = {}  # the most recently used one is the last
+        self.eager_updates: Counter[Hashable] = Counter()  # by kind of batch
+        self.guards: GuardSet | None = None
+        self.original: list[OriginalSettings] = []
+        self.eager_in_a_row, self.cause = 0, "the shapes of the batches"
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         tensors: list[Tensor] = []
         key = signature(batch, tensors)
-        change = self.watch.change(state) if self.watch else "nothing"
-        if change:
-            self._begin(state, change)
+        violated = self.guards.violated(state) if self.guards else "nothing"
+        if violated:
+            self._reset(state, violated)
         graph = self.graphs.pop(key, None)
         if graph is not None and not graph.fits(state):
-            self._begin(state, "a slot that the update reads")
+            self._reset(state, "a slot that the update reads")
             graph = None
-        if graph is None and self.ran[key] < self.warmup:
-            return self._eagerly(key, state, batch)
+        if graph is None and self.eager_updates[key] < self.warmup:
+            return self._run_eagerly(key, state, batch)
         if graph is None:
-            graph = self._recorded(state, batch, tensors)
+            graph = self._capture(state, batch, tensors)
         else:
-            self.eager = 0
-        self.graphs[key] = graph  # the last one is the one used last
+            self.eager_in_a_row = 0
+        self.graphs[key] = graph
         if len(self.graphs) > self.limit:
             oldest = next(iter(self.graphs))
-            del self.graphs[oldest], self.ran[oldest]
+            del self.graphs[oldest], self.eager_updates[oldest]
         out = graph(state, tensors)
         return advance(state, applied=out.skip is None), out
 
-    def _begin(self, state: TrainState, change: str) -> None:
-        """Forget all graphs, and look at what there is."""
-        if self.watch:
-            self.changed = change
-        self.watch = None
+    def _reset(self, state: TrainState, cause: str) -> None:
+        """Drop all graphs, and prepare to capture the updates of this state."""
+        if self.guards:
+            self.cause = cause
+        self.guards = None
         self.graphs.clear()
-        self.ran.clear()
-        device, optimizer = state.backend.device, state.optimizer
-        self.recorder = self.recorder_on(device)
-        if state.backend.world_size > 1:
-            raise CaptureError(
-                f"cuda_graph captures the updates of one process; there are {state.backend.world_size}"
-            )
-        if wants_closure(type(optimizer)):
-            name = type(optimizer).__name__
-            raise CaptureError(
-                f"{name} decides on the host how often it evaluates the loss: take another"
-            )
-        devices = {str(t.device) for t in (*state.model.parameters(), *state.model.buffers())}
-        if len(devices) > 1:
-            raise CaptureError(
-                f"the model is on {' and '.join(sorted(devices))}: put it on one, as a graph is"
-            )
-        if any(getattr(module, "sparse", False) is True for module in state.model.modules()):
-            raise CaptureError(
-                "the gradient of an embedding is sparse, whose size the host has to know: leave out sparse=True"
-            )
-        given = make_capturable(optimizer, device)
-        if (
-            not self.given or self.given[0].group is not given[0].group
-        ):  # else it was capturable already, by us
-            self.given = given
-        self.watch = GuardSet(state)
+        self.eager_updates.clear()
+        self.recorder = self.recorder_on(state.backend.device)
+        _check_capturable(state)
+        original = make_capturable(state.optimizer, state.backend.device)
+        known = self.original and self.original[0].group is original[0].group
+        if not known:  # otherwise it was made capturable here before
+            self.original = original
+        self.guards = GuardSet(state)
 
-    def _eagerly(self, key: Any, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+    def _run_eagerly(
+        self, key: Hashable, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        assert self.watch is not None
-        if len(self.ran) > 1000:  # as many kinds of batches as batches
-            self.ran.clear()
-        self.eager += 1
-        if self.eager == EAGER_IN_A_ROW:
+        assert self.guards is not None
+        if len(self.eager_updates) > EAGER_KINDS:  # nearly every batch is a kind of its own
+            self.eager_updates.clear()
+        self.eager_in_a_row += 1
+        if self.eager_in_a_row == EAGER_IN_A_ROW:
             log.warning(
-                "cuda_graph: %d updates in a row ran eagerly: what changes from one to the next is %s. A graph is of one kind "
-                "of batch and one set of settings, and is captured when they have come %d times. Pad batches to a few lengths; "
-                "only the learning rate can be scheduled; else leave cuda_graph out, to the same result",
-                self.eager, self.changed, self.warmup,
-            )  # fmt: skip
+                "cuda_graph: %d consecutive updates ran eagerly because %s keeps changing. A "
+                "graph is valid for one kind of batch and one set of settings, and is captured "
+                "after %d updates of that kind. Pad batches to a few lengths; only the learning "
+                "rate can be scheduled. Otherwise leave cuda_graph out: the results are the same",
+                *(self.eager_in_a_row, self.cause, self.warmup),
+            )
         try:
-            reply = self.recorder.run(lambda: self.step(state, batch))
+            new, out = self.recorder.run(lambda: self.step(state, batch))
         except Exception:
-            self.release(state)  # it may be what was done to the optimizer that it can't stand
+            self.release(state)  # the capturable settings may be the cause
             raise
-        self.ran[key] += reply[1].skip is None  # one that is left out shows nothing
-        self.watch.take()  # the first update makes the optimizer's state
-        return reply
+        self.eager_updates[key] += out.skip is None  # a skipped update shows nothing
+        self.guards.snapshot()  # the first update creates the optimizer's state
+        return new, out
 
-    def _recorded(self, state: TrainState, batch: Batch, tensors: list[Tensor]) -> Graph:
-        """Capture an update. Whatever goes wrong, the state is as it was."""
+    def _capture(self, state: TrainState, batch: Batch, tensors: list[Tensor]) -> Graph:
+        """Capture an update. If that fails, the state is restored."""
         __tracebackhide__ = True
-        inputs = _buffers(tensors)
-        _copy(inputs, tensors)
-        static, slots, device = (
-            rebuilt(batch, iter(inputs)),
-            Slots(state.slots),
-            state.backend.device,
-        )
+        inputs, slots = static_inputs(tensors), TrackedSlots(state.slots)
+        static, device = rebuild(batch, iter(inputs)), state.backend.device
         inside = tracing_copy(state, slots, TracerProxy)
-        before, draws, put_back = host_state(state), host_draws(device), make_rollback(state)
+        before, draws, roll_back = host_state(state), host_generators(device), make_rollback(state)
         cuts: list[Any] = []
 
         def update(begin: Callable[[], None]) -> tuple[TrainState, Output]:
             with replace_host(_RecordingHost(cuts, begin)):
                 return self.step(inside, static)
 
-        def left_out(begin: Callable[[], None]) -> None:
-            again = tracing_copy(state, Slots(state.slots), TracerProxy)
+        def skipped(begin: Callable[[], None]) -> None:
+            again = tracing_copy(state, TrackedSlots(state.slots), TracerProxy)
             with contextlib.ExitStack() as rest, replace_host(_SkippingHost(rest)):
                 self.step(again, static)
 
         try:
             parts, (new, out) = self.recorder.record(update)
-            check_reply(state, new, out)
-            check_facts(before, host_state(state))
-            check_draws(draws, host_draws(device))
+            check_output(state, new, out)
+            check_host_state(before, host_state(state))
+            check_host_generators(draws, host_generators(device))
             if cuts:
-                self.recorder.record(left_out)
-                check_facts(before, host_state(state))  # nor may the host do anything there
+                self.recorder.record(skipped)
+                check_host_state(before, host_state(state))  # nor may the host do anything there
         except BaseException as error:
-            self.watch = None  # the recorder may not be able to record again
-            put_back()
+            self.guards = None  # the recorder may be unable to record again
+            roll_back()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise explain(error) from error
-        cut = next(
-            (GraphBreak(CapturedOutput.of(out), flag, judge) for out, flag, judge in cuts), None
-        )
+        graph_break = None
+        if cuts:
+            found, flag, on_flag = cuts[0]
+            graph_break = GraphBreak(CapturedOutput.of(found), flag, on_flag)
         used = {name: state.slots[name] for name in slots.used if name in state.slots}
-        return Graph(
-            parts,
-            cut,
-            inputs,
-            CapturedOutput.of(out),
-            {name: (value, identity_of(value)) for name, value in used.items()},
-        )
+        held = {name: (value, identity_of(value)) for name, value in used.items()}
+        return Graph(parts, graph_break, inputs, CapturedOutput.of(out), held)
 
     def release(self, state: TrainState) -> None:
-        """Drop the graphs, and give the optimizer its settings back."""
-        undo_capturable(state.optimizer, self.given)
+        """Drop the graphs, and restore the optimizer's settings."""
+        undo_capturable(state.optimizer, self.original)
         self.graphs.clear()
-        self.watch, self.given = None, []
+        self.guards, self.original = None, []
+
+
+def _check_capturable(state: TrainState) -> None:
+    """Raise if no update of this state can be captured.
+
+    Raises:
+        CaptureError: there are several processes or devices, the optimizer evaluates the loss
+            itself, or a gradient is sparse.
+    """
+    if state.backend.world_size > 1:
+        raise CaptureError(
+            "cuda_graph captures the updates of a single process; there are "
+            f"{state.backend.world_size}. Leave cuda_graph out"
+        )
+    if wants_closure(type(state.optimizer)):
+        raise CaptureError(
+            f"{type(state.optimizer).__name__} decides on the host how often it evaluates the "
+            "loss: use another optimizer"
+        )
+    devices = {str(t.device) for t in (*state.model.parameters(), *state.model.buffers())}
+    if len(devices) > 1:
+        raise CaptureError(
+            f"the model is on {' and '.join(sorted(devices))}, but a graph is on one device: move "
+            "the model to one"
+        )
+    if any(getattr(module, "sparse", False) is True for module in state.model.modules()):
+        raise CaptureError(
+            "the gradient of an embedding is sparse, and the host has to know its size: leave out "
+            "sparse=True"
+        )

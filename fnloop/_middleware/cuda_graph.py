@@ -9,8 +9,9 @@ from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
-from fnloop._graphs.capture import GraphedStep, recorder_on
+from fnloop._graphs.capture import GraphedStep
 from fnloop._graphs.guards import CaptureError
+from fnloop._graphs.recorder import recorder_on
 
 __all__ = ["cuda_graph"]
 

@@ -52,7 +52,8 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
         for name, schedule in named.items()
     }
     draw(axis, "factor on the initial value", "update", curves)
-    axis.get_legend().remove()  # a schedule crosses the whole axis, so the legend goes below it
+    if (legend := axis.get_legend()) is not None:
+        legend.remove()  # a schedule crosses the whole axis, so the legend goes below it
     figure.set_figheight(3.0 + 0.22 * len(curves))
     figure.legend(loc="outside lower center", frameon=False)
     return figure

@@ -44,8 +44,8 @@ def is_private(name):
 def private_uses(tree):
     """Yield each private name in a module that may belong to another library: (line, name).
 
-    They are the attributes ``x._name``, the literals in ``getattr(x, "_name")`` (hasattr, setattr and delattr too), and
-    imports from torch with a private part.
+    They are the attributes ``x._name``, the literals in ``getattr(x, "_name")`` (hasattr, setattr
+    and delattr too), and imports from torch with a private part.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (is_private(node.attr) or node.attr in UNDOCUMENTED):
@@ -66,7 +66,7 @@ def private_uses(tree):
 
 
 def own_names(trees):
-    """Return the private names that fnloop itself defines: functions, attributes of self, class bodies and slots."""
+    """Return the private names that fnloop itself defines in functions, classes and slots."""
     found = {"_fields"}  # of named tuples, documented
     for tree in trees:
         for node in ast.walk(tree):
@@ -133,7 +133,7 @@ def test_a_private_name_is_found(line):
 
 @pytest.fixture
 def without(monkeypatch):
-    """Return a function that removes names of torch, and returns torch_compat imported anew without them."""
+    """Return a function that removes names of torch, and imports torch_compat anew."""
 
     def without(owner, *names):
         for name in names:
@@ -177,7 +177,7 @@ def test_import_fnloop_depends_on_no_private_name():
 
 
 def train(compat, hook=None):
-    """Make an update with learning rate 1 and gradient 2 from 0, and return what the hook has seen, and the weight."""
+    """Update a weight of 0 by a gradient of 2; return what the hook has seen, and the weight."""
     weight, seen = nn.Parameter(torch.zeros(())), []
     weight.grad = torch.tensor(2.0)
     optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -1,0 +1,92 @@
+"""Make an optimizer capturable: it keeps its learning rate and its counts on the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fnloop._backend import torch_compat
+from fnloop._core.serialize import as_number
+from fnloop._core.state import SCHEDULED
+from fnloop._graphs.guards import CaptureError
+
+__all__ = ["OriginalSettings", "make_capturable", "undo_capturable"]
+
+
+class OriginalSettings(NamedTuple):
+    """Settings of a parameter group as the user gave them."""
+
+    group: dict[str, Any]
+    settings: dict[str, Any]
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> list[OriginalSettings]:
+    """Move what an optimizer can keep on the device there: the learning rate, and counts.
+
+    SGD and Adagrad have no setting ``capturable``. They read a learning rate on the device only in
+    their fused form.
+
+    Returns:
+        What :func:`undo_capturable` needs.
+
+    Raises:
+        CaptureError: the optimizer was told not to be fused. Then nothing has been changed.
+    """
+    _check_fused(optimizer)
+    original = []
+    for group in optimizer.param_groups:
+        kept = {k: group[k] for k in ("lr", "capturable", "fused") if k in group}
+        original.append(OriginalSettings(group, kept))
+        if "lr" in group:
+            given = group["lr"]
+            dtype = None if isinstance(given, Tensor) else torch.float32
+            rate = torch.as_tensor(given, dtype=dtype, device=device)
+            others = (other for other in optimizer.param_groups if other is not group)
+            shared = any(rate is other.get("lr") for other in others)
+            group["lr"] = rate.clone() if shared else rate  # each is filled separately
+            _keep_scheduled(group)
+        if "capturable" in group:
+            group["capturable"] = True
+        elif "fused" in group:
+            group["fused"] = True
+    for values in optimizer.state.values():
+        if isinstance(values, dict):
+            counts = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
+            values.update({k: v.to(device) for k, v in counts.items()})
+    torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
+    return original
+
+
+def _check_fused(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        fused = group.get("fused", True)
+        if fused is None:
+            fused = not group.get("foreach")
+        if "capturable" not in group and fused is not True:
+            name = type(optimizer).__name__
+            raise CaptureError(
+                f"{name} reads its learning rate to the host: write {name}(..., fused=True)"
+            )
+
+
+def undo_capturable(optimizer: Optimizer, original: list[OriginalSettings]) -> None:
+    """Restore an optimizer's settings, except that it keeps the value of its learning rate."""
+    for group, settings in original:
+        rate = group.get("lr")
+        group.update(settings)
+        if isinstance(rate, Tensor):
+            group["lr"] = rate if isinstance(settings["lr"], Tensor) else as_number(rate)
+            _keep_scheduled(group)
+        if not (settings.get("capturable", True) or settings.get("fused")):
+            for p in group["params"]:
+                values = optimizer.state.get(p, {})
+                values.update({k: v.cpu() for k, v in values.items() if k == "step"})
+
+
+def _keep_scheduled(group: dict[str, Any]) -> None:
+    """Let a schedule recognize a learning rate as its own after a change of type."""
+    if f"{SCHEDULED}lr" in group:
+        group[f"{SCHEDULED}lr"] = group["lr"]

@@ -1,0 +1,147 @@
+"""Watch what a graph assumes to be constant: addresses, settings and flags.
+
+No Python runs in a replay, so a graph would not notice a change. Before each replay, everything
+that can change between two updates is compared with what it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fnloop._core.state import SCHEDULED, TrainState, parameters
+from fnloop._graphs.guards import NUMBER
+
+__all__ = ["GuardSet", "TrackedSlots", "identity_of"]
+
+_SETTING = "a setting of the optimizer"
+
+
+class GuardSet:
+    """What the graphs of a model and an optimizer assume.
+
+    New modules and parameters are looked for when a run starts, and before each call of a step
+    outside of a run. A learning rate may be replaced: its value is copied into the tensor that
+    graphs read.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.model, self.optimizer = state.model, state.optimizer
+        self.seed, self.run = state.seed, state.run
+        groups = self.optimizer.param_groups
+        self.rates = [
+            (group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)
+        ]
+        self.modules = list(self.model.modules())
+        tensors = (*self.model.parameters(), *self.model.buffers(), *parameters(state))
+        self.tensors = list({id(t): t for t in tensors if t.layout is torch.strided}.values())
+        self.settings = [
+            (group, key)
+            for group in groups
+            for key in group
+            if key != "params" and not key.startswith(SCHEDULED)
+        ]
+        self.numbers = [
+            (vars(m).get, [k for k, v in vars(m).items() if isinstance(v, NUMBER)])
+            for m in self.modules
+        ]
+        self.snapshot()
+
+    def snapshot(self) -> None:
+        """Assume the current values from now on."""
+        self.expected = self.current()
+        # Keep the tensors alive, so that no other object can have one of their ids.
+        self.kept_alive = [*_state_values(self.optimizer)]
+
+    def current(self) -> dict[str, list[Any]]:
+        """Return the current values by what they are. Called before every replay, hence ``map``."""
+        return {
+            "a module's training flag or another of its numbers": [
+                [*map(get, names)] for get, names in self.numbers
+            ],
+            "a parameter's requires_grad": [t.requires_grad for t in self.tensors],
+            "where a parameter is in memory": list(map(Tensor.data_ptr, self.tensors)),
+            "which tensors are in the optimizer's state": list(
+                map(id, _state_values(self.optimizer))
+            ),
+            _SETTING: [_comparable(group[key]) for group, key in self.settings],
+        }
+
+    def violated(self, state: TrainState) -> str | None:
+        """Return the first assumption that no longer holds, or None."""
+        if (
+            state.model is not self.model
+            or state.optimizer is not self.optimizer
+            or state.seed != self.seed
+        ):
+            return "the model, the optimizer or the seed"
+        if state.run is not self.run or state.run is None:
+            if GuardSet(state).structure() != self.structure():
+                return "the model's modules or the optimizer's groups"
+            self.run = state.run
+        for group, rate in self.rates:
+            if group["lr"] is not rate:
+                rate.fill_(group["lr"])
+                group["lr"] = rate
+        now = self.current()
+        if now == self.expected:
+            return None
+        what = next(name for name in now if now[name] != self.expected[name])
+        if what != _SETTING:
+            return what
+        pairs = zip(self.settings, now[what], self.expected[what], strict=False)
+        return f"{what} ({next(key for (_, key), a, b in pairs if a != b)})"
+
+    def structure(self) -> tuple[list[int], list[int], list[tuple[int, str]]]:
+        """Return which modules, tensors and settings there are."""
+        return (
+            [*map(id, self.modules)],
+            [*map(id, self.tensors)],
+            [(id(group), key) for group, key in self.settings],
+        )
+
+
+def _state_values(optimizer: Optimizer) -> Iterator[object]:
+    """Yield the values in an optimizer's state, of each parameter or of all together."""
+    return itertools.chain.from_iterable(
+        v.values() if isinstance(v, dict) else (v,) for v in optimizer.state.values()
+    )
+
+
+def _comparable(value: Any) -> object:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def identity_of(value: Any) -> list[int]:
+    """Return the identities of the objects in a slot: a graph keeps using the captured ones."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        nested = [part for part in value if isinstance(part, dict | list | tuple)]
+        return [*map(id, value), *itertools.chain.from_iterable(map(identity_of, nested))]
+    if attrs.has(type(value)):
+        parts = (getattr(value, field.name) for field in attrs.fields(type(value)))
+        return [id(part) for part in parts if isinstance(part, Tensor)]
+    return []
+
+
+class TrackedSlots(dict[str, Any]):
+    """Slots that note which of them are read."""
+
+    def __init__(self, slots: Mapping[str, Any]) -> None:
+        super().__init__(slots)
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.used.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        return super().get(name, default)

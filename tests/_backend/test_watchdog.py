@@ -1,0 +1,182 @@
+"""Processes that wait for each other in different places fail and say where."""
+
+import math
+import time
+
+import attrs
+import launch
+import pytest
+import torch
+import torch.distributed as dist
+from process_problems import batches, by_tokens, created, entropy, loader, network, rank
+from torch import nn
+
+import fnloop as fl
+from fnloop._backend import watchdog
+from fnloop._loop import consensus
+
+pytestmark = pytest.mark.slow
+
+
+def diverge(folder, way, hold=2):
+    """Decide by something that only one process knows."""
+    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = (
+        hold,
+        min(hold, watchdog.NOTICE_SECONDS),
+        min(hold, watchdog.KILL_SECONDS),
+    )
+
+    def hook(state):
+        if state.step == 5 and rank() == 1:
+            (folder / "diverged").write_text(str(time.time()))
+            return (
+                attrs.evolve(state, skipped=1)
+                if way == "skip"
+                else attrs.evolve(state, stop="mine")
+            )
+        return state
+
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        if way == "buffers"
+        else network()
+    )
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    window = fl.accumulate(2) if way == "weights" else fl.clip(1.0)
+    try:
+        fl.fit(
+            fl.pipeline(window)(by_tokens if way == "weights" else entropy),
+            state,
+            loader(size=2),
+            epochs=9,
+            hooks=(hook,),
+        )
+    finally:
+        if way == "caught" and rank() == 1:
+            time.sleep(60)
+
+
+def waited(folder, found):
+    """Return the seconds from the moment at which the processes diverged until the last ended."""
+    return max(found.ended) - float((folder / "diverged").read_text())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("way", ["skip", "stop", "buffers", "weights"])
+def test_processes_that_diverge_fail(tmp_path, way, n):
+    found = launch.launch(tmp_path, n, diverge, way, timeout=60)
+    assert all(found.codes), found  # 1, or another one from gloo's threads
+    assert waited(tmp_path, found) < 20
+    if way != "weights":  # sums of different sizes, which may crash gloo
+        assert "RuntimeError: the processes have diverged" in found.errors[1]
+        assert all("the processes have diverged: " in error for error in found.errors), found.errors
+    if way == "stop":
+        said = "process 1 waits in the end of its run (mine) after step 5, and process 0 is in an "
+        said += "update after step 5"
+        assert all(said in error for error in found.errors), found.errors
+
+
+def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
+    """The failed one stays alive. Torch itself would end the other after half an hour."""
+    with pytest.raises(TimeoutError) as error:
+        launch.launch(tmp_path, 2, diverge, "caught", timeout=30)
+    assert "Process 0 still waits and is terminated" in str(error.value)
+
+
+def slow(folder):
+    """Be slow in one process at each possible place, for longer than a deadlock may last."""
+    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = 1, 0, 0
+
+    def pause(state):
+        time.sleep(5 * (state.step == 2))
+        return state
+
+    def stream():
+        for n, batch in enumerate(batches(6)):
+            time.sleep(5 * (rank() == 1 and n in (3, 6)))  # the seventh is the last one
+            yield batch
+
+    state = created()
+    if rank() == 0:
+        dist.send(torch.ones(1), 1)  # which gloo counts too
+        dist.send(torch.ones(1), 1)
+    elif rank() == 1:
+        dist.recv(torch.ones(1), 0)
+        dist.recv(torch.ones(1), 0)
+    hooks = (fl.on_main(pause), fl.checkpoint(folder / "saved"))
+    state = fl.fit(
+        fl.pipeline()(entropy), state, {"train": stream, "valid": batches(3)}, epochs=1, hooks=hooks
+    )
+    if rank() == 0:
+        time.sleep(5)
+    return fl.reduce({"steps": state.step}, "sum")
+
+
+def test_a_slow_process_is_waited_for(tmp_path):
+    assert launch.results(tmp_path, 3, slow, timeout=180) == [{"steps": 9}] * 3
+
+
+def place(waits, control, counts, inside=False):
+    """Return the place of a process by the collectives that it has begun."""
+    return {
+        "waits": waits,
+        "exchange": control - (waits is not None),
+        "step": 5,
+        "control": control,
+        "counts": counts,
+        "inside": inside,
+    }
+
+
+WAITS = place("the end", 4, {"0": 7})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "meet"),
+    [
+        # The second is in another exchange of gradients.
+        (WAITS, place(None, 3, {"0": 8}, inside=True), False),
+        (WAITS, place(None, 4, {"0": 8}, inside=True), False),
+        # It has sent something to one process, and is in a loader.
+        (WAITS, place(None, 3, {"0": 8}), True),
+        # It is in backward of the same update.
+        (WAITS, place(None, 3, {"0": 7}, inside=True), True),
+        # It has finished the exchange.
+        (WAITS, place(None, 5, {"0": 8}, inside=True), True),
+        # They are in different groups.
+        (
+            place("the end", 4, {"0": 7, "2": 1}),
+            place(None, 3, {"0": 7, "3": 5}, inside=True),
+            True,
+        ),
+        # Both wait, in different places.
+        (WAITS, place("buffers", 4, {"0": 7}), False),
+        (WAITS, WAITS, True),
+        # The second had sent something to one process before.
+        (WAITS, place("the end", 4, {"0": 9}), True),
+        # It is later, not elsewhere.
+        (WAITS, place("buffers", 3, {"0": 7}), True),
+        # No exchange of fnloop's.
+        (place(None, 4, {"0": 7}, inside=True), place(None, 4, {"0": 9}, inside=True), True),
+    ],
+)
+def test_two_places_that_never_meet_are_found(first, second, meet):
+    assert watchdog.never_meet({0: first, 1: second}, 2) == (None if meet else (0, 1))
+    third = place(None, 3, {"0": 7})  # works, or has not been heard of
+    slow = None if meet or second["waits"] else (0, 1)
+    assert (
+        watchdog.never_meet({0: first, 1: second, 2: third}, 3)
+        == watchdog.never_meet({0: first, 1: second}, 3)
+        == slow
+    )
+
+
+def test_weights_without_a_norm_are_not_compared():
+    model = nn.Module()
+    for name, values in {"a": [3.0, 4.0], "b": [math.nan], "empty": []}.items():
+        setattr(model, name, nn.Parameter(torch.tensor(values)))
+    for name, dtype in {"c": torch.int64, "d": torch.float8_e4m3fn}.items():
+        setattr(model, name, nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
+    state = fl.TrainState.create(model, torch.optim.SGD([model.a], lr=0.1), seed=0)
+    assert consensus._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}

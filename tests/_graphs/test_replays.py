@@ -1,0 +1,130 @@
+"""Which updates are captured, and what their replays return."""
+
+import torch
+from graph_problems import done, ones
+from sample_middleware import output_mean
+
+import fnloop as fl
+from fnloop.testing import (
+    toy,
+    toy_loss,
+)
+
+
+def test_a_kind_of_batch_is_captured_after_its_warm_up_and_replayed_from_then_on(recorders):
+    step = fl.pipeline(fl.cuda_graph(warmup=2))(toy_loss)
+    state = fl.fit(step, toy(), ones(1, 2, 3, 4), hooks=())
+    assert done(recorders) == ["run", "run", "record 0", "replay 0", "replay 0"]
+    assert (state.model.w.item(), state.step, state.history["train/loss"]) == (
+        -10.0,
+        4,
+        ((0 - 2 - 9 - 24) / 4,),
+    )
+
+
+def test_the_last_window_gets_a_graph_of_its_own_after_enough_updates(recorders):
+    step = fl.pipeline(fl.accumulate(2), fl.cuda_graph(warmup=1))(toy_loss)
+    state = fl.fit(step, toy(), ones(1, 2, 3), epochs=3, hooks=())
+    assert done(recorders) == [
+        "run",
+        "run",
+        "record 0",
+        "replay 0",
+        "record 1",
+        "replay 1",
+        "replay 0",
+        "replay 1",
+    ]
+    assert state.model.w.item() == 3 * -(1.5 + 3)
+
+
+def test_the_least_recently_used_graph_is_dropped(recorders):
+    step, state = fl.pipeline(fl.cuda_graph(warmup=1, limit=2))(toy_loss), toy()
+    for size in (
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        2,
+        1,
+        1,
+    ):  # the third graph takes the place of the first, the fourth that of 3
+        state, _ = step(state, torch.ones(size))
+    assert done(recorders) == [
+        *("run", "record 0", "replay 0"),
+        *("run", "record 1", "replay 1"),
+        *("run", "record 2", "replay 2"),
+        "replay 1",
+        *("run", "record 3", "replay 3"),
+    ]
+    assert state.model.w.item() == -9.0
+
+
+def test_evaluation_is_not_captured(recorders):
+    step = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
+    assert fl.evaluate(step, toy(w=2.0), ones(1, 2, 3)) == {"loss": 4.0}
+    assert not recorders
+
+
+def test_what_a_step_returns_is_not_overwritten_by_the_next(recorders):
+    step, state, kept = (
+        fl.pipeline(fl.clip(1e9), fl.metric(mean=output_mean), fl.cuda_graph(warmup=1))(toy_loss),
+        toy(),
+        [],
+    )
+    for batch in ones(1, 2, 3, 4):
+        state, out = step(state, batch)
+        kept.append(out)
+    assert [out.loss.item() for out in kept] == [0.0, -2.0, -9.0, -24.0]
+    assert [out.metrics["grad_norm"].compute() for out in kept] == [1.0, 2.0, 3.0, 4.0]
+    assert [out.metrics["mean"].compute() for out in kept] == [0.0, -2.0, -9.0, -24.0]
+
+
+def test_a_metric_that_keeps_its_inputs_is_not_overwritten(recorders):
+    """torchmetrics may keep the tensors of an update until it is computed."""
+    from torchmetrics import CatMetric
+
+    class Total(CatMetric):
+        def compute(self):
+            return super().compute().sum()
+
+    total = fl.from_torchmetrics(Total(nan_strategy="disable"), lambda aux, batch: (aux["output"],))
+    step = fl.pipeline(fl.metric(total=total), fl.cuda_graph(warmup=1))(toy_loss)
+    assert fl.fit(step, toy(w=1.0, lr=0.0), ones(1, 2, 3, 4), hooks=()).history["train/total"] == (
+        10.0,
+    )
+
+
+def test_a_metric_of_the_users_own_is_copied(recorders):
+    class Count:
+        def __init__(self, n):
+            self.n = n
+
+        def combine(self, other):
+            return Count(self.n + other.n)
+
+        def compute(self):
+            return float(self.n)
+
+    step = fl.pipeline(
+        fl.metric(count=lambda aux, batch: Count(batch.sum())), fl.cuda_graph(warmup=1)
+    )(toy_loss)
+    state = fl.fit(
+        step, toy(lr=0.0), ones(1, 2, 3, 4), epochs=2, hooks=()
+    )  # the second epoch begins with a replay
+    assert state.history["train/count"] == (10.0, 10.0)
+
+
+def test_a_loss_function_may_take_the_gradient_of_its_input(recorders):
+    def penalty(model, batch):
+        batch.requires_grad_()
+        (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+        return (slope * batch.detach()).mean()  # w x
+
+    def run(*members):
+        batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+        return fl.fit(fl.pipeline(*members)(penalty), toy(), batches, hooks=()).model.w.item()
+
+    assert run(fl.cuda_graph(warmup=1)) == run() == -10.0

@@ -1,0 +1,54 @@
+"""Models, optimizers and batches for the tests of graphs."""
+
+import attrs
+import torch
+from torch import nn
+
+import fnloop as fl
+from fnloop.testing import (
+    small,
+    stochastic,
+)
+
+
+def done(recorders):
+    return [entry for recorder in recorders for entry in recorder.log]
+
+
+def fused_sgd(parameters):
+    """What cuda_graph makes of SGD, so that runs with and without it are equal bit for bit."""
+    return torch.optim.SGD(parameters, lr=torch.tensor(0.05), momentum=0.9, fused=True)
+
+
+def capturable_adam(parameters):
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.02), capturable=True)
+
+
+PROBLEMS = [
+    attrs.evolve(small(), optimizer=fused_sgd),
+    attrs.evolve(stochastic(), optimizer=capturable_adam),
+]
+
+
+def ones(*values):
+    return [torch.tensor([float(v)]) for v in values]
+
+
+def net(optimizer=fused_sgd):
+    return attrs.evolve(small(), optimizer=optimizer)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.w * x
+
+
+def of(model):
+    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)

@@ -1,0 +1,183 @@
+"""Data, models, losses and helpers of the jobs that run on several processes."""
+
+import contextlib
+import os
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+)
+
+import fnloop as fl
+
+SIZE, BATCH = 41, 6  # samples; and samples per update of all processes. 41 is prime
+
+
+COUNTS = (1, 2, 3)
+
+
+def rank():
+    return int(os.environ.get("RANK", "0"))
+
+
+def world():
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(samples())
+
+
+def samples():
+    """Return SIZE of (x, y, a number of tokens, its index)."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(SIZE, 6, generator=draw), torch.randint(0, 3, (SIZE,), generator=draw)
+    return TensorDataset(x, y, torch.randint(1, 9, (SIZE,), generator=draw), torch.arange(SIZE))
+
+
+def batches(size):
+    return [samples()[i : i + size] for i in range(0, SIZE, size)]
+
+
+def loader(data=None, size=None, **settings):
+    return DataLoader(
+        samples() if data is None else data, batch_size=size or BATCH // world(), **settings
+    )
+
+
+def network():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def entropy(model, batch):
+    output = model(batch[0])
+    return nn.functional.cross_entropy(output, batch[1]), {"output": output}
+
+
+def by_tokens(model, batch):
+    x, y, tokens, _ = batch
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none") * tokens
+    return losses.sum() / tokens.sum(), {"weight": tokens.sum()}
+
+
+def accuracy(aux, batch):
+    return (aux["output"].argmax(1) == batch[1]).to(torch.float64).mean()
+
+
+def torchmetrics():
+    from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
+
+    return {
+        "f1": fl.from_torchmetrics(
+            MulticlassF1Score(3), lambda aux, batch: (aux["output"], batch[1])
+        ),
+        "auroc": fl.from_torchmetrics(
+            MulticlassAUROC(3), lambda aux, batch: (aux["output"], batch[1])
+        ),
+    }
+
+
+def kinds():
+    return fl.metric(
+        accuracy=accuracy,
+        sum=lambda aux, batch: fl.Sum(aux["output"].sum()),
+        samples=lambda aux, batch: fl.Sum(len(batch[0])),
+        min=lambda aux, batch: fl.Min(aux["output"].min()),
+        max=lambda aux, batch: fl.Max(aux["output"].max()),
+    )
+
+
+def whole(parameter):
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def difference(a, b):
+    """Return the largest difference of two lists of numbers, relative to the largest of them."""
+    a, b = np.array(a), np.array(b)
+    assert a.shape == b.shape
+    return float(np.abs(a - b).max() / np.abs(a).max())
+
+
+class Tally(nn.Module):
+    """A weight for each sample. SGD at lr 1 subtracts 1 / the items of the sample's update."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
+
+    def forward(self, indices):
+        return self.w[indices]
+
+
+def count(model, batch):
+    return model(batch[-1]).mean()
+
+
+def tally():
+    model = Tally()
+    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=5)
+
+
+@fl.middleware("gradient")
+def items():
+    """Report the samples of an update: 1 / the largest element of the gradient."""
+
+    def wrap(step):
+        def reporting(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(
+                out, metrics={**out.metrics, "items": fl.Sum(1 / state.model.w.grad.max())}
+            )
+
+        return reporting
+
+    return wrap
+
+
+def fitted(train, valid=None, loss=entropy, epochs=1, **settings):
+    torch.manual_seed(0)
+    model = network()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    loaders = {"train": train} if valid is None else {"train": train, "valid": valid}
+    return fl.fit(fl.pipeline()(loss), state, loaders, epochs=epochs, **{"hooks": (), **settings})
+
+
+def come_to(state):
+    weights = torch.cat([whole(p).detach().flatten() for p in state.model.parameters()]).tolist()
+    losses = [record.metrics["train/loss"] for record in state.history if not record.closing]
+    return {
+        "weights": weights,
+        "counters": [state.step, state.epoch, state.batch],
+        "history": losses,
+    }
+
+
+def created(shard=lambda model: None, **settings):
+    model = network()
+    shard(model)
+    return fl.TrainState.create(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0, **settings
+    )
+
+
+def said(do):
+    try:
+        return do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

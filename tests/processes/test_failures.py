@@ -1,0 +1,86 @@
+"""If one process fails, the job ends; and launchers start it."""
+
+import os
+import signal
+import time
+
+import launch
+import pytest
+from process_problems import batches, entropy, fitted, rank
+
+import fnloop as fl
+
+pytestmark = pytest.mark.slow
+
+
+def failing(folder, way):
+    """Train; in the second update something goes wrong in one process, and the moment is noted."""
+
+    def now(message):
+        (folder / "failed").write_text(str(time.time()))
+        if message == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError(message)
+
+    def loss(model, batch):
+        if way in ("loss", "kill") and rank() == 1 and batch[3][0] > 10:
+            now("broken on 1" if way == "loss" else "kill")
+        return entropy(model, batch)
+
+    def hook(state):
+        if way == "hook" and state.step == 2:
+            now("broken on 0")
+        return state
+
+    def stream():
+        for n, batch in enumerate(batches(1)):
+            if way == "loader" and rank() == 0 and n == 10:
+                now("broken on 0")
+            yield batch
+
+    if way == "share":
+        (folder / "failed").write_text(str(time.time()))
+        fitted(fl.sharded(batches(1) if rank() else []))
+    fitted(stream, loss=loss, hooks=(fl.on_main(hook), fl.checkpoint(folder / "saved")))
+
+
+WAYS = {
+    "loss": "ArithmeticError: broken on 1",
+    "loader": "ArithmeticError: broken on 0",
+    "hook": "ArithmeticError: broken on 0",
+    "share": "ValueError: this process's share of the data has no batch",
+    "kill": "",
+}
+
+
+LAUNCHERS = {"by hand": (), "torchrun": launch.TORCHRUN, "accelerate": launch.ACCELERATE}
+
+
+@pytest.mark.parametrize(
+    ("way", "launcher"),
+    [
+        *((way, "by hand") for way in WAYS),
+        *((way, by) for way in ("loss", "kill") for by in ("torchrun", "accelerate")),
+    ],
+)
+def test_if_one_process_fails_all_end_at_once(tmp_path, way, launcher):
+    found = launch.launch(tmp_path, 2, failing, way, by=LAUNCHERS[launcher], timeout=90)
+    errors = "\n".join(found.errors)
+    assert all(found.codes), errors
+    assert max(found.ended) - float((tmp_path / "failed").read_text()) < 10
+    assert found.results == [None, None]
+    if way != "kill":
+        assert WAYS[way] in errors and "while in" in errors
+    if launcher == "by hand" and way in ("loss", "kill"):
+        assert all(found.codes) and (way == "loss" or found.codes[1] == -signal.SIGKILL), found
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_launchers_start_a_run(tmp_path, launcher):
+    found = launch.results(tmp_path, 2, facts_of_backend, by=LAUNCHERS[launcher])
+    assert found == [["cpu", 0, 2, True, None], ["cpu", 1, 2, False, None]]
+
+
+def facts_of_backend(folder):
+    backend = fitted(batches(3)).backend
+    return [backend.device.type, backend.rank, backend.world_size, backend.main, backend.precision]

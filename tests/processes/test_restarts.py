@@ -1,0 +1,136 @@
+"""Jobs that are killed and restarted continue where they were."""
+
+import os
+import signal
+import time
+
+import attrs
+import launch
+import pytest
+import torch
+import torch.distributed as dist
+from process_problems import (
+    batches,
+    come_to,
+    created,
+    default_dtype,
+    difference,
+    entropy,
+    loader,
+    network,
+    rank,
+    said,
+)
+
+import fnloop as fl
+
+pytestmark = pytest.mark.slow
+
+
+def enduring(folder, pause=0.05):
+    """Train on, and save every second update; note where it is."""
+
+    def note(state):
+        (folder / f"at-{state.step}").touch()
+        time.sleep(pause)
+        return state
+
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model = network()
+        state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=0.05), seed=0)
+        state = fl.resume(folder / "saved", state)
+        hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved")), fl.on_main(note))
+        began = state.step
+        state = fl.fit(
+            fl.pipeline(fl.clip(0.5))(entropy), state, loader(shuffle=True), epochs=4, hooks=hooks
+        )
+    return {"began": began, **come_to(state)}
+
+
+def test_a_killed_run_resumes_on_2_and_3_and_1(tmp_path):
+    for n, until in ((1, 6), (2, 14), (3, 20)):
+        launched = launch.launch(
+            tmp_path / "run", n, enduring, kill_when=tmp_path / "run" / f"at-{until}"
+        )
+        assert launched.codes == [-signal.SIGKILL] * n, launched.errors
+    (found,) = launch.results(tmp_path / "run", 1, enduring)
+    (tmp_path / "whole").mkdir()
+    expected = enduring(tmp_path / "whole", pause=0)
+    assert found["began"] >= 18 and found["counters"] == expected["counters"] == [28, 4, 0]
+    assert difference(expected["weights"], found["weights"]) < 1e-12
+    assert difference(expected["history"], found["history"]) < 1e-12
+
+
+def restarting(folder, kills, joined_before=False):
+    """Train or resume. At each (step, rank) that was not reached before, that process is killed."""
+    if joined_before:
+        dist.init_process_group("gloo")
+
+    def bomb(state):
+        mark = folder / f"killed at {state.step} by {rank()}"
+        if [state.step, rank()] in kills and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return state
+
+    torch.manual_seed(0)
+    train, step = loader(shuffle=True), fl.pipeline(fl.clip(0.5))(entropy)
+    state = fl.resume(folder / "saved", created())
+    hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved", keep=2)), bomb)
+    state = fl.fit(step, state, train, epochs=4, hooks=hooks)
+    return {**come_to(state), "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT")}
+
+
+def restarted(folder, kills, *arguments, environment=None, launcher=launch.TORCHRUN):
+    """Kill a job of two processes that torchrun restarts, and return its result."""
+    by = (*launcher, "--max-restarts", str(len(kills)))
+    found = launch.launch(
+        folder,
+        2,
+        restarting,
+        kills,
+        *arguments,
+        by=by,
+        timeout=120 + 30 * len(kills),
+        environment=environment,
+    )
+    assert found.codes == [0], "\n".join(found.errors)
+    assert [one.pop("attempt") for one in found.results] == [str(len(kills))] * 2
+    return found.results
+
+
+def test_a_job_that_torchrun_restarts_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
+    expected = launch.results(tmp_path / "alone", 2, restarting, [])
+    assert expected[0].pop("attempt") is expected[1].pop("attempt") is None
+    assert expected[0]["counters"] == [28, 4, 0]
+    assert restarted(tmp_path / "killed", [[9, 1], [18, 0]]) == expected
+
+
+def test_a_sharded_loader_resumes_mid_epoch_on_the_same_number_of_processes_only(tmp_path):
+    def state():
+        return created()
+
+    def halt(state):
+        return attrs.evolve(state, stop="half") if state.step == 2 else state
+
+    step = fl.pipeline()(entropy)
+    fl.save(fl.fit(step, state(), fl.sharded(batches(6)), hooks=(halt,)), tmp_path / "one")
+    assert (
+        launch.results(tmp_path, 2, continue_sharded)
+        == [["ValueError: the checkpoint is one of 1 processes in the middle", 8, 7]] * 2
+    )
+    again = attrs.evolve(fl.restore(tmp_path / "one", state()), stop=None)
+    assert fl.fit(step, again, fl.sharded(batches(6)), hooks=()).step == 7
+
+
+def continue_sharded(folder):
+    def again(loader):
+        state = attrs.evolve(fl.restore(folder / "one", created()), stop=None)
+        return fl.fit(fl.pipeline()(entropy), state, loader, epochs=1, hooks=())
+
+    whole = again(batches(3))  # dealt
+    on = fl.fit(
+        fl.pipeline()(entropy), whole, fl.sharded(batches(6)), epochs=2, hooks=()
+    )  # from the end of an epoch
+    return [said(lambda: again(fl.sharded(batches(3))))[:62], whole.step, on.step - whole.step]

@@ -1,0 +1,458 @@
+"""Law 8: the number of processes changes the speed of a run and nothing else.
+
+The job ``table`` trains a table of cases on 1, 2 and 3 processes, each with 1/N of the batch size.
+One process is compared with a loop written by hand.
+"""
+
+import attrs
+import launch
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+)
+from process_problems import (
+    BATCH,
+    SIZE,
+    Stream,
+    batches,
+    by_tokens,
+    default_dtype,
+    difference,
+    entropy,
+    kinds,
+    loader,
+    network,
+    rank,
+    said,
+    samples,
+    torchmetrics,
+    whole,
+    world,
+)
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+import fnloop as fl
+
+pytestmark = pytest.mark.slow
+
+
+class Dicts(Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, i):
+        x, y, _, _ = samples()[i]
+        return {"x": x, "y": y}
+
+
+class Leaving(Dicts):
+    """Gives a batch without two samples of all."""
+
+    def __getitems__(self, indices):
+        return [samples()[i] for i in indices if i not in (11, 30)]
+
+
+class Refilling(Sampler):
+    def __iter__(self):
+        indices = []
+        for start in range(0, SIZE, BATCH // world()):
+            indices[:] = range(start, min(start + BATCH // world(), SIZE))
+            yield indices
+
+
+def some(parts):
+    """Make a batch without two samples of all."""
+    return default_collate([part for part in parts if part[3] not in (11, 30)])
+
+
+def entropy_of_dict(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def by_int(model, batch):
+    loss, aux = by_tokens(model, batch)
+    return loss, {"weight": int(aux["weight"])}
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x, deep):
+        hidden = self.first(x)
+        return self.second(hidden) if deep else hidden
+
+
+def first_only(model, batch):
+    return model(batch[0], False).square().mean()
+
+
+def in_turn(model, batch):
+    """Skip the second layer in every other batch, in all processes but the first."""
+    return model(batch[0], bool(batch[3][0] // BATCH % 2 == 0)).square().mean()
+
+
+class Temperature(nn.Module):
+    """A criterion with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output * self.log.exp(), target)
+
+
+@fl.middleware("gradient")
+def measured(what):
+    """Report metrics of the joined gradient, of every kind."""
+
+    def wrap(step):
+        def measuring(state, batch):
+            state, out = step(state, batch)
+            norm = torch.stack([p.grad.square().sum() for p in state.model.parameters()]).sum()
+            made = {
+                "g_sum": fl.Sum(norm),
+                "g_min": fl.Min(norm),
+                "g_max": fl.Max(norm),
+                "g_last": fl.Last(norm),
+            }
+            return state, attrs.evolve(
+                out, metrics={**out.metrics, **made, "g_mean": fl.Mean(norm, 1)}
+            )
+
+        return measuring
+
+    return wrap
+
+
+@fl.middleware("gradient")
+def guard(update):
+    """Leave an update out, by the word of the last process alone."""
+
+    def wrap(step):
+        def guarded(state, batch):
+            tried, last = (
+                state.step + state.skipped,
+                state.backend.rank == state.backend.world_size - 1,
+            )
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, skip="the guard") if tried == update and last else out
+
+        return guarded
+
+    return wrap
+
+
+@fl.middleware("forward")
+def without(sample):
+    """Leave a batch out that begins with this sample."""
+
+    def wrap(step):
+        def choosing(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, skip="not this one") if batch[3][0] == sample else out
+
+        return choosing
+
+    return wrap
+
+
+def freezing(state):
+    if state.step in (3, 7):
+        state.model[0].requires_grad_(state.step == 7)
+    return state
+
+
+@attrs.frozen
+class Case:
+    """A training run.
+
+    Args:
+        pipeline: makes the pipeline.
+        loss: the loss function, or a module that is a criterion.
+        train: makes the loader to train on.
+        optimizer: makes the optimizer.
+        hooks: of the run.
+        evaluated: whether a loader is evaluated after every update.
+        close: the relative difference that is allowed.
+        settings: of DistributedDataParallel.
+    """
+
+    pipeline: object = lambda: fl.pipeline()
+    loss: object = entropy
+    train: object = lambda: loader(shuffle=True)
+    optimizer: object = lambda parameters: torch.optim.AdamW(parameters, lr=0.05)
+    hooks: tuple = ()
+    evaluated: bool = False
+    close: float = 1e-12
+    model: object = network
+    settings: object = None
+    dtype: torch.dtype = torch.float64
+
+
+CASES = {
+    "plain": Case(),
+    "float32": Case(
+        dtype=torch.float32, close=1e-6, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    ),
+    "in order": Case(train=lambda: loader(), evaluated=True),
+    "dropped end": Case(train=lambda: loader(shuffle=True, drop_last=True)),
+    "accumulate": Case(lambda: fl.pipeline(fl.accumulate(2))),
+    "accumulate 3": Case(lambda: fl.pipeline(fl.accumulate(3))),
+    "accumulate, clip": Case(lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1))),
+    "clip": Case(lambda: fl.pipeline(fl.clip(0.1))),
+    "clip, accumulate": Case(lambda: fl.pipeline(fl.clip(0.1), fl.accumulate(2))),
+    "tokens": Case(loss=by_tokens),
+    "tokens, accumulate": Case(lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1)), by_tokens),
+    "tokens, clip, accumulate": Case(
+        lambda: fl.pipeline(fl.clip(0.1), fl.accumulate(2)), by_tokens
+    ),
+    "int tokens": Case(loss=by_int),
+    "int tokens, accumulate": Case(lambda: fl.pipeline(fl.accumulate(2)), by_int),
+    "dicts": Case(loss=entropy_of_dict, train=lambda: loader(Dicts(), shuffle=True)),
+    "larger than the data": Case(train=lambda: loader(size=60 // world())),
+    "two samples": Case(
+        train=lambda: loader(
+            samples()[:2] and TensorDataset(*samples()[:2]), size=1 if world() > 1 else 2
+        )
+    ),
+    "workers": Case(train=lambda: loader(shuffle=True, num_workers=2)),
+    "persistent workers": Case(
+        train=lambda: loader(shuffle=True, num_workers=1, persistent_workers=True)
+    ),
+    "samples left out": Case(train=lambda: loader(collate_fn=some)),
+    "samples left out by the dataset": Case(train=lambda: loader(Leaving())),
+    "a sampler that yields one list again and again": Case(
+        train=lambda: DataLoader(samples(), batch_sampler=Refilling())
+    ),
+    "list": Case(train=lambda: batches(BATCH // world())),
+    "generator": Case(train=lambda: lambda: iter(batches(BATCH // world()))),
+    "stream": Case(train=lambda: loader(Stream())),
+    "batch sampler": Case(
+        train=lambda: DataLoader(
+            samples(),
+            batch_sampler=BatchSampler(SequentialSampler(samples()), BATCH // world(), False),
+        )
+    ),
+    "shares": Case(
+        train=lambda: fl.sharded(lambda: iter(batches(BATCH // world())[rank() :: world()]))
+    ),
+    "schedule": Case(
+        lambda: fl.pipeline(fl.accumulate(2), fl.schedule(fl.schedules.cosine(warmup=0.1)))
+    ),
+    "torch scheduler": Case(
+        lambda: fl.pipeline(
+            fl.torch_scheduler(
+                lambda o, run: torch.optim.lr_scheduler.OneCycleLR(
+                    o, 0.1, total_steps=run.total_steps
+                )
+            )
+        )
+    ),
+    "unused": Case(loss=first_only, model=TwoLayers),
+    "in turn": Case(
+        loss=in_turn,
+        model=TwoLayers,
+        train=lambda: loader(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    ),
+    "in turn, told": Case(
+        loss=in_turn,
+        model=TwoLayers,
+        train=lambda: loader(),
+        settings={"find_unused_parameters": True},
+    ),
+    "frozen for a while": Case(hooks=(freezing,)),
+    "criterion": Case(loss=Temperature),
+    "LBFGS": Case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), close=1e-11),
+    "torchmetrics": Case(lambda: fl.pipeline(fl.metric(**torchmetrics())), evaluated=True),
+    "metrics": Case(lambda: fl.pipeline(kinds(), fl.accumulate(2), measured(0)), evaluated=True),
+    "guard": Case(lambda: fl.pipeline(guard(3))),
+    "guard, accumulate": Case(lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.clip(0.1))),
+    "without one": Case(
+        lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)
+    ),
+    "bf16": Case(lambda: fl.pipeline(fl.amp("bf16")), dtype=torch.float32, close=0.05),
+}
+
+
+SHARDED = (  # those that run on a model under fully_shard too
+    *(
+        "plain",
+        "float32",
+        "accumulate",
+        "accumulate, clip",
+        "clip",
+        "clip, accumulate",
+        "tokens, clip, accumulate",
+        "bf16",
+    ),
+    *(
+        "larger than the data",
+        "two samples",
+        "schedule",
+        "unused",
+        "in turn",
+        "frozen for a while",
+        "criterion",
+        "torchmetrics",
+    ),
+    *("guard, accumulate", "without one"),
+)
+
+
+def table(folder):
+    """Run all cases, and return what each has come to."""
+    if world() > 1:
+        dist.init_process_group("gloo")
+    found = {name: attempt(case) for name, case in CASES.items()}
+    if world() > 1:
+        found.update({f"{name}, sharded": attempt(CASES[name], True) for name in SHARDED})
+    return found
+
+
+def attempt(case, sharded=False):
+    try:
+        return train(case, sharded)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def train(case, sharded=False):
+    with default_dtype(case.dtype):
+        torch.manual_seed(0)
+        model = case.model()
+        if sharded:
+            fully_shard(model)
+        criterion = case.loss() if isinstance(case.loss, type) else None
+        loss = (
+            case.loss if criterion is None else (lambda m, batch: criterion(m(batch[0]), batch[1]))
+        )
+        parameters = [*model.parameters(), *(criterion.parameters() if criterion else ())]
+        handler = case.settings and DistributedDataParallelKwargs(**case.settings)
+        backend = handler and Accelerator(cpu=True, kwargs_handlers=[handler])
+        state = fl.TrainState.create(model, case.optimizer(parameters), seed=3, backend=backend)
+        loaders = {"train": case.train(), **({"valid": loader(size=5)} if case.evaluated else {})}
+        state = fl.fit(
+            case.pipeline()(loss),
+            state,
+            loaders,
+            epochs=2,
+            hooks=case.hooks,
+            evaluate_every=fl.every(steps=1),
+        )
+        weights = torch.cat([whole(p).detach().flatten() for p in parameters]).tolist()
+    return {
+        "history": [[r.epoch, r.step, r.metrics] for r in state.history],
+        "seconds": [r.seconds for r in state.history],
+        "weights": weights,
+        "counters": [
+            state.step,
+            state.epoch,
+            state.batch,
+            state.samples,
+            state.skipped,
+            state.stop,
+        ],
+    }
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}, sharded" for name in SHARDED)])
+def test_n_processes_train_as_one(launched, name, n):
+    case = CASES[name.removesuffix(", sharded")]
+    alone, together = (
+        launched(table, 1)[0][name.removesuffix(", sharded")],
+        [found[name] for found in launched(table, n)],
+    )
+    for mine in together:
+        assert "error" not in mine and "error" not in alone, (alone.get("error"), mine.get("error"))
+        assert mine == together[0]  # bit for bit, times included
+    mine = together[0]
+    assert mine["counters"] == alone["counters"]
+    assert difference(alone["weights"], mine["weights"]) < case.close
+    assert [row[:2] for row in mine["history"]] == [row[:2] for row in alone["history"]]
+    for (_, _, expected), (_, _, found) in zip(alone["history"], mine["history"], strict=True):
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, rel=10 * case.close), key
+
+
+def test_one_process_trains_as_a_loop_by_hand(launched):
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for _ in range(2):
+            for batch in batches(BATCH):
+                loss, _ = entropy(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        with torch.no_grad():
+            losses = [len(batch[0]) * entropy(model, batch)[0].item() for batch in batches(5)]
+    for name in ("in order", "list", "generator", "stream", "batch sampler", "shares"):
+        alone = launched(table, 1)[0][name]
+        assert (
+            difference(
+                torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+                alone["weights"],
+            )
+            < 1e-12
+        )
+    valid = launched(table, 1)[0]["in order"]["history"][-1][2]["valid/loss"]
+    assert valid == pytest.approx(sum(losses) / SIZE, rel=1e-12)
+
+
+def by_plugin(folder):
+    """Train a model that accelerate's FSDP 2 shards, which is made to do so on the CPU."""
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model = network()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        found = Accelerator(cpu=True, fsdp_plugin=plugin)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        left_out = said(lambda: fl.TrainState.create(model, optimizer, backend=found))
+        found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
+        state = fl.TrainState.create(model, optimizer, seed=3, backend=found)
+        kinds = {type(p).__name__ for p in state.model.parameters()}
+        state = fl.fit(
+            fl.pipeline(fl.clip(0.1))(entropy), state, loader(shuffle=True), epochs=2, hooks=()
+        )
+        weights = torch.cat(
+            [whole(p).detach().flatten() for p in state.model.parameters()]
+        ).tolist()
+        found.state.distributed_type = DistributedType.DEEPSPEED
+        return [
+            left_out,
+            sorted(kinds),
+            weights,
+            said(lambda: fl.TrainState.create(model, optimizer, backend=found)),
+        ]
+
+
+def test_accelerates_fsdp(tmp_path, launched):
+    alone = launched(table, 1)[0]["clip"]["weights"]
+    for ignored, types, weights, deepspeed in launch.results(tmp_path, 2, by_plugin):
+        assert ignored.startswith(
+            "NotImplementedError: accelerate is configured for FSDP, which it ignores"
+        )
+        assert types == ["DTensor"] and difference(alone, weights) < 1e-12
+        assert deepspeed.startswith("NotImplementedError: accelerate is configured for DEEPSPEED")
