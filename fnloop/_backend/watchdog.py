@@ -175,7 +175,10 @@ class Watchdog(threading.Thread):
         except ValueError:  # the script has destroyed the groups
             return
         except RuntimeError:  # the process or the launcher that held the store has ended
-            lost = time.monotonic()
+            self._wait_without_store()
+
+    def _wait_without_store(self) -> None:
+        lost = time.monotonic()
         while not self.stopped.wait(POLL_SECONDS):
             self._warn()
             if time.monotonic() - lost > DEADLOCK_SECONDS:
