@@ -53,7 +53,7 @@ the code you typed; it can be compared and pickled. A middleware keeps what it n
 - `from_torchmetrics`: a metric of torchmetrics.
 - `History`, `Record`: what a run has measured.
 
-The name of a metric says whether lower is better ("loss", "error") or higher ("acc", "f1", "auc",
+The name of a metric tells whether lower is better ("loss", "error") or higher ("acc", "f1", "auc",
 "precision", "recall"). For any other name, pass `mode="min"` or `mode="max"`. A name such as
 "val/loss" is refused before the first update if no loader is named "val".
 

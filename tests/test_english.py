@@ -1,7 +1,7 @@
 """The list of banned phrases finds what it should, and the project is written without them."""
 
 import pytest
-from english import NOT_YET, SCOPE, checked, contractions, faults, report
+from english import SCOPE, checked, contractions, faults, report
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from english import NOT_YET, SCOPE, checked, contractions, faults, report
         ("# the run goes\n    # on at the next batch", "goes on"),
         ("Whoever calls it", "Whoever"),
         ("it is no checkpoint", "is no"),
-        ("Say whether it is due.", "Say whether"),
+        ('"""Say whether it is due."""', "Say whether"),
         ("the same to the bit", "to the bit"),
     ],
 )
@@ -45,6 +45,6 @@ def test_the_files_are_there():
     assert {path.suffix for path in checked(SCOPE)} == {".py", ".md", ".ipynb"}
 
 
-@pytest.mark.parametrize("name", [name for name in SCOPE if name not in NOT_YET])
+@pytest.mark.parametrize("name", SCOPE)
 def test_no_banned_phrase_is_left(name):
     assert report(checked((name,))) == []

@@ -238,7 +238,7 @@ def make_killable(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def forget_workers(loader: Any) -> None:
-    """Make the next iterator of a DataLoader start its workers anew, even persistent ones."""
+    """Make the next iterator of a DataLoader start its workers again, even persistent ones."""
     if loader.persistent_workers and not hasattr(loader, "_iterator"):
         raise _missing("DataLoader._iterator", "to restart persistent workers: leave them out")
     loader._iterator = None
@@ -301,7 +301,7 @@ def broadcast_coalesced(group: Any, tensors: list[Tensor]) -> None:
 def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     """Return a loss whose backward averages gradients over processes, in buckets that stay as made.
 
-    Fallback: DDP's own forward. It sorts the buckets anew after the first update, so that a resumed
+    Fallback: DDP's own forward. It sorts the buckets again after the first update, so that a resumed
     run on three processes or more may differ from an uninterrupted one in the last bits.
     """
     reducer: Any = getattr(ddp, "reducer", None)

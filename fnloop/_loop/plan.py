@@ -34,7 +34,7 @@ class Plan:
     Args:
         step: the step.
         loaders: the loader to train on, and those to evaluate.
-        epochs, steps: the targets for ``state.epoch`` and ``state.step``; None is no target.
+        epochs, steps: the targets for ``state.epoch`` and ``state.step``; None: not a target.
         hooks: the hooks, in the order in which they are called.
         evaluate_every: when to evaluate; None is never.
         prefetch: how many windows are fetched ahead.

@@ -68,7 +68,7 @@ class Run:
         self.info = self._describe(state)
         plan.check(self.info)
         self.interrupts = Interrupts()
-        self.phase: object = None  # what is going on; None: the step, whose layers name themselves
+        self.phase: object = None  # what the run does; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.before_record = False  # whether an update is applied whose boundary has no record yet

@@ -133,7 +133,7 @@ def test_a_private_name_is_found(line):
 
 @pytest.fixture
 def without(monkeypatch):
-    """Return a function that removes names of torch, and imports torch_compat anew."""
+    """Return a function that removes names of torch, and imports torch_compat again."""
 
     def without(owner, *names):
         for name in names:

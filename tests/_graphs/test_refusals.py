@@ -17,7 +17,7 @@ from fnloop.testing import (
 
 
 def refused(loss_fn, *members, state=None, match):
-    """The message names the cause and the way out, and the state can be gone on with."""
+    """The message names the cause and the way out, and training can continue from the state."""
     state = state or toy()
     step = fl.pipeline(*members, fl.cuda_graph(warmup=1))(loss_fn)
     state, _ = step(state, torch.ones(1))

@@ -96,7 +96,8 @@ def test_two_checkpoint_hooks_on_one_folder_are_refused(tmp_path):
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
 def test_a_hook_that_rolls_back_rolls_back_the_data_too(at):
-    """Back from update ``at`` to the state behind update 1, once: the run is the one that goes on from there."""
+    """After update ``at`` return once to the state after update 1: the run equals one that continues
+    from there."""
     kept, loaders = [], [torch.tensor([x]) for x in (1.0, 2.0, 4.0)]
     halving = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
 

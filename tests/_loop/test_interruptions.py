@@ -13,7 +13,7 @@ def test_ctrl_c_stops_the_run_after_the_current_update():
     state = fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=())
     assert (state.step, state.model.w.item(), state.stop) == (2, -3.0, "interrupted")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    state = fl.fit(step, state, NUMBERS, hooks=())  # the same script goes on
+    state = fl.fit(step, state, NUMBERS, hooks=())  # the same script continues
     assert (state.step, state.epoch, state.stop, state.model.w.item()) == (3, 1, None, -6.0)
 
 

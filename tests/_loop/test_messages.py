@@ -454,7 +454,7 @@ class Matrix:
         return torch.ones(2, 2)
 
 
-def test_a_metric_that_is_no_number_is_named_in_a_run():
+def test_a_metric_that_is_not_a_number_is_named_in_a_run():
     confusion = fl.metric(confusion=lambda aux, batch: Matrix())
     with pytest.raises(TypeError, match=r"'train/confusion' is one number, .* shape \(2, 2\)"):
         fit(confusion)

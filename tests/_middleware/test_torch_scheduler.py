@@ -131,13 +131,13 @@ def test_a_run_of_another_length_is_refused_and_the_advice_makes_a_new_scheduler
     known = {"state": state, "attrs": attrs}
     exec(textwrap.dedent(str(caught.value).split("make a new scheduler before fit:\n")[1]), known)
     fit(known["state"], 4, note)
-    again, anew = new(), []
+    again, rates = new(), []
     scheduler = factory(again.optimizer, fl.RunInfo(epochs=4, total_steps=8, steps_per_epoch=2))
     for _ in range(4):
         again.optimizer.step()
         scheduler.step()
-        anew.append(float(again.optimizer.param_groups[0]["lr"]))
-    assert seen == pytest.approx(anew, abs=1e-6)
+        rates.append(float(again.optimizer.param_groups[0]["lr"]))
+    assert seen == pytest.approx(rates, abs=1e-6)
 
 
 def collect_rates():

@@ -5,7 +5,7 @@
     python tests/benchmarks/gpu.py --cases mlp gpt   # some of them
     python tests/benchmarks/gpu.py --device cpu --tiny      # only to see that it runs
 
-Everybody trains the same model from the same weights on the same batches, which are on the device already, with
+Every contender trains the same model from the same weights on the same batches, which are on the device already, with
 AdamW. Losses have to agree with those of the loop written by hand; a contender whose don't, or that fails, is not timed.
 In a round each contender trains once on all batches, in random order; ratios are taken within a round. A model that
 is too large to be there once for each contender (GPT-2) is timed by one contender after the other.
@@ -544,7 +544,7 @@ def show(title: str, results: dict[str, Any]) -> None:
 
 
 class Slow(Dataset):
-    """A dataset of batches, each of which takes so many seconds."""
+    """A dataset of batches, each of which takes a given number of seconds."""
 
     def __init__(self, batches: Sequence[Batch], seconds: float) -> None:
         self.batches, self.seconds = batches, seconds

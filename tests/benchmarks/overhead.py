@@ -4,7 +4,7 @@
     python tests/benchmarks/overhead.py      # two tables, and the raw numbers as JSON beside this file
 
 The model is tiny (784-128-64-10, batches of 32, SGD with momentum, one CPU thread), so that the loop shows.
-Everybody trains on one list of tensors from the same first weights, and has to arrive at those of the loop
+Every contender trains on one list of tensors from the same first weights, and has to arrive at those of the loop
 written by hand, bit for bit ("plain") or to 1e-6 ("accumulate(4) and clip(1.0)"); otherwise nothing is timed.
 In a round each contender trains once on all batches, in random order. Ratios are taken within a round.
 
@@ -56,7 +56,7 @@ TOLERANCE = {
     PLAIN: 0.0,
     ACCUMULATED: 1e-6,
 }  # how far weights may be from those of the loop written by hand
-WARM_UP = 40  # batches, behind which weights are compared
+WARM_UP = 40  # batches, after which weights are compared
 
 
 class Clock:

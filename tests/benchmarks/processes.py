@@ -16,20 +16,25 @@ plain, and with four batches to an update, of which only the last is exchanged (
 The plan for more processes, on paper
 -------------------------------------
 
-Weak scaling: N processes with b samples each, so an update takes as long as with one, plus what isn't hidden of
+Weak scaling: N processes train with b samples each. An update takes as long as with one process,
+plus what is not hidden of the following.
 
-* gradients, P bytes: a ring sends and receives 2 (N-1)/N · P per process and update, between 1 P (N = 2) and 2 P; its time on
-  a link of bandwidth B is that / B + 2 (N-1) latencies for each bucket (25 MiB). All but the last bucket travel while backward
-  goes on. Under ``fully_shard``, 3 (N-1)/N · P, of which 2 per batch of a window rather than per update;
-* the number of items: 8 bytes, and only if it can't be known (token counts, a ragged end, a ``sharded`` loader). It is
-  begun before the last backward and needed behind it, so it costs its start: 0.1 to 0.3 ms over gloo;
-* buffers: those of the main process, a broadcast per update and before forward, so nothing hides it (ResNet-50: 0.2 MB);
-* what signals were heard, the clock and the counters: 72 bytes every 0.1 seconds, on the host, read an exchange later;
-* metrics: a report's are pickled (some 100 bytes each) and gathered by all: N · bytes to each process, per report, not per
-  update;
-* the data: nothing is sent. But each process draws the whole order and steps over the batches of the others: per update, N · b
-  indices and N seeds of Python's time, where the loader is one of indices. Of any other iterable that isn't ``sharded`` it
-  makes all N batches.
+* Gradients, P bytes. A ring sends and receives 2 (N-1)/N · P per process and update, between 1 P
+  (N = 2) and 2 P. Over a link of bandwidth B that takes that / B, plus 2 (N-1) latencies for each
+  bucket of 25 MiB. All buckets but the last travel during backward. Under ``fully_shard`` it is
+  3 (N-1)/N · P, of which 2 are per batch of a window rather than per update.
+* The number of items: 8 bytes, and only if it is not known beforehand (token counts, a ragged end,
+  a ``sharded`` loader). It is sent before the last backward and needed after it, so it costs only
+  its start: 0.1 to 0.3 ms over gloo.
+* Buffers: a broadcast from the main process per update, before forward, so nothing hides it
+  (ResNet-50: 0.2 MB).
+* Signals, the clock and the counters: 72 bytes every 0.1 seconds, on the host. The result of an
+  exchange is read one exchange later.
+* Metrics: those of a report are pickled (about 100 bytes each) and gathered by all processes,
+  N · bytes to each process, per report and not per update.
+* The data: nothing is sent. But each process draws the whole order and skips the batches of the
+  others. With a loader by index, that takes N · b indices and N seeds per update, in Python. Of any
+  other iterable that is not ``sharded``, each process makes all N batches.
 
 For example, GPT-2 with 124 M parameters in float32 (P = 0.5 GB), 32 × 1,024 tokens per H100 at 40 % of its 989 TFLOP/s: 62 ms
 of compute, 41 of them in backward; one link to each machine.
@@ -40,13 +45,15 @@ of compute, 41 of them in backward; one link to each machine.
     16, two           100 Gbit/s, 12.5 GB/s  74 ms                 34 ms           65 %         88 %
     64, eight         100 Gbit/s             78 ms                 38 ms           62 %         87 %
 
-What breaks first, then: on slow links the gradients, from the second machine on. The remedies are ``accumulate``, which has n
-times the compute for them, and a communication hook that sends bf16, which halves them. On fast links it is the order of the
-data: 0.25 µs of Python for each sample of an update, whichever process trains on it, are 2 ms where N · b = 8,192, and 30 at
-128 thousand (workers don't help: it is done where the loop is). From there on, a stream of which each process reads a part
-(``sharded``) is the better form. So it is before, for loaders that aren't DataLoaders of a map-style dataset: N processes read
-everything N times. Then gloo, over which the host talks: N - 1 sockets in each process, N² in all. And everybody waits for the
-slowest process, whatever the reason.
+What limits scaling first: on slow links the gradients, from the second machine on. The remedies
+are ``accumulate``, which has n times the compute to hide them, and a communication hook that sends
+bf16, which halves them. On fast links it is the order of the data: 0.25 µs of Python for each sample
+of an update, in every process. That is 2 ms at N · b = 8,192, and 30 ms at 128 thousand. Workers do
+not help, because it happens in the process of the loop. From there on, a stream of which each
+process reads a part (``sharded``) is better. For loaders that are not DataLoaders of a map-style
+dataset it is better in any case, since otherwise N processes read everything N times. Then comes
+gloo, which carries the messages of the host: N - 1 sockets in each process, N² in all. And every
+process waits for the slowest one.
 """
 
 from __future__ import annotations
@@ -192,7 +199,7 @@ def with_accelerate(model: nn.Module, optimizer: Optimizer, setting: str) -> Tra
 
 
 def with_lightning(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
-    """Each fit gets a new Trainer, which wraps the model anew before its epoch begins."""
+    """Each fit gets a new Trainer, which wraps the model again before its epoch begins."""
     import logging
 
     from lightning.pytorch import LightningModule, Trainer

@@ -76,7 +76,7 @@ def terminate(folder):
     state = fitted(Long(), hooks=(fl.every(steps=1000)(hooks[0]), hooks[1]))
     kept = sorted(path.name for path in folder.iterdir())
     on = fl.fit(fl.pipeline()(entropy), state, Long(), steps=state.step + 3, hooks=())
-    return {**outcome(state), "kept": kept, "went on": on.step - state.step}
+    return {**outcome(state), "kept": kept, "continued": on.step - state.step}
 
 
 def terminate_group(folder, data):
@@ -230,7 +230,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_update_and_saves_once(
     found = decided[-1]["SIGTERM"]
     step = found["counters"][0]
     assert found["stop"] == "SIGTERM" and 20 <= step < 400
-    assert found["kept"] == [f"step-{step:08d}"] and found["went on"] == 3
+    assert found["kept"] == [f"step-{step:08d}"] and found["continued"] == 3
 
 
 def test_a_signal_that_also_reaches_the_workers_stops_the_run_and_not_them(decided):

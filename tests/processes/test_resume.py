@@ -89,7 +89,7 @@ def saves(folder):
 
 
 def resumes(folder):
-    """Go on with what was saved on any number of processes."""
+    """Resume what was saved on any number of processes."""
     if world() > 1:
         dist.init_process_group("gloo")
     found = {}
