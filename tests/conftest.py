@@ -1,12 +1,16 @@
-"""One thread, since results must not depend on the number of cores; and jobs that tests share."""
+"""One thread, because results must not depend on the number of cores; and shared fixtures."""
 
 import fcntl
 import json
 import os
+import sys
 
 import launch
 import pytest
 import torch
+from fake_recorder import FakeRecorder
+
+from fnloop._middleware import cuda_graph
 
 torch.set_num_threads(1)
 
@@ -34,3 +38,18 @@ def launched(tmp_path_factory):
         return pytest.fail(found) if isinstance(found, str) else found
 
     return run
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """Capture on fake recorders instead of CUDA; a list of all that were made."""
+    made = []
+    monkeypatch.setattr(
+        cuda_graph, "recorder_on", lambda device: made.append(FakeRecorder()) or made[-1]
+    )
+    monkeypatch.setattr(
+        sys.modules["torch.optim.adam"],
+        "_get_capturable_supported_devices",
+        lambda *_, **__: ["cpu"],
+    )
+    return made

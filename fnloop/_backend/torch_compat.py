@@ -301,8 +301,8 @@ def broadcast_coalesced(group: Any, tensors: list[Tensor]) -> None:
 def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     """Return a loss whose backward averages gradients over processes, in buckets that stay as made.
 
-    Fallback: DDP's own forward. It sorts the buckets again after the first update, so that a resumed
-    run on three processes or more may differ from an uninterrupted one in the last bits.
+    Fallback: DDP's own forward. It sorts the buckets again after the first update, so that a
+    resumed run on three processes or more may differ from an uninterrupted one in the last bits.
     """
     reducer: Any = getattr(ddp, "reducer", None)
     finish = getattr(ddp, "_post_forward", None)

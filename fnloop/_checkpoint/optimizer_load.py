@@ -125,7 +125,8 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
             for name in mismatched
         ]
         raise CheckpointError(
-            f"{saved.path} has the optimizer's state of parameters of another shape: {join_names(both)}"
+            f"{saved.path} has the optimizer's state of parameters of another shape: "
+            f"{join_names(both)}"
         )
     if mine != theirs and "state_dict" in saved.facts:
         # A whole state_dict fits all parameters or none.

@@ -26,8 +26,8 @@ def snapshot(state: TrainState) -> TrainState:
         state: the newest state of a run.
 
     Returns:
-        An independent state, equal in everything but the hooks of its optimizer. Keep it to go back,
-        to fork a run, or to compare.
+        An independent state, equal in everything but the hooks of its optimizer. Keep it to go
+        back, to fork a run, or to compare.
 
     Raises:
         StaleStateError: the state has been advanced, so its model already holds newer weights.

@@ -66,12 +66,14 @@ class TrainState:
         stop: why the run ended early, or None.
         extra: plain data of yours, saved in checkpoints.
         run_id: identifies this run; drawn in :meth:`create`, and saved in checkpoints.
-        saved_on: how many processes wrote the checkpoint that ``batch`` was restored from; else None.
+        saved_on: how many processes wrote the checkpoint that ``batch`` was restored from,
+            or None.
         backend: the device, the rank of this process, and the number of processes (a ``Backend``).
         events: what happened at the last boundary: "update" (one was applied, not skipped), "epoch"
             (one was completed), "record" (one was appended to the history). Hooks decide by it.
-        generators: the state of Python's and NumPy's generators in mid-epoch; None at the beginning of
-            an epoch. All other randomness is a function of the seed and the counters.
+        generators: the state of Python's and NumPy's generators in mid-epoch; None at the start of
+        an
+            epoch. All other randomness is a function of the seed and the counters.
 
     Example:
         >>> import attrs, torch

@@ -42,7 +42,7 @@ _LOST = (
 class Consensus:
     """The other processes of a run: a request seen by one is obeyed by all after the same update.
 
-    They also share a clock. An exchange is begun at one boundary and read at a later one, so that its
+    They also share a clock. An exchange is begun at one boundary and read at a later one, so its
     result is there by then. The number of boundaries between them follows from the time that they
     took, which is exchanged too, so it is the same everywhere.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from fnloop._core.call import name_of
-from fnloop._core.metrics import read, update_, update_loss_
+from fnloop._core.metrics import Mean, read, update_, update_loss_
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Metric
@@ -25,24 +25,28 @@ from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["READ_ONCE", "evaluate", "measure", "open_loader", "predict"]
 
+Result = TypeVar("Result")
+
 READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
 
-def open_loader(loader: Any, state: TrainState) -> Source:
+def open_loader(loader: object, state: TrainState) -> Source:
+    """Open a loader for the processes that train a state."""
     return open_source(loader, state.seed, state.backend.rank, state.backend.world_size)
 
 
 def measure(
-    step: PipelineStep, state: TrainState, source: Source, alone: bool = False
+    step: PipelineStep, state: TrainState, source: Source, in_run: bool = True
 ) -> dict[str, Metric]:
-    """Reduce the metrics of a loader, in evaluation mode; the generators are the caller's to isolate.
+    """Return the metrics of a loader, in evaluation mode.
 
-    Where that is all that is done (``alone``), an exception gets a note of the batch; a run has a note of its own.
+    The caller isolates the generators. Outside of a run, an exception gets a note of the batch; a
+    run adds a note of its own.
     """
     __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
+    loss: Mean | None = None
     backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
-    batch: Any = None
     position = torch_seeder(backend.device)
     seed_all(seed)
     evaluation = engine_of(state).start_evaluation(state)
@@ -54,33 +58,29 @@ def measure(
                 if (batch := next(batches, END)) is END:
                     break
                 where = None
-                position(
-                    mix(seed, n * backend.world_size + backend.rank)
-                )  # of the batch, whichever process has it
-                n += 1
+                # A function of the batch, whichever process evaluates it.
+                position(mix(seed, n * backend.world_size + backend.rank))
                 for _, out in evaluation.call(step.forward, state, batch):
-                    if out.weight.__class__ is int and not out.weight:  # it has no item
-                        continue
+                    if out.weight.__class__ is int and not out.weight:
+                        continue  # the batch has no item
                     metrics = update_(metrics, out.metrics) if out.metrics else metrics
-                    metrics["loss"] = update_loss_(metrics.get("loss"), out.loss, out.weight)  # type: ignore[arg-type]
+                    loss = update_loss_(loss, out.loss, out.weight)
+                n += 1
             except Exception as error:
-                layer = where or step.layer_of(error)
-                if alone:
-                    error.add_note(f"while in {layer}, evaluate, batch {n - (where is None)}")
+                if not in_run:
+                    layer = where or step.layer_of(error)
+                    error.add_note(f"while in {layer}, evaluate, batch {n}")
                 raise
     if not n:
         raise ValueError("the loader to evaluate gave no batch." + READ_ONCE)
     evaluation.finish(source)
-    return evaluation.own_metrics(metrics)
+    return evaluation.own_metrics(metrics if loss is None else {"loss": loss, **metrics})
 
 
-# --- evaluation and prediction
+def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str, float]:
+    """Evaluate every batch of a loader once, with the step's pipeline up to its forward ring.
 
-
-def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, float]:
-    """Evaluate a loader: the step's pipeline cut after its forward ring, over every batch, once.
-
-    Nothing is touched: no parameter, no generator, no history, no submodule's training flag.
+    The state stays unchanged: its parameters, history and training flags, and all generators.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
@@ -94,12 +94,14 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
         StaleStateError: the state has been advanced.
         TypeError: an argument is not what it should be.
         ValueError: the loader gave no batch.
-        Exception: whatever the loss function, a metric or the loader raises, with a note of the batch.
+        Exception: any exception of the loss function, a metric or the loader, with a note of the
+            batch.
 
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
-        >>> evaluate(fl.pipeline()(toy_loss), toy(w=1.0), [torch.tensor([1.0, 2.0]), torch.tensor([6.0])])
+        >>> batches = [torch.tensor([1.0, 2.0]), torch.tensor([6.0])]
+        >>> evaluate(fl.pipeline()(toy_loss), toy(w=1.0), batches)
         {'loss': 3.0}
     """
     __tracebackhide__ = True
@@ -107,33 +109,30 @@ def evaluate(step: PipelineStep, state: TrainState, loader: Any) -> dict[str, fl
     check_not_stale(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
-        return read(
-            engine_of(state).merge_metrics(
-                measure(
-                    step, step.init_slots(state, "forward"), open_loader(loader, state), alone=True
-                )
-            ),
-            vectors=True,
-        )
+        state = step.init_slots(state, "forward")
+        metrics = measure(step, state, open_loader(loader, state), in_run=False)
+        return read(engine_of(state).merge_metrics(metrics), vectors=True)
 
 
 def predict(
-    fn: Callable[[torch.nn.Module, Batch], Any],
+    fn: Callable[[torch.nn.Module, Batch], Result],
     state: TrainState,
-    loader: Any,
+    loader: object,
     *,
     gather: bool = True,
-) -> Iterator[Any]:
-    """Apply a function to every batch, lazily and in order, without gradients and in evaluation mode.
+) -> Iterator[Result]:
+    """Apply a function to every batch, lazily and in order, without gradients.
 
-    Between two results the model's training flags and the generators are the caller's. The function is called as it is:
-    middleware such as ``amp`` have no part in it. With several processes each computes its share, and all have to iterate.
+    The model is in evaluation mode during each call. Between results, the training flags and the
+    random generators are restored for the caller. Middleware such as ``amp`` is not applied. With
+    several processes, each computes its share, and all have to iterate.
 
     Args:
         fn: ``(model, batch) -> anything``.
-        state: the newest state; it must stay so while results are taken.
+        state: the newest state, which must not be advanced while results are taken.
         loader: an iterable of batches, or a function that returns one.
-        gather: whether every process yields the results of all, as one process would; else only those of its share.
+        gather: whether every process yields the results of all processes; False yields only those
+            of its own share.
 
     Returns:
         An iterator of what ``fn`` returns.
@@ -141,16 +140,19 @@ def predict(
     Raises:
         StaleStateError: the state has been advanced.
         TypeError: an argument is not what it should be.
-        Exception: whatever ``fn`` or the loader raises, with a note of the batch.
+        Exception: any exception of ``fn`` or the loader, with a note of the batch.
 
     Example:
         >>> from fnloop.testing import toy
-        >>> list(predict(lambda model, batch: (model.w * batch).tolist(), toy(w=2.0), [torch.ones(2), torch.ones(1)]))
+        >>> def double(model, batch):
+        ...     return (model.w * batch).tolist()
+        >>> list(predict(double, toy(w=2.0), [torch.ones(2), torch.ones(1)]))
         [[2.0, 2.0], [2.0]]
     """
     if not callable(fn) or isinstance(fn, TrainState | PipelineStep | torch.nn.Module | type):
         raise TypeError(
-            f"predict expects a function (model, batch) -> anything first; got {checks.describe(fn)}. Write "
+            "predict expects a function (model, batch) -> anything first; got "
+            f"{checks.describe(fn)}. Write "
             "predict(lambda model, batch: model(batch), state, loader)"
         )
     checks.function("predict", "fn", fn, "a function (model, batch) -> anything", 2)
@@ -161,11 +163,10 @@ def predict(
 
 
 def _predict(
-    fn: Callable[[torch.nn.Module, Batch], Any], state: TrainState, loader: Any, gather: bool
-) -> Iterator[Any]:
+    fn: Callable[[torch.nn.Module, Batch], Result], state: TrainState, loader: object, gather: bool
+) -> Iterator[Result]:
     __tracebackhide__ = True
     backend = state.backend
-    processes = backend.world_size
     source = open_loader(loader, state)
     batches = windows(source, 1, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
@@ -181,7 +182,7 @@ def _predict(
                         prediction.finish(source)
                     return
                 where = name_of(fn)
-                position(fold_in(seed, n * processes + backend.rank))
+                position(fold_in(seed, n * backend.world_size + backend.rank))
                 results = prediction.call(fn, state.model, batch)
         except Exception as error:
             error.add_note(f"while in {where}, predict, batch {n}")

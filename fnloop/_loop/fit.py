@@ -34,41 +34,49 @@ def fit(
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
         state: the newest state; use what ``fit`` returns from here on.
-        loaders: a mapping with "train" and any others, each of which is evaluated and gives the prefix of its
-            metrics; a pair ``(train, valid)``; or one iterable of batches. A loader is a DataLoader, a list, any
-            other iterable, or a function that returns one. The order of a shuffling map-style DataLoader is a
-            function of (seed, epoch).
-        epochs: train until ``state.epoch`` is this; absolute, so that a second call with it does nothing.
-        steps: train until ``state.step`` is this; absolute. The smaller of the two wins. With neither, one pass: to
-            the end of the running epoch, or one epoch more.
-        hooks: functions ``state -> state``, called in this order after every update (and the evaluation there, if
-            one is due); ``every(epochs=1)(hook)`` makes one rarer. None is ``(progress(), halt_on_nonfinite())``.
-        evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``, ``every(steps=100)``,
-            ``when(predicate)``, or None for never. A record is appended to the history then, and at every end of an
-            epoch; its "train/..." metrics are the means since the epoch began. Where the run ends between two records, at its
-            target or because a hook stops it, a closing record is appended, with an evaluation unless that is never.
-        prefetch: how many windows of batches are fetched, and copied to the device, ahead of the one that is worked on. It
-            changes no number.
+        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable
+            of batches. Every loader but "train" is evaluated, and its name is the prefix of its
+            metrics. A loader is a DataLoader, a list, any other iterable, or a function that
+            returns one. The order of a shuffling map-style DataLoader is a function of (seed,
+            epoch).
+        epochs: train until ``state.epoch`` is this. It is absolute: a second call does nothing.
+        steps: train until ``state.step`` is this; absolute too. The smaller of the two wins. With
+            neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.
+        hooks: functions ``state -> state``, called in this order after every update, and after any
+            evaluation due then. ``every(epochs=1)(hook)`` calls one less often. None is
+            ``(progress(), halt_on_nonfinite())``.
+        evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``,
+            ``every(steps=100)``, ``when(predicate)``, or None for never. Each evaluation and each
+            end of an epoch appends a record to the history. The "train/..." metrics of a record are
+            the means since the epoch began. If the run ends between two records, at its target or
+            because a hook stops it, it appends a closing record, with an evaluation unless
+            ``evaluate_every`` is None.
+        prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
+            current one. It changes no number.
 
     Returns:
-        The state reached. ``state.stop`` says why, if that is before the target: a hook's reason, or "interrupted"
-        after Ctrl-C, which ends the run after the running update. The model keeps its training flags, except that
-        one in evaluation mode as a whole is put into training mode.
+        The state reached. If the run ended before its target, ``state.stop`` says why: the reason
+        that a hook gave, or "interrupted" after Ctrl-C, which stops the run after the current
+        update. The model keeps its training flags, except that a model in evaluation mode as a
+        whole is put into training mode.
 
     Raises:
         StaleStateError: the state has been advanced already.
         TypeError, ValueError: an argument is not what it should be.
-        KeyError: a hook watches a metric of a loader that this run neither trains on nor evaluates.
-        RuntimeError: another thread is in a ``fit``, ``run``, ``evaluate`` or ``predict``.
-        Exception: whatever the loss function, a loader or a hook raises, with a note of where in the run it happened,
-            and with the last consistent state as its attribute ``state``. There is none if ``optimizer.step()`` has
-            failed, which leaves weights between two updates.
+        KeyError: a hook monitors a metric of a loader that this run neither trains on nor
+            evaluates.
+        RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
+        Exception: any exception of the loss function, a loader or a hook, with a note of where in
+            the run it happened, and with the last consistent state as its attribute ``state``. If
+            ``optimizer.step()`` itself failed, the weights are between two updates, and there is no
+            such attribute.
 
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
         >>> batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)]
-        >>> state = fit(fl.pipeline(fl.accumulate(2))(toy_loss), toy(lr=1.0), batches, hooks=())
+        >>> step = fl.pipeline(fl.accumulate(2))(toy_loss)
+        >>> state = fit(step, toy(lr=1.0), batches, hooks=())
         >>> state.model.w.item(), state.step, state.epoch           # 1.5 + 3.5 + 5
         (-10.0, 3, 1)
     """
@@ -107,7 +115,8 @@ def run(
         step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch: as in :func:`fit`.
 
     Returns:
-        An iterator of states. Each belongs to the run until the next is asked for: evaluate it, snapshot it, or leave.
+        An iterator of states. Each belongs to the run until the next is requested: evaluate it,
+        take a snapshot, or leave the loop.
 
     Raises:
         StaleStateError, TypeError, ValueError: as :func:`fit`, at once.
@@ -115,7 +124,8 @@ def run(
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
-        >>> [s.model.w.item() for s in run(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 2, epochs=3, hooks=())]
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 2
+        >>> [s.model.w.item() for s in run(step, toy(), batches, epochs=3, hooks=())]
         [-2.0, -4.0, -6.0]
     """
     plan = make_plan(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)

@@ -27,7 +27,8 @@ class Interrupts:
     """The requests that have come by signals.
 
     Args:
-        single_process: whether this is the only process; otherwise its requests wait until all agree.
+        single_process: whether this is the only process. Otherwise requests wait until all
+            processes agree.
     """
 
     def __init__(self, single_process: bool = True) -> None:
@@ -62,8 +63,8 @@ class Interrupts:
     def _ignore_dead_workers(self) -> None:
         """Keep torch from raising, wherever the run is, when a worker of a loader dies.
 
-        The signal may have been sent to the workers too. A loader whose workers are dead raises when
-        it is asked for a batch.
+        The signal may have been sent to the workers too. A loader whose workers are dead raises
+        when it is asked for a batch.
         """
         if _CHILD is None or self._usual_on_child is not None:
             return

@@ -200,7 +200,7 @@ def _check_folders(folders: Iterable[os.PathLike[str]]) -> None:
         place = os.path.realpath(folder)
         if place in seen:
             raise ValueError(
-                f"two checkpoint hooks share {folder}, and would remove each other's: give each its "
-                "own folder"
+                f"two checkpoint hooks share {folder}, and would remove each other's: give "
+                "each its own folder"
             )
         seen.add(place)

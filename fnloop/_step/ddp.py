@@ -164,7 +164,7 @@ class _Trainable(nn.Module):
 
 @functools.cache
 def _check_ddp(device: torch.device) -> None:
-    """Raise unless DDP averages gradients as it is called here, which is not how torch documents it.
+    """Raise unless DDP averages gradients when it is called as here, which torch does not document.
 
     Every process must call it. It runs once, before the first update.
     """
@@ -174,9 +174,9 @@ def _check_ddp(device: torch.device) -> None:
     mean = (dist.get_world_size() - 1) / 2
     if probe.grad is None or probe.grad.item() != mean:
         raise RuntimeError(
-            f"DistributedDataParallel of torch {torch.__version__} does not average gradients in the "
-            f"way that fnloop calls it. Install torch {CHECKED}, on which it was checked, or a newer "
-            f"fnloop"
+            f"DistributedDataParallel of torch {torch.__version__} does not average gradients in "
+            f"the way that fnloop calls it. Install torch {CHECKED}, on which it was checked, or a "
+            "newer fnloop"
         )
 
 

@@ -98,7 +98,9 @@ SOURCES = {
 
 
 def drawing(drawn):
-    """Return a loss function, and a hook, that draw from every generator; what training and hooks draw goes into a list."""
+    """Return a loss function, and a hook, that draw from every generator; what training and hooks
+    draw goes into a list.
+    """
 
     def draw(noted=True):
         numbers = (random.random(), float(np.random.rand()), float(torch.rand(1)))
@@ -131,7 +133,9 @@ def test_prefetch_changes_no_number(name, case, tmp_path):
     )
 
     def trained(*parts):
-        """Train two epochs in parts, each with its prefetch; all but the last end at some update, and are saved."""
+        """Train two epochs in parts, each with its prefetch; all but the last end at some update,
+        and are saved.
+        """
         drawn = []
         loss_fn, hook = drawing(drawn)
         step = fl.pipeline(*([fl.accumulate(window)] if window > 1 else []))(loss_fn)
@@ -170,7 +174,9 @@ def test_prefetch_changes_no_number(name, case, tmp_path):
 
 
 def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
-    """Ctrl-C comes while the third window is fetched ahead; the second is there, with what its own fetch has left."""
+    """Ctrl-C comes while the third window is fetched ahead; the second is there, with what its own
+    fetch has left.
+    """
 
     def batches():
         for i in range(3):

@@ -49,7 +49,9 @@ class Pairs(list):
 
 
 def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
-    """A tensor made on one stream and used on another has to be recorded there; stand-ins for streams show what is."""
+    """A tensor made on one stream and used on another has to be recorded there; stand-ins for
+    streams show what is.
+    """
     made, recorded = [], []
     stream = types.SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)

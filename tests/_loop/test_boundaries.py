@@ -1,4 +1,6 @@
-"""What a run that fails or is stopped at an awkward moment still owes: the record, the evaluation and the hooks."""
+"""What a run that fails or is stopped at an awkward moment still owes: the record, the evaluation
+and the hooks.
+"""
 
 import os
 import signal

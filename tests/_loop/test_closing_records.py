@@ -20,7 +20,7 @@ from fnloop.testing import assert_same, toy
 
 
 def ends(history):
-    """Where records were made, what they say of the two loaders, and whether they are closing ones."""
+    """The position of each record, its losses of both loaders, and whether it is a closing one."""
     return [
         (r.step, r.metrics.get("train/loss"), r.metrics.get("valid/loss"), r.closing)
         for r in history
@@ -30,7 +30,8 @@ def ends(history):
 @pytest.mark.parametrize(
     ("settings", "records"),
     [
-        # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n updates is -(n - 1) / 2
+        # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n
+        # updates is -(n - 1) / 2
         ({"steps": 2}, [(2, -0.5, -2.0, True)]),
         ({"steps": 3}, [(3, -1.0, -3.0, False)]),  # an epoch's end has its record anyway
         ({"steps": 5}, [(3, -1.0, -3.0, False), (5, -3.5, -5.0, True)]),

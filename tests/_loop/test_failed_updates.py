@@ -48,8 +48,8 @@ def test_an_update_that_fails_half_way_leaves_no_state(error, kind):
     where, torn = caught.value.__notes__
     assert where == "while in the optimizer's step, train, epoch 1, batch 1, step 1"
     assert (
-        "between two updates, so this exception has no attribute state. Go back to a checkpoint or to a snapshot"
-        in torn
+        "between two updates, so this exception has no attribute state. Go back to a checkpoint "
+        "or to a snapshot" in torn
     )
     (last, snapshot) = kept[-1]
     assert [p.item() for p in last.model.values()] == [

@@ -30,8 +30,8 @@ def test_a_stopped_run_stays_stopped_until_told_to_continue(caplog):
     state = fit(hooks=(lambda state: attrs.evolve(state, stop="enough"),))
     assert fit(state) is state
     assert (
-        "nothing to do: the run was stopped (enough). To continue anyway, pass attrs.evolve(state, stop=None)"
-        in caplog.text
+        "nothing to do: the run was stopped (enough). To continue anyway, pass "
+        "attrs.evolve(state, stop=None)" in caplog.text
     )
     assert fit(attrs.evolve(state, stop=None)).epoch == 1
 
@@ -96,8 +96,9 @@ def test_two_checkpoint_hooks_on_one_folder_are_refused(tmp_path):
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
 def test_a_hook_that_rolls_back_rolls_back_the_data_too(at):
-    """After update ``at`` return once to the state after update 1: the run equals one that continues
-    from there."""
+    """After update ``at`` return once to the state after update 1: the run equals one that
+    continues from there.
+    """
     kept, loaders = [], [torch.tensor([x]) for x in (1.0, 2.0, 4.0)]
     halving = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
 

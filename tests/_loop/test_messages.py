@@ -1,4 +1,6 @@
-"""What a user reads when something goes wrong: the part of their code that is to blame, and what to write instead."""
+"""What a user reads when something goes wrong: the part of their code that is to blame, and what to
+write instead.
+"""
 
 import math
 
@@ -58,7 +60,8 @@ def test_a_middleware_that_returns_something_else_is_named(ring, given):
     with pytest.raises(TypeError) as caught:
         fit(replying(ring, REPLIES[given]), fl.clip(1.0))
     assert str(caught.value) == (
-        f"noise(0.1), in its {ring} ring, must return (state, out); it returned {given}. Write: return state, out"
+        f"noise(0.1), in its {ring} ring, must return (state, out); it returned {given}. Write: "
+        f"return state, out"
     )
 
 
@@ -113,7 +116,9 @@ def test_a_guard_need_not_call_its_step():
 
 
 def test_the_check_is_gone_after_the_first_update():
-    """There is one frame of fnloop's less between a middleware and the one around it from the second update on."""
+    """There is one frame of fnloop's less between a middleware and the one around it from the
+    second update on.
+    """
     import sys
 
     depths = []
@@ -129,7 +134,8 @@ def test_the_check_is_gone_after_the_first_update():
         fl.Middleware("theirs", gradient=lambda step: lambda state, batch: step(state, batch)),
         loss=loss,
     )
-    plain = 5  # _run, update, Backward, forward and the loss function itself; the middleware is one more
+    # _run, update, Backward, forward and the loss function itself; the middleware is one more
+    plain = 5
     assert depths[1:] == [plain + 1, plain + 1]
 
 
@@ -162,7 +168,8 @@ def other():
 def test_a_middleware_that_switches_gradients_off_is_named():
     with pytest.raises(
         ValueError,
-        match=r"gradients are switched off while the step runs\. Is ema\(0\.9\) under torch\.no_grad",
+        match=r"gradients are switched off while the step runs\. Is ema\(0\.9\) under "
+        r"torch\.no_grad",
     ):
         fit(ema(0.9), other())
     with (
@@ -343,7 +350,9 @@ def test_weights_of_zero_on_the_device_make_a_gradient_of_zero():
 
 
 def without_items(folder):
-    """Two processes: in the first update one has an item, in the second none has, in the third both have."""
+    """Two processes: in the first update one has an item, in the second none has, in the third both
+    have.
+    """
     data = [(X[0], 1), (X[1], 0), (X[1], 0), (X[1], 0), (X[2], 1), (X[2], 3)]
     step = fl.pipeline()(weighted)
     state = fl.fit(step, toy(), data, hooks=())

@@ -38,8 +38,8 @@ def test_a_second_call_with_the_same_target_reports_nothing_to_do(caplog):
         again = fit(state, epochs=2)
     assert again is state
     assert (
-        "nothing to do: the state is at epoch 2, step 6, and the target is epochs=2. Targets are absolute"
-        in caplog.text
+        "nothing to do: the state is at epoch 2, step 6, and the target is epochs=2. Targets are "
+        "absolute" in caplog.text
     )
 
 

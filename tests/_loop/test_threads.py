@@ -71,7 +71,8 @@ def test_a_second_thread_is_refused_while_one_is_in_a_run(name):
     assert entered.wait(10)
     with pytest.raises(
         RuntimeError,
-        match=r"another thread of this process is inside one of them.*one after the other, or each in a process",
+        match=r"another thread of this process is inside one of them.*one after the other, or "
+        r"each in a process",
     ):
         BORROWERS[name]()
     leave.set()

@@ -1,7 +1,8 @@
-"""A mistake of the user's is what the user sees: none of our frames between their call and their line, and a note of where.
+"""A mistake of the user's is what the user sees: none of our frames between their call and their
+line, and a note of where.
 
-``__tracebackhide__`` is honoured by IPython (in its modes Context, which is the default, Docs and Verbose; Plain shows every
-frame) and by pytest.
+``__tracebackhide__`` is honoured by IPython (in its modes Context, which is the default, Docs and
+Verbose; Plain shows every frame) and by pytest.
 """
 
 import re
@@ -207,7 +208,8 @@ def loss_fn(model, batch):
     return ((model(x) - y) ** 2).mean() + undefined
 
 model = torch.nn.Linear(2, 1)
-step = fl.pipeline(fl.amp("bf16"), fl.accumulate(2), fl.clip(1.0), fl.schedule(fl.schedules.cosine()))(loss_fn)
+members = (fl.amp("bf16"), fl.accumulate(2), fl.clip(1.0), fl.schedule(fl.schedules.cosine()))
+step = fl.pipeline(*members)(loss_fn)
 state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
 batches = [(torch.ones(3, 2), torch.ones(3, 1))] * 4
 ''')
@@ -236,7 +238,8 @@ def test_ipython_shows_the_users_line_and_the_note(mode, tmp_path):
     (arrow,) = [line for line in after.splitlines() if line.startswith("---->")]
     assert arrow.endswith("return ((model(x) - y) ** 2).mean() + undefined")
     assert after.rstrip().endswith(
-        "NameError: name 'undefined' is not defined\nwhile in the loss function loss_fn, train, epoch 1, batch 0, step 0"
+        "NameError: name 'undefined' is not defined\nwhile in the loss function loss_fn, train, "
+        "epoch 1, batch 0, step 0"
     )
 
 

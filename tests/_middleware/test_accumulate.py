@@ -57,7 +57,7 @@ def test_unequal_batches_count_by_their_items(inside):
     "weigh", [int, torch.tensor, lambda n: torch.tensor(float(n))], ids=["int", "tensor", "float"]
 )
 def test_token_counts_weigh_micro_batches(inside, weigh):
-    """1 token with gradient 8 and 3 tokens with mean gradient 4: the mean over tokens is 5, not 6."""
+    """1 token with gradient 8 and 3 with mean gradient 4: the mean over tokens is 5, not 6."""
 
     def tokens(model, batch):
         x, count = batch
@@ -137,7 +137,8 @@ def test_the_norm_of_each_micro_batch_is_averaged_where_each_is_clipped():
 def test_n_is_at_least_one(n):
     with pytest.raises(
         ValueError,
-        match=rf"accumulate expects n as an int >= 1, the batches per update \(1 changes nothing\); got {n}",
+        match=rf"accumulate expects n as an int >= 1, the batches per update \(1 changes "
+        rf"nothing\); got {n}",
     ):
         fl.accumulate(n)
 

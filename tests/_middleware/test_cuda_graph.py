@@ -1,4 +1,4 @@
-"""cuda_graph as a middleware: its settings, and where it can be listed. tests/_graphs has the rest."""
+"""cuda_graph as a middleware: its settings and its place. tests/_graphs has the rest."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The seam between one process and several: what the engine of one process answers, and who asks."""
+"""The seam between one process and several: the answers of the engine for one process."""
 
 import gc
 import re
@@ -49,7 +49,7 @@ def test_a_distributed_engine_dies_with_its_states():
 
 
 def test_only_the_engine_looks_at_the_number_of_processes():
-    """A comparison of it anywhere else in steps, middleware or metrics is a branch to move there."""
+    """A comparison elsewhere in steps, middleware or metrics is a branch to move there."""
     branch = re.compile(r"(world_size|processes)\s*(==|>|!=|<)|if .*\bworld_size\b")
     files = [*ROOT.glob("_step/*.py"), *ROOT.glob("_middleware/*.py"), ROOT / "_core/merge.py"]
     found = [

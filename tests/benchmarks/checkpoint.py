@@ -9,8 +9,8 @@ is reported. In a round, every contender takes a turn, in random order, in an em
 are taken within a round. /tmp may be in memory: see --folder.
 
 * save: the call, made twice, of which the second counts. The first uses memory that a virtual
-  machine still has to copy from its host. The floor is two files by the save_file of safetensors, read
-  again for their SHA-256.
+  machine still has to copy from its host. The floor is two files by the save_file of safetensors,
+  read again for their SHA-256.
 * fsync: flushing what was written to the disk, afterwards. ``fnloop.save`` has done so before it
   returns, hence a second ratio, of save and fsync. The other libraries do not hash and do not
   flush; but for lightning, ext4 does, when a file that was created empty is closed. accelerate

@@ -1,24 +1,32 @@
-"""What an update costs on a GPU: fnloop eager, compiled and captured, its peers, and loops written by hand.
+"""What an update costs on a GPU: fnloop eager, compiled and captured, its peers, and loops written
+by hand.
 
-    pip install 'fnloop[bench]'                      # the peers; those that are missing are left out
-    python tests/benchmarks/gpu.py                   # the tables, and the raw numbers as JSON beside this file
+    pip install 'fnloop[bench]'                      # the peers; those that are missing are left
+    out
+    python tests/benchmarks/gpu.py                   # the tables, and the raw numbers as JSON
+    beside this file
     python tests/benchmarks/gpu.py --cases mlp gpt   # some of them
     python tests/benchmarks/gpu.py --device cpu --tiny      # only to see that it runs
 
-Every contender trains the same model from the same weights on the same batches, which are on the device already, with
-AdamW. Losses have to agree with those of the loop written by hand; a contender whose don't, or that fails, is not timed.
-In a round each contender trains once on all batches, in random order; ratios are taken within a round. A model that
-is too large to be there once for each contender (GPT-2) is timed by one contender after the other.
+Every contender trains the same model from the same weights on the same batches, which are on the
+device already, with AdamW. Losses have to agree with those of the loop written by hand; a contender
+whose don't, or that fails, is not timed. In a round each contender trains once on all batches, in
+random order; ratios are taken within a round. A model that is too large to be there once for each
+contender (GPT-2) is timed by one contender after the other.
 
-* per update: from the call, or from the beginning of an epoch where a peer tells of it, until the loss is read at
-  its end, divided by the number of updates. fnloop's is the whole call of ``fit`` with ``hooks=()``.
-* first 5: the first five updates, with compiling, warming up and capturing. Compiled code may come from
+* per update: from the call, or from the beginning of an epoch where a peer tells of it, until the
+loss is read at
+  its end, divided by the number of updates. fnloop's is the whole call of ``fit`` with
+  ``hooks=()``.
+* first 5: the first five updates, with compiling, warming up and capturing. Compiled code may come
+from
   inductor's cache on the disk: by hand is compiled first.
-* peak: the most memory that was allocated at once, beyond what there was before the contender was built. held: what
+* peak: the most memory that was allocated at once, beyond what there was before the contender was
+built. held: what
   it keeps reserved, in which the memory of graphs is.
 
-"fused" is AdamW(fused=True); the others have torch's default. "feeding" has a loader with one worker whose batches
-take 80 % of an update; the ratio is to batches that are on the device already.
+"fused" is AdamW(fused=True); the others have torch's default. "feeding" has a loader with one
+worker whose batches take 80 % of an update; the ratio is to batches that are on the device already.
 """
 
 from __future__ import annotations
@@ -77,7 +85,9 @@ CLOCK = Clock()  # one for all, as they take turns
 
 
 class Loader:
-    """The batches as they are, for peers that don't take a list: nothing is fetched, collated or moved."""
+    """The batches as they are, for peers that don't take a list: nothing is fetched, collated or
+    moved.
+    """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.batches = batches
@@ -90,7 +100,8 @@ class Loader:
         return iter(self.batches)
 
 
-# --- the cases ----------------------------------------------------------------------------------------------
+# --- the cases
+# ----------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -226,7 +237,8 @@ class Task(NamedTuple):
         )
 
 
-# --- the contenders: task -> train --------------------------------------------------------------------------
+# --- the contenders: task -> train
+# --------------------------------------------------------------------------
 
 
 def by_hand(task: Task, compiled: bool = False) -> Train:
@@ -327,7 +339,9 @@ def with_accelerate(task: Task) -> Train:
 
 
 def with_lightning(task: Task) -> Train:
-    """It reads a list as one of loaders, hence a Loader. Each fit gets a new Trainer, in its barebones mode."""
+    """It reads a list as one of loaders, hence a Loader. Each fit gets a new Trainer, in its
+    barebones mode.
+    """
     from lightning.pytorch import LightningModule, Trainer
 
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
@@ -369,7 +383,9 @@ def with_lightning(task: Task) -> Train:
 
 
 def with_pytorch_accelerated(task: Task) -> Train:
-    """It clips by value only, and every batch. So its method for an update is overridden, to clip there."""
+    """It clips by value only, and every batch. So its method for an update is overridden, to clip
+    there.
+    """
     from pytorch_accelerated import Trainer
 
     losses: list[Tensor] = []
@@ -423,7 +439,8 @@ CONTENDERS: dict[
 }
 
 
-# --- the measurement ----------------------------------------------------------------------------------------
+# --- the measurement
+# ----------------------------------------------------------------------------------------
 
 
 class Result(NamedTuple):
@@ -458,7 +475,9 @@ def time_once(train: Train, batches: Any, updates: int) -> float:
 
 
 def failure(name: str, error: Exception) -> str:
-    """Return what is said of a contender that fails: the others are measured all the same. Of the loop by hand nothing is."""
+    """Return what is said of a contender that fails: the others are measured all the same. Of the
+    loop by hand nothing is.
+    """
     if name == HAND:
         raise error
     return f"failed: {type(error).__name__}: {error}".splitlines()[0]
@@ -522,7 +541,8 @@ def compare(
 
 def show(title: str, results: dict[str, Any]) -> None:
     print(
-        f"\n{title:<40}{'ms/update':>10}{'by hand ÷':>10}{'25–75 %':>15}{'first 5, s':>12}{'peak, MiB':>11}{'held':>8}"
+        f"\n{title:<40}{'ms/update':>10}{'by hand ÷':>10}{'25–75 %':>15}"
+        f"{'first 5, s':>12}{'peak, MiB':>11}{'held':>8}"
     )
     for name in CONTENDERS:
         if name not in results:
@@ -540,7 +560,8 @@ def show(title: str, results: dict[str, Any]) -> None:
         )
 
 
-# --- feeding ------------------------------------------------------------------------------------------------
+# --- feeding
+# ------------------------------------------------------------------------------------------------
 
 
 class Slow(Dataset):
@@ -567,7 +588,7 @@ FEEDING = (
 
 
 def feed(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Compare batches that are there with those of a loader that takes 80 % of an update for each."""
+    """Compare batches in memory with those of a loader that takes 80 % of an update for each."""
     torch.manual_seed(1)
     few = [case.batch() for _ in range(8)]
     there = ([tuple(t.to(args.device) for t in batch) for batch in few] * case.updates)[
@@ -610,7 +631,8 @@ def show_feeding(title: str, results: dict[str, Any]) -> None:
         print(f"{name:<40}{resident:>10.3f}{fed:>10.3f}{fed / resident:>8.2f}")
 
 
-# --- all of it ----------------------------------------------------------------------------------------------
+# --- all of it
+# ----------------------------------------------------------------------------------------------
 
 
 def version(distribution: str) -> str | None:

@@ -1,24 +1,30 @@
 """What a training loop costs per batch: fnloop, its peers, and the same loop written by hand.
 
     pip install 'fnloop[bench]'              # the peers; those that are missing are left out
-    python tests/benchmarks/overhead.py      # two tables, and the raw numbers as JSON beside this file
+    python tests/benchmarks/overhead.py      # two tables, and the raw numbers as JSON beside this
+    file
 
-The model is tiny (784-128-64-10, batches of 32, SGD with momentum, one CPU thread), so that the loop shows.
-Every contender trains on one list of tensors from the same first weights, and has to arrive at those of the loop
-written by hand, bit for bit ("plain") or to 1e-6 ("accumulate(4) and clip(1.0)"); otherwise nothing is timed.
-In a round each contender trains once on all batches, in random order. Ratios are taken within a round.
+The model is tiny (784-128-64-10, batches of 32, SGD with momentum, one CPU thread), so that the
+loop shows. Every contender trains on one list of tensors from the same first weights, and has to
+arrive at those of the loop written by hand, bit for bit ("plain") or to 1e-6 ("accumulate(4) and
+clip(1.0)"); otherwise nothing is timed. In a round each contender trains once on all batches, in
+random order. Ratios are taken within a round.
 
 What is timed, and divided by the number of batches (four to an update in the second table):
 
 * by hand, accelerate: the loop, from its first line to the reading of the loss.
-* fnloop: the whole call of ``fit``, with its set-up and the record at its end. First with ``hooks=()``, then
-  with the default hooks, which write to os.devnull: a line per epoch, as into a log file, not a bar.
-* the others: from the beginning of their epoch to its end, told by hooks that they call once per epoch. Their
-  set-up, 0.1 s in pytorch-accelerated, is left out. They get no callbacks, and lightning its barebones mode.
+* fnloop: the whole call of ``fit``, with its set-up and the record at its end. First with
+``hooks=()``, then
+  with the default hooks, which write to os.devnull: a line per epoch, as into a log file, not a
+  bar.
+* the others: from the beginning of their epoch to its end, told by hooks that they call once per
+epoch. Their
+  set-up, 0.1 s in pytorch-accelerated, is left out. They get no callbacks, and lightning its
+  barebones mode.
 
-What becomes of the loss differs. By hand, fnloop and accelerate sum it on the device and read it once per
-epoch. pytorch-ignite and pytorch-accelerated read it every batch, as they do by default, which is cheap on a
-CPU. lightning drops it in barebones mode.
+What becomes of the loss differs. By hand, fnloop and accelerate sum it on the device and read it
+once per epoch. pytorch-ignite and pytorch-accelerated read it every batch, as they do by default,
+which is cheap on a CPU. lightning drops it in barebones mode.
 """
 
 from __future__ import annotations
@@ -73,7 +79,9 @@ CLOCK = Clock()  # one for all, as they take turns
 
 
 class Loader:
-    """The batches as they are, for peers that don't take a list: nothing is fetched, collated or moved."""
+    """The batches as they are, for peers that don't take a list: nothing is fetched, collated or
+    moved.
+    """
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -86,7 +94,8 @@ class Loader:
         return iter(self.batches)
 
 
-# --- the contenders: (model, optimizer, setting) -> train ---------------------------------------------------
+# --- the contenders: (model, optimizer, setting) -> train
+# ---------------------------------------------------
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
@@ -187,7 +196,9 @@ def with_accelerate(model: nn.Module, optimizer: Optimizer, setting: str) -> Tra
 
 
 def with_ignite(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
-    """It takes a list. What create_supervised_trainer makes can't clip, hence an Engine of the same kind."""
+    """It takes a list. What create_supervised_trainer makes can't clip, hence an Engine of the same
+    kind.
+    """
     from ignite.engine import Engine, Events, create_supervised_trainer
 
     def update(engine: Engine, batch: tuple[Tensor, Tensor]) -> float:
@@ -212,7 +223,9 @@ def with_ignite(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
 
 
 def with_pytorch_accelerated(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
-    """It clips by value only, and every batch. So its method for an update is overridden, to clip there."""
+    """It clips by value only, and every batch. So its method for an update is overridden, to clip
+    there.
+    """
     from pytorch_accelerated import Trainer
 
     class OnBatches(Trainer):
@@ -282,7 +295,8 @@ CONTENDERS = {  # name -> (distribution, how to build it)
 }
 
 
-# --- the measurement ----------------------------------------------------------------------------------------
+# --- the measurement
+# ----------------------------------------------------------------------------------------
 
 
 def make_model() -> tuple[nn.Module, Optimizer]:
@@ -371,7 +385,8 @@ def main() -> None:
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]
     print(
-        f"{cpu()}, Python {platform.python_version()}, {args.rounds} rounds of {args.batches} batches"
+        f"{cpu()}, Python {platform.python_version()}, {args.rounds} rounds of {args.batches} "
+        f"batches"
     )
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
 

@@ -1,17 +1,22 @@
-"""What a training loop costs on two processes: fnloop, its peers, and torch's DistributedDataParallel by hand.
+"""What a training loop costs on two processes: fnloop, its peers, and torch's
+DistributedDataParallel by hand.
 
-    pip install 'fnloop[bench]'                                     # the peers; those that are missing are left out
-    torchrun --nproc-per-node 2 tests/benchmarks/processes.py       # two tables; raw numbers as JSON beside this file
+    pip install 'fnloop[bench]'                                     # the peers; those that are
+    missing are left out
+    torchrun --nproc-per-node 2 tests/benchmarks/processes.py       # two tables; raw numbers as
+    JSON beside this file
     python tests/benchmarks/processes.py                            # starts that itself
 
-All contenders live in the same two processes (gloo, CPU, one thread each), and take turns there in random order: once per
-round each trains on its half of one list of tensors. They begin with the same weights and have to arrive at those of the loop
-written by hand, to 1e-6; otherwise nothing is timed. A round's time is that of the slower process, between two barriers;
-ratios are taken within a round. What is timed is described in overhead.py: of fnloop the whole call of ``fit``, of lightning
+All contenders live in the same two processes (gloo, CPU, one thread each), and take turns there in
+random order: once per round each trains on its half of one list of tensors. They begin with the
+same weights and have to arrive at those of the loop written by hand, to 1e-6; otherwise nothing is
+timed. A round's time is that of the slower process, between two barriers; ratios are taken within a
+round. What is timed is described in overhead.py: of fnloop the whole call of ``fit``, of lightning
 its epoch alone.
 
-Two models: a tiny one, in which the loop shows beside the latency of an exchange, and one whose batch takes milliseconds. Each
-plain, and with four batches to an update, of which only the last is exchanged (``no_sync``), and gradients clipped.
+Two models: a tiny one, in which the loop shows beside the latency of an exchange, and one whose
+batch takes milliseconds. Each plain, and with four batches to an update, of which only the last is
+exchanged (``no_sync``), and gradients clipped.
 
 The plan for more processes, on paper
 -------------------------------------
@@ -36,24 +41,27 @@ plus what is not hidden of the following.
   others. With a loader by index, that takes N · b indices and N seeds per update, in Python. Of any
   other iterable that is not ``sharded``, each process makes all N batches.
 
-For example, GPT-2 with 124 M parameters in float32 (P = 0.5 GB), 32 × 1,024 tokens per H100 at 40 % of its 989 TFLOP/s: 62 ms
-of compute, 41 of them in backward; one link to each machine.
+For example, GPT-2 with 124 M parameters in float32 (P = 0.5 GB), 32 × 1,024 tokens per H100 at 40 %
+of its 989 TFLOP/s: 62 ms of compute, 41 of them in backward; one link to each machine.
 
-    N                 link                   2 (N-1)/N · P / B     not hidden      scaling      with accumulate(4)
-    8, one machine    NVLink, 400 GB/s       2 ms                  < 1 ms          > 98 %       > 99 %
-    16, two           400 Gbit/s, 50 GB/s    19 ms                 < 1 ms          > 98 %       > 99 %
+    N                 link                   2 (N-1)/N · P / B     not hidden      scaling      with
+    accumulate(4)
+    8, one machine    NVLink, 400 GB/s       2 ms                  < 1 ms          > 98 %       > 99
+    %
+    16, two           400 Gbit/s, 50 GB/s    19 ms                 < 1 ms          > 98 %       > 99
+    %
     16, two           100 Gbit/s, 12.5 GB/s  74 ms                 34 ms           65 %         88 %
     64, eight         100 Gbit/s             78 ms                 38 ms           62 %         87 %
 
 What limits scaling first: on slow links the gradients, from the second machine on. The remedies
 are ``accumulate``, which has n times the compute to hide them, and a communication hook that sends
-bf16, which halves them. On fast links it is the order of the data: 0.25 µs of Python for each sample
-of an update, in every process. That is 2 ms at N · b = 8,192, and 30 ms at 128 thousand. Workers do
-not help, because it happens in the process of the loop. From there on, a stream of which each
-process reads a part (``sharded``) is better. For loaders that are not DataLoaders of a map-style
-dataset it is better in any case, since otherwise N processes read everything N times. Then comes
-gloo, which carries the messages of the host: N - 1 sockets in each process, N² in all. And every
-process waits for the slowest one.
+bf16, which halves them. On fast links it is the order of the data: 0.25 µs of Python for each
+sample of an update, in every process. That is 2 ms at N · b = 8,192, and 30 ms at 128 thousand.
+Workers do not help, because it happens in the process of the loop. From there on, a stream of which
+each process reads a part (``sharded``) is better. For loaders that are not DataLoaders of a
+map-style dataset it is better in any case, since otherwise N processes read everything N times.
+Then comes gloo, which carries the messages of the host: N - 1 sockets in each process, N² in all.
+And every process waits for the slowest one.
 """
 
 from __future__ import annotations
@@ -111,7 +119,8 @@ def mine(batches: Batches) -> Batches:
     return batches[dist.get_rank() :: dist.get_world_size()]
 
 
-# --- the contenders: (model, optimizer, setting) -> train, which gets the batches of both processes ---------------------
+# --- the contenders: (model, optimizer, setting) -> train, which gets the batches of both processes
+# ---------------------
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
@@ -253,7 +262,8 @@ CONTENDERS: dict[
 }
 
 
-# --- the measurement ----------------------------------------------------------------------------------------------------
+# --- the measurement ------------------------------------------------------------------------------
+# ----------------------
 
 
 def make_model(size: str) -> tuple[nn.Module, Optimizer]:
@@ -366,7 +376,8 @@ def main() -> None:
     ]
     if main:
         print(
-            f"{cpu()}, Python {platform.python_version()}, {size_of_world} processes, {args.rounds} rounds"
+            f"{cpu()}, Python {platform.python_version()}, {size_of_world} processes, "
+            f"{args.rounds} rounds"
         )
         print(
             ", ".join(
