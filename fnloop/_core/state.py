@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from fnloop._backend.join import join
 from fnloop._backend.launch import Backend
 from fnloop._backend.public import broadcast
+from fnloop._core.handles import check_handles, check_settings, count_parameters
 from fnloop._core.history import History
 from fnloop._core.ownership import Ownership, ParameterCache, StaleStateError
-from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
+from fnloop._core.rng import HostGenerators, new_seed
 from fnloop._core.run_info import RunInfo
 from fnloop._core.types import Metric
 from fnloop._display import html
@@ -146,8 +147,8 @@ class TrainState:
             >>> TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
             TrainState(step=0, epoch=0, batch=0, model=Linear (3 parameters), optimizer=SGD, seed=0)
         """
-        _check_handles(model, optimizer)
-        _check_settings(seed, backend)
+        check_handles(model, optimizer)
+        check_settings(seed, backend)
         model, optimizer, facts = join(model, optimizer, backend)
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
@@ -162,7 +163,7 @@ class TrainState:
     def _facts(self) -> dict[str, object]:
         facts: dict[str, object] = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
-            "model": f"{type(self.model).__name__} ({_count_parameters(self.model)})",
+            "model": f"{type(self.model).__name__} ({count_parameters(self.model)})",
             "optimizer": type(self.optimizer).__name__, "seed": self.seed,
         }  # fmt: skip
         if self.slots:
@@ -184,60 +185,6 @@ class TrainState:
         shown = ", ".join(f"{name} {html.format_number(value)}" for name, value in latest.items())
         facts = self._facts() | ({"latest": shown} if latest else {})
         return html.facts(self._title(), facts | {"device": self.backend.device})
-
-
-def _check_handles(model: object, optimizer: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"TrainState.create expects model as a torch.nn.Module; got {describe(model)}"
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            "TrainState.create expects an optimizer second, such as "
-            f"torch.optim.SGD(model.parameters(), lr=0.1); got {describe(optimizer)}"
-        )
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "TrainState.create expects a model with weights; got one on the meta device: write "
-            'model.to_empty(device="cpu"), initialize it, and make the optimizer after that'
-        )
-    theirs = {id(p) for p in model.parameters()}
-    trained = (p for group in optimizer.param_groups for p in group["params"])
-    if theirs and not any(id(p) in theirs for p in trained):
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"none of the optimizer's parameters belongs to this {type(model).__name__}: nothing "
-            "would be trained. Make the optimizer after the model (and after any change of its "
-            f"parameters): {name}(model.parameters(), ...)"
-        )
-
-
-def _check_settings(seed: object, backend: object) -> None:
-    is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= SEED_BITS
-    if seed is not None and not is_seed:
-        raise ValueError(
-            f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {describe(seed)}"
-        )
-    if not (
-        backend is None or isinstance(backend, Backend) or hasattr(backend, "distributed_type")
-    ):
-        raise TypeError(
-            f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
-        )
-
-
-def _count_parameters(model: nn.Module) -> str:
-    """Return how many parameters a model has, and how many are trained unless all are."""
-    params = list(model.parameters())
-    if any(map(nn.parameter.is_lazy, params)):
-        return "parameters of sizes that its first batch decides"
-    size, trained = (
-        sum(p.numel() for p in params),
-        sum(p.numel() for p in params if p.requires_grad),
-    )
-    return html.format_count(size, "parameter") + (
-        f", {trained:,} trained" if trained < size else ""
-    )
 
 
 # --- ownership
