@@ -18,15 +18,15 @@ class StaleStateError(RuntimeError):
 
 
 class Ownership(Generic[State]):
-    """Tracks which state owns the model and the optimizer: the state whose version this is.
+    """Tracks which state owns the model and the optimizer: the state whose generation this is.
 
     All states that a run makes of one model share it.
     """
 
-    __slots__ = ("__weakref__", "newest", "version")
+    __slots__ = ("__weakref__", "generation", "newest")
 
     def __init__(self) -> None:
-        self.version: int | None = 0  # None while an optimizer changes the parameters
+        self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
 
 

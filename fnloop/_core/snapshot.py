@@ -58,7 +58,7 @@ def snapshot(state: TrainState) -> TrainState:
             setattr(optimizer, name, copy.deepcopy(value, memo))
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=Ownership(), version=0, parameters=ParameterCache(),
+        ownership=Ownership(), generation=0, parameters=ParameterCache(),
     )  # fmt: skip
 
 

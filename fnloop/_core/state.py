@@ -30,10 +30,29 @@ from fnloop._display import html
 from fnloop._display.checks import describe
 
 __all__ = [
-    "EPOCH", "PENDING", "RECORD", "SCHEDULED", "UPDATE", "TrainState",
-    "advance", "after_batches", "all_parameters", "check_not_stale", "clear_parameter_cache",
-    "detached_from_run", "give_up_ownership", "is_half_updated", "newest", "now", "ownership_of",
-    "owns_handles", "parameters", "take_ownership", "tracing_copy", "version_of", "with_slot",
+    "EPOCH",
+    "PENDING",
+    "RECORD",
+    "SCHEDULED",
+    "UPDATE",
+    "TrainState",
+    "advance",
+    "after_batches",
+    "all_parameters",
+    "check_not_stale",
+    "clear_parameter_cache",
+    "detached_from_run",
+    "generation_of",
+    "give_up_ownership",
+    "is_half_updated",
+    "newest",
+    "now",
+    "ownership_of",
+    "owns_handles",
+    "parameters",
+    "take_ownership",
+    "tracing_copy",
+    "with_slot",
 ]  # fmt: skip
 
 UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # see TrainState.events
@@ -103,7 +122,7 @@ class TrainState:
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _ownership: Ownership[TrainState] = attrs.field(factory=Ownership)
-    _version: int = 0
+    _generation: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
     _parameters: ParameterCache = attrs.field(factory=ParameterCache)
@@ -202,7 +221,7 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
             f"{owner} expected a TrainState, as TrainState.create(model, optimizer) makes it; "
             f"got {describe(state)}"
         )
-    if state._ownership.version == state._version:
+    if state._ownership.generation == state._generation:
         return
     if is_half_updated(state):
         raise StaleStateError(
@@ -219,17 +238,17 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
 
 def owns_handles(state: TrainState) -> bool:
     """Return whether a state owns its model and optimizer."""
-    return state._ownership.version == state._version
+    return state._ownership.generation == state._generation
 
 
 def is_half_updated(state: TrainState) -> bool:
     """Return whether an update of this model was begun and has not ended: no state owns it."""
-    return state._ownership.version is None
+    return state._ownership.generation is None
 
 
 def give_up_ownership(state: TrainState) -> None:
     """Leave the model without an owner, from before an update changes it until :func:`advance`."""
-    state._ownership.version = None
+    state._ownership.generation = None
 
 
 def advance(state: TrainState, applied: bool) -> TrainState:
@@ -240,15 +259,15 @@ def advance(state: TrainState, applied: bool) -> TrainState:
     values["skipped"] = state.skipped + (not applied)
     values["events"] = _UPDATED if applied else _NOTHING
     values["generators"] = None
-    values["_version"] = state._ownership.version = state._version + 1
+    values["_generation"] = state._ownership.generation = state._generation + 1
     state._ownership.newest = new
     return new
 
 
 def take_ownership(state: TrainState) -> TrainState:
     """Return a copy of a state, which owns the model from now on."""
-    state._ownership.version = version = state._version + 1
-    return attrs.evolve(state, version=version)
+    state._ownership.generation = generation = state._generation + 1
+    return attrs.evolve(state, generation=generation)
 
 
 def after_batches(
@@ -298,7 +317,7 @@ def tracing_copy(
         *("events", "generators", "extra"),
     )
     changing = {name: stand_in(name) for name in names}
-    return attrs.evolve(state, slots=slots, ownership=Ownership(), version=0, **changing)
+    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
 
 
 def detached_from_run(state: TrainState) -> TrainState:
@@ -337,9 +356,9 @@ def ownership_of(state: TrainState) -> Ownership[TrainState]:
     return state._ownership
 
 
-def version_of(state: TrainState) -> int:
+def generation_of(state: TrainState) -> int:
     """Return a number that every step changes, and every call of :func:`take_ownership`."""
-    return state._version
+    return state._generation
 
 
 def now(state: TrainState) -> float:

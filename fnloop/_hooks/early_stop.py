@@ -8,12 +8,12 @@ import attrs
 
 from fnloop._core.call import Call
 from fnloop._core.history import Fold, History
-from fnloop._core.merge import merge_metrics
 from fnloop._core.monitor import better, check_monitored, mode_of
 from fnloop._core.record import Record
 from fnloop._core.state import RECORD, UPDATE, TrainState
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.html import format_count
+from fnloop._step.engine import engine_of
 
 __all__ = ["early_stop", "halt_on_nonfinite"]
 
@@ -215,7 +215,8 @@ class halt_on_nonfinite:
         if RECORD in state.events:
             loss = state.history[-1].metrics.get("train/loss", 0.0)
         elif UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
-            loss = merge_metrics({"loss": state.metrics["loss"]})["loss"].compute()  # a host read
+            running = {"loss": state.metrics["loss"]}
+            loss = engine_of(state).merge_metrics(running)["loss"].compute()  # a host read
         else:
             return state
         if math.isfinite(loss):

@@ -24,7 +24,7 @@ from fnloop._backend.collectives import (
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.merge import merge_metrics
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
-from fnloop._core.state import TrainState, version_of
+from fnloop._core.state import TrainState, generation_of
 from fnloop._core.types import Batch, Metric, Output
 from fnloop._data.source import Source
 from fnloop._data.window import Window
@@ -75,7 +75,7 @@ class DistributedEngine:
         self.ended_on_padding = False
         self.empty_output: Output | None = None
         self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
-        self._calls, self._version = 0, -1  # of backward, in one update
+        self._calls, self._generation = 0, -1  # of backward, in one update
         self._position = torch_seeder(state.backend.device)
         shutdown_callbacks.add(self)
 
@@ -90,13 +90,13 @@ class DistributedEngine:
 
     def take(self, state: TrainState, batch: Batch, source: Source, window: int) -> Batch:
         batch, taken = source.take(batch, window)
-        self._window = version_of(state), taken
+        self._window = generation_of(state), taken
         return batch
 
     def window_of(self, state: TrainState) -> Window:
         """Return what is known of the window that a step was given."""
         version, window = self._window
-        return window if version == version_of(state) else _UNKNOWN
+        return window if version == generation_of(state) else _UNKNOWN
 
     def is_padding(self, window: Window, n: int, batches: int) -> bool:
         """Return whether the n-th of the batches that backward was given is padding.
@@ -112,9 +112,11 @@ class DistributedEngine:
         """Position torch's generators before a forward and backward: each process draws its own."""
         if state.run is None:
             return  # a bare step draws from where the generators are
-        again = self._version == version_of(state)  # a step inside may be called more than once
+        again = self._generation == generation_of(
+            state
+        )  # a step inside may be called more than once
         self._calls = self._calls + 1 if again else 0
-        self._version = version_of(state)
+        self._generation = generation_of(state)
         self._seed(state, 1 + state.backend.rank)
 
     def seed_shared(self, state: TrainState) -> None:

@@ -28,6 +28,7 @@ from fnloop.testing._problems import Problem, small, stochastic
 from fnloop.testing._spy import HostReadError, Spy, no_host_reads, spy
 from fnloop.testing._toys import Toy, toy, toy_loss
 
+__docformat__ = "google"
 __all__ = [
     "HostReadError",
     "Problem",

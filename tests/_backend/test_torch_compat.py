@@ -30,6 +30,7 @@ OTHERS = {  # private names of other libraries, each in one file
     "_display/plot.py": {"_repr_png_"},  # IPython's protocol
     "_middleware/schedule.py": {"_repr_html_"},
     "_backend/launch.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
+    "_core/torchmetrics.py": {"_to_sync", "_update_count"},
     "_backend/watchdog.py": {"_exit", "_current_frames"},  # documented, of os and sys
 }
 
@@ -435,7 +436,7 @@ def test_a_ddp_that_does_not_average_is_an_error(group, monkeypatch):
 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)  # the mean of the ranks is 1
-    ddp.check_ddp.__wrapped__(torch.device("cpu"))
+    ddp._check_ddp.__wrapped__(torch.device("cpu"))
     monkeypatch.setattr(ddp, "reduce_in_backward", lambda ddp, loss: loss * 2)
     with pytest.raises(RuntimeError, match="does not average gradients"):
-        ddp.check_ddp.__wrapped__(torch.device("cpu"))
+        ddp._check_ddp.__wrapped__(torch.device("cpu"))

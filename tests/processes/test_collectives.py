@@ -175,10 +175,10 @@ REFUSED = {
     "partly sharded": "ValueError: some parameters of this model are sharded",
     "small mesh": "NotImplementedError: this model is sharded over meshes of [1] of ",
     "main only": "TypeError: ",
-    "snapshot": "NotImplementedError: a model that is sharded over processes can't be copied",
+    "snapshot": "NotImplementedError: a model that is sharded over processes cannot be copied",
     "no batch": "ValueError: the training loader gave no batch",
     "all dropped": "ValueError: the training loader gave no batch in epoch 1. It has 41 samples, "
-    "and with drop_last an update takes 30 × ",
+    "and with drop_last an update takes 30 on each of ",
     "weights of its own": "RuntimeError: the processes have diverged: the norm of the weight "
     "2.bias is from ",
     "order of its own": "RuntimeError: the processes have diverged: each has the data in another "
@@ -187,8 +187,7 @@ REFUSED = {
     "in another order",
     "predicted in its own order": "RuntimeError: the processes have diverged: each has the data "
     "in another order",
-    "one tensor again and again": "ValueError: the loader fills one tensor again for its next "
-    "batch, and ",
+    "one tensor again and again": "ValueError: the loader reuses a tensor for its next batch",
     "lazy": "ValueError: the model has lazy parameters, which have no shape yet: call it once",
     "nothing to evaluate": "ValueError: the loader to evaluate gave no batch",
 }

@@ -118,7 +118,7 @@ def test_a_sharded_loader_resumes_mid_epoch_on_the_same_number_of_processes_only
     fl.save(fl.fit(step, state(), fl.sharded(batches(6)), hooks=(halt,)), tmp_path / "one")
     assert (
         launch.results(tmp_path, 2, continue_sharded)
-        == [["ValueError: the checkpoint is one of 1 processes in the middle", 8, 7]] * 2
+        == [["ValueError: this checkpoint was written in mid-epoch by 1 proc", 8, 7]] * 2
     )
     again = attrs.evolve(fl.restore(tmp_path / "one", state()), stop=None)
     assert fl.fit(step, again, fl.sharded(batches(6)), hooks=()).step == 7
