@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import attrs
 
@@ -315,7 +314,7 @@ def _check_position(plan: Plan, state: TrainState) -> None:
         )
 
 
-def _check_returned(hook: Hook, new: Any) -> TrainState:
+def _check_returned(hook: Hook, new: object) -> TrainState:
     """Return what a hook returned, having checked that it is a fresh state."""
     __tracebackhide__ = True
     if not isinstance(new, TrainState):
