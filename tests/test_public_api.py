@@ -222,7 +222,6 @@ def private_reads(tree):
         yield from ((name, node.lineno) for name in names if is_private(name) and name not in mine)
 
 
-@pytest.mark.xfail(strict=False, reason="until the rooms are merged: torch_compat, TrainState")
 def test_no_module_uses_a_private_name_of_another():
     found = []
     for path, tree in modules():
@@ -259,18 +258,6 @@ def test_a_private_name_of_another_module_is_found(source, found):
 # --- sizes
 
 LINES, FUNCTION_LINES = 400, 60
-OVER_UNTIL_THE_MERGE = {
-    "_checkpoint/files.py",
-    "_checkpoint/optimizer.py",
-    "_checkpoint/trial.py",
-    "_core/state.py",
-    "_graphs/capture.py",
-    "_graphs/guards.py",
-    "_loop/fit.py",
-    "_middleware/amp.py",
-    "_step/backward.py",
-    "_step/pipeline.py",
-}
 
 
 def function_lines(tree):
@@ -281,13 +268,7 @@ def function_lines(tree):
             yield node.name, node.end_lineno - body[0].lineno + 1 if body else 0
 
 
-def sized(path):
-    file = str(path.relative_to(ROOT))
-    marks = [pytest.mark.xfail(strict=False)] if file in OVER_UNTIL_THE_MERGE else []
-    return pytest.param(path, marks=marks, id=file)
-
-
-@pytest.mark.parametrize("path", [*map(sized, PATHS)])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_and_no_function_is_too_long(path):
     text = path.read_text()
     assert len(text.splitlines()) <= LINES
@@ -295,7 +276,6 @@ def test_no_file_and_no_function_is_too_long(path):
     assert not long
 
 
-@pytest.mark.xfail(strict=False, reason="until the rooms are merged")
 def test_few_values_have_the_type_any():
     assert sum(len(re.findall(r"\bAny\b", path.read_text())) for path in PATHS) < 200
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -93,8 +93,14 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+class Closable(Protocol):
+    """An object that holds a process group until it is closed."""
+
+    def close(self) -> None: ...
+
+
 # Objects whose ``close()`` releases their groups.
-shutdown_callbacks: weakref.WeakSet[Any] = weakref.WeakSet()
+shutdown_callbacks: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def _shutdown() -> None:
@@ -113,7 +119,7 @@ def _shutdown() -> None:
         control_group.cache_clear()
 
 
-def _group(device: torch.device) -> Any:
+def _group(device: torch.device) -> dist.ProcessGroup | None:
     return control_group() if device.type == "cpu" else None
 
 
@@ -124,7 +130,7 @@ def broadcast_tensors(tensors: list[Tensor]) -> None:
     """Copy tensors of the main process into those of every process."""
     tensors = [t for t in tensors if 0 not in t.stride()]  # an expanded tensor cannot be written to
     if tensors:
-        group: Any = _group(tensors[0].device) or dist.group.WORLD
+        group = _group(tensors[0].device) or dist.group.WORLD
         broadcast_coalesced(group, tensors)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fnloop._backend.torch_compat import local_tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
 __all__ = ["check_sharded", "full", "is_sharded", "like_sharded", "local_part", "reshard", "roots"]
 
 
-def _dtensor() -> type | None:
+def _dtensor() -> type[DTensor] | None:
     """Return torch's class of sharded tensors; None before its import, when nothing is sharded."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
@@ -26,7 +30,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def check_sharded(model: nn.Module) -> None:
     """Raise unless ``fully_shard`` alone shards every parameter of a model over all processes."""
-    kind: Any = _dtensor()
+    kind = _dtensor()
+    assert kind is not None
     whole = [
         name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, kind)
     ]
@@ -36,9 +41,7 @@ def check_sharded(model: nn.Module) -> None:
             f"({', '.join(whole[:3])}, ...), and their gradients would not be averaged. Call "
             "fully_shard(model) on the whole model last"
         )
-    sharded: dict[str, Any] = {
-        name: p for name, p in model.named_parameters() if isinstance(p, kind)
-    }
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, kind)}
     sizes = {p.device_mesh.size() for p in sharded.values()}
     if sizes != {dist.get_world_size()}:
         raise NotImplementedError(
@@ -59,7 +62,7 @@ def check_sharded(model: nn.Module) -> None:
             )
 
 
-def _is_data_parallel(placements: Any) -> bool:
+def _is_data_parallel(placements: Sequence[Placement]) -> bool:
     """Return whether placements are those of ``fully_shard``: shard, or replicate and shard."""
     return placements[-1].is_shard() and (
         len(placements) == 1 or (len(placements) == 2 and placements[0].is_replicate())
@@ -97,7 +100,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """Return a full tensor. This is a collective if the tensor is sharded."""
     kind = _dtensor()
-    return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor
 
 
 def like_sharded(value: Tensor, template: Tensor) -> Tensor:
@@ -107,7 +110,6 @@ def like_sharded(value: Tensor, template: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    where: Any = template
     return distribute_tensor(
-        value.to(where.device), where.device_mesh, where.placements, src_data_rank=None
+        value.to(template.device), template.device_mesh, template.placements, src_data_rank=None
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -15,11 +15,14 @@ from fnloop._backend.collectives import broadcast_tensors, check_collective_coun
 from fnloop._backend.fsdp import check_sharded, is_sharded
 from fnloop._backend.launch import Backend, accelerator, backend_of, fully_sharded, launched
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 __all__ = ["join", "parameters_beside"]
 
 
 def join(
-    model: nn.Module, optimizer: Optimizer, given: Any = None
+    model: nn.Module, optimizer: Optimizer, given: Backend | Accelerator | None = None
 ) -> tuple[nn.Module, Optimizer, Backend]:
     """Put a model and its optimizer on their device, with the same weights in every process.
 
@@ -85,7 +88,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return home.device if home is not None else next(iter(model.buffers()), torch.empty(0)).device
 
 
-def parameters_beside(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+def parameters_beside(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer that are not in the model."""
     own = {id(p) for p in model.parameters()}
     return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]

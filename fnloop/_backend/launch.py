@@ -12,15 +12,20 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fnloop._backend.rendezvous import join_settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 __all__ = ["Backend", "accelerator", "backend_of", "fully_sharded", "launched", "trackers"]
 
@@ -52,7 +57,9 @@ class Backend:
     world_size: int = 1
     precision: str | None = None
     settings: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
-    prepare: Callable[[Any], Any] | None = attrs.field(default=None, repr=False)
+    prepare: Callable[[DistributedDataParallel], object] | None = attrs.field(
+        default=None, repr=False
+    )
 
     @property
     def main(self) -> bool:
@@ -74,7 +81,7 @@ def launched() -> bool:
 
 
 @functools.cache
-def accelerator() -> Any:
+def accelerator() -> Accelerator:
     """Return accelerate's object for this process, which has joined the others."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
@@ -99,7 +106,7 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() in ("true", "1", "yes", "y", "on", "t")
 
 
-def backend_of(accelerator: Any) -> Backend:
+def backend_of(accelerator: Accelerator) -> Backend:
     """Return the backend that an accelerator describes.
 
     Raises:
@@ -141,7 +148,7 @@ def backend_of(accelerator: Any) -> Backend:
 
 
 def fully_sharded(
-    accelerator: Any, model: nn.Module, optimizer: Optimizer
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
     """Shard a model over the processes as accelerate is configured to."""
     model, wrapped = accelerator.prepare(model, optimizer)
@@ -154,7 +161,7 @@ def fully_sharded(
 
 
 @contextlib.contextmanager
-def trackers() -> Iterator[Any]:
+def trackers() -> Iterator[ModuleType]:
     """Provide accelerate's trackers without its process-wide state, which their logger requires."""
     with warnings.catch_warnings():
         # Of tqdm in a notebook, though no bar was requested.
@@ -163,7 +170,7 @@ def trackers() -> Iterator[Any]:
         from accelerate.logging import MultiProcessAdapter
 
     class Plain(MultiProcessAdapter):
-        def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
             del kwargs  # accelerate's options of where to log
             self.logger.log(level, msg, *args)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,11 @@ from fnloop._display import checks
 
 __all__ = ["broadcast", "gather", "on_main_process", "reduce", "to_device_of"]
 
+Tree = TypeVar("Tree")
+Parts = list[Any]  # the values of all processes at one place of a tree, by rank
 
-def on_main_process(do: Callable[[], Any], what: str) -> Any:
+
+def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
     """Run a function on the main process while all others wait.
 
     Args:
@@ -42,7 +45,7 @@ def on_main_process(do: Callable[[], Any], what: str) -> Any:
     rank, size = rank_and_size()
     if size == 1:
         return do()
-    result: Any = None
+    result: Tree | None = None
     error: BaseException | None = None
     if rank == 0:
         try:
@@ -58,7 +61,7 @@ def on_main_process(do: Callable[[], Any], what: str) -> Any:
     return broadcast(result)
 
 
-def gather(tree: Any) -> Any:
+def gather(tree: object) -> Any:
     """Collect the values of all processes: tensors are concatenated, other values listed.
 
     Every process must call it. The lengths of the tensors may differ.
@@ -79,7 +82,7 @@ def gather(tree: Any) -> Any:
         {'seen': tensor([1, 2]), 'loss': tensor([0.5000]), 'name': ['a']}
     """
 
-    def concatenate(parts: list[Any]) -> Any:
+    def concatenate(parts: Parts) -> object:
         if not isinstance(parts[0], Tensor):
             return parts
         return torch.cat([p.unsqueeze(0) if p.ndim == 0 else p for p in parts])
@@ -89,7 +92,7 @@ def gather(tree: Any) -> Any:
     return to_device_of(tree, _combine_trees(parts, concatenate))
 
 
-def reduce(tree: Any, how: str = "mean") -> Any:
+def reduce(tree: object, how: str = "mean") -> Any:
     """Reduce the values of all processes to one value, the same in each.
 
     Every process must call it. ``reduce(state.metrics)`` returns the metrics of all processes since
@@ -114,7 +117,7 @@ def reduce(tree: Any, how: str = "mean") -> Any:
     ways = {"mean": torch.mean, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
     checks.choice("reduce", "how", how, ways)
 
-    def reduce_leaf(parts: list[Any]) -> Any:
+    def reduce_leaf(parts: Parts) -> object:
         first = parts[0]
         if hasattr(first, "combine"):
             return functools.reduce(lambda a, b: a.combine(b), parts)
@@ -140,7 +143,7 @@ def reduce(tree: Any, how: str = "mean") -> Any:
     return to_device_of(tree, _combine_trees(parts, reduce_leaf))
 
 
-def broadcast(tree: Any, source: int = 0) -> Any:
+def broadcast(tree: object, source: int = 0) -> Any:
     """Send a value of one process to all.
 
     Every process must call it.
@@ -178,7 +181,7 @@ def broadcast(tree: Any, source: int = 0) -> Any:
     return to_device_of(tree, tree if rank == source else pickle.loads(data.numpy().tobytes()))
 
 
-def _combine_trees(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
+def _combine_trees(parts: Parts, leaf: Callable[[Parts], object]) -> Any:
     """Combine the values of the processes leaf by leaf.
 
     Not by torch's pytree: mappings, lists and tuples of any class are containers here.
@@ -200,11 +203,11 @@ def _combine_trees(parts: list[Any], leaf: Callable[[list[Any]], Any]) -> Any:
     return leaf(parts)
 
 
-def _shape(container: Any) -> Any:
+def _shape(container: Sized) -> object:
     return container.keys() if isinstance(container, Mapping) else len(container)
 
 
-def to_device_of(mine: Any, tree: Any) -> Any:
+def to_device_of(mine: object, tree: Tree) -> Tree:
     """Move a result from the host to the device of this process's own tensors."""
     if rank_and_size()[1] == 1 or not may_need_transfer(torch.device("cpu")):
         return tree

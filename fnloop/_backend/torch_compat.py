@@ -11,17 +11,22 @@ import contextlib
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from fnloop._display.log import log
 
-CHECKED = "2.11 to 2.13"
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+CHECKED = "2.11 to 2.15"
+Item = TypeVar("Item")
 COMPILED = "_orig_mod"  # the attribute of torch.compile's wrapper that is the module
 
 
@@ -98,10 +103,10 @@ def silence_capturable_warning(optimizer: Optimizer) -> None:
 # --- tensors
 
 
-def _foreach(name: str) -> Callable[..., Any]:
+def _foreach(name: str) -> Callable[..., object]:
     """Return an operation on a list of tensors. Fallback: one tensor after the other."""
 
-    def one_by_one(tensors: Sequence[Tensor], other: Any, **options: Any) -> None:
+    def one_by_one(tensors: Sequence[Tensor], other: object, **options: object) -> None:
         others = other if isinstance(other, list) else [other] * len(tensors)
         for tensor, value in zip(tensors, others, strict=True):
             getattr(tensor, name)(value, **options)
@@ -142,7 +147,7 @@ def version_of(tensor: Tensor) -> int:
     return version
 
 
-def local_tensor(tensor: Any) -> Tensor:
+def local_tensor(tensor: DTensor) -> Tensor:
     """Return this process's part of a DTensor, in its memory. Fallback: the public method."""
     local = getattr(tensor, "_local_tensor", None)
     if local is None:
@@ -181,7 +186,7 @@ with contextlib.suppress(ImportError):
     DispatchMode = TorchDispatchMode
 
 
-def computes(func: Any) -> bool:
+def computes(func: object) -> bool:
     """Return whether an operator is neither a view nor the profiler's. Fallback: it is not."""
     schema = getattr(func, "_schema", None)
     view = schema and all(r.alias_info for r in schema.returns) and not schema.is_mutable
@@ -224,20 +229,20 @@ def set_worker_dataset(info: object, dataset: object) -> None:
         log.warning("get_worker_info().dataset is a wrapper in torch %s", torch.__version__)
 
 
-def make_killable(batches: Iterator[Any]) -> Iterator[Any]:
+def make_killable(batches: Iterator[Item]) -> Iterator[Item]:
     """Make ``terminate`` kill the workers of an iterator, and return the iterator.
 
     The workers ignore their first SIGTERM. Fallback: a worker that torch has to terminate outlives
     the first attempt.
     """
     for worker in getattr(batches, "_workers", ()):
-        process: Any = getattr(worker, "_popen", None)
-        if hasattr(process, "terminate") and hasattr(process, "kill"):
+        process = getattr(worker, "_popen", None)
+        if process is not None and hasattr(process, "terminate") and hasattr(process, "kill"):
             process.terminate = process.kill
     return batches
 
 
-def forget_workers(loader: Any) -> None:
+def forget_workers(loader: DataLoader[object]) -> None:
     """Make the next iterator of a DataLoader start its workers again, even persistent ones."""
     if loader.persistent_workers and not hasattr(loader, "_iterator"):
         raise _missing("DataLoader._iterator", "to restart persistent workers: leave them out")
@@ -246,7 +251,7 @@ def forget_workers(loader: Any) -> None:
 
 # --- several processes
 
-_c10d: Any = getattr(dist, "distributed_c10d", None)
+_c10d = getattr(dist, "distributed_c10d", None)
 
 
 def process_groups() -> list[Any]:
@@ -255,7 +260,7 @@ def process_groups() -> list[Any]:
     return [dist.group.WORLD] if world is None else [*world.pg_map]
 
 
-def default_store() -> Any:
+def default_store() -> dist.Store:
     """Return the store in which the processes of the default group have met."""
     store = getattr(_c10d, "_get_default_store", None)
     if store is None:
@@ -286,7 +291,7 @@ def collectives_begun(group: object) -> int | None:
         return None
 
 
-def broadcast_coalesced(group: Any, tensors: list[Tensor]) -> None:
+def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[Tensor]) -> None:
     """Broadcast tensors of the main process in place. Fallback: one tensor after the other."""
     at_once = getattr(dist, "_broadcast_coalesced", None)
     if at_once is not None:
@@ -304,9 +309,9 @@ def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     Fallback: DDP's own forward. It sorts the buckets again after the first update, so that a
     resumed run on three processes or more may differ from an uninterrupted one in the last bits.
     """
-    reducer: Any = getattr(ddp, "reducer", None)
+    prepare = getattr(getattr(ddp, "reducer", None), "prepare_for_forward", None)
     finish = getattr(ddp, "_post_forward", None)
-    if finish is None or not hasattr(reducer, "prepare_for_forward"):
+    if finish is None or prepare is None:
         return DistributedDataParallel.forward(ddp, loss)
-    reducer.prepare_for_forward()
+    prepare()
     return finish(loss)

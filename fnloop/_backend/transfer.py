@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ __all__ = [
     "to_device",
 ]
 
+Tree = TypeVar("Tree")
+
 
 def may_need_transfer(device: torch.device) -> bool:
     """Return whether a batch may be on another device than this one."""
     return device.type != "cpu" or torch.accelerator.is_available()
 
 
-def copy_on_side_stream(device: torch.device) -> Callable[[Any], Any]:
+def copy_on_side_stream(device: torch.device) -> Callable[[Tree], Tree]:
     """Return a function that copies batches to a CUDA device on a separate stream.
 
     The copy overlaps with kernels of the previous step. Kernels that are launched after it wait for
@@ -31,7 +33,7 @@ def copy_on_side_stream(device: torch.device) -> Callable[[Any], Any]:
     """
     stream = torch.cuda.Stream(device)
 
-    def copy(batch: Any) -> Any:
+    def copy(batch: Tree) -> Tree:
         if _is_opaque(batch):
             return to_device(batch, device)  # its memory cannot be tracked
         with torch.cuda.stream(stream):
@@ -45,7 +47,7 @@ def copy_on_side_stream(device: torch.device) -> Callable[[Any], Any]:
     return copy
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
+def tensors_in(batch: object) -> Iterator[Tensor]:
     """Yield the tensors of a nested batch: of mappings, lists and tuples of any class.
 
     Called for every batch. Torch's pytree takes five times as long, and does not look into
@@ -61,7 +63,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def _is_opaque(batch: Any) -> bool:
+def _is_opaque(batch: object) -> bool:
     """Return whether a batch contains an object that moves its tensors itself."""
     if isinstance(batch, Tensor) or not hasattr(batch, "to"):
         parts = (
@@ -75,7 +77,7 @@ def _is_opaque(batch: Any) -> bool:
     return True
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: object, device: torch.device) -> Any:
     """Move the tensors of a nested batch to a device; to CUDA from pinned memory, without blocking.
 
     Args:
@@ -97,14 +99,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return send_to_device(batch, device, non_blocking=device.type == "cuda")
 
 
-def device_in(tree: Any) -> torch.device | None:
+def device_in(tree: object) -> torch.device | None:
     """Return the device of the first tensor in a nested value."""
     from accelerate.utils import find_device
 
     return find_device(tree)
 
 
-def to_cpu(tree: Any) -> Any:
+def to_cpu(tree: object) -> Any:
     """Move the tensors of a nested value to the host."""
     if not may_need_transfer(torch.device("cpu")):
         return tree

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 
@@ -249,7 +249,18 @@ def _collectives_in(group: dist.ProcessGroup) -> int:
     return collectives_begun(group) or 0
 
 
-def _place(control: dist.ProcessGroup) -> dict[str, Any]:
+class _Place(TypedDict):
+    """What a process waits for, as it is written to the store."""
+
+    waits: str | None
+    exchange: int
+    step: int | None
+    control: int
+    counts: dict[str, int]
+    inside: bool
+
+
+def _place(control: dist.ProcessGroup) -> _Place:
     """Return what this process waits for, its last step, and its collectives in each group."""
     counts = {}
     for group in process_groups():
@@ -274,7 +285,7 @@ def _in_torch() -> bool:
     )
 
 
-def never_meet(places: Mapping[int, Mapping[str, Any]], size: int) -> tuple[int, int] | None:
+def never_meet(places: Mapping[int, _Place], size: int) -> tuple[int, int] | None:
     """Return the ranks of two processes that wait for each other in different places, or None.
 
     Args:
@@ -298,7 +309,7 @@ def never_meet(places: Mapping[int, Mapping[str, Any]], size: int) -> tuple[int,
     return None
 
 
-def _describe(rank: int, place: Mapping[str, Any]) -> str:
+def _describe(rank: int, place: _Place) -> str:
     where = f"waits in {place['waits']}" if place["waits"] is not None else "is in an update"
     after = f" after step {place['step']}" if place["step"] is not None else ""
     return f"process {rank} {where}{after}"

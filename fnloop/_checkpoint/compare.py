@@ -90,7 +90,7 @@ def describe_value(value: object) -> str:
 
 
 def copy_containers(
-    value: Any, copy_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    value: object, copy_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> Any:
     """Return a value with copies of its mappings, lists and deques.
 

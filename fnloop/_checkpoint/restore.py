@@ -187,7 +187,7 @@ def _decode_fields(
 
 def _decode_mapping(
     part: str, facts: Mapping[str, Json], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     value = decode(facts[part], tensors)
     if not isinstance(value, dict):
         raise TypeError(f"{part} is a {type(value).__name__}")
@@ -224,8 +224,8 @@ def _own_generators(
 
 
 def _own_metrics(
-    merged: dict[str, Any], shares: Sequence[dict[str, Any]], backend: Backend
-) -> dict[str, Any]:
+    merged: dict[str, object], shares: Sequence[dict[str, object]], backend: Backend
+) -> dict[str, object]:
     """Return the metrics of this process if the number of processes is unchanged.
 
     Otherwise the main process continues with those of all processes together.
@@ -241,7 +241,7 @@ def _decode_record(row: dict[str, Any]) -> Record:
     return Record(epoch, step, row, seconds, closing)
 
 
-def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, Any]:
+def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:
     return {name: _decode_metric(value, device) for name, value in metrics.items()}
 
 

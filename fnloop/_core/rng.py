@@ -85,14 +85,14 @@ def new_seed() -> int:
 class HostGenerators(NamedTuple):
     """The states of Python's and NumPy's global generators."""
 
-    python: tuple[Any, ...]
+    python: tuple[object, ...]
     numpy: Any
 
     @classmethod
     def capture(cls) -> HostGenerators:
         return cls(random.getstate(), np.random.get_state())
 
-    def to_parts(self) -> dict[str, list[Any]]:
+    def to_parts(self) -> dict[str, list[object]]:
         """Return them as plain data, with the long parts as arrays."""
         (version, words, gauss), (name, keys, *rest) = self.python, self.numpy
         return {"python": [version, np.array(words), gauss], "numpy": [name, keys, *rest]}

@@ -49,7 +49,7 @@ class Pending:
     """
 
     kind: str
-    parts: Mapping[str, Any]
+    parts: Mapping[str, object]
 
 
 def encode(value: object, tensors: dict[str, Tensor], path: str) -> Json:
@@ -108,7 +108,7 @@ def encode(value: object, tensors: dict[str, Tensor], path: str) -> Json:
 
 
 def _encode_sequence(
-    value: deque[Any] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any],
+    value: deque[object] | list[object] | tuple[object, ...] | set[object] | frozenset[object],
     tensors: dict[str, Tensor],
     path: str,
 ) -> Json:
@@ -125,7 +125,7 @@ def _encode_sequence(
     return {"$tuple" if isinstance(value, tuple) else "$set": items}
 
 
-def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Json:
+def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, Tensor], path: str) -> Json:
     if isinstance(value, Counter):
         return {"$counter": encode(dict(value), tensors, path)}
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
@@ -138,7 +138,7 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: 
     return {"$dict": [list(pair) for pair in zip(keys, values, strict=True)]}
 
 
-def _numeric_dtype(name: str) -> np.dtype[Any]:
+def _numeric_dtype(name: str) -> np.dtype:
     """Return a dtype of numbers.
 
     A crafted dtype of text or bytes could have any size, and one of objects is not an array.
@@ -241,7 +241,7 @@ def _kind_of(value: object) -> str:
     return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
 
 
-def _parts_of(value: Any) -> Mapping[str, Any] | None:
+def _parts_of(value: Any) -> Mapping[str, object] | None:
     """Return the parts of an object that is not plain data, or None if it has none."""
     if hasattr(value, "to_parts"):
         return value.to_parts()
@@ -307,7 +307,7 @@ def _dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def as_number(value: Any) -> Any:
+def as_number(value: object) -> object:
     """Return a floating scalar tensor as a number, and any other value as it is.
 
     Optimizers keep such numbers in tensors, so that they can be changed on the device. A float32
@@ -333,7 +333,7 @@ def has_pending(value: object) -> bool:
     return isinstance(value, Pending)
 
 
-def materialize(template: Any, value: Any) -> Any:
+def materialize(template: Any, value: object) -> Any:
     """Return what was saved as an object like the template. Plain data is returned as it is.
 
     Args:
@@ -362,7 +362,7 @@ def materialize(template: Any, value: Any) -> Any:
     return _materialize_object(template, value) if isinstance(value, Pending) else value
 
 
-def _materialize_object(template: Any, value: Pending) -> Any:
+def _materialize_object(template: Any, value: Pending) -> object:
     if value.kind != _kind_of(template):
         saved, now = value.kind.removeprefix("fnloop."), type(template).__name__
         raise ValueError(

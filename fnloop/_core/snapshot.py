@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import attrs
 from torch import nn
@@ -50,7 +49,7 @@ def snapshot(state: TrainState) -> TrainState:
         )
     state = detached_from_run(state)
     handles = (state.model, state.optimizer, state.slots, state.metrics)
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     # One call: two copies would lose which tensors are shared.
     model, optimizer, slots, metrics = copy.deepcopy(handles, memo)
     for name, value in vars(state.optimizer).items():

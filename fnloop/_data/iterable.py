@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from torch.utils.data import DataLoader
 
@@ -13,7 +12,7 @@ from fnloop._backend import torch_compat
 from fnloop._core.call import name_of
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.types import Batch
-from fnloop._data.loaders import is_iterable
+from fnloop._data.loaders import Loader, is_iterable
 from fnloop._data.map_style import set_epoch, sigterm_resistant_workers
 from fnloop._data.window import END
 from fnloop._display.checks import describe
@@ -21,7 +20,7 @@ from fnloop._display.checks import describe
 __all__ = ["iterate"]
 
 
-def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[Batch]:
+def iterate(loader: Loader, seed: int, epoch: int | None, start: int) -> Iterator[Batch]:
     """Yield the batches of an epoch, from the one numbered ``start`` on.
 
     Each batch is fetched with generators positioned by (seed, epoch, its number).
@@ -49,7 +48,7 @@ def iterate(loader: Any, seed: int, epoch: int | None, start: int) -> Iterator[B
 
 
 @contextlib.contextmanager
-def _ordered_by(seed: int, loader: Any) -> Iterator[None]:
+def _ordered_by(seed: int, loader: Loader) -> Iterator[None]:
     """Let a loader and its samplers draw their order from a seed.
 
     The block has to include the first batch, because samplers take their generator when they are
@@ -69,7 +68,7 @@ def _ordered_by(seed: int, loader: Any) -> Iterator[None]:
         yield
 
 
-def _call(loader: Any) -> Any:
+def _call(loader: Loader) -> Iterable[Batch]:
     """Return the iterable that a loader is, or that it returns if it is a function."""
     __tracebackhide__ = True
     if is_iterable(loader):

@@ -8,16 +8,20 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from fnloop._core.types import Batch
 from fnloop._display.checks import describe, function
 
-__all__ = ["Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
+__all__ = ["Loader", "Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
+
+
+Loader = Any  # an iterable of batches, or a function that returns one
 
 
 class Loaders(NamedTuple):
     """The loaders of a run: the one to train on, and those to evaluate, by name."""
 
-    train: Any
-    evaluated: dict[str, Any]
+    train: Loader
+    evaluated: dict[str, Loader]
 
 
 def read_loaders(loaders: object) -> Loaders:
@@ -122,7 +126,7 @@ def _loads(value: object) -> bool:
 class sharded:
     """Mark a loader that yields this process's own share, and not all of the data.
 
-    Any other loader is read by every process, and its batches are distributed round-robin; of a
+    Every other loader is read by every process, and its batches are distributed round-robin; of a
     map-style DataLoader only the indices are. Mark a stream of which each process reads a part.
     Shares may differ in length. Mid-epoch, resume only on the same number of processes, because
     others would have other shares.
@@ -150,11 +154,11 @@ class sharded:
         -6.0
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Loader) -> None:
         check_loader(loader, "sharded", alone=True)
         self.loader = loader
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self.loader)
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from torch.utils.data import (
 from fnloop._backend import torch_compat
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.types import Batch
-from fnloop._data.round_robin import SingleProcess
+from fnloop._data.round_robin import Index, SingleProcess
 from fnloop._data.window import END, Padding
 
 __all__ = [
@@ -46,26 +46,27 @@ __all__ = [
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def length_of(loader: Any) -> int | None:
+def length_of(loader: object) -> int | None:
     """Return the number of batches, or None if it is not known before the end."""
     try:
-        return len(loader)
+        return len(loader) if isinstance(loader, Sized) else None
     except (TypeError, NotImplementedError):
         return None
 
 
-def is_sized(loader: DataLoader[Any]) -> bool:
+def is_sized(loader: DataLoader[object]) -> bool:
     """Return whether all batches of a map-style loader but the last have one known size."""
     return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
 
 
-def set_epoch(epoch: int | None, *owners: Any) -> None:
+def set_epoch(epoch: int | None, *owners: object) -> None:
     """Call ``set_epoch`` of a loader, its dataset and its samplers, where there is one."""
     if epoch is None:
         return
     for owner in {id(owner): owner for owner in owners}.values():
-        if hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
+        method = getattr(owner, "set_epoch", None)
+        if method is not None:
+            method(epoch)
 
 
 class _BatchRequest(NamedTuple):
@@ -78,14 +79,14 @@ class _BatchRequest(NamedTuple):
     """
 
     seed: int
-    index: Any
+    index: Index
     is_padding: bool = False
 
 
 class _BatchDataset(Dataset[Batch]):
     """A dataset of batches: its items are made from requests."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Batch], batched: bool) -> None:
+    def __init__(self, dataset: Any, collate: Callable[..., Batch], batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
         self.fetches_batches = batched and getattr(dataset, "__getitems__", None) is not None
 
@@ -95,7 +96,7 @@ class _BatchDataset(Dataset[Batch]):
         batch = self._make(request.index)
         return Padding(batch) if request.is_padding else batch
 
-    def _make(self, index: Any) -> Batch:
+    def _make(self, index: Index) -> Batch:
         __tracebackhide__ = True
         raising, at = type(self.dataset).__name__, index
         try:
@@ -120,7 +121,7 @@ class _BatchDataset(Dataset[Batch]):
 
 
 def map_style(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     seed: int,
     epoch: int | None,
     batch: int,
@@ -148,7 +149,7 @@ def map_style(
 
 
 def _requests(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     seed: int,
     epoch: int | None,
     batch: int,
@@ -168,7 +169,7 @@ def _requests(
     indices = sharing.note_order(indices, batched=loader.batch_sampler is not None)
     is_known = loader.batch_sampler is not None and _keeps_all(loader)
 
-    def size_of(numbered: tuple[int, Any]) -> int:
+    def size_of(numbered: tuple[int, Index]) -> int:
         return len(numbered[1]) if is_known else 0
 
     for given in sharing.split(enumerate(indices), size_of):
@@ -176,7 +177,7 @@ def _requests(
         yield _BatchRequest(fold_in(seeds, start + n * stride), index, isinstance(given, Padding))
 
 
-def _keeps_all(loader: DataLoader[Any]) -> bool:
+def _keeps_all(loader: DataLoader[object]) -> bool:
     """Return whether a batch surely has as many samples as its sampler gave indices."""
     dataset = loader.dataset
     while type(dataset) is Subset:
@@ -185,8 +186,8 @@ def _keeps_all(loader: DataLoader[Any]) -> bool:
 
 
 def _batch_indices(
-    loader: DataLoader[Any], seed: int, epoch: int | None, start: int, processes: int
-) -> Iterator[Any]:
+    loader: DataLoader[object], seed: int, epoch: int | None, start: int, processes: int
+) -> Iterator[Index]:
     """Return the indices of each batch that is left of an epoch.
 
     Args:
@@ -207,7 +208,9 @@ def _batch_indices(
     return itertools.islice(_batched(indices, batched, processes), start, None)
 
 
-def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> Iterator[list[Any]]:
+def _batched(
+    indices: Iterator[Index], batched: BatchSampler, processes: int
+) -> Iterator[list[Index]]:
     """Cut indices into batches. With ``drop_last``, leave out an incomplete last round."""
     size = batched.batch_size
     if batched.drop_last:
@@ -215,7 +218,7 @@ def _batched(indices: Iterator[Any], batched: BatchSampler, processes: int) -> I
     return map(list, partition_all(size, indices))
 
 
-def _sampled(sampler: Any, seed: int) -> Iterator[Any]:
+def _sampled(sampler: Iterable[Index], seed: int) -> Iterator[Index]:
     """Yield what a sampler yields, drawn from generators that are a function of the seed."""
     inner = getattr(sampler, "sampler", sampler)
     with seeded_generator(inner, seed), seeded_generator(sampler, seed):
@@ -249,12 +252,12 @@ class _Requests:
         raise TypeError("the number of requests is not known")
 
 
-_worker_loaders: weakref.WeakKeyDictionary[DataLoader[Any], tuple[DataLoader[Any], _Requests]] = (
-    weakref.WeakKeyDictionary()
-)
+_worker_loaders: weakref.WeakKeyDictionary[
+    DataLoader[object], tuple[DataLoader[object], _Requests]
+] = weakref.WeakKeyDictionary()
 
 
-def _with_workers(loader: DataLoader[Any], requests: Iterator[_BatchRequest]) -> Iterator[Batch]:
+def _with_workers(loader: DataLoader[object], requests: Iterator[_BatchRequest]) -> Iterator[Batch]:
     """Let the loader's workers make the batches. Persistent workers live as long as the loader."""
     __tracebackhide__ = True
     # Removed while in use, so that a concurrent reader gets its own workers.
@@ -267,7 +270,7 @@ def _with_workers(loader: DataLoader[Any], requests: Iterator[_BatchRequest]) ->
             _worker_loaders[loader] = pool, sampler
 
 
-def _worker_loader(loader: DataLoader[Any]) -> tuple[DataLoader[Any], _Requests]:
+def _worker_loader(loader: DataLoader[object]) -> tuple[DataLoader[object], _Requests]:
     sampler = _Requests()
     pool = DataLoader(
         _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None),
@@ -315,7 +318,7 @@ class _IgnoreFirstSigterm(NamedTuple):
 
 
 @contextlib.contextmanager
-def sigterm_resistant_workers(loader: DataLoader[Any]) -> Iterator[None]:
+def sigterm_resistant_workers(loader: DataLoader[object]) -> Iterator[None]:
     """Let the workers that a loader starts in this block ignore their first SIGTERM."""
     init = loader.worker_init_fn
     loader.worker_init_fn = _IgnoreFirstSigterm(init)

@@ -19,8 +19,9 @@ from fnloop._backend.transfer import tensors_in
 from fnloop._backend.watchdog import DIVERGED
 from fnloop._data.window import Padding
 
-__all__ = ["RoundRobin", "SingleProcess", "sharing_among"]
+__all__ = ["Index", "RoundRobin", "SingleProcess", "sharing_among"]
 
+Index = Any  # what a sampler yields: the index of a sample, or a list of them
 Item = TypeVar("Item")
 
 
@@ -47,7 +48,7 @@ class SingleProcess:
         """
         return iter(items)
 
-    def note_order(self, indices: Iterator[Any], batched: bool) -> Iterator[Any]:
+    def note_order(self, indices: Iterator[Index], batched: bool) -> Iterator[Index]:
         """Return the indices of samples, noting their order as they pass.
 
         Args:
@@ -100,10 +101,10 @@ class RoundRobin(SingleProcess):
             self._sizes.append(_common([*map(size_of, batches)], self.processes))
             yield batches[self.rank] if self.rank < len(batches) else Padding(batches[0])
 
-    def note_order(self, indices: Iterator[Any], batched: bool) -> Iterator[Any]:
+    def note_order(self, indices: Iterator[Index], batched: bool) -> Iterator[Index]:
         return map(self._note, map(list, indices) if batched else indices)
 
-    def _note(self, index: Any) -> Any:
+    def _note(self, index: Index) -> Index:
         with contextlib.suppress(TypeError, OverflowError):  # the indices are not numbers
             numbers = array("q", index if isinstance(index, list) else [index])
             self.order = zlib.crc32(numbers, self.order)

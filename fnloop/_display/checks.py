@@ -212,7 +212,7 @@ def function(
     return value
 
 
-def scalar(owner: str, name: str, value: Any) -> Any:
+def scalar(owner: str, name: str, value: object) -> Any:
     """Return a value if it is a number or a scalar tensor, without a read from the device.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ def rebuild(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
     return batch
 
 
-def sequence_like(sequence: Any, parts: list[Any]) -> Any:
+def sequence_like(sequence: Batch, parts: list[Batch]) -> Batch:
     """Return a list, a tuple or a named tuple of these parts."""
     kind = type(sequence)
     return kind(*parts) if hasattr(sequence, "_fields") else kind(parts)

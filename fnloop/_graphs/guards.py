@@ -10,7 +10,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import attrs
 import numpy as np
@@ -52,7 +52,11 @@ class NoKernels(torch_compat.DispatchMode):
     """Forbid device work after a skipped update: the graph ends there."""
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if not torch_compat.computes(func):
             return func(*args, **(kwargs or {}))
@@ -117,7 +121,7 @@ def host_state(state: TrainState) -> dict[str, object]:
 
 
 def _collect(
-    path: str, value: Any, device: torch.device, found: dict[str, object], seen: set[int]
+    path: str, value: object, device: torch.device, found: dict[str, object], seen: set[int]
 ) -> None:
     if isinstance(value, Tensor):
         address = value.data_ptr() if value.layout is torch.strided else id(value)
@@ -131,7 +135,7 @@ def _collect(
             _collect(f"{path}.{name}", part, device, found, seen)
 
 
-def _parts(value: Any) -> Iterator[tuple[object, object]]:
+def _parts(value: object) -> Iterator[tuple[object, object]]:
     """Yield the parts of a container, a module or a record, each with its name."""
     if isinstance(value, Mapping):
         yield from value.items()
@@ -139,8 +143,8 @@ def _parts(value: Any) -> Iterator[tuple[object, object]]:
         yield from enumerate(value)
     elif isinstance(value, nn.Module):
         yield from value.state_dict(keep_vars=True).items()
-    elif attrs.has(type(value)):
-        yield from ((f.name, getattr(value, f.name)) for f in attrs.fields(type(value)))
+    elif attrs.has(kind := type(value)):
+        yield from ((f.name, getattr(value, f.name)) for f in attrs.fields(kind))
 
 
 def check_host_state(before: Mapping[str, object], after: Mapping[str, object]) -> None:
@@ -243,15 +247,16 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
     return roll_back
 
 
-def _copy_on_host(value: Any, device: torch.device) -> Any:
+def _copy_on_host(value: object, device: torch.device) -> object:
     """Return a copy of a part of an optimizer's state that shares only tensors on the device."""
     if isinstance(value, dict):
         return {k: _copy_on_host(v, device) for k, v in value.items()}
-    on_host = isinstance(value, Tensor) and value.device.type != device.type
-    return value.clone() if on_host else value
+    if isinstance(value, Tensor) and value.device.type != device.type:
+        return value.clone()
+    return value
 
 
-def _dicts_in(value: object) -> Iterator[dict[Any, Any]]:
+def _dicts_in(value: object) -> Iterator[dict[object, object]]:
     if isinstance(value, dict):
         yield value
     for _, part in _parts(value) if isinstance(value, dict | list | tuple) else ():

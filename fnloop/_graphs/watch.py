@@ -59,7 +59,7 @@ class GuardSet:
         # Keep the tensors alive, so that no other object can have one of their ids.
         self.kept_alive = [*_state_values(self.optimizer)]
 
-    def current(self) -> dict[str, list[Any]]:
+    def current(self) -> dict[str, list[object]]:
         """Return the current values by what they are. Called before every replay, hence ``map``."""
         return {
             "a module's training flag or another of its numbers": [
@@ -114,19 +114,19 @@ def _state_values(optimizer: Optimizer) -> Iterator[object]:
     )
 
 
-def _comparable(value: Any) -> object:
+def _comparable(value: object) -> object:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
-def identity_of(value: Any) -> list[int]:
+def identity_of(value: object) -> list[int]:
     """Return the identities of the objects in a slot: a graph keeps using the captured ones."""
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list | tuple):
         nested = [part for part in value if isinstance(part, dict | list | tuple)]
         return [*map(id, value), *itertools.chain.from_iterable(map(identity_of, nested))]
-    if attrs.has(type(value)):
-        parts = (getattr(value, field.name) for field in attrs.fields(type(value)))
+    if attrs.has(kind := type(value)):
+        parts = (getattr(value, field.name) for field in attrs.fields(kind))
         return [id(part) for part in parts if isinstance(part, Tensor)]
     return []
 
@@ -134,7 +134,7 @@ def identity_of(value: Any) -> list[int]:
 class TrackedSlots(dict[str, Any]):
     """Slots that note which of them are read."""
 
-    def __init__(self, slots: Mapping[str, Any]) -> None:
+    def __init__(self, slots: Mapping[str, object]) -> None:
         super().__init__(slots)
         self.used: set[str] = set()
 
@@ -142,6 +142,6 @@ class TrackedSlots(dict[str, Any]):
         self.used.add(name)
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         self.used.add(name)
         return super().get(name, default)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
 
 from toolz import keyfilter
 
@@ -75,7 +74,7 @@ class track:
         config: Mapping[str, object] | None = None,
         *,
         project: str | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         if folder is not None:
             folder = checks.typed_path("track", "folder", folder)

@@ -58,7 +58,8 @@ def train_epochs(
                     at = (state.epoch, state.batch, state.samples)
                     feed = windows(source, window, backend.device, *at, plan.prefetch)
                     batch: Any = next(feed, END)
-                    over, take = run.enter(seed, ended=batch is END), engine_of(run.state).take
+                    over = run.enter(seed, ended=batch is END)
+                    take = engine_of(run.state).take
                     while not over:
                         state = run.state
                         position(mix(seed, state.batch))
@@ -80,7 +81,7 @@ def train_epochs(
 
 
 def _settle(plan: Plan, state: TrainState) -> TrainState:
-    """Say that there is nothing to do, and let the hooks complete what a kill may have left."""
+    """Say that there is nothing to do, and let the hooks complete what a killed process may have left."""
     warn_on_main(state, plan.why_nothing_to_do(state))
     for hook in plan.hooks:
         if (settle := getattr(hook, "settle", None)) is not None:
@@ -90,7 +91,7 @@ def _settle(plan: Plan, state: TrainState) -> TrainState:
 
 @contextlib.contextmanager
 def _closing(hooks: Sequence[Hook]) -> Iterator[None]:
-    """Close all hooks in the end, even if one of them raises."""
+    """Close all hooks at the end, even if one of them raises."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as stack:
         for hook in reversed(hooks):  # the stack calls them back in the order listed
@@ -107,7 +108,7 @@ def _listening(
 
 
 class _Survival:
-    """Ends a run as its state says if an interruption ends it; any other exception is explained."""
+    """Ends the run normally on an interruption; adds a note to any other exception."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -83,10 +83,8 @@ def fit(
     __tracebackhide__ = True
     plan = make_plan(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)
     try:
-        with (
-            reserved_generators(),
-            handling(is_alone(state)) as interrupts,
-        ):  # between two epochs too
+        # Signals are recorded between two epochs too.
+        with reserved_generators(), handling(is_alone(state)) as interrupts:
             reached = state
             for reached in train_epochs(plan, state, interrupts):  # noqa: B007
                 pass

@@ -1,4 +1,4 @@
-"""Hints at faster settings, logged once. They are never changed: the settings are the user's."""
+"""Hints about faster settings, logged once. They are never changed: the settings are the user's."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _CHILD = getattr(signal, "SIGCHLD", None)  # sent to a process when one that it 
 
 
 class Interrupts:
-    """The requests that have come by signals.
+    """The requests received as signals.
 
     Args:
         single_process: whether this is the only process. Otherwise requests wait until all
@@ -89,7 +89,7 @@ def handling(single_process: bool = True) -> Iterator[Interrupts]:
     """Record signals instead of terminating, unless the program installed its own handlers.
 
     With several processes, Ctrl-C is left alone: it reaches all of them and their launcher at once,
-    which ends them.
+    and the launcher ends them.
     """
     interrupts = Interrupts(single_process)
     usual: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}

@@ -36,7 +36,7 @@ class Plan:
         loaders: the loader to train on, and those to evaluate.
         epochs, steps: the targets for ``state.epoch`` and ``state.step``; None: not a target.
         hooks: the hooks, in the order in which they are called.
-        evaluate_every: when to evaluate; None is never.
+        evaluate_every: when to evaluate; None means never.
         prefetch: how many windows are fetched ahead.
     """
 
@@ -52,13 +52,9 @@ class Plan:
         """Return whether a run that has reached this state is at its end."""
         return (
             state.stop is not None
-            or self.is_last(state)
+            or (self.steps is not None and state.step >= self.steps)
             or (self.epochs is not None and state.epoch >= self.epochs)
         )
-
-    def is_last(self, state: TrainState) -> bool:
-        """Return whether the run makes no further update, within this epoch or after it."""
-        return self.steps is not None and state.step >= self.steps
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether an evaluation is due at this boundary."""

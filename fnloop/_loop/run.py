@@ -1,9 +1,8 @@
-"""What a run has beside its state, and what happens at its boundaries."""
+"""What a run has besides its state, and what happens at its boundaries."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import attrs
 
@@ -45,7 +44,7 @@ LOADER = "the training loader"
 class Run:
     """A run: the state that it has reached, and everything that is not in the state.
 
-    ``state`` is always one to continue from if something raises. During an update it is the state
+    ``state`` is always safe to continue from if something raises. During an update it is the state
     before the update. At a boundary it is the state before the boundary, until the record has been
     appended; then the one that each hook returned.
 
@@ -67,8 +66,11 @@ class Run:
         self.peers = peers_of(state)
         self.info = self._describe(state)
         plan.check(self.info)
+        self.last_step = math.inf if plan.steps is None else plan.steps
         self.interrupts = Interrupts()
-        self.phase: object = None  # what the run does; None: the step, whose layers name themselves
+        self.phase: object = (
+            None  # what the run is doing; None: the step, whose layers name themselves
+        )
         self.taken = 0  # batches that the update takes, in all processes
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.before_record = False  # whether an update is applied whose boundary has no record yet
@@ -111,7 +113,7 @@ class Run:
         try:
             return self.plan.step.init_slots(state)
         except Exception as error:
-            explain(error, state, self.plan.step, "what a middleware keeps", state.batch)
+            explain(error, state, self.plan.step, "the making of slots", state.batch)
             raise
 
     def is_over(self) -> bool:
@@ -152,7 +154,7 @@ class Run:
     def end_epoch(self, ended: bool) -> None:
         """End an epoch, or what was run of it; and the run, if it is over."""
         __tracebackhide__ = True
-        self.phase = "the agreement of all processes"
+        self.phase = "the exchange between processes"
         order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)
@@ -162,7 +164,7 @@ class Run:
             self.state = self._append_record(self.state, evaluate=True, closing=True)
             self.before_record = False
         if self.interrupts.save or self.is_over():
-            self.phase = "the end"
+            self.phase = "the end of the run"
             self._flush_hooks()
 
     # --- a boundary
@@ -177,14 +179,22 @@ class Run:
             Whether the epoch, or the run, is over.
         """
         __tracebackhide__ = True
-        self._record_if_due(ended)
-        self.phase = "the agreement of all processes"
-        self.peers.poll(self.state, self.interrupts)
-        self.state = before = self.interrupts.apply(self.state)
+        self.phase, self.before_record = self.plan.evaluate_every or "the record", True
+        state = self._complete_epoch() if ended else self.state
+        due = self.plan.is_due(state)
+        if due or ended or state.step >= self.last_step:
+            state = self._record(state, due, ended)
+        self.state, self.before_record = state, False
+        self.phase = "the exchange between processes"
+        self.peers.poll(state, self.interrupts)
+        if self.interrupts.stop is not None:
+            self.state = self.interrupts.apply(state)
+        before = self.state
         for hook in self.plan.hooks:
             self.phase = hook
             self.state = _check_returned(hook, hook(self.state))
-        self.state = self.interrupts.apply(self.state)
+        if self.interrupts.stop is not None:  # a signal may have come during the hooks
+            self.state = self.interrupts.apply(self.state)
         if self.interrupts.save:
             self._flush_hooks()
         self.rolled_back = self.state.model is not before.model
@@ -192,27 +202,25 @@ class Run:
             self.state = attrs.evolve(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
             self.state = self.plan.step.init_slots(self.state)
-        stopped = self.state.stop is not None or self.plan.is_last(self.state)
+        stopped = self.state.stop is not None or self.state.step >= self.last_step
         return ended or self.rolled_back or stopped
 
-    def _record_if_due(self, ended: bool) -> None:
-        """Complete the epoch if it has ended, and append a record if one is due."""
+    def _complete_epoch(self) -> TrainState:
+        """Return the state with its epoch counted. ``self.state`` stays, until the record is there."""
+        self.batches_in_epoch = self.state.batch
+        return attrs.evolve(
+            self.state, epoch=self.state.epoch + 1, batch=0, samples=0, metrics={},
+            events=self.state.events | {EPOCH}, saved_on=None,
+        )  # fmt: skip
+
+    def _record(self, state: TrainState, due: bool, ended: bool) -> TrainState:
+        """Return the state with a record, if one is due: by its trigger, the epoch or the run."""
         __tracebackhide__ = True
-        self.phase, self.before_record = self.plan.evaluate_every or "the record", True
-        state, last = self.state, self.plan.is_last(self.state)
-        if ended:
-            self.batches_in_epoch = state.batch
-            state = attrs.evolve(
-                state, epoch=state.epoch + 1, batch=0, samples=0, metrics={},
-                events=state.events | {EPOCH}, saved_on=None,
-            )  # fmt: skip
-        due = self.plan.is_due(state)
-        closing = last and not (due or ended) and self.interrupts.stop is None
-        if due or ended or closing:
-            state = self._append_record(state, evaluate=due or closing, closing=closing)
-        elif last:  # a signal came during the last update: the run that continues makes the record
-            state = attrs.evolve(state, events=state.events | {PENDING})
-        self.state, self.before_record = state, False
+        closing = not (due or ended)
+        if closing and self.interrupts.stop is not None:
+            # A signal came during the last update: the run that continues makes the record.
+            return attrs.evolve(state, events=state.events | {PENDING})
+        return self._append_record(state, evaluate=due or closing, closing=closing)
 
     def _append_record(self, state: TrainState, *, evaluate: bool, closing: bool) -> TrainState:
         """Return the state with one more record in its history.
@@ -244,7 +252,7 @@ class Run:
         __tracebackhide__ = True
         for hook in self.plan.hooks:
             if (flush := getattr(hook, "flush", None)) is not None:
-                self.state = flush(self.state)
+                self.state = _check_returned(hook, flush(self.state))
         self.interrupts.save = False
 
     # --- an exception
@@ -275,8 +283,8 @@ class Run:
         self.peers.explain(error)
         if last is not None and applied:
             error.add_note(
-                "the update was applied before this; what middleware around it do after it may be "
-                "missing"
+                "the update was applied before this; middleware around it may not have finished "
+                "their work"
             )
         elif last is not None and alone and isinstance(error, Exception):
             tell_hooks(self.plan.hooks, last, error)
@@ -315,7 +323,7 @@ def _check_position(plan: Plan, state: TrainState) -> None:
         )
 
 
-def _check_returned(hook: Hook, new: Any) -> TrainState:
+def _check_returned(hook: Hook, new: object) -> TrainState:
     """Return what a hook returned, having checked that it is a fresh state."""
     __tracebackhide__ = True
     if not isinstance(new, TrainState):

@@ -91,7 +91,7 @@ def _detach(metric: Any) -> Metric:
     return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
 
 
-def _to_metric(name: str, value: Any, weight: int | Tensor) -> Metric:
+def _to_metric(name: str, value: object, weight: int | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
             raise TypeError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -123,7 +124,7 @@ class _TouchParameters(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return (grad, *(None,) * ctx.count)
 
 
@@ -135,7 +136,7 @@ class _FixedBucketDDP(DistributedDataParallel):
     never stopped.
     """
 
-    def forward(self, loss: Tensor) -> Any:
+    def forward(self, loss: Tensor) -> Tensor:
         return reduce_in_backward(self, loss)
 
 
@@ -203,7 +204,7 @@ def _without_buffers() -> dict[str, bool]:
     return {name: False}
 
 
-def _graph_nodes(loss: Tensor) -> Iterator[Any]:
+def _graph_nodes(loss: Tensor) -> Iterator[Node]:
     """Yield the nodes of the autograd graph of a loss."""
     seen, todo = set(), [loss.grad_fn]
     while todo:

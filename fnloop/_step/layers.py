@@ -16,9 +16,8 @@ from fnloop._step.gradients import NoGradientError
 __all__ = ["STEP", "Layers"]
 
 STEP = "the step"  # the name of the place, if an exception was raised in none of the layers
-_NO_GRAD = torch.no_grad()(
-    lambda: None
-).__code__.co_filename  # where a decorated function is called
+# The file from which torch calls a function decorated with no_grad.
+_NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename
 
 
 class _Layer(NamedTuple):

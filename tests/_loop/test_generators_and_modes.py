@@ -122,7 +122,7 @@ def test_an_error_while_making_a_slot_has_a_note_and_the_state():
     with pytest.raises(OSError, match="no slot") as caught:
         fl.fit(fl.pipeline(member)(toy_loss), toy(w=3.0), [torch.ones(1)], hooks=())
     assert caught.value.__notes__ == [
-        "while in what a middleware keeps, train, epoch 1, batch 0, step 0"
+        "while in the making of slots, train, epoch 1, batch 0, step 0"
     ]
     assert caught.value.state.model.w.item() == 3.0
 
