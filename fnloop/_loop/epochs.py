@@ -81,7 +81,7 @@ def train_epochs(
 
 
 def _settle(plan: Plan, state: TrainState) -> TrainState:
-    """Say that there is nothing to do, and let the hooks complete what a killed process may have left."""
+    """Say that there is nothing to do, and let hooks complete what a killed process left."""
     warn_on_main(state, plan.why_nothing_to_do(state))
     for hook in plan.hooks:
         if (settle := getattr(hook, "settle", None)) is not None:

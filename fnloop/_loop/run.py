@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import attrs
@@ -68,9 +69,7 @@ class Run:
         plan.check(self.info)
         self.last_step = math.inf if plan.steps is None else plan.steps
         self.interrupts = Interrupts()
-        self.phase: object = (
-            None  # what the run is doing; None: the step, whose layers name themselves
-        )
+        self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.before_record = False  # whether an update is applied whose boundary has no record yet
@@ -206,7 +205,7 @@ class Run:
         return ended or self.rolled_back or stopped
 
     def _complete_epoch(self) -> TrainState:
-        """Return the state with its epoch counted. ``self.state`` stays, until the record is there."""
+        """Return the state with its epoch counted. ``self.state`` stays until there is a record."""
         self.batches_in_epoch = self.state.batch
         return attrs.evolve(
             self.state, epoch=self.state.epoch + 1, batch=0, samples=0, metrics={},
