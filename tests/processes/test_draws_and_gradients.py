@@ -1,13 +1,15 @@
-"""Two processes draw in evaluation what one draws, and add up gradients as one does."""
+"""Draws in evaluation, added gradients and last values are the same on two processes as on one."""
 
 import launch
 import pytest
 import torch
-from test_gaps_evaluation import CALLS, draws_in
-from test_gaps_gradients import repeat
+from evaluation_draws import CALLS, draws_in
+from sample_middleware import repeat
 
 import fnloop as fl
 from fnloop.testing import toy, toy_loss
+
+pytestmark = pytest.mark.slow
 
 
 def job(folder):
@@ -25,26 +27,23 @@ def job(folder):
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    return launch.results(tmp_path_factory.mktemp("both"), 2, job)
+def found(tmp_path_factory):
+    return launch.results(tmp_path_factory.mktemp("found"), 2, job)
 
 
-@pytest.mark.slow
-def test_the_draw_of_a_batch_in_evaluation_is_that_of_one_process(both):
+def test_each_batch_in_evaluation_has_the_same_draw_as_on_one_process(found):
     """Each process has three of the six batches."""
     for name, call in CALLS.items():
-        first, second = (found["draws"][name] for found in both)
+        first, second = (result["draws"][name] for result in found)
         assert (list(first), list(second)) == (["0", "2", "4"], ["1", "3", "5"])
         assert {**first, **second} == draws_in(call)
 
 
-@pytest.mark.slow
-def test_two_calls_with_one_window_double_its_mean_over_all_processes(both, tmp_path):
+def test_two_calls_with_one_window_double_its_mean_over_all_processes(found, tmp_path):
     """The mean of 1, 3, 5 and 7 is 4, twice."""
-    assert [found["w"] for found in both] == [job(tmp_path)["w"]] * 2 == [-8.0, -8.0]
+    assert [result["w"] for result in found] == [job(tmp_path)["w"]] * 2 == [-8.0, -8.0]
 
 
-@pytest.mark.slow
-def test_the_last_value_of_a_metric_is_that_of_the_last_batch_whichever_process_has_it(both):
-    """Of three batches the first process has two: the second has none in the last round."""
-    assert [found["last"] for found in both] == [[5.0], [5.0]]
+def test_the_last_value_of_a_metric_is_that_of_the_last_batch_on_any_process(found):
+    """The first process has two of three batches. The second has none in the last round."""
+    assert [result["last"] for result in found] == [[5.0], [5.0]]
