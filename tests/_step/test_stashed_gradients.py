@@ -9,6 +9,10 @@ import fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 ONE, THREE, EMPTY = torch.tensor([1.0]), torch.tensor([3.0]), torch.ones(0)
+# Clipping each micro-batch prevents adding their gradients up in place.
+IN_PLACE_OR_AVERAGED = pytest.mark.parametrize(
+    "inner", [(), (fl.clip(9.0),)], ids=["in place", "averaged"]
+)
 
 
 def test_two_calls_with_one_batch_double_the_gradient():
@@ -16,20 +20,23 @@ def test_two_calls_with_one_batch_double_the_gradient():
     assert (state.model.w.item(), state.step) == (-6.0, 1)
 
 
-def test_two_calls_with_one_window_double_its_mean():
+@IN_PLACE_OR_AVERAGED
+def test_two_calls_with_one_window_double_its_mean(inner):
     """The mean of 1 and 3 is 2, twice. Each call divides its own gradient by its own items."""
-    state, out = fl.pipeline(fl.accumulate(2), repeat())(toy_loss)(toy(), [ONE, THREE])
+    state, out = fl.pipeline(*inner, fl.accumulate(2), repeat())(toy_loss)(toy(), [ONE, THREE])
     assert (state.model.w.item(), state.step, out.weight) == (-4.0, 1, 2)
 
 
-def test_three_calls_with_windows_of_different_lengths_add_their_means():
+@IN_PLACE_OR_AVERAGED
+def test_three_calls_with_windows_of_different_lengths_add_their_means(inner):
     """The means are 2, 3 and 1."""
-    step = fl.pipeline(fl.accumulate(2), repeat([THREE], [ONE, ONE]))(toy_loss)
+    step = fl.pipeline(*inner, fl.accumulate(2), repeat([THREE], [ONE, ONE]))(toy_loss)
     state, _ = step(toy(), [ONE, THREE])
     assert state.model.w.item() == -6.0
 
 
-def test_a_call_whose_window_is_empty_keeps_the_gradients_so_far():
+@IN_PLACE_OR_AVERAGED
+def test_a_call_whose_window_is_empty_keeps_the_gradients_so_far(inner):
     """The second call is skipped and changes nothing. The third adds to the first."""
     found = []
 
@@ -46,7 +53,7 @@ def test_a_call_whose_window_is_empty_keeps_the_gradients_so_far():
 
         return wrap
 
-    state, _ = fl.pipeline(fl.accumulate(2), look())(toy_loss)(toy(), [ONE])
+    state, _ = fl.pipeline(*inner, fl.accumulate(2), look())(toy_loss)(toy(), [ONE])
     assert found == [2.0, 2.0, 3.0] and state.model.w.item() == -3.0
 
 
