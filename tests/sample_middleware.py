@@ -68,3 +68,19 @@ def average(decay):
         update=wrap,
         init=lambda state: [p.detach().clone() for p in state.model.parameters()],
     )
+
+
+@fl.middleware("gradient")
+def repeat(*batches):
+    """Call the step with its own batch, then with each of these, or with its own again."""
+
+    def wrap(step):
+        def repeated(state, batch):
+            state, out = step(state, batch)
+            for another in batches or (batch,):
+                state, out = step(state, another)
+            return state, out
+
+        return repeated
+
+    return wrap

@@ -23,6 +23,7 @@ from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import Backward, Insertable, commutes_with_scaling
 from fnloop._step.engine import engine_of
+from fnloop._step.gradients import restore_gradients, stash_gradients
 from fnloop._step.weighted_sum import Weight
 
 __all__ = ["accumulate"]
@@ -95,7 +96,7 @@ def _averaged(step: Step, n: int) -> Step:
         __tracebackhide__ = True
         _check_window(window, n)
         engine, params = engine_of(state), parameters(state)
-        total = engine.start_sum()
+        total, stashed = engine.start_sum(), stash_gradients(state)
         sums: list[Tensor | None] = [None] * len(params)
         for batch in window:
             state, out = step(state, batch)
@@ -111,6 +112,7 @@ def _averaged(step: Step, n: int) -> Step:
         for p, gradient in zip(params, sums, strict=True):
             p.grad = gradient
         total.divide(sums)
+        restore_gradients(state, stashed)
         return state, total.output()
 
     return averaged

@@ -141,6 +141,7 @@ class DistributedWindow:
         engine.ended_on_padding = self._is_padding
         engine.seed_shared(state)
         if self._applied is not None and not _any(self._applied):
+            restore_gradients(state, self._stashed)
             skip = out.skip or "left out by every process"
             return Output(out.loss.detach(), 0, out.aux, {}, skip)
         self._divide(state)

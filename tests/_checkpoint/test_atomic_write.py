@@ -1,11 +1,13 @@
 """A checkpoint is complete or absent; what a save may replace and what it cleans up."""
 
+import os
 import shutil
 import subprocess
 import sys
 import textwrap
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,3 +212,27 @@ def test_resume_finds_a_checkpoint_killed_between_two_renames(tmp_path):
     assert (
         fl.restore(tmp_path / "final", toy()).step == fl.resume(tmp_path / "final", toy()).step == 4
     )
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_checkpoint_is_flushed_before_it_is_renamed(tmp_path, monkeypatch, replaced):
+    """A power failure keeps only flushed data. The parent folder is flushed last."""
+    path, events = tmp_path / "a", []
+    fsync, rename = os.fsync, os.rename
+    if replaced:
+        fl.save(toy(w=1.0), path)
+
+    def flush(descriptor):
+        fsync(descriptor)
+        events.append(os.fstat(descriptor).st_ino)
+
+    def move(source, target):
+        rename(source, target)
+        events.append(f"{Path(target).name} was renamed")
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", move)
+    fl.save(toy(w=2.0), path)
+    renamed = events.index("a was renamed")
+    assert {item.stat().st_ino for item in (path, *path.iterdir())} <= {*events[:renamed]}
+    assert tmp_path.stat().st_ino in events[renamed:]

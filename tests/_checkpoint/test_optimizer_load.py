@@ -26,7 +26,7 @@ import fnloop as fl
 from fnloop._checkpoint import files, optimizer_save
 from fnloop._checkpoint.compare import find_difference
 from fnloop._checkpoint.trial import check_resumable
-from fnloop.testing import assert_same
+from fnloop.testing import Toy, assert_same, toy_loss
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
@@ -252,3 +252,30 @@ def test_a_restore_that_is_not_strict_leaves_out_the_state_of_other_parameters(t
         fl.restore(path, new(3), only=("optimizer",))
     assert not fl.restore(path, new(3), strict=False).optimizer.state
     assert "left unchanged: the state of Mine" in caplog.text
+
+
+class Refusing(torch.optim.SGD):
+    """An optimizer with its own ``state_dict``, which refuses to load one."""
+
+    def state_dict(self):
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict):
+        raise ValueError("not today")
+
+
+def test_an_optimizer_that_refuses_a_checkpoint_keeps_its_state(tmp_path):
+    """The momentum is 1, 2 and 3 in three updates, so the weight is -1, -3 and -6."""
+
+    def make():
+        model = Toy()
+        optimizer = Refusing(model.parameters(), lr=1.0, momentum=1.0)
+        return fl.TrainState.create(model, optimizer, seed=0)
+
+    step = fl.pipeline()(toy_loss)
+    state = fl.fit(step, make(), [ONE] * 3, steps=2, hooks=())
+    assert state.model.w.item() == -3.0
+    with pytest.raises(fl.CheckpointError, match="not today"):
+        fl.restore(fl.save(make(), tmp_path / "a"), state)
+    state = fl.fit(step, state, [ONE] * 3, steps=3, hooks=())
+    assert state.model.w.item() == -6.0

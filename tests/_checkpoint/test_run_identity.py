@@ -161,3 +161,13 @@ def test_only_one_of_two_runs_may_begin_in_an_empty_folder(tmp_path):
 
     with pytest.raises(fl.CheckpointError, match="another run has begun in"):
         fl.fit(step, toy(), [ONE] * 4, hooks=(intrude, fl.every(steps=2)(fl.checkpoint(tmp_path))))
+
+
+def test_a_run_resumes_next_to_an_unreadable_checkpoint_of_its_own(tmp_path):
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path))
+    fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=(saves,))
+    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint: .*step-00000002"):
+        state = fl.resume(tmp_path, toy())
+    assert state.step == 1
+    assert fl.fit(step, state, [ONE] * 4, steps=3, hooks=(saves,)).model.w.item() == -3.0

@@ -174,3 +174,20 @@ def test_a_checkpoint_that_vanishes_while_listing_is_not_an_error(tmp_path, monk
 
     monkeypatch.setattr(Path, "stat", vanishing)
     assert fl.latest(tmp_path).name == "step-00000003"
+
+
+def test_a_checkpoint_between_two_evaluations_is_not_ranked_by_the_previous_one(tmp_path):
+    """Evaluations are at 2, 4 and 6, checkpoints at 3 and 6. The loss falls from -2 to -6."""
+    hooks = (fl.every(steps=3)(fl.checkpoint(tmp_path)),)
+    loaders = {"train": [ONE] * 6, "valid": [ONE]}
+    state = fl.fit(step, toy(), loaders, hooks=hooks, evaluate_every=fl.every(steps=2))
+    assert state.history["valid/loss"] == (-2.0, -4.0, -6.0)
+    assert fl.latest(tmp_path).name == "step-00000006"
+    assert fl.best(tmp_path, "valid/loss", mode="max").name == "step-00000006"
+
+
+def test_the_position_of_a_checkpoint_includes_skipped_updates(tmp_path):
+    """It is [attempted updates, epochs, batches]. One of four batches is empty."""
+    state = fl.fit(step, toy(), [ONE, torch.ones(0), ONE, ONE], hooks=())
+    manifest = json.loads((fl.save(state, tmp_path / "a") / "manifest.json").read_text())
+    assert manifest["position"] == [4, 1, 0]

@@ -218,3 +218,26 @@ def test_an_optimizer_or_a_module_that_wraps_another_is_kept():
     optimizer = Slow(torch.optim.SGD(model.parameters(), lr=1.0))
     state = fl.TrainState.create(model, optimizer)
     assert state.optimizer is optimizer and state.model is model
+
+
+@fl.middleware("update")
+def counter():
+    """Count updates in place, in a tensor in the slot."""
+
+    def wrap(step):
+        def counted(state, batch):
+            state, out = step(state, batch)
+            state.slots["counter"].add_(1)
+            return state, out
+
+        return counted
+
+    return fl.Middleware("counter", update=wrap, init=lambda state: torch.zeros(()))
+
+
+def test_a_snapshot_copies_the_slots():
+    counting = fl.pipeline(counter())(toy_loss)
+    state = fl.fit(counting, toy(), [ONE] * 2, hooks=())
+    before = fl.snapshot(state)
+    fl.fit(counting, state, [ONE] * 3, hooks=())
+    assert before.slots["counter"].item() == 2.0

@@ -1,14 +1,14 @@
 """Which updates are captured, and what their replays return."""
 
+import pytest
 import torch
+from fake_recorder import FakeRecorder
 from graph_problems import done, ones
 from sample_middleware import output_mean
 
 import fnloop as fl
-from fnloop.testing import (
-    toy,
-    toy_loss,
-)
+from fnloop._middleware import cuda_graph
+from fnloop.testing import Toy, toy, toy_loss
 
 
 def test_a_kind_of_batch_is_captured_after_its_warm_up_and_replayed_from_then_on(recorders):
@@ -128,3 +128,37 @@ def test_a_loss_function_may_take_the_gradient_of_its_input(recorders):
         return fl.fit(fl.pipeline(*members)(penalty), toy(), batches, hooks=()).model.w.item()
 
     assert run(fl.cuda_graph(warmup=1)) == run() == -10.0
+
+
+class Failing(FakeRecorder):
+    """A recorder whose replays fail while ``fails`` is set."""
+
+    fails = False
+
+    def record(self, update):
+        parts, reply = super().record(update)
+
+        def replay():
+            if self.fails:
+                raise RuntimeError("the device is lost")
+            parts[-1]()
+
+        return [*parts[:-1], replay], reply
+
+
+def test_a_replay_that_fails_leaves_no_state(monkeypatch):
+    """The graph changes the weights, and how far it got is unknown."""
+    recorder = Failing()
+    monkeypatch.setattr(cuda_graph, "recorder_on", lambda device: recorder)
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0), fused=True)
+    state = fl.TrainState.create(model, optimizer, seed=0)
+    captured = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
+    for _ in range(3):
+        state, _ = captured(state, torch.ones(1))
+    assert state.model.w.item() == -3.0
+    recorder.fails = True
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        captured(state, torch.ones(1))
+    with pytest.raises(fl.StaleStateError, match="failed half-way"):
+        fl.evaluate(captured, state, ones(1))

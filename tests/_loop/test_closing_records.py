@@ -1,5 +1,7 @@
 """Records of runs that end between two evaluations."""
 
+import time
+
 import attrs
 import pytest
 import torch
@@ -12,11 +14,12 @@ from loop_cases import (
     interrupting,
     press,
     raise_interrupt,
+    step,
     terminate,
 )
 
 import fnloop as fl
-from fnloop.testing import assert_same, toy
+from fnloop.testing import assert_same, toy, toy_loss
 
 
 def ends(history):
@@ -160,3 +163,27 @@ def test_a_stop_iteration_in_a_dataset_does_not_end_the_epoch_silently():
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         fit(loaders=torch.utils.data.DataLoader(Short()))
+
+
+@pytest.mark.parametrize("target", [{"steps": 2}, {"epochs": 1}], ids=["steps", "epochs"])
+def test_a_target_at_the_end_of_an_epoch_needs_no_closing_record(target):
+    """The epoch ends with a record of its own. It has no evaluation, because none is due."""
+    loaders, moment = {"train": [ONE] * 2, "valid": [ONE]}, fl.every(epochs=2)
+    state = fl.fit(step, toy(), loaders, **target, hooks=(), evaluate_every=moment)
+    assert state.history.records == (fl.Record(1, 2, {"train/loss": -0.5}),)
+
+
+def test_the_seconds_of_a_resumed_run_continue(monkeypatch, tmp_path):
+    """Each update takes one second. The time between the two runs does not count."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def slow(model, batch):
+        clock[0] += 1.0
+        return toy_loss(model, batch)
+
+    first = fl.fit(fl.pipeline()(slow), toy(), [ONE] * 2, epochs=1, hooks=())
+    clock[0] += 1000.0
+    again = fl.restore(fl.save(first, tmp_path / "a"), toy())
+    last = fl.fit(fl.pipeline()(slow), again, [ONE] * 2, epochs=3, hooks=())
+    assert [record.seconds for record in last.history] == [2.0, 4.0, 6.0]

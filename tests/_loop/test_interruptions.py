@@ -1,12 +1,13 @@
 """Ctrl-C and signals."""
 
+import os
 import signal
 
 import pytest
 from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, step, terminate
 
 import fnloop as fl
-from fnloop.testing import toy
+from fnloop.testing import toy, toy_loss
 
 
 def test_ctrl_c_stops_the_run_after_the_current_update():
@@ -63,3 +64,40 @@ def test_hooks_see_an_interruption():
         hooks=(lambda state: (seen.append(state.stop), state)[1],),
     )
     assert seen == [None, "interrupted"]
+
+
+def test_the_first_ctrl_c_waits_for_the_update_even_after_a_sigterm():
+    """Only a second Ctrl-C raises at once."""
+
+    def loss_fn(model, batch):
+        if model.w.item() == -1.0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return toy_loss(model, batch)
+
+    try:
+        state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 5, hooks=())
+    except KeyboardInterrupt:
+        pytest.fail("the first Ctrl-C raised")
+    assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -2.0)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(monkeypatch, in_time):
+    """An earlier one is recorded in the state instead."""
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+
+    class Terminating:
+        def __call__(self, state):
+            if in_time and state.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return state
+
+        def close(self):
+            if not in_time:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    state = fl.fit(step, toy(), [ONE] * 3, hooks=(Terminating(),))
+    expected = (2, "SIGTERM", []) if in_time else (3, None, [signal.SIGTERM])
+    assert (state.step, state.stop, raised) == expected

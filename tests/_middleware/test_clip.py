@@ -60,3 +60,10 @@ def test_a_skipped_update_is_not_clipped():
 def test_a_limit_must_be_a_number_above_zero(factory, limit, error):
     with pytest.raises(error, match=f"{factory.__name__} expects"):
         factory(limit)
+
+
+def test_the_norm_in_a_record_is_the_unweighted_mean_over_updates():
+    """The norms are 3 for a batch of one item and 1 for a batch of two."""
+    batches = [torch.tensor([3.0]), torch.tensor([1.0, 1.0])]
+    state = fl.fit(fl.pipeline(fl.clip(9.0))(toy_loss), toy(), batches, hooks=())
+    assert state.history["train/grad_norm"] == (2.0,)

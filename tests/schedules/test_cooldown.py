@@ -1,4 +1,4 @@
-"""However long a cooldown is, the first update of a run changes the weights."""
+"""The first update of a run changes the weights, even under a long cooldown."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ def test_the_first_factor_is_one_under_a_cooldown_as_long_as_the_run(make, coold
 
 
 @pytest.mark.parametrize("make", [linear, cosine, polynomial])
-def test_the_cooldown_follows_the_warmup_at_once_where_there_is_no_room_between_them(make):
+def test_a_cooldown_that_leaves_no_room_follows_the_warmup_at_once(make):
     assert [make(warmup=2, cooldown=9)(i, 4) for i in range(4)] == [0.5, 1.0, 0.0, 0.0]
 
 
-def test_a_run_under_a_cooldown_as_long_as_itself_makes_one_update():
+def test_a_cooldown_as_long_as_the_run_still_changes_the_weights_once():
     step = fl.pipeline(fl.schedule(linear(cooldown=4)))(toy_loss)
     state = fl.fit(step, toy(lr=1.0), [torch.ones(1)] * 4, epochs=1, hooks=())
     assert (state.step, state.model.w.item()) == (4, -1.0)

@@ -1,29 +1,18 @@
-"""A middleware may call the step more than once within an update: the gradients add up."""
+"""A middleware may call the step several times in one update. The gradients add up."""
 
 import pytest
 import torch
+from sample_middleware import repeat
 from torch import nn
 
 import fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 ONE, THREE, EMPTY = torch.tensor([1.0]), torch.tensor([3.0]), torch.ones(0)
-
-
-@fl.middleware("gradient")
-def repeat(*batches):
-    """Call the step with its own batches first, and then with these."""
-
-    def wrap(step):
-        def repeated(state, batch):
-            state, out = step(state, batch)
-            for another in batches or (batch,):
-                state, out = step(state, another)
-            return state, out
-
-        return repeated
-
-    return wrap
+# Clipping each micro-batch prevents adding their gradients up in place.
+IN_PLACE_OR_AVERAGED = pytest.mark.parametrize(
+    "inner", [(), (fl.clip(9.0),)], ids=["in place", "averaged"]
+)
 
 
 def test_two_calls_with_one_batch_double_the_gradient():
@@ -31,20 +20,23 @@ def test_two_calls_with_one_batch_double_the_gradient():
     assert (state.model.w.item(), state.step) == (-6.0, 1)
 
 
-def test_two_calls_with_one_window_double_its_mean():
+@IN_PLACE_OR_AVERAGED
+def test_two_calls_with_one_window_double_its_mean(inner):
     """The mean of 1 and 3 is 2, twice. Each call divides its own gradient by its own items."""
-    state, out = fl.pipeline(fl.accumulate(2), repeat())(toy_loss)(toy(), [ONE, THREE])
+    state, out = fl.pipeline(*inner, fl.accumulate(2), repeat())(toy_loss)(toy(), [ONE, THREE])
     assert (state.model.w.item(), state.step, out.weight) == (-4.0, 1, 2)
 
 
-def test_three_calls_with_windows_of_different_lengths_add_their_means():
+@IN_PLACE_OR_AVERAGED
+def test_three_calls_with_windows_of_different_lengths_add_their_means(inner):
     """The means are 2, 3 and 1."""
-    step = fl.pipeline(fl.accumulate(2), repeat([THREE], [ONE, ONE]))(toy_loss)
+    step = fl.pipeline(*inner, fl.accumulate(2), repeat([THREE], [ONE, ONE]))(toy_loss)
     state, _ = step(toy(), [ONE, THREE])
     assert state.model.w.item() == -6.0
 
 
-def test_a_call_whose_window_has_no_item_leaves_the_gradient_of_the_other():
+@IN_PLACE_OR_AVERAGED
+def test_a_call_whose_window_is_empty_keeps_the_gradients_so_far(inner):
     """The second call is skipped and changes nothing. The third adds to the first."""
     found = []
 
@@ -61,7 +53,7 @@ def test_a_call_whose_window_has_no_item_leaves_the_gradient_of_the_other():
 
         return wrap
 
-    state, _ = fl.pipeline(fl.accumulate(2), look())(toy_loss)(toy(), [ONE])
+    state, _ = fl.pipeline(*inner, fl.accumulate(2), look())(toy_loss)(toy(), [ONE])
     assert found == [2.0, 2.0, 3.0] and state.model.w.item() == -3.0
 
 
@@ -72,12 +64,12 @@ class Two(nn.Module):
 
 
 def by_sign(model, batch):
-    """Use a or b. The gradient of the one that is used is the mean of the batch."""
+    """Use a for positive batches and b for others. Its gradient is the mean of the batch."""
     return (batch * (model.a if batch[0] > 0 else model.b)).mean()
 
 
 @pytest.mark.parametrize("first, second, a, b", [(1, -3, -1, 3), (-3, 1, -1, 3), (1, 1, -2, 0)])
-def test_a_parameter_that_one_call_leaves_out_keeps_the_gradient_of_the_other(first, second, a, b):
+def test_a_parameter_unused_in_one_call_keeps_the_gradient_of_the_other(first, second, a, b):
     model = Two()
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
     step = fl.pipeline(fl.accumulate(2), repeat([torch.tensor([float(second)])] * 2))(by_sign)

@@ -1,4 +1,4 @@
-"""The length of a run is known before its first update, and skipped updates do not change it."""
+"""Skipped updates count towards the length of a run, but not towards its schedules."""
 
 import logging
 
@@ -10,7 +10,7 @@ import fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 ONE, EMPTY = torch.ones(1), torch.ones(0)
-# Three updates are applied, and one is skipped: its batch has no item.
+# Three updates are applied. The second is skipped because its batch is empty.
 BATCHES = [ONE, EMPTY, ONE, ONE]
 
 
@@ -19,7 +19,9 @@ def total_as_factor(step, total):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3], ids="after {} updates".format)
-def test_a_run_resumed_after_skipped_updates_has_the_length_it_had_before(tmp_path, caplog, steps):
+def test_a_resume_after_skipped_updates_does_not_change_the_length_of_the_run(
+    tmp_path, caplog, steps
+):
     """Two epochs are planned as 8 updates. Each applied update subtracts 8."""
     step = fl.pipeline(fl.schedule(total_as_factor))(toy_loss)
     totals = []
@@ -39,3 +41,10 @@ def test_a_run_resumed_after_skipped_updates_has_the_length_it_had_before(tmp_pa
         last = fl.fit(step, resumed, BATCHES, epochs=2, hooks=(note,), evaluate_every=None)
     assert (last.step, last.skipped, last.model.w.item()) == (6, 2, -48.0)
     assert set(totals) == {8} and not caplog.records
+
+
+def test_a_schedule_counts_only_applied_updates():
+    """The second batch is empty. The factors of the others are 1, 2 and 3."""
+    scheduled = fl.pipeline(fl.schedule(lambda i, total: i + 1))(toy_loss)
+    state = fl.fit(scheduled, toy(), [ONE, EMPTY, ONE, ONE], hooks=())
+    assert (state.step, state.skipped, state.model.w.item()) == (3, 1, -6.0)

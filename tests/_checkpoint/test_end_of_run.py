@@ -1,4 +1,4 @@
-"""A checkpoint hook writes each state once, also at the end of a run."""
+"""A checkpoint hook writes each state once, even at the end of a run."""
 
 import threading
 
@@ -14,18 +14,18 @@ BATCHES = [torch.ones(1)] * 4
 
 
 def fingerprint(path):
-    """Return what changes when a checkpoint is written again."""
+    """Return two facts that change when a checkpoint is written again."""
     manifest = (path / "manifest.json").stat()
     return manifest.st_ino, manifest.st_mtime_ns
 
 
 def fit_and_fingerprint(folder, *hooks, **settings):
-    """Return the fingerprint of the last checkpoint at the last boundary, and after the run."""
+    """Return the fingerprints of the last checkpoint at the last boundary and after the run."""
     hook, found = fl.checkpoint(folder, **settings), []
 
     def look(state):
         for thread in threading.enumerate():
-            if thread.name == "checkpoint":  # it writes in the background
+            if thread.name == "checkpoint":  # the writer in the background
                 thread.join()
         path = folder / f"step-{state.step:08d}"
         found[:] = [fingerprint(path)] if path.exists() else []
@@ -43,7 +43,7 @@ def test_the_last_state_is_not_written_again_when_the_run_ends(tmp_path, backgro
 
 
 def test_the_last_state_is_written_again_if_a_later_hook_changes_it(tmp_path):
-    """The change is part of the state, so the checkpoint has it."""
+    """The change is part of the state, so the checkpoint contains it."""
 
     def change(state):
         return attrs.evolve(state, extra={"seen": state.step})

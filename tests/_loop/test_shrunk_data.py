@@ -1,6 +1,6 @@
 """Data that shrank before a resume.
 
-An epoch whose position is beyond the new end is over. The next epoch has the new data.
+An epoch whose position is beyond the new end is over. The next epoch uses the new data.
 """
 
 import pytest
@@ -44,7 +44,7 @@ STREAMS = {  # without a length
 
 @pytest.fixture
 def paused(tmp_path):
-    """A checkpoint after 3 of 4 batches of the first epoch."""
+    """Return a function that restores a state after 3 of 4 batches of the first epoch."""
 
     def make(loader):
         step = fl.pipeline()(toy_loss)
@@ -57,7 +57,7 @@ def paused(tmp_path):
 @pytest.mark.parametrize("loader", [*LOADERS.values(), *STREAMS.values()], ids=[*LOADERS, *STREAMS])
 @pytest.mark.parametrize("left", [3, 2, 1])
 def test_an_epoch_whose_position_is_beyond_the_data_ends_without_an_update(paused, loader, left):
-    """3 updates were made, and none follows in this epoch: its record is that of the 3."""
+    """Three updates were made and none follows in this epoch. Its record is that of the three."""
     state = paused(loader)
     assert (state.step, state.epoch, state.batch) == (3, 0, 3)
     ended = fl.fit(fl.pipeline()(toy_loss), state, loader(left), epochs=1, hooks=())
@@ -69,14 +69,14 @@ def test_an_epoch_whose_position_is_beyond_the_data_ends_without_an_update(pause
 
 
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
-def test_the_length_of_the_run_counts_no_update_of_the_epoch_that_is_over(paused, loader):
-    """3 updates were made, and one epoch of 2 batches follows: 5 in all. Both subtract 5."""
+def test_the_length_of_the_run_excludes_missing_updates_of_the_epoch_that_is_over(paused, loader):
+    """Three updates were made and an epoch of two follows. Both subtract the total, 5."""
     step = fl.pipeline(fl.schedule(lambda i, total: total))(toy_loss)
     state = fl.fit(step, paused(loader), loader(2), epochs=2, hooks=())
     assert (state.step, state.epoch, state.model.w.item()) == (5, 2, -3.0 - 5.0 - 5.0)
 
 
-def test_data_that_are_empty_now_end_the_epoch_and_are_an_error_in_the_next(paused):
+def test_empty_data_end_the_epoch_and_are_an_error_in_the_next(paused):
     state = fl.fit(fl.pipeline()(toy_loss), paused(batches), [], epochs=1, hooks=())
     assert (state.step, state.epoch) == (3, 1)
     with pytest.raises(ValueError, match="gave no batch in epoch 2"):

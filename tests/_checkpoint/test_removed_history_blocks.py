@@ -1,4 +1,4 @@
-"""Older records of a history are in files beside the checkpoints: what may happen to those."""
+"""Which blocks of a history are removed during a run, and which are written again."""
 
 import shutil
 
@@ -12,7 +12,7 @@ step = fl.pipeline()(toy_loss)
 
 
 def history(loss):
-    """Return a history that is long enough for a file of its own."""
+    """Return a history long enough for a block of its own."""
     return fl.History(fl.Record(0, 0, {"train/loss": loss}) for _ in range(1030))
 
 
@@ -28,7 +28,7 @@ def losses_of(state):
     return list(state.history["train/loss"][:1030])
 
 
-def test_records_that_are_removed_during_a_run_are_written_again(tmp_path):
+def test_blocks_removed_during_a_run_are_written_again(tmp_path):
     def remove(state):
         shutil.rmtree(tmp_path / ".records")
         return state
@@ -37,8 +37,8 @@ def test_records_that_are_removed_during_a_run_are_written_again(tmp_path):
     assert losses_of(fl.resume(tmp_path, toy())) == [1.0] * 1030
 
 
-def test_records_of_a_checkpoint_whose_manifest_cannot_be_read_are_kept(tmp_path):
-    """It may be readable again later. The run has another history in the meantime."""
+def test_blocks_of_a_checkpoint_with_an_unreadable_manifest_are_kept(tmp_path):
+    """It may be readable again later. Meanwhile the run has another history."""
     manifest = tmp_path / "step-00000001" / "manifest.json"
     text = []
 
@@ -53,7 +53,7 @@ def test_records_of_a_checkpoint_whose_manifest_cannot_be_read_are_kept(tmp_path
     assert losses_of(fl.restore(tmp_path / "step-00000002", toy())) == [2.0] * 1030
 
 
-def test_records_that_no_checkpoint_names_are_removed(tmp_path):
+def test_blocks_that_no_checkpoint_names_are_removed(tmp_path):
     train(tmp_path, lambda state: attrs.evolve(state, history=history(2.0)))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
     assert len([*(tmp_path / ".records").iterdir()]) == 1
