@@ -21,10 +21,11 @@ from fnloop._core.state import PENDING, TrainState, check_not_stale, detached_fr
 from fnloop._data.prefetch import windows
 from fnloop._data.window import END
 from fnloop._hooks.wrapper import Hook
+from fnloop._loop.errors import warn_on_main
 from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts, handling
 from fnloop._loop.peers import is_alone
 from fnloop._loop.plan import Plan
-from fnloop._loop.run import LOADER, Run, warn_on_main
+from fnloop._loop.run import LOADER, Run
 from fnloop._step.engine import engine_of
 from fnloop._step.update import consume
 

@@ -9,15 +9,27 @@ from fnloop._core.call import name_of
 from fnloop._core.state import (
     EPOCH,
     TrainState,
+    check_not_stale,
     detached_from_run,
     is_half_updated,
     owns_handles,
 )
+from fnloop._data.source import Source
+from fnloop._display.log import log
 from fnloop._hooks.wrapper import Hook
 from fnloop._step.layers import STEP
 from fnloop._step.pipeline import PipelineStep
 
-__all__ = ["explain", "tell_hooks"]
+__all__ = [
+    "READ_ONCE",
+    "check_returned",
+    "explain",
+    "explain_no_batches",
+    "tell_hooks",
+    "warn_on_main",
+]
+
+READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
 
 def explain(
@@ -68,3 +80,31 @@ def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> No
         except Exception as another:
             kind = type(another).__name__
             error.add_note(f"then {name_of(hook)} failed too: {kind}: {another}")
+
+
+def check_returned(hook: Hook, new: object) -> TrainState:
+    """Return what a hook returned, having checked that it is a fresh state."""
+    __tracebackhide__ = True
+    if not isinstance(new, TrainState):
+        raise TypeError(
+            f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did "
+            "you forget 'return state'?"
+        )
+    check_not_stale(new)
+    return new
+
+
+def explain_no_batches(state: TrainState, source: Source) -> str:
+    """Return why the training loader may have given no batch."""
+    why = ""
+    if source.drop_last and source.batch_size:
+        why = f" {source.why_empty()}"
+    elif state.epoch:
+        why = READ_ONCE
+    return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
+
+
+def warn_on_main(state: TrainState, message: str) -> None:
+    """Log a warning, on the main process."""
+    if state.backend.main:
+        log.warning(message)

@@ -18,16 +18,15 @@ from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source
 from fnloop._data.window import END
 from fnloop._display import checks
+from fnloop._loop.errors import READ_ONCE
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
 from fnloop._step.evaluation import evaluating
 from fnloop._step.pipeline import PipelineStep
 
-__all__ = ["READ_ONCE", "evaluate", "measure", "open_loader", "predict"]
+__all__ = ["evaluate", "measure", "open_loader", "predict"]
 
 Result = TypeVar("Result")
-
-READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
 
 def open_loader(loader: object, state: TrainState) -> Source:

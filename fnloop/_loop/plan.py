@@ -15,7 +15,7 @@ from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._data.loaders import Loaders, read_loaders
+from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._display import checks
 from fnloop._hooks.checkpoint import checkpoint
 from fnloop._hooks.early_stop import halt_on_nonfinite
@@ -74,6 +74,17 @@ class Plan:
         check_names(every_layer, info.evaluated)
         if (check := getattr(self.evaluate_every, "check", None)) is not None:
             check(info)
+
+    def check_position(self, state: TrainState) -> None:
+        """Raise if the position within the epoch means nothing to this many processes."""
+        now = state.backend.world_size
+        in_shards = isinstance(self.loaders.train, sharded) and state.batch > 0
+        if in_shards and state.saved_on not in (None, now):
+            raise ValueError(
+                f"this checkpoint was written in mid-epoch by {state.saved_on} processes, but this "
+                f"run has {now}, whose shards of the loader differ: resume on {state.saved_on} "
+                "processes, or from the end of an epoch"
+            )
 
     def why_nothing_to_do(self, state: TrainState) -> str:
         """Return the message for a state that is at its end already."""

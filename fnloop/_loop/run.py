@@ -7,7 +7,6 @@ import time
 
 import attrs
 
-from fnloop._core.call import name_of
 from fnloop._core.metrics import Max, read
 from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host
@@ -18,18 +17,20 @@ from fnloop._core.state import (
     RECORD,
     UPDATE,
     TrainState,
-    check_not_stale,
     clear_parameter_cache,
     newest,
     owns_handles,
 )
 from fnloop._core.types import Metric
-from fnloop._data.loaders import sharded
-from fnloop._data.source import Source, num_updates
-from fnloop._display.log import log
-from fnloop._hooks.wrapper import Hook
-from fnloop._loop.errors import explain, tell_hooks
-from fnloop._loop.evaluate import READ_ONCE, measure, open_loader
+from fnloop._data.source import num_updates
+from fnloop._loop.errors import (
+    check_returned,
+    explain,
+    explain_no_batches,
+    tell_hooks,
+    warn_on_main,
+)
+from fnloop._loop.evaluate import measure, open_loader
 from fnloop._loop.hints import suggest_fused
 from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts
 from fnloop._loop.peers import is_alone, peers_of
@@ -37,7 +38,7 @@ from fnloop._loop.plan import Plan
 from fnloop._step.engine import engine_of
 from fnloop._step.layers import STEP
 
-__all__ = ["LOADER", "Run", "warn_on_main"]
+__all__ = ["LOADER", "Run"]
 
 LOADER = "the training loader"
 
@@ -59,7 +60,7 @@ class Run:
 
     def __init__(self, plan: Plan, state: TrainState) -> None:
         __tracebackhide__ = True
-        _check_position(plan, state)
+        plan.check_position(state)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state)
         evaluated = {k: open_loader(v, state) for k, v in plan.loaders.evaluated.items()}
@@ -98,7 +99,7 @@ class Run:
         __tracebackhide__ = True
         for hook in self.plan.hooks:
             if (begin := getattr(hook, "begin", None)) is not None:
-                state = _check_returned(hook, begin(state))
+                state = check_returned(hook, begin(state))
         if not state.model.training:
             warn_on_main(
                 state,
@@ -141,7 +142,7 @@ class Run:
         __tracebackhide__ = True
         state = self.state
         if ended and not state.batch:
-            raise ValueError(_explain_no_batches(state, self.source))
+            raise ValueError(explain_no_batches(state, self.source))
         if state.generators is not None:
             state.generators.install()
         else:
@@ -191,7 +192,7 @@ class Run:
         before = self.state
         for hook in self.plan.hooks:
             self.phase = hook
-            self.state = _check_returned(hook, hook(self.state))
+            self.state = check_returned(hook, hook(self.state))
         if self.interrupts.stop is not None:  # a signal may have come during the hooks
             self.state = self.interrupts.apply(self.state)
         if self.interrupts.save:
@@ -251,7 +252,7 @@ class Run:
         __tracebackhide__ = True
         for hook in self.plan.hooks:
             if (flush := getattr(hook, "flush", None)) is not None:
-                self.state = _check_returned(hook, flush(self.state))
+                self.state = check_returned(hook, flush(self.state))
         self.interrupts.save = False
 
     # --- an exception
@@ -302,42 +303,3 @@ class Run:
         if not (loading and isinstance(error, Exception) and self.interrupts.stop is not None):
             return False
         return self.plan.step.layer_of(error) == STEP
-
-
-def warn_on_main(state: TrainState, message: str) -> None:
-    """Log a warning, on the main process."""
-    if state.backend.main:
-        log.warning(message)
-
-
-def _check_position(plan: Plan, state: TrainState) -> None:
-    """Raise if the position within the epoch means nothing to this many processes."""
-    now = state.backend.world_size
-    in_shards = isinstance(plan.loaders.train, sharded) and state.batch > 0
-    if in_shards and state.saved_on not in (None, now):
-        raise ValueError(
-            f"this checkpoint was written in mid-epoch by {state.saved_on} processes, but this "
-            f"run has {now}, whose shards of the loader differ: resume on {state.saved_on} "
-            "processes, or from the end of an epoch"
-        )
-
-
-def _check_returned(hook: Hook, new: object) -> TrainState:
-    """Return what a hook returned, having checked that it is a fresh state."""
-    __tracebackhide__ = True
-    if not isinstance(new, TrainState):
-        raise TypeError(
-            f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did "
-            "you forget 'return state'?"
-        )
-    check_not_stale(new)
-    return new
-
-
-def _explain_no_batches(state: TrainState, source: Source) -> str:
-    why = ""
-    if source.drop_last and source.batch_size:
-        why = f" {source.why_empty()}"
-    elif state.epoch:
-        why = READ_ONCE
-    return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
