@@ -6,6 +6,7 @@ A checkpoint is a folder:
     optimizer.safetensors   the state of the optimizer, by parameter name
     slots.safetensors       what middleware keep, running metrics, random generators
     state.json              counters, hyper-parameters, where the tensors belong, and the history
+                            (the module save makes it)
     manifest.json           size and SHA-256 of each of the others; written last
 
 Nothing is pickled, so reading a checkpoint cannot run code.

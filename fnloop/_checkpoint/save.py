@@ -140,6 +140,7 @@ def collect_contents(
             **{name: getattr(state, name) for name in COUNTERS},
             "processes": state.backend.world_size,
             "measured": _measured(state),
+            # The key is the old name of events: the format stays.
             "news": sorted(state.events & {UPDATE, PENDING}) if PENDING in state.events else [],
             "model": _encode_model(state, model, slots),
             "optimizer": encode_optimizer(NamedOptimizer.of_state(state), optimizer),

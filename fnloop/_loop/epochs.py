@@ -3,8 +3,8 @@
     position the generators -> step -> fetch the next window -> boundary
 
 The next window is fetched while the device still works on the step. A boundary is the point between
-two updates: evaluation, records and hooks happen there and nowhere else, so they never see a
-half-finished state.
+two updates (see ``Run.boundary``): evaluation, records and hooks happen there and nowhere else, so
+they never see a half-finished state.
 """
 
 from __future__ import annotations

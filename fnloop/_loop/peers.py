@@ -1,4 +1,7 @@
-"""The other processes of a run, or their absence. Chosen once, when the run begins."""
+"""The other processes of a run, or their absence. Chosen once, when the run begins.
+
+What several processes agree on, such as to stop, is in :mod:`fnloop._loop.consensus`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule any number of the parameter groups as a function of the updates applied."""
+"""Set the learning rate, or another number of the parameter groups, before each update."""
 
 from __future__ import annotations
 

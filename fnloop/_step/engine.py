@@ -1,8 +1,8 @@
 """The gradient engine: what depends on the number of processes in training and evaluation.
 
 There are two, :class:`LocalEngine` for one process and :class:`DistributedEngine` for several.
-:func:`engine_of` chooses. Nothing else in the steps and the middleware looks at the number of
-processes.
+:func:`engine_of` chooses. Nothing else in the steps and the middleware branches on the number
+of processes.
 """
 
 from __future__ import annotations

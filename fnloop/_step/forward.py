@@ -1,4 +1,4 @@
-"""The innermost step: call the loss function and check its reply."""
+"""The innermost step: call the loss function, check its reply and weigh the batch."""
 
 from __future__ import annotations
 
