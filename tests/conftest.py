@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 import sys
 
 import launch
@@ -13,6 +14,7 @@ from fake_recorder import FakeRecorder
 from fnloop._middleware import cuda_graph
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us ignoring it
 
 
 @pytest.fixture(scope="session")

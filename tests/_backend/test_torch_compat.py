@@ -287,6 +287,7 @@ class Nameless:
         return getattr(self.tensor, name)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch 2.11
 def test_what_is_read_from_a_tensor():
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     for read in (tensor, Nameless(tensor)):
