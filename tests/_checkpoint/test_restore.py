@@ -286,7 +286,7 @@ def test_a_position_within_an_epoch_names_the_number_of_processes_that_saved_it(
     restored = fl.restore(path, toy())
     assert (half.saved_on, restored.saved_on) == (None, 2)
     for state in (fl.snapshot(restored), restored):
-        with pytest.raises(ValueError, match="one of 2 processes in the middle of an epoch"):
+        with pytest.raises(ValueError, match="written in mid-epoch by 2 processes"):
             fl.fit(step, state, fl.sharded(data), hooks=())
     later = fl.fit(step, restored, data, steps=3, hooks=())
     assert later.saved_on == 2

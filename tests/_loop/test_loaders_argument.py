@@ -45,7 +45,7 @@ def test_an_iterator_can_only_be_read_once():
         ValueError, match=r"gave no batch in epoch 2\. An iterator can be read once: pass a list"
     ):
         fit(state, loaders=iterator)
-    with pytest.raises(ValueError, match="which can't start again: pass a function"):
+    with pytest.raises(ValueError, match="which cannot start again: pass a function"):
         fit(fit(steps=2), loaders=iter([ONE] * 3))
 
 
