@@ -255,16 +255,17 @@ def test_a_restore_that_is_not_strict_leaves_out_the_state_of_other_parameters(t
 
 
 class Refusing(torch.optim.SGD):
-    """An optimizer with its own ``state_dict``, which refuses to load one."""
+    """An optimizer with its own ``state_dict``. Loading one changes a setting and then fails."""
 
     def state_dict(self):
         return super().state_dict()
 
     def load_state_dict(self, state_dict):
+        self.param_groups[0]["momentum"] = 0.0
         raise ValueError("not today")
 
 
-def test_an_optimizer_that_refuses_a_checkpoint_keeps_its_state(tmp_path):
+def test_an_optimizer_that_refuses_a_checkpoint_keeps_its_state_and_settings(tmp_path):
     """The momentum is 1, 2 and 3 in three updates, so the weight is -1, -3 and -6."""
 
     def make():

@@ -92,9 +92,10 @@ def test_another_folder_next_to_the_checkpoints_is_not_touched(tmp_path):
     assert names(tmp_path) == ["bert", "step-00000002"]
 
 
-def test_the_checkpoints_of_another_run_are_neither_pruned_nor_ranked(tmp_path):
+@pytest.mark.parametrize("w", [-9.0, 9.0], ids=["with the best loss", "with the worst loss"])
+def test_the_checkpoints_of_another_run_are_neither_pruned_nor_ranked(tmp_path, w):
     """They were copied there while this run was already training."""
-    other = train(tmp_path / "other", toy(w=-9.0), 3, keep=9, best="train/loss")
+    other = train(tmp_path / "other", toy(w=w), 3, keep=9, best="train/loss")
     assert other.step == 3
 
     def intrude(state):
