@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import attrs
 from torch import Tensor
 
 from fnloop._core.middleware import Middleware, middleware
@@ -24,6 +23,7 @@ from fnloop._display import checks
 from fnloop._step.backward import Backward, Insertable, commutes_with_scaling
 from fnloop._step.engine import engine_of
 from fnloop._step.gradients import restore_gradients, stash_gradients
+from fnloop._step.update import skip_together
 from fnloop._step.weighted_sum import Weight
 
 __all__ = ["accumulate"]
@@ -100,8 +100,7 @@ def _averaged(step: Step, n: int) -> Step:
         sums: list[Tensor | None] = [None] * len(params)
         for batch in window:
             state, out = step(state, batch)
-            if engine.any(out.skip is not None) and out.skip is None:
-                out = attrs.evolve(out, skip="left out by another process")
+            out = skip_together(state, out)
             if out.skip is None:
                 relative = total.relative_weight(out)
                 gradients = engine.gradients(params)

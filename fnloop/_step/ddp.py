@@ -173,6 +173,7 @@ def _check_ddp(device: torch.device) -> None:
     ddp = _FixedBucketDDP(_Trainable(nn.Module(), [probe]), init_sync=False)
     ddp.forward((probe * dist.get_rank()).sum()).backward()
     mean = (dist.get_world_size() - 1) / 2
+    # A host read, once per process and device: before the first update.
     if probe.grad is None or probe.grad.item() != mean:
         raise RuntimeError(
             f"DistributedDataParallel of torch {torch.__version__} does not average gradients in "

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class LocalEngine:
-    """One process: most questions to the engine have their argument as the answer.
+    """A single process: most methods return their argument unchanged.
 
     The methods are those of :class:`fnloop._step.engine.GradientEngine`.
     """

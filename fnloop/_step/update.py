@@ -25,7 +25,7 @@ from fnloop._core.state import (
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
 
-__all__ = ["OPTIMIZER", "consume", "report", "update", "wants_closure"]
+__all__ = ["OPTIMIZER", "consume", "report", "skip_together", "update", "wants_closure"]
 
 OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
 
@@ -48,8 +48,8 @@ def update(step: Step, may_skip: bool = False) -> Step:
             if wants_closure(type(state.optimizer)):
                 return _by_closure(step, state, batch)
             new, out = step(state, batch)
-            if may_skip and engine_of(state).any(out.skip is not None) and out.skip is None:
-                out = attrs.evolve(out, skip="left out by another process")
+            if may_skip:
+                out = skip_together(state, out)
             applied = out.skip is None
             if applied:
                 give_up_ownership(new)  # until the optimizer has changed all of the parameters
@@ -60,6 +60,13 @@ def update(step: Step, may_skip: bool = False) -> Step:
         return advance(new, applied), out
 
     return update
+
+
+def skip_together(state: TrainState, out: Output) -> Output:
+    """Return an output that is skipped if it is skipped on any process. A collective."""
+    if engine_of(state).any(out.skip is not None) and out.skip is None:
+        return attrs.evolve(out, skip="left out by another process")
+    return out
 
 
 @functools.cache
