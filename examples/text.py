@@ -5,6 +5,9 @@
 Paragraphs differ in length, so batches differ in their number of characters. The loss function
 returns this number. So every character counts the same, in an update from four batches and in every
 reported number.
+
+Two optimizers train the model: Muon the matrices inside the blocks, AdamW the rest. Both are
+clipped and scheduled together.
 """
 
 import argparse
@@ -101,8 +104,11 @@ def main():
     valid = DataLoader(valid, batch_size=32, collate_fn=padded)
 
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.1)
-    state = TrainState.create(model, optimizer)
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
+    adamw = torch.optim.AdamW(rest, lr=8e-3, weight_decay=0.1)
+    state = TrainState.create(model, {"matrices": muon, "rest": adamw})
     middleware = amp("bf16"), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1))
     step = pipeline(*middleware)(next_character)
     untrained = evaluate(step, state, valid)["loss"]

@@ -12,8 +12,11 @@ are functions of the state, called between updates.
 # State and steps
 
 - `TrainState`, `RunInfo`: what a run depends on, and how long it is.
-- `snapshot`, `unwrap`: an independent copy of a state; your own module.
+- `snapshot`, `fork`, `unwrap`: a copy of a state; several, with other rates; your own module.
+- `freeze`, `unfreeze`: which parameters are trained, and in which groups of the optimizer.
 - `pipeline`, `supervised`, `Output`: make a step from a loss function; what a step returns.
+- `alternate`: whole steps in turn, each with an optimizer of its own, such as those of a GAN.
+- `raw`: a step of a function of yours that does its own backward and updates.
 - `StaleStateError`: raised for a state that has been advanced.
 
 A loss function takes the module and a batch, and returns the mean loss, or `(loss, aux)`. `aux`
@@ -21,20 +24,37 @@ goes to the metrics. If the loss is not the mean over the leading dimension of t
 `aux["weight"]` says how many items it is the mean of (a token count on the device, for example).
 Losses, gradients and metrics are averaged by this weight.
 
-A state owns its module, its optimizer and its tensors, which a step updates in place. All else in
+A state owns its module, its optimizers and its tensors, which a step updates in place. All else in
 it is a value.
+
+Several optimizers are given by name, `TrainState.create(model, {"matrices": muon, "rest": adamw})`.
+Each parameter that is not frozen is in one of them. A step updates with all of them, in that order:
+`clip` is over all parameters, and an overflow in one skips all. `schedule(fn, only=("rest",))` acts
+on those named. Their rates are "train/lr/matrices" and "train/lr/rest" in records.
+`state.optimizer["rest"]` is one of them, and `state.updates` counts the updates of each.
+
+`alternate({"d": step_d, "g": step_g}, order=("d",) * 5 + ("g",))` updates with one of them at a
+time, each with the loss function, the middleware and the metrics of its own step: "train/d/loss".
+Meanwhile only the parameters of that optimizer need gradients. `state.step` counts rounds. An
+evaluation runs without gradients; a loss function that needs them there, such as that of a gradient
+penalty, switches them on: `with torch.enable_grad():`.
 
 # Middleware and rings
 
-- `accumulate`, `clip`, `clip_value`: gradients.
+- `accumulate`, `clip`, `clip_value`, `grad_norm`: gradients.
 - `amp`, `compiled`, `cuda_graph`, `CaptureError`: precision and speed.
-- `schedule`, `torch_scheduler`: learning rates.
-- `metric`: numbers beside the loss.
+- `schedule`, `torch_scheduler`, `plateau`: learning rates.
+- `sam`, `closure`: the gradient of the worst weights nearby; `optimizer.step(closure)`.
+- `tbptt`: sequences in windows, with a state that is carried from one to the next.
+- `ema`, `swa`, `averaged`, `update_batchnorm`: averages of the weights.
+- `metric`, `derive`: numbers beside the loss; numbers that follow from those of a report.
+- `timings`, `throughput`, `device_memory`: how long a run takes, and how much memory.
 - `middleware`, `Middleware`: write your own.
 
 | ring | wraps | sees |
 |---|---|---|
 | `forward` | the loss function, in training and evaluation | the batch; then loss, aux, metrics |
+| `evaluation` | the forward ring, in evaluation only | the same |
 | `loss` | the forward ring, in training only | the scalar that backward starts from |
 | `gradient` | backward | gradients, in `.grad` |
 | `update` | the optimizer's step | the new parameters |
@@ -50,8 +70,9 @@ the code you typed; it can be compared and pickled. A middleware keeps what it n
 
 - `Mean`, `Sum`, `Min`, `Max`, `Last`: each is made for a batch, combined over batches and
   processes, and computed once.
-- `from_torchmetrics`: a metric of torchmetrics.
-- `History`, `Record`: what a run has measured.
+- `from_torchmetrics`: a metric of torchmetrics, or a collection of them.
+- `History`, `Record`, `compare`: what a run has measured; several runs in one figure.
+- `Phase`: a stretch of a run, with targets of its own: `fit(..., phase="head")`.
 
 The name of a metric tells whether lower is better ("loss", "error") or higher ("acc", "f1", "auc",
 "precision", "recall"). For any other name, pass `mode="min"` or `mode="max"`. A name such as
@@ -88,16 +109,22 @@ pytest show your frames of the traceback, and not those of fnloop (`%xmode Plain
 
 # Hooks
 
-- `every`, `when`, `once`, `on_main`: when and where a hook runs. `every` and `when` also say when
-  to evaluate.
+- `every`, `when`, `at_start`, `at_end`: moments, which say when a hook runs, when to evaluate and
+  when to make a record: `every(epochs=2) | at_end()`, `a & b`, `~a`.
+- `when_improved`, `once`, `on_main`: at which values, how often and where a hook runs.
 - `progress`, `live_plot`: show a run.
-- `early_stop`, `halt_on_nonfinite`: stop it.
+- `inspect`: look at the outputs of an evaluation.
+- `early_stop`, `halt_on_nonfinite`, `time_limit`: stop it.
+- `restore_best`: end it with its best weights.
 - `track`, `to_csv`, `to_jsonl`: send its records elsewhere.
 
-A hook stops a run by `attrs.evolve(state, stop="why")`. It may have these attributes: `monitors =
+A hook stops a run by `attrs.evolve(state, stop="why")`, and ends an epoch by `ends="epoch"`: list
+such a hook before `checkpoint`. It may have these attributes: `monitors =
 "valid/loss"`, the metric it reads; `reports = ("mine/loss",)`, the metrics it adds to records;
-and the methods `begin(state)`, called before the first update of a run, and `failed(state,
-error)`.
+and the methods `begin(state) -> state`, called before the first update of a run, which starts
+with the state that it returns; `failed(state, error)`, called when an exception ends it; and
+`evaluating(state, loader, done, total)`, called before the first batch of an evaluation and after
+each.
 
 # Checkpoints
 
@@ -111,12 +138,18 @@ metrics included. You may change the batch size or the number of workers: exactl
 samples are trained.
 
 A checkpoint is a folder: `model.safetensors`, `optimizer.safetensors` (by parameter name),
-`slots.safetensors`, `state.json`, and a manifest with checksums. There is no pickle in it, so
-loading one cannot execute code. It holds the module's state, which parameters are frozen and
-which submodules are in evaluation mode, the optimizer, slots, running metrics, history, counters
-and generators, and `state.extra`, for your own plain data. A slot may be plain data, tensors, an
-attrs record, or an object with a `state_dict`. The records of a long history are written once, in
-the folder `.records` beside the checkpoints.
+`slots.safetensors`, `state.json`, and a manifest with checksums. An average of the weights has its
+own file, such as `ema.safetensors`, which loads into the plain module as `model.safetensors` does.
+There is no pickle in a checkpoint, so loading one cannot execute code. It holds the module's state,
+which parameters are frozen and which submodules are in evaluation mode, the optimizer (several by
+their names), slots, running metrics, history, counters and generators, and `state.extra`, for your
+own plain data. A slot may be plain data, tensors, an attrs record, or an object with a
+`state_dict`. The records of a long history are written once, in the folder `.records` beside the
+checkpoints.
+
+`save(..., only=("model",))` and `checkpoint(..., only=...)` save parts: the model for evaluation
+and fine-tuning, or "trained", the parameters that require gradients, such as adapters. `latest`,
+`best` and `restore(..., only=...)` read such partial checkpoints. `resume` takes whole ones only.
 
 A checkpoint is written to a temporary folder, flushed, and renamed. So at any moment the newest
 one is complete. `latest` and `resume` take the most recent one, and skip damaged ones with a
@@ -204,61 +237,65 @@ library as checks.
 
 __docformat__ = "google"
 
-from fnloop import schedules as schedules
-from fnloop._backend.public import broadcast as broadcast
-from fnloop._backend.public import gather as gather
-from fnloop._backend.public import reduce as reduce
-from fnloop._checkpoint.format import CheckpointError as CheckpointError
-from fnloop._checkpoint.restore import restore as restore
-from fnloop._checkpoint.save import save as save
-from fnloop._checkpoint.select import best as best
-from fnloop._checkpoint.select import latest as latest
-from fnloop._checkpoint.select import resume as resume
-from fnloop._core.history import History as History
-from fnloop._core.metrics import Last as Last
-from fnloop._core.metrics import Max as Max
-from fnloop._core.metrics import Mean as Mean
-from fnloop._core.metrics import Min as Min
-from fnloop._core.metrics import Sum as Sum
-from fnloop._core.middleware import Middleware as Middleware
-from fnloop._core.middleware import middleware as middleware
-from fnloop._core.ownership import StaleStateError as StaleStateError
-from fnloop._core.record import Record as Record
-from fnloop._core.run_info import RunInfo as RunInfo
-from fnloop._core.snapshot import snapshot as snapshot
-from fnloop._core.snapshot import unwrap as unwrap
-from fnloop._core.state import TrainState as TrainState
-from fnloop._core.torchmetrics import from_torchmetrics as from_torchmetrics
-from fnloop._core.types import Output as Output
-from fnloop._data.loaders import sharded as sharded
-from fnloop._graphs.guards import CaptureError as CaptureError
-from fnloop._hooks.checkpoint import checkpoint as checkpoint
-from fnloop._hooks.early_stop import early_stop as early_stop
-from fnloop._hooks.early_stop import halt_on_nonfinite as halt_on_nonfinite
-from fnloop._hooks.live_plot import live_plot as live_plot
-from fnloop._hooks.on_main import on_main as on_main
-from fnloop._hooks.progress import progress as progress
-from fnloop._hooks.table import to_csv as to_csv
-from fnloop._hooks.table import to_jsonl as to_jsonl
-from fnloop._hooks.track import track as track
-from fnloop._hooks.triggers import every as every
-from fnloop._hooks.triggers import once as once
-from fnloop._hooks.triggers import when as when
-from fnloop._loop.evaluate import evaluate as evaluate
-from fnloop._loop.evaluate import predict as predict
-from fnloop._loop.fit import fit as fit
-from fnloop._loop.fit import run as run
-from fnloop._middleware.accumulate import accumulate as accumulate
-from fnloop._middleware.amp import amp as amp
-from fnloop._middleware.clip import clip as clip
-from fnloop._middleware.clip import clip_value as clip_value
-from fnloop._middleware.compiled import compiled as compiled
-from fnloop._middleware.cuda_graph import cuda_graph as cuda_graph
-from fnloop._middleware.metric import metric as metric
-from fnloop._middleware.schedule import schedule as schedule
-from fnloop._middleware.torch_scheduler import torch_scheduler as torch_scheduler
-from fnloop._step.pipeline import pipeline as pipeline
-from fnloop._step.supervised import supervised as supervised
+from fnloop import schedules
+from fnloop._backend.public import broadcast, gather, reduce
+from fnloop._checkpoint.format import CheckpointError
+from fnloop._checkpoint.restore import restore
+from fnloop._checkpoint.save import save
+from fnloop._checkpoint.select import best, latest, resume
+from fnloop._core.averaged import averaged
+from fnloop._core.fork import fork
+from fnloop._core.freeze import freeze, unfreeze
+from fnloop._core.history import History
+from fnloop._core.history_compare import compare
+from fnloop._core.metrics import Last, Max, Mean, Min, Sum
+from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.ownership import StaleStateError
+from fnloop._core.phase import Phase
+from fnloop._core.record import Record
+from fnloop._core.run_info import RunInfo
+from fnloop._core.snapshot import snapshot, unwrap
+from fnloop._core.state import TrainState
+from fnloop._core.torchmetrics import from_torchmetrics
+from fnloop._core.types import Output
+from fnloop._data.loaders import sharded
+from fnloop._graphs.guards import CaptureError
+from fnloop._hooks.checkpoint import checkpoint
+from fnloop._hooks.early_stop import early_stop, halt_on_nonfinite
+from fnloop._hooks.inspect import inspect
+from fnloop._hooks.live_plot import live_plot
+from fnloop._hooks.moments import at_end, at_start
+from fnloop._hooks.on_main import on_main
+from fnloop._hooks.progress import progress
+from fnloop._hooks.restore_best import restore_best
+from fnloop._hooks.table import to_csv, to_jsonl
+from fnloop._hooks.time_limit import time_limit
+from fnloop._hooks.track import track
+from fnloop._hooks.triggers import every, once, when
+from fnloop._hooks.when_improved import when_improved
+from fnloop._loop.batchnorm import update_batchnorm
+from fnloop._loop.evaluate import evaluate, predict
+from fnloop._loop.fit import fit, run
+from fnloop._middleware.accumulate import accumulate
+from fnloop._middleware.amp import amp
+from fnloop._middleware.clip import clip, clip_value, grad_norm
+from fnloop._middleware.closure import closure
+from fnloop._middleware.compiled import compiled
+from fnloop._middleware.cuda_graph import cuda_graph
+from fnloop._middleware.derive import derive
+from fnloop._middleware.device_memory import device_memory
+from fnloop._middleware.ema import ema, swa
+from fnloop._middleware.metric import metric
+from fnloop._middleware.plateau import plateau
+from fnloop._middleware.sam import sam
+from fnloop._middleware.schedule import schedule
+from fnloop._middleware.tbptt import tbptt
+from fnloop._middleware.times import throughput, timings
+from fnloop._middleware.torch_scheduler import torch_scheduler
+from fnloop._step.alternate import alternate
+from fnloop._step.pipeline import pipeline
+from fnloop._step.raw import raw
+from fnloop._step.supervised import supervised
 from fnloop._version import __version__ as __version__
 
 __all__ = [
@@ -271,27 +308,41 @@ __all__ = [
     "Middleware",
     "Min",
     "Output",
+    "Phase",
     "Record",
     "RunInfo",
     "StaleStateError",
     "Sum",
     "TrainState",
     "accumulate",
+    "alternate",
     "amp",
+    "at_end",
+    "at_start",
+    "averaged",
     "best",
     "broadcast",
     "checkpoint",
     "clip",
     "clip_value",
+    "closure",
+    "compare",
     "compiled",
     "cuda_graph",
+    "derive",
+    "device_memory",
     "early_stop",
+    "ema",
     "evaluate",
     "every",
     "fit",
+    "fork",
+    "freeze",
     "from_torchmetrics",
     "gather",
+    "grad_norm",
     "halt_on_nonfinite",
+    "inspect",
     "latest",
     "live_plot",
     "metric",
@@ -299,24 +350,36 @@ __all__ = [
     "on_main",
     "once",
     "pipeline",
+    "plateau",
     "predict",
     "progress",
+    "raw",
     "reduce",
     "restore",
+    "restore_best",
     "resume",
     "run",
+    "sam",
     "save",
     "schedule",
     "schedules",
     "sharded",
     "snapshot",
     "supervised",
+    "swa",
+    "tbptt",
+    "throughput",
+    "time_limit",
+    "timings",
     "to_csv",
     "to_jsonl",
     "torch_scheduler",
     "track",
+    "unfreeze",
     "unwrap",
+    "update_batchnorm",
     "when",
+    "when_improved",
 ]
 
 

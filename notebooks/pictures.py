@@ -127,8 +127,8 @@ def wait(is_done, milliseconds=20_000):
 
 def shrink(path, colors=64):
     """Reduce a picture to a palette, which is all that text and lines need."""
-    picture = Image.open(path).convert("RGB").quantize(colors, dither=Image.Dither.NONE)
-    picture.save(path, optimize=True)
+    picture, octree = Image.open(path).convert("RGBA"), Image.Quantize.FASTOCTREE
+    picture.quantize(colors, octree, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main():
@@ -145,7 +145,7 @@ def main():
     def distance(html):
         """Return how far a table is from six epochs and a bar that is two thirds full."""
         rows, filled = progress_of(html)
-        return abs(rows - 7) * 100 + abs(filled - 67)
+        return abs(rows - 8) * 100 + abs(filled - 67)
 
     app = QApplication(["pictures"])
     draw(step, folder / "rings.png")

@@ -10,7 +10,9 @@ import launch
 import pytest
 import torch
 from fake_recorder import FakeRecorder
+from fake_terminal import fake_clock
 
+import fnloop as fl
 from fnloop._middleware import cuda_graph
 
 torch.set_num_threads(1)
@@ -55,3 +57,31 @@ def recorders(monkeypatch):
         lambda *_, **__: ["cpu"],
     )
     return made
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns_without_colors(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock for a run and for progress that stands still until a test moves it."""
+    return fake_clock(monkeypatch)
+
+
+@pytest.fixture
+def back_once():
+    """A hook that goes back once, at step 3, to a snapshot of step 1."""
+    kept = []
+
+    def back(state):
+        if state.step == 1 and not kept:
+            kept.append(fl.snapshot(state))
+        elif state.step == 3 and len(kept) == 1:
+            kept.append(None)
+            return kept[0]
+        return state
+
+    return back

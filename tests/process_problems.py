@@ -55,6 +55,14 @@ def network():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def adam_and_sgd(parameters):
+    parameters = list(parameters)
+    return {
+        "matrices": torch.optim.AdamW([p for p in parameters if p.ndim == 2], lr=0.05),
+        "rest": torch.optim.SGD([p for p in parameters if p.ndim != 2], lr=0.1, momentum=0.9),
+    }
+
+
 def entropy(model, batch):
     output = model(batch[0])
     return nn.functional.cross_entropy(output, batch[1]), {"output": output}
@@ -160,10 +168,12 @@ def fitted(train, valid=None, loss=entropy, epochs=1, **settings):
 
 def come_to(state):
     weights = torch.cat([whole(p).detach().flatten() for p in state.model.parameters()]).tolist()
-    losses = [record.metrics["train/loss"] for record in state.history if not record.closing]
+    records = [record.metrics for record in state.history if not record.closing]
+    losses = [row.get("train/loss", row.get("recent/loss")) for row in records]
     return {
         "weights": weights,
         "counters": [state.step, state.epoch, state.batch],
+        "updates": dict(state.updates),
         "history": losses,
     }
 

@@ -58,6 +58,7 @@ TABLE = [
     (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
     (fl.amp("fp16", init_scale=2.0**20, growth_interval=3), fl.accumulate(2), fl.clip(0.05)),
     (fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1)), average(0.9)),
+    (fl.ema(0.9, start=4, every=2), fl.swa(0.5)),
     (
         fl.torch_scheduler(
             lambda optimizer, run: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -176,7 +177,7 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    for module in ("fnloop._loop.fit", "fnloop._hooks.progress"):
+    for module in ("fnloop._loop.fit", "fnloop._hooks.progress_text"):
         monkeypatch.setattr(sys.modules[module], "read", reading)
     problem = attrs.evolve(PROBLEMS["small"], batches=data(*[8] * 40))
     step = fl.pipeline(fl.accumulate(2), fl.clip(1.0), fl.schedule(schedules.cosine()), *members)(

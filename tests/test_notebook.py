@@ -78,15 +78,14 @@ def only(cell, mime):
 def test_a_run_is_one_output_with_a_row_per_epoch(notebook):
     cell = notebook.run("state = fl.fit(step, toy(), loaders, epochs=5)")
     html = only(cell, "text/html")
-    assert html.count("<tr>") == 1 + 5
-    assert "<th>valid/loss</th>" in html
-    assert "epoch 5/5" not in html  # the bar is gone
-    assert only(cell, "text/plain").splitlines()[-1].split()[:4] == [
-        "5",
-        "20",
-        "-17.5",
-        "-20",
-    ]  # w falls by 1 per update
+    assert html.count("<tr>") == 2 + 5
+    assert ">valid</th>" in html
+    assert "width:100%" not in html  # the bar is gone
+    facts, *_, last, end = only(cell, "text/plain").splitlines()
+    assert facts == "Toy on cpu, 1 parameter, float32, 5 epochs of 4 updates, evaluated on valid"
+    row = last.replace("│", "").split()
+    assert row[:4] == ["5", "20", "-20.0000*", "-17.5000"]  # w falls by 1 per update
+    assert end.startswith("done: epoch 5/5, step 20, after ")
 
 
 def test_running_a_cell_again_adds_no_output(notebook):
@@ -103,24 +102,20 @@ def test_a_continued_run_shows_its_own_epochs_only(notebook):
     before = only(first, "text/html")
     second = notebook.run("state = fl.fit(step, state, loaders, epochs=5, hooks=(show,))")
     assert [line.split()[0] for line in only(second, "text/plain").splitlines()] == [
-        "epoch",
-        "3",
-        "4",
-        "5",
+        *("Toy", "│", "epoch"),
+        *("3", "4", "5", "done:"),
     ]
     assert only(first, "text/html") == before  # reusing a hook does not change the older cell
 
 
-def test_an_interrupted_run_leaves_its_bar_where_it_stopped(notebook):
+def test_an_interrupted_run_says_where_it_stopped(notebook):
     cell = notebook.run(
         "stop = at_the_third(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "state = fl.fit(stop, toy(), loaders, epochs=5)"
     )
-    bar, note = only(cell, "text/plain").splitlines()
-    assert bar.startswith("epoch 1/5:  75% 3/4 [")
-    assert bar.endswith("loss -1, lr 1]")  # the mean of 0, -1 and -2
-    assert note == "stopped: interrupted"
-    assert "width:75%" in only(cell, "text/html")
+    _, note = only(cell, "text/plain").splitlines()
+    assert note.startswith("stopped: interrupted; epoch 1/5, step 3, after ")
+    assert note.endswith("s")
 
 
 def test_an_exception_closes_the_bar(notebook):
@@ -129,7 +124,7 @@ def test_an_exception_closes_the_bar(notebook):
     )
     (kind, data), (error, _) = shown(cell)
     assert (kind, error) == ("display_data", "error")
-    assert data["text/plain"].splitlines()[-1] == "the run ended here"
+    assert data["text/plain"].splitlines()[-1].startswith("ended early: epoch 1/5, step 2, after ")
     after = notebook.run("state = fl.fit(step, toy(), loaders, epochs=1)")
     assert len(after.outputs) == 1
 

@@ -3,21 +3,19 @@
 import copy
 import inspect
 import itertools  # noqa: F401  # this import, and others below, are used in the table
-import math
 import os
 import random
 import re
 from pathlib import Path
 
-import attrs
+import attrs  # noqa: F401
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR  # noqa: F401
+from torch.optim.lr_scheduler import OneCycleLR, StepLR  # noqa: F401
 from torch.utils.data import DataLoader, Subset, TensorDataset  # noqa: F401
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -32,8 +30,8 @@ COMING = BOOKS["coming_from_a_trainer"].cells
 def test_every_notebook_is_here_and_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     assert set(BOOKS) == {
-        *("all_of_fnloop", "coming_from_a_trainer", "many_processes", "recipes"),
-        *("resume_and_checkpoints", "write_your_own_middleware"),
+        *("all_of_fnloop", "averages_of_weights", "coming_from_a_trainer", "many_processes"),
+        *("recipes", "resume_and_checkpoints", "write_your_own_middleware"),
     }
     assert [path.name for path in NOTEBOOKS if path.name not in readme] == []
 
@@ -110,10 +108,7 @@ def right_hand_sides():
     ]
     assert all(len(row) == 2 for row in rows), "a | in the code of a row"
     return [
-        code
-        for _, right in rows
-        for code in re.findall(r"`([^`]+)`", right)
-        if code not in (*WORDS, "reduce_on_plateau")
+        code for _, right in rows for code in re.findall(r"`([^`]+)`", right) if code not in WORDS
     ]
 
 
@@ -126,7 +121,6 @@ WORDS = (
     "evaluate_every=",
     "fully_shard(model)",
     "fl.schedule",
-    "reduce_on_plateau",
 )
 
 
@@ -155,7 +149,6 @@ def names(folder):
         3,
         next(iter(train)),
     )
-    average = torch.optim.swa_utils.AveragedModel(model)
     return globals() | locals()
 
 
@@ -211,74 +204,3 @@ def use(value, known):
     updates = state.step + 2
     state = fl.fit(state=state, steps=updates, **settings)
     assert state.step == updates or state.stop
-
-
-# --- recipes
-
-
-def recipe(book, cell, name):
-    """Return a function that a cell of a notebook defines."""
-    (source,) = (c.source for c in BOOKS[book].cells if c.id == cell)
-    known = {"fl": fl, "attrs": attrs, "math": math}
-    exec(re.search(rf"^def {name}\(.*?(?=^\S|\Z)", source, re.S | re.M)[0], known)
-    return known[name]
-
-
-ONE = torch.ones(1)
-LOSSES = (1.0, 0.5, 0.5, 0.75, 0.25, 0.25, 0.5, 0.5)  # of eight epochs
-
-
-def plateau_hooks(reduce_on_plateau, seen):
-    """Return hooks: one reports the losses above, one is tested, one notes the learning rate."""
-
-    def report(state):
-        record = fl.Record(state.epoch, state.step, {"valid/loss": LOSSES[state.epoch - 1]}, 0.0)
-        return attrs.evolve(state, history=state.history.append(record))
-
-    def note(state):
-        seen.append(state.optimizer.param_groups[0]["lr"])
-        return state
-
-    return tuple(
-        map(
-            fl.every(epochs=1),
-            (report, reduce_on_plateau("valid/loss", factor=0.5, patience=1), note),
-        )
-    )
-
-
-@pytest.mark.parametrize("kept", [None, "snapshot", "checkpoint"])
-@pytest.mark.parametrize("split", range(1, 8))
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_the_plateau_hook_equals_torchs_at_any_split_of_the_run(kept, split, scheduled, tmp_path):
-    other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    plateau = ReduceLROnPlateau(other, factor=0.5, patience=1, threshold=0.0)
-    expected = [plateau.step(loss) or other.param_groups[0]["lr"] for loss in LOSSES]
-    assert expected == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
-
-    members = (fl.schedule(lambda i, total: 0.5),) if scheduled else ()
-    step, seen = fl.pipeline(*members)(toy_loss), []
-    hooks = plateau_hooks(recipe("coming_from_a_trainer", "plateau", "reduce_on_plateau"), seen)
-    state = first = fl.fit(step, toy(), [ONE], epochs=split, hooks=hooks)
-    rate = seen[-1]
-    state = fl.snapshot(state) if kept == "snapshot" else state
-    state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if kept == "checkpoint" else state
-    state = fl.fit(step, state, [ONE], epochs=8, hooks=hooks)
-    assert seen == [rate * (0.5 if scheduled else 1) for rate in expected]
-    if kept == "snapshot":  # the first branch keeps its own rate
-        assert first.optimizer.param_groups[0]["lr"] == rate
-    # Update i used the rate that epoch i - 1 ended with.
-    assert state.model.w.item() == -sum([1.0, *expected[:-1]]) * (0.5 if scheduled else 1)
-
-
-def test_the_fork_recipe_sets_the_learning_rate_or_is_refused():
-    fork = recipe("recipes", "fork", "fork")
-    step = fl.pipeline(fl.clip(float("inf")))(toy_loss)
-    trunk = fl.fit(step, toy(), [ONE], hooks=())
-    assert fl.fit(step, fork(trunk, 0.25), [ONE], hooks=()).model.w.item() == -1.25
-    assert fl.fit(step, trunk, [ONE], hooks=()).model.w.item() == -2.0
-
-    step = fl.pipeline(fl.schedule(lambda i, total: 0.5))(toy_loss)
-    trunk = fl.fit(step, toy(), [ONE], hooks=())
-    with pytest.raises(ValueError, match=r'write group\["initial_lr"\] = ...'):
-        fl.fit(step, fork(trunk, 0.25), [ONE], hooks=())

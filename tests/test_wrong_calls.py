@@ -111,8 +111,12 @@ def run_entries(name, run):
             lambda v: run(step(), toy(), [ONE], hooks=(v,)), "", ("a hook",)
         ),
         f"{name}(evaluate_every)": Entry(
-            lambda v: run(step(), toy(), [ONE], evaluate_every=v), "None"
+            lambda v: run(step(), toy(), [ONE], evaluate_every=v), "None {}"
         ),
+        f"{name}(evaluate_every: one)": Entry(
+            lambda v: run(step(), toy(), ([ONE], [ONE]), evaluate_every={"valid": v}), "None"
+        ),
+        f"{name}(record_every)": Entry(lambda v: run(step(), toy(), [ONE], record_every=v), "None"),
         f"{name}(prefetch)": Entry(lambda v: run(step(), toy(), [ONE], prefetch=v)),
     }
 
@@ -132,6 +136,14 @@ STATE = {
         ("optimizer",),
     ),
     "TrainState.create(optimizer)": Entry(lambda v: fl.TrainState.create(testing.Toy(), v)),
+    "TrainState.create(optimizer: one)": Entry(
+        lambda v: fl.TrainState.create(testing.Toy(), {"a": v}), "", ("optimizers",)
+    ),
+    "TrainState.create(optimizer: a name)": Entry(
+        lambda v: model_and(lambda m, o: fl.TrainState.create(m, {v if v.__hash__ else 1: o})),
+        "'x'",
+        ("names of optimizers",),
+    ),
     "TrainState.create(seed)": Entry(
         lambda v: model_and(lambda m, o: fl.TrainState.create(m, o, seed=v)), "None 0"
     ),
@@ -167,6 +179,10 @@ STEPS = {
 
 MIDDLEWARE = {
     "accumulate(n)": Entry(fl.accumulate),
+    "grad_norm(norm_type)": Entry(fl.grad_norm, "1.5 inf"),
+    "throughput(of)": Entry(fl.throughput),
+    "throughput(flops)": Entry(lambda v: fl.throughput(flops=v, peak=1.0), "1.5"),
+    "throughput(peak)": Entry(lambda v: fl.throughput(flops=1.0, peak=v), "1.5"),
     "clip(max_norm)": Entry(fl.clip, "1.5 inf"),
     "clip(norm_type)": Entry(lambda v: fl.clip(1.0, v), "1.5 inf"),
     "clip_value(limit)": Entry(fl.clip_value, "1.5 inf"),
@@ -175,8 +191,35 @@ MIDDLEWARE = {
     "amp(growth_interval)": Entry(lambda v: fl.amp("fp16", growth_interval=v)),
     "schedule(fn)": Entry(fl.schedule),
     "schedule(field)": Entry(lambda v: fl.schedule(schedules.cosine(), v), "'x'"),
+    "schedule(only)": Entry(lambda v: fl.schedule(schedules.cosine(), only=v), "None 'x'"),
     "torch_scheduler(factory)": Entry(fl.torch_scheduler),
+    "torch_scheduler(only)": Entry(
+        lambda v: fl.torch_scheduler(lambda optimizer, run: None, only=v), "None 'x'"
+    ),
+    "ema(decay)": Entry(fl.ema, "0"),
+    "ema(start)": Entry(lambda v: fl.ema(start=v), "0"),
+    "ema(every)": Entry(lambda v: fl.ema(every=v)),
+    "ema(evaluate)": Entry(lambda v: fl.ema(evaluate=v), "True"),
+    "ema(name)": Entry(lambda v: fl.ema(name=v), "'x'"),
+    "swa(start)": Entry(fl.swa, "0"),
+    "swa(every)": Entry(lambda v: fl.swa(every=v)),
+    "swa(evaluate)": Entry(lambda v: fl.swa(evaluate=v), "True"),
+    "swa(name)": Entry(lambda v: fl.swa(name=v), "'x'"),
+    "averaged(state)": Entry(fl.averaged),
+    "averaged(name)": Entry(lambda v: fl.averaged(toy(), v)),
+    "update_batchnorm(step)": Entry(lambda v: fl.update_batchnorm(v, toy(), [ONE])),
+    "update_batchnorm(state)": Entry(lambda v: fl.update_batchnorm(step(), v, [ONE])),
+    "update_batchnorm(loader)": Entry(
+        lambda v: fl.update_batchnorm(step(), toy(), v), "[] () {1} tensor generator"
+    ),
     "metric(function)": Entry(lambda v: fl.metric(accuracy=v), "", ("metric", "accuracy")),
+    "metric(positional)": Entry(fl.metric, "", ("positional", "at least one")),
+    "metric(on)": Entry(lambda v: fl.metric(a=lambda aux, batch: 0.0, on=v)),
+    "metric(loaders)": Entry(lambda v: fl.metric(a=lambda aux, batch: 0.0, loaders=v), "None"),
+    "derive(function)": Entry(lambda v: fl.derive(double=v), "", ("derive", "double")),
+    "Middleware(evaluation)": Entry(lambda v: fl.Middleware("a", evaluation=v), "None"),
+    "Middleware(report)": Entry(lambda v: fl.Middleware("a", report=v), "None"),
+    "Middleware(loaders)": Entry(lambda v: fl.Middleware("a", loaders=v), "()"),
     "metric(name)": Entry(
         lambda v: fl.metric(**{v: lambda aux, batch: 0.0} if isinstance(v, str) else {"a": v}),
         "'x'",
@@ -248,7 +291,14 @@ HOOKS = {
         f"every({name})": Entry(lambda v, name=name: fl.every(**{name: v}), accepts)
         for name, accepts in (("epochs", ""), ("steps", ""), ("seconds", "1.5"))
     },
+    "inspect(fn)": Entry(fl.inspect),
+    "inspect(loader)": Entry(lambda v: fl.inspect(lambda state, outputs: None, v), "'x'"),
+    "inspect(every)": Entry(lambda v: fl.inspect(lambda state, outputs: None, every=v)),
     "every(hook)": Entry(lambda v: fl.every(steps=1)(v), "", ("hook",)),
+    "at_start(hook)": Entry(lambda v: fl.at_start()(v), "", ("hook",)),
+    "at_end(hook)": Entry(lambda v: fl.at_end()(v), "", ("hook",)),
+    "every(or)": Entry(lambda v: fl.every(steps=1) | v, "", ("combines moments",)),
+    "every(and)": Entry(lambda v: v & fl.every(steps=1), "", ("combines moments",)),
     "when(predicate)": Entry(fl.when),
     "when(hook)": Entry(lambda v: fl.when(lambda state: True)(v), "", ("hook",)),
     "once(hook)": Entry(fl.once),
@@ -267,6 +317,11 @@ HOOKS = {
     ),
     "early_stop(min_epochs)": Entry(lambda v: fl.early_stop("valid/loss", min_epochs=v), "0"),
     "early_stop(min_steps)": Entry(lambda v: fl.early_stop("valid/loss", min_steps=v), "0"),
+    "when_improved(key)": Entry(fl.when_improved),
+    "when_improved(mode)": Entry(lambda v: fl.when_improved("valid/loss", v), "None"),
+    "when_improved(hook)": Entry(lambda v: fl.when_improved("valid/loss")(v), "", ("hook",)),
+    "restore_best(key)": Entry(fl.restore_best),
+    "restore_best(mode)": Entry(lambda v: fl.restore_best("valid/loss", v), "None"),
     "halt_on_nonfinite(steps)": Entry(fl.halt_on_nonfinite),
     "progress(refresh)": Entry(fl.progress, "1.5"),
     "progress(file)": Entry(lambda v: fl.progress(file=v), "None"),
@@ -278,6 +333,7 @@ HOOKS = {
     "track(folder)": Entry(lambda v: fl.track("tensorboard", v), "'x' path"),
     "track(config)": Entry(lambda v: fl.track("tensorboard", "x", v), "None {}"),
     "track(project)": Entry(lambda v: fl.track("tensorboard", "x", project=v), "None 'x'"),
+    "track(also)": Entry(lambda v: fl.track("tensorboard", "x", also=v), "None"),
     "to_csv(file)": Entry(fl.to_csv, "'x' path"),
     "to_jsonl(file)": Entry(fl.to_jsonl, "'x' path"),
 }
@@ -287,7 +343,10 @@ CHECKPOINTS = {
     "checkpoint(keep)": Entry(lambda v: fl.checkpoint("x", keep=v), "None"),
     "checkpoint(best)": Entry(lambda v: fl.checkpoint("x", best=v), "None"),
     "checkpoint(mode)": Entry(lambda v: fl.checkpoint("x", best="valid/loss", mode=v), "None"),
+    "checkpoint(only)": Entry(lambda v: fl.checkpoint("x", only=v), "None"),
+    "checkpoint(named)": Entry(lambda v: fl.checkpoint("x", named=v), "() []"),
     "save(state)": Entry(lambda v: fl.save(v, "x")),
+    "save(only)": Entry(lambda v: fl.save(toy(), "x", only=v), "None"),
     "save(path)": Entry(lambda v: fl.save(toy(), v), "'x' path"),
     "restore(path)": Entry(lambda v: fl.restore(v, toy()), "", ("checkpoint",)),
     "restore(state)": Entry(lambda v: fl.restore("x", v), "", ("checkpoint",)),
@@ -325,6 +384,9 @@ SCHEDULES = {
     "schedules.join(at)": Entry(
         lambda v: schedules.join(schedules.linear(), schedules.linear(), at=v)
     ),
+    "compare(histories)": Entry(fl.compare),
+    "compare(history)": Entry(lambda v: fl.compare({"a": v})),
+    "compare(keys)": Entry(lambda v: fl.compare({"a": records()}, v), "None"),
     "schedules.plot(schedules)": Entry(lambda v: schedules.plot(v, 2), "", ("plot",)),
     "schedules.plot(total_steps)": Entry(lambda v: schedules.plot(schedules.linear(), v)),
     "linear()(step)": Entry(lambda v: schedules.linear()(v, 4), "0"),
@@ -416,6 +478,9 @@ if importlib.util.find_spec("torchmetrics"):
             lambda v: fl.from_torchmetrics(v, lambda aux, batch: ())
         ),
         "from_torchmetrics(inputs)": Entry(lambda v: fl.from_torchmetrics(template(), v)),
+        "from_torchmetrics(names)": Entry(
+            lambda v: fl.from_torchmetrics(template(), lambda aux, batch: (), names=v), "None"
+        ),
     }
 
 

@@ -1,8 +1,9 @@
-"""Put a model and an optimizer in place in every process."""
+"""Put a model and its optimizers in place in every process."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -22,18 +23,18 @@ __all__ = ["join", "parameters_beside"]
 
 
 def join(
-    model: nn.Module, optimizer: Optimizer, given: Backend | Accelerator | None = None
-) -> tuple[nn.Module, Optimizer, Backend]:
-    """Put a model and its optimizer on their device, with the same weights in every process.
+    model: nn.Module, optimizers: Sequence[Optimizer], given: Backend | Accelerator | None = None
+) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
+    """Put a model and its optimizers on their device, with the same weights in every process.
 
     Args:
         model: the user's module; one that is already sharded (``fully_shard``) is not changed.
-        optimizer: its optimizer.
+        optimizers: its optimizers.
         given: a Backend, which is used as it is; an ``accelerate.Accelerator`` with the user's
             settings; or None.
 
     Returns:
-        The module and the optimizer without wrappers, and the backend.
+        The module and the optimizers without wrappers, and the backend.
 
     Raises:
         RuntimeError: there are several processes, but they could not be joined.
@@ -42,15 +43,13 @@ def join(
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    # Accelerate's wrapper costs more time than a small step.
-    if type(optimizer).__module__.startswith("accelerate."):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    optimizers = [*map(_without_wrapper, optimizers)]
     if isinstance(given, Backend):
-        return model, optimizer, given
+        return model, optimizers, given
     # The one setting that matters to a single process.
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
     if given is None and not (launched() or configured):
-        return model, optimizer, Backend(_device_of(model))
+        return model, optimizers, Backend(_device_of(model))
     # Without a launcher: the script has called init_process_group itself.
     if given is None and dist.is_initialized() and "LOCAL_RANK" not in os.environ:
         found, backend = None, Backend(_device_of(model), dist.get_rank(), dist.get_world_size())
@@ -58,7 +57,7 @@ def join(
         found = given if given is not None else accelerator()
         backend = backend_of(found)
     if backend.world_size == 1:
-        return model, optimizer, attrs.evolve(backend, device=_device_of(model))
+        return model, optimizers, attrs.evolve(backend, device=_device_of(model))
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError(
             "the model has lazy parameters, which have no shape yet: call it once, model(x), "
@@ -68,19 +67,21 @@ def join(
     check_collective_count(backend.device)
     if is_sharded(model):
         check_sharded(model)
-        broadcast_tensors([p.detach() for p in parameters_beside(model, optimizer)])
-        return model, optimizer, backend
+        broadcast_tensors([p.detach() for p in parameters_beside(model, optimizers)])
+        return model, optimizers, backend
     if found is not None and found.distributed_type == "FSDP":
-        model, optimizer = fully_sharded(found, model, optimizer)
-        return model, optimizer, backend
-    _move(model, optimizer, backend.device)
-    broadcast_tensors(
-        [
-            p.detach()
-            for p in (*model.parameters(), *parameters_beside(model, optimizer), *model.buffers())
-        ]
-    )
-    return model, optimizer, backend
+        model, optimizers = fully_sharded(found, model, optimizers)
+        return model, optimizers, backend
+    _move(model, optimizers, backend.device)
+    beside = parameters_beside(model, optimizers)
+    broadcast_tensors([p.detach() for p in (*model.parameters(), *beside, *model.buffers())])
+    return model, optimizers, backend
+
+
+def _without_wrapper(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer without accelerate's wrapper, which costs more than a small step."""
+    wrapped = type(optimizer).__module__.startswith("accelerate.")
+    return optimizer.optimizer if wrapped else optimizer  # type: ignore[attr-defined]
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -88,17 +89,18 @@ def _device_of(model: nn.Module) -> torch.device:
     return home.device if home is not None else next(iter(model.buffers()), torch.empty(0)).device
 
 
-def parameters_beside(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer that are not in the model."""
+def parameters_beside(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of optimizers that are not in the model."""
     own = {id(p) for p in model.parameters()}
-    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [p for group in groups for p in group["params"] if id(p) not in own]
 
 
-def _move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+def _move(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
     model.to(device)
-    for p in parameters_beside(model, optimizer):
+    for p in parameters_beside(model, optimizers):
         p.data = p.data.to(device)
-    for p, state in optimizer.state.items():
+    for p, state in (item for optimizer in optimizers for item in optimizer.state.items()):
         on_host = {"step"} - {
             name for name, v in state.items() if isinstance(v, Tensor) and v.device.type != "cpu"
         }

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -148,13 +148,14 @@ def backend_of(accelerator: Accelerator) -> Backend:
 
 
 def fully_sharded(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
-) -> tuple[nn.Module, Optimizer]:
+    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
     """Shard a model over the processes as accelerate is configured to."""
-    model, wrapped = accelerator.prepare(model, optimizer)
+    model, *wrapped = accelerator.prepare(model, *optimizers)
     accelerator._models.remove(model)  # it would keep both alive
-    accelerator._optimizers.remove(wrapped)
-    return model, wrapped.optimizer
+    for one in wrapped:
+        accelerator._optimizers.remove(one)
+    return model, [one.optimizer for one in wrapped]
 
 
 # --- trackers

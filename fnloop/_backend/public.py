@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from fnloop._backend.collectives import (
     pickled,
     rank_and_size,
 )
+from fnloop._backend.containers import IN_BATCHES, parts_of, with_parts
 from fnloop._backend.transfer import device_in, may_need_transfer, to_device
 from fnloop._backend.watchdog import wait_for_work, waiting_for_all
 from fnloop._display import checks
@@ -182,29 +183,20 @@ def broadcast(tree: object, source: int = 0) -> Any:
 
 
 def _combine_trees(parts: Parts, leaf: Callable[[Parts], object]) -> Any:
-    """Combine the values of the processes leaf by leaf.
-
-    Not by torch's pytree: mappings, lists and tuples of any class are containers here.
-    """
+    """Combine the values of the processes leaf by leaf. A mapping becomes a dict."""
     first = parts[0]
-    container = isinstance(first, Mapping | list | tuple)
-    if not all(isinstance(part, type(first)) for part in parts) or (
-        container and any(_shape(p) != _shape(first) for p in parts)
+    inside = [dict(parts_of(part, IN_BATCHES) or ()) for part in parts]
+    if not all(isinstance(part, type(first)) for part in parts) or any(
+        held.keys() != inside[0].keys() for held in inside
     ):
         raise ValueError(
             "the structures of the processes differ: "
             + ", ".join(f"{part!r:.40}" for part in parts)
         )
-    if isinstance(first, Mapping):
-        return {k: _combine_trees([part[k] for part in parts], leaf) for k in first}
-    if isinstance(first, list | tuple):
-        zipped = [_combine_trees(list(values), leaf) for values in zip(*parts, strict=True)]
-        return type(first)(*zipped) if hasattr(first, "_fields") else type(first)(zipped)
-    return leaf(parts)
-
-
-def _shape(container: Sized) -> object:
-    return container.keys() if isinstance(container, Mapping) else len(container)
+    if parts_of(first, IN_BATCHES) is None:
+        return leaf(parts)
+    combined = {key: _combine_trees([held[key] for held in inside], leaf) for key in inside[0]}
+    return with_parts(first, combined.values()) if isinstance(first, IN_BATCHES) else combined
 
 
 def to_device_of(mine: object, tree: Tree) -> Tree:

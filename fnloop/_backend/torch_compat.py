@@ -133,9 +133,27 @@ unscale_: Callable[[Sequence[Tensor], Tensor, Tensor], object] = getattr(  # as 
 )
 
 
+def _lerp_one_by_one(
+    tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float | Sequence[Tensor]
+) -> None:
+    weights = [weight] * len(tensors) if isinstance(weight, int | float) else weight
+    for tensor, end, each in zip(tensors, ends, weights, strict=True):
+        tensor.lerp_(end, each)
+
+
+# The weight: a number, or a list with a tensor for each.
+foreach_lerp_: Callable[[Sequence[Tensor], Sequence[Tensor], float | Sequence[Tensor]], object]
+foreach_lerp_ = getattr(torch, "_foreach_lerp_", _lerp_one_by_one)
+
+
 def sparse_values(grad: Tensor) -> Tensor:
     """Return the values of a sparse gradient, in its memory. Fallback: it must be coalesced."""
     return grad._values() if hasattr(grad, "_values") else grad.values()
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """Return the tensor that a view was made of; None if it is not a view, or cannot be known."""
+    return getattr(view, "_base", None)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -210,6 +228,22 @@ def uncompiled(model: nn.Module) -> nn.Module | None:
     """Return the module in torch.compile's wrapper, or None. Fallback: it stays wrapped."""
     inner = getattr(model, COMPILED, None)
     return inner if isinstance(inner, nn.Module) else None
+
+
+_batch_norm: type[nn.BatchNorm1d] = getattr(  # fallback: the class for vectors
+    nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d
+)
+
+
+def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d]:
+    """Return the BatchNorms of a model that keep running statistics."""
+    norms = [module for module in model.modules() if isinstance(module, _batch_norm)]
+    return [norm for norm in norms if norm.track_running_stats]
+
+
+def strip_compile_prefix(name: str) -> str:
+    """Return a name in a model without the prefixes that torch.compile adds."""
+    return name.replace(f"{COMPILED}.", "").removesuffix(COMPILED).rstrip(".")
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

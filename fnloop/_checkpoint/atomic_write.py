@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +33,6 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import (
     FILES,
-    FORMAT,
     MANIFEST,
     STATE,
     CheckpointError,
@@ -68,19 +67,19 @@ def write_checkpoint(
         CheckpointError: there is something else at the path.
     """
     path = path.resolve()
-    _check_replaceable(path, in_own_folder)
+    _check_replaceable(path, in_own_folder, contents.files)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, re.escape(path.name))
     with _temporary_folder(path) as temporary:
         temporary.mkdir()
         with ThreadPoolExecutor(2) as pool:
-            entries = pool.map(lambda name: _write_file(contents, temporary / name), FILES)
-            files = dict(zip(FILES, entries, strict=True))
-        names = ("position", "stop", "measured", "run", "blocks")
+            entries = pool.map(lambda name: _write_file(contents, temporary / name), contents.files)
+            files = dict(zip(contents.files, entries, strict=True))
+        names = ("position", "stop", "measured", "run", "blocks", "parts")
         manifest = {
-            "format_version": FORMAT,
+            "format_version": contents.facts["format_version"],
             "serial": _next_serial(path),
-            **{name: contents.facts[name] for name in names},
+            **{name: contents.facts[name] for name in names if name in contents.facts},
             **(facts or {}),
             "files": files,
         }
@@ -91,23 +90,37 @@ def write_checkpoint(
     return path
 
 
-def _check_replaceable(path: Path, even_damaged: bool = False) -> None:
-    """Raise unless a path is free, an empty folder, or a checkpoint with no other file in it."""
+def _check_replaceable(path: Path, even_damaged: bool = False, files: Collection[str] = ()) -> None:
+    """Raise unless a path is free, an empty folder, or a checkpoint with no other file in it.
+
+    Args:
+        path: the path.
+        even_damaged: whether a checkpoint with a damaged manifest may be replaced.
+        files: the names of the files that such a checkpoint may have.
+    """
     if not os.path.lexists(path) or is_checkpoint(path):
         return
     if not path.is_dir():
         reason = "it is a file"
     else:
         names = {file.name for file in path.iterdir()}
-        known = {*FILES, MANIFEST}
+        known = {*FILES, MANIFEST, *files}
         damaged = even_damaged and len(names) > 1 and not _is_newer(path)
         if names <= (known if damaged else set()):
             return
+        known |= _files_in_manifest(path)
         reason = f"it contains {min(names - known, default='another manifest')}"
     raise CheckpointError(
         f"{path} exists and is not a checkpoint: save to another path "
         f"({reason}; it was not changed)"
     )
+
+
+def _files_in_manifest(path: Path) -> set[str]:
+    try:
+        return {*read_manifest(path)["files"]}
+    except (CheckpointError, FileNotFoundError):
+        return set()
 
 
 def _is_newer(path: Path) -> bool:
@@ -144,7 +157,7 @@ def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
         records = ",\n  ".join(contents.history)
         _write_text(path, f'{facts[:-2]},\n "history": [\n  {records}\n ]\n}}')
     else:
-        _write_tensors(getattr(contents, path.stem), path)
+        _write_tensors(contents.groups()[path.stem], path)
     return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
 
 

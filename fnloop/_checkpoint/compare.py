@@ -1,29 +1,28 @@
-"""Compare plain data and tensors bit for bit, and copy the containers that hold them."""
+"""Compare plain data and tensors bit for bit."""
 
 from __future__ import annotations
 
-import copy
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fnloop._backend.containers import SEQUENCES, pairs_of
 from fnloop._display.checks import describe, join_names
 
-__all__ = ["copy_containers", "describe_value", "find_difference"]
+__all__ = ["describe_value", "find_difference"]
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes),
     *(torch.dtype, np.ndarray, np.generic, Tensor),
-    *(list, tuple, Mapping, set, deque),
+    *(Mapping, *SEQUENCES, set),
 )
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def find_difference(a: object, b: object, path: str) -> str | None:
+def find_difference(a: Any, b: Any, path: str) -> str | None:
     """Return where two values differ in a bit, or None. Values that are not plain data are ignored.
 
     Example:
@@ -32,18 +31,12 @@ def find_difference(a: object, b: object, path: str) -> str | None:
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = _equal_tensors(a, b)
-    elif isinstance(a, Mapping) and isinstance(b, Mapping):
-        if a.keys() != b.keys():
-            odd = [str(key) for key in (*a, *b) if key not in a or key not in b]
-            return f"{path} has {join_names(odd)} in one, and not in the other"
-        return _first_difference(path, ((key, a[key], b[key]) for key in a))
-    elif (
-        isinstance(a, list | tuple | deque)
-        and isinstance(b, list | tuple | deque)
-        and len(a) == len(b)
-    ):
-        pairs = enumerate(zip(a, b, strict=True))
-        return _first_difference(path, ((i, x, y) for i, (x, y) in pairs))
+    elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() != b.keys():
+        odd = [str(key) for key in (*a, *b) if key not in a or key not in b]
+        return f"{path} has {join_names(odd)} in one, and not in the other"
+    elif (pairs := pairs_of(a, b)) is not None and len(a) == len(b):
+        found = (find_difference(x, y, f"{path}.{key}") for key, x, y in pairs)
+        return next(filter(None, found), None)
     else:
         same = not (_is_plain(a) and _is_plain(b)) or _equal_plain(a, b)
     if same:
@@ -52,11 +45,6 @@ def find_difference(a: object, b: object, path: str) -> str | None:
     if one == other:
         return f"{path} differs"
     return f"{path} is {one} in one, and {other} in the other"
-
-
-def _first_difference(path: str, entries: Iterable[tuple[object, object, object]]) -> str | None:
-    found = (find_difference(x, y, f"{path}.{key}") for key, x, y in entries)
-    return next(filter(None, found), None)
 
 
 def _is_plain(value: object) -> bool:
@@ -87,22 +75,3 @@ def describe_value(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
     return describe(value)
-
-
-def copy_containers(
-    value: object, copy_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> Any:
-    """Return a value with copies of its mappings, lists and deques.
-
-    Args:
-        value: the value.
-        copy_tensor: makes the tensors of the copy; by default they are shared.
-    """
-    if isinstance(value, Tensor):
-        return copy_tensor(value)
-    if not isinstance(value, Mapping | list | deque):
-        return value
-    copied: Any = copy.copy(value)
-    for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-        copied[key] = copy_containers(inner, copy_tensor)
-    return copied

@@ -18,14 +18,17 @@ from safetensors.torch import load_file
 from fnloop._checkpoint.disk import checksum_of_file
 from fnloop._checkpoint.format import (
     FILES,
-    FORMAT,
     LARGEST_MANIFEST,
     MANIFEST,
+    NEWER_FORMAT,
+    PARTS,
     STATE,
     TENSORS,
+    TRAINED,
     CheckpointError,
     Contents,
     NewerFormatError,
+    is_file_name,
 )
 from fnloop._checkpoint.history_blocks import check_blocks, read_blocks
 from fnloop._core.serialize import Json
@@ -43,6 +46,8 @@ __all__ = [
     "verify",
 ]
 
+SUFFIX = ".safetensors"
+
 
 def backup_path(path: Path) -> Path:
     """Return where a checkpoint is moved while another one replaces it."""
@@ -56,17 +61,17 @@ def locate(path: Path) -> Path:
 
 
 def has_only_our_files(folder: Path) -> bool:
-    """Return whether a folder contains no file other than those of a checkpoint."""
-    return {file.name for file in folder.iterdir()} <= {*FILES, MANIFEST}
+    """Return whether a folder contains no file that cannot be of a checkpoint."""
+    return all(file.name == MANIFEST or is_file_name(file.name) for file in folder.iterdir())
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder has a valid manifest, and no file that is not of a checkpoint."""
+    """Return whether a folder has a valid manifest, and no file that is not of the checkpoint."""
     try:
-        read_manifest(path)
+        manifest = read_manifest(path)
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return False
-    return has_only_our_files(path)
+    return {file.name for file in path.iterdir()} <= {*FILES, *manifest["files"], MANIFEST}
 
 
 def read_checkpoint(path: Path, *, history: bool = True) -> Contents:
@@ -76,19 +81,22 @@ def read_checkpoint(path: Path, *, history: bool = True) -> Contents:
         CheckpointError, OSError: as :func:`verify`.
     """
     path = locate(path)
-    blocks = verify(path, history=history).get("blocks", ())
+    manifest = verify(path, history=history)
+    blocks = manifest.get("blocks", ())
+    names = [file.removesuffix(SUFFIX) for file in manifest["files"] if file != STATE]
     try:
         # Clone: load_file maps the file into memory, and its tensors would change with the file.
         tensors = {
-            name: {k: v.clone() for k, v in load_file(path / f"{name}.safetensors").items()}
-            for name in TENSORS
+            name: {k: v.clone() for k, v in load_file(path / f"{name}{SUFFIX}").items()}
+            for name in names
         }
         facts = json.loads((path / STATE).read_text(encoding="utf-8"))
         if history and blocks:
             facts["history"] = [*read_blocks(path, blocks), *facts["history"]]
     except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return Contents(tensors["model"], tensors["optimizer"], tensors["slots"], facts)
+    own = {name: tensors.pop(name) for name in TENSORS}
+    return Contents(own["model"], own["optimizer"], own["slots"], facts, (), tensors)
 
 
 def verify(path: Path, *, deep: bool = True, history: bool = True) -> dict[str, Json]:
@@ -112,8 +120,8 @@ def verify(path: Path, *, deep: bool = True, history: bool = True) -> dict[str, 
             f"{path} is not a checkpoint: it has no {MANIFEST} "
             "(for a folder of checkpoints, see latest)"
         ) from None
-    for name in FILES:
-        facts, file = manifest["files"][name], path / name
+    for name, facts in manifest["files"].items():
+        file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path} is damaged: {name} is missing")
         if (size := file.stat().st_size) != facts["bytes"]:
@@ -146,10 +154,10 @@ def read_manifest(path: Path) -> dict[str, Json]:
             manifest
         ):
             raise CheckpointError(f"{file} is damaged: its own checksum is wrong")
-        if manifest["format_version"] > FORMAT:
+        if manifest["format_version"] > NEWER_FORMAT:
             raise NewerFormatError(
                 f"{path} has format {manifest['format_version']}, and this fnloop reads formats "
-                f"up to {FORMAT}: pip install -U fnloop"
+                f"up to {NEWER_FORMAT}: pip install -U fnloop"
             )
         _check_manifest(manifest)
     except CheckpointError:
@@ -166,12 +174,18 @@ def _check_manifest(manifest: Mapping[str, Json]) -> None:
     for number in manifest["position"]:
         int(number)
     files = [manifest["files"][name] for name in FILES]
+    for name, file in manifest["files"].items():
+        if not is_file_name(name):
+            raise ValueError(f"no file of a checkpoint is named {name!r:.60}")
+        files.append(file)
     if not all(isinstance(file["bytes"], int) for file in files):
         raise TypeError("a size is not a whole number")
     if not all(isinstance(file["sha256"], str) for file in files):
         raise TypeError("a checksum is not text")
     if not isinstance(manifest.get("blocks", []), list):
         raise TypeError("the blocks of the history are not a list")
+    if not all(part in (*PARTS, TRAINED) for part in manifest.get("parts", ())):
+        raise ValueError("a part has an unknown name")
 
 
 def checksum_of_manifest(manifest: Mapping[str, Json]) -> str:

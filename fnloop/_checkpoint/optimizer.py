@@ -14,7 +14,6 @@ Neither shows whether its updates depend on anything else: see the module ``tria
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import attrs
 import torch
@@ -22,30 +21,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
+from fnloop._backend.containers import parts_of
 from fnloop._backend.fsdp import is_sharded
-from fnloop._backend.torch_compat import COMPILED
+from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._core.optimizers import Group, optimizers_of
 from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState
 
 __all__ = [
     "UNSAVED",
-    "Group",
     "NamedOptimizer",
     "has_own_state_dict",
     "is_list_of_groups",
     "is_torch_optimizer",
-    "strip_compile_prefix",
     "walk_optimizers",
 ]
 
-Group = dict[str, Any]  # a parameter group of an optimizer
 EXECUTION = ("foreach", "fused", "capturable")  # how to compute, which does not change the result
 UNSAVED = ("params", "param_names", *EXECUTION)
-
-
-def strip_compile_prefix(name: str) -> str:
-    """Return a name in the model without the prefixes that torch.compile adds."""
-    return name.replace(f"{COMPILED}.", "").removesuffix(COMPILED).rstrip(".")
 
 
 @attrs.frozen(eq=False)
@@ -58,25 +51,34 @@ class NamedOptimizer:
             have is named by its position in the groups.
         foreign: the names of the parameters that the model does not have.
         sharded: whether the parameters are sharded over processes.
+        own: each parameter of the model by name.
     """
 
     optimizer: Optimizer
     names: Mapping[int, str]
     foreign: frozenset[str] = frozenset()
     sharded: bool = False
+    own: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     @classmethod
-    def of_state(cls, state: TrainState) -> NamedOptimizer:
-        """Return the optimizer of a state with the names of its parameters."""
-        model = unwrap(state)
-        names = {id(p): strip_compile_prefix(name) for name, p in model.named_parameters()}
-        foreign = set()
-        for i, group in enumerate(state.optimizer.param_groups):
+    def of_state(cls, state: TrainState) -> dict[str, NamedOptimizer]:
+        """Return the optimizers of a state with the names of their parameters.
+
+        They are by name; one that is alone has the name "".
+        """
+        model, sharded = unwrap(state), is_sharded(state.model)
+        own = {strip_compile_prefix(name): p for name, p in model.named_parameters()}
+        return {name: cls._of(one, own, sharded) for name, one in optimizers_of(state).items()}
+
+    @classmethod
+    def _of(cls, optimizer: Optimizer, own: Mapping[str, Tensor], sharded: bool) -> NamedOptimizer:
+        names, foreign = {id(p): name for name, p in own.items()}, set()
+        for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if id(p) not in names:
                     names[id(p)] = f"param_groups.{i}.{j}"
                     foreign.add(names[id(p)])
-        return cls(state.optimizer, names, frozenset(foreign), is_sharded(state.model))
+        return cls(optimizer, names, frozenset(foreign), sharded, own)
 
     @property
     def class_name(self) -> str:
@@ -138,11 +140,7 @@ def walk_optimizers(value: object, seen: set[int] | None = None) -> Iterator[Opt
         yield value
         attributes = vars(value).items()
         inside = [part for name, part in attributes if name not in ("state", "param_groups")]
-    elif isinstance(value, Mapping):
-        inside = list(value.values())
-    elif isinstance(value, list | tuple):
-        inside = list(value)
     else:
-        return
+        inside = [part for _, part in parts_of(value) or ()]
     for part in inside:
         yield from walk_optimizers(part, seen)

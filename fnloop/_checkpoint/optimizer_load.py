@@ -1,22 +1,24 @@
-"""Load a saved optimizer: check everything first, then load all of it or nothing."""
+"""Load saved optimizers: check everything first, then load all of it or nothing."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from fnloop._backend.containers import map_leaves, pairs_of
 from fnloop._backend.fsdp import like_sharded
-from fnloop._checkpoint.compare import copy_containers, describe_value, find_difference
+from fnloop._checkpoint.compare import describe_value, find_difference
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.optimizer import (
     UNSAVED,
-    Group,
     NamedOptimizer,
+    has_own_state_dict,
     is_list_of_groups,
     is_torch_optimizer,
 )
@@ -26,12 +28,12 @@ from fnloop._checkpoint.optimizer_settings import (
     decode_group,
     share_scheduled_values,
 )
+from fnloop._core.optimizers import SCHEDULED, Group
 from fnloop._core.serialize import Json, decode, from_safetensor
-from fnloop._core.state import SCHEDULED
 from fnloop._display.checks import join_names
 from fnloop._display.log import log
 
-__all__ = ["SavedOptimizer", "prepare_load"]
+__all__ = ["PreparedLoad", "SavedOptimizer", "load_all", "prepare_load"]
 
 NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of these per parameter
 
@@ -53,10 +55,35 @@ class SavedOptimizer:
     path: object = "the checkpoint"
 
 
-def prepare_load(
-    named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True
-) -> Callable[[], None]:
-    """Check that a saved optimizer fits, and return the function that loads it.
+class PreparedLoad(NamedTuple):
+    """How to load an optimizer that fits.
+
+    Args:
+        optimizer: the new optimizer.
+        load: loads its state and settings; may fail half-way if the optimizer does it by itself.
+        finish: loads what depends on them. It does not fail.
+    """
+
+    optimizer: Optimizer
+    load: Callable[[], None]
+    finish: Callable[[], None]
+
+
+def load_all(prepared: Sequence[PreparedLoad]) -> None:
+    """Load optimizers, all of them or none.
+
+    Those that load by themselves are first, because they may fail.
+    """
+    with contextlib.ExitStack() as undone:
+        for one in sorted(prepared, key=lambda one: not has_own_state_dict(one.optimizer)):
+            undone.enter_context(rollback_on_error(one.optimizer))
+            one.load()
+    for one in prepared:
+        one.finish()
+
+
+def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True) -> PreparedLoad:
+    """Check that a saved optimizer fits, and return how to load it.
 
     Args:
         named: the new optimizer.
@@ -84,9 +111,7 @@ def prepare_load(
             f"{type(error).__name__}: {error}"
         ) from error
 
-    def load_all() -> None:
-        with rollback_on_error(named.optimizer):
-            load()
+    def finish() -> None:
         for group in named.optimizer.param_groups:
             share_scheduled_values(group)
         for name, p in named.parameters().items():
@@ -95,7 +120,7 @@ def prepare_load(
                 value = from_safetensor(value) if p.dtype is torch.complex128 else value
                 p.data.copy_(like_sharded(value, p))
 
-    return load_all
+    return PreparedLoad(named.optimizer, load, finish)
 
 
 def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool) -> list[str]:
@@ -257,7 +282,7 @@ def _prepare_own_load(
 
     def load() -> None:
         try:
-            optimizer.load_state_dict(copy_containers(expected))
+            optimizer.load_state_dict(map_leaves(expected))
             _restore_dtypes(expected, optimizer.state_dict())
             difference = find_difference(expected, optimizer.state_dict(), "state_dict")
         except Exception as error:
@@ -303,20 +328,8 @@ def _restore_dtypes(expected: object, held: Any) -> None:
     The ``load_state_dict`` of torch does that. ``held`` is what ``state_dict`` returns. Its dicts
     and lists are those of the optimizer, unless the optimizer copies them.
     """
-    if isinstance(expected, Mapping) and isinstance(held, Mapping):
-        pairs = [(key, expected[key]) for key in expected if key in held]
-    elif (
-        isinstance(expected, list | deque)
-        and isinstance(held, list | deque)
-        and len(expected) == len(held)
-    ):
-        pairs = list(enumerate(expected))
-    else:
-        return
-    containers: Any = held
-    for key, value in pairs:
-        now = containers[key]
+    for key, value, now in pairs_of(expected, held) or ():
         if not isinstance(value, Tensor) or not isinstance(now, Tensor):
             _restore_dtypes(value, now)
-        elif value.dtype != now.dtype and value.shape == now.shape:
-            containers[key] = value.to(now.device)
+        elif value.dtype != now.dtype and value.shape == now.shape and not isinstance(held, tuple):
+            held[key] = value.to(now.device)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._checkpoint.compare import copy_containers, find_difference
-from fnloop._checkpoint.optimizer import Group, has_own_state_dict, walk_optimizers
+from fnloop._backend.containers import map_leaves
+from fnloop._checkpoint.compare import find_difference
+from fnloop._checkpoint.optimizer import has_own_state_dict, walk_optimizers
 from fnloop._checkpoint.optimizer_settings import assign_settings
+from fnloop._core.optimizers import Group
 
 __all__ = ["rollback_on_error"]
 
@@ -25,7 +27,9 @@ def rollback_on_error(optimizer: Optimizer) -> Iterator[None]:
     before = [_OptimizerCopy(inner) for inner in walk_optimizers(optimizer)]
     reported = None
     if has_own_state_dict(optimizer):
-        reported = copy_containers(optimizer.state_dict(), Tensor.clone)
+        reported = map_leaves(
+            optimizer.state_dict(), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
+        )
     try:
         yield
     except BaseException:
@@ -45,7 +49,7 @@ class _OptimizerCopy:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.attributes = dict(vars(optimizer))
-        self.state = {key: copy_containers(value) for key, value in optimizer.state.items()}
+        self.state = {key: map_leaves(held) for key, held in optimizer.state.items()}
         self.groups = optimizer.param_groups
         self.contents = [(group, dict(group)) for group in self.groups]
 

@@ -17,6 +17,7 @@ from fnloop._checkpoint.optimizer import (
     has_own_state_dict,
     is_list_of_groups,
 )
+from fnloop._core.optimizers import UNFROZEN
 from fnloop._core.serialize import Json, as_number, as_safetensor, encode
 
 __all__ = ["encode_optimizer"]
@@ -52,7 +53,10 @@ def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) ->
         )
     encoded = _encode_state_dict(named.optimizer.state_dict(), tensors, "state_dict")
     return {
-        "param_groups": [{"params": names} for names in named.group_names()],
+        "param_groups": [
+            {"params": names, **({UNFROZEN: True} if group.get(UNFROZEN) else {})}
+            for names, group in zip(named.group_names(), named.optimizer.param_groups, strict=True)
+        ],
         "state_dict": _reject_objects(encoded, "state_dict"),
     }
 
@@ -68,8 +72,9 @@ def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[s
         "state": {},
     }
     on_host = []
-    for name, p in named.parameters().items():
-        if p in optimizer.state:
+    names = {id(p): name for name, p in named.parameters().items()}
+    for p in optimizer.state:  # in its order: parameters may have been trained later than others
+        if (name := names.get(id(p))) is not None:
             before = len(tensors)
             facts["state"][name] = _encode_state(optimizer.state[p], tensors, name)
             new = list(tensors)[before:]

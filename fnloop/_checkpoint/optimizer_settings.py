@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.optimizer import UNSAVED, Group
+from fnloop._checkpoint.optimizer import UNSAVED
+from fnloop._core.optimizers import SCHEDULED, Group
 from fnloop._core.serialize import Json, as_number, decode
-from fnloop._core.state import SCHEDULED
 
 __all__ = ["assign_settings", "decode_group", "share_scheduled_values"]
 

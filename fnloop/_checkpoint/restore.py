@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,18 +15,30 @@ from torch import Tensor
 from fnloop._backend.collectives import any_rank
 from fnloop._backend.fsdp import like_sharded
 from fnloop._backend.launch import Backend
+from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._checkpoint.averages import with_averages
+from fnloop._checkpoint.counters import check_counters, updates_by_name
 from fnloop._checkpoint.files import locate, read_checkpoint
-from fnloop._checkpoint.format import COUNTERS, PARTS, CheckpointError, Contents
-from fnloop._checkpoint.optimizer import NamedOptimizer, strip_compile_prefix
-from fnloop._checkpoint.optimizer_load import SavedOptimizer, prepare_load
+from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
+from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
+from fnloop._checkpoint.optimizers import prepare_loads
+from fnloop._checkpoint.parts import check_held, held_parts, read_parts
+from fnloop._checkpoint.regroup import groups_kept_on_error
 from fnloop._checkpoint.retention import run_of
+from fnloop._core.frozen import remember_restored
 from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
+from fnloop._core.optimizers import optimizers_of
 from fnloop._core.record import Record
-from fnloop._core.rng import SEED_BITS, HostGenerators
+from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json, Pending, decode, from_safetensor
 from fnloop._core.snapshot import unwrap
-from fnloop._core.state import TrainState, check_not_stale, take_ownership
+from fnloop._core.state import (
+    TrainState,
+    check_not_stale,
+    clear_parameter_cache,
+    take_ownership,
+)
 from fnloop._display.checks import describe, flag, folder_path, join_names
 from fnloop._display.log import log
 
@@ -43,11 +56,12 @@ def restore(
 
     Args:
         path: the folder.
-        state: a state with the same model and the same optimizer class. Its module and optimizer
-            are loaded in place, and it is stale afterwards. If anything is wrong with the
-            checkpoint, the state stays as it is.
+        state: a state with the same model and the same optimizer class; of several optimizers, with
+            the same names. Its module and optimizers are loaded in place, and it is stale
+            afterwards. If anything is wrong with the checkpoint, the state stays as it is.
         only: the parts to restore, out of "model", "optimizer", "slots", "counters", "metrics",
-            "history", "extra". All of them by default; ``("model",)`` for fine-tuning.
+            "history", "extra". All of them by default; ``("model",)`` for fine-tuning. And
+            "trained": of the model, the parameters that required gradients when it was saved.
         strict: whether the names and shapes in the model must be the same. False restores those
             that match, and logs the others. The optimizer's state of the others is left out.
 
@@ -55,8 +69,8 @@ def restore(
         The saved state; training from it is bit-identical to an uninterrupted run.
 
     Raises:
-        CheckpointError: it is not a checkpoint, is damaged, was written by a newer fnloop, or does
-            not match the model or the optimizer.
+        CheckpointError: it is not a checkpoint, is damaged, was written by a newer fnloop, does not
+            match the model or the optimizer, or does not hold a part.
         StaleStateError: the state has been advanced.
         TypeError, ValueError: an argument is not what it should be.
 
@@ -70,11 +84,7 @@ def restore(
         3.0
     """
     check_not_stale(state, "restore")
-    if only is not None and (isinstance(only, str) or not _are_parts(only)):
-        raise ValueError(
-            f"restore expects only= as a tuple of {', '.join(PARTS)}; got {describe(only)}"
-        )
-    parts = PARTS if only is None else tuple(only)
+    parts = read_parts("restore", only)
     flag("restore", "strict", strict)
     if path is None:
         raise TypeError(
@@ -85,13 +95,6 @@ def restore(
     check_visible(source, state.backend)
     contents = read_checkpoint(source, history="history" in parts)
     return restore_contents(contents, state, parts, strict, source)
-
-
-def _are_parts(only: Any) -> bool:
-    try:
-        return all(isinstance(part, str) and part in PARTS for part in only)
-    except TypeError:
-        return False
 
 
 def check_visible(path: Path, backend: Backend) -> None:
@@ -121,28 +124,35 @@ def restore_contents(
         CheckpointError: the contents are not valid, or do not match the state.
     """
     try:
-        fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
-        loads = []
-        if "model" in parts:
-            loads.append(_prepare_model(contents, state, strict, path, "counters" in parts))
-        if "optimizer" in parts:
-            shapes = {name: tensor.shape for name, tensor in _model_tensors(contents).items()}
-            facts = contents.facts["optimizer"]
-            saved = SavedOptimizer(facts, contents.optimizer, shapes, path)
-            loads.append(prepare_load(NamedOptimizer.of_state(state), saved, strict))
-        if loads:
-            _load_all(loads, unwrap(state))
+        with groups_kept_on_error(optimizers_of(state).values()):
+            check_held(path, contents.facts, parts)
+            fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
+            loads = []
+            if "model" in parts or TRAINED in parts:
+                loads.append(_prepare_model(contents, state, parts, strict, path))
+            if "optimizer" in parts:
+                shapes = {name: tensor.shape for name, tensor in _model_tensors(contents).items()}
+                facts = contents.facts["optimizer"]
+                saved = SavedOptimizer(facts, contents.optimizer, shapes, path)
+                prepared = prepare_loads(state, saved, strict)
+                loads.append(functools.partial(load_all, prepared))
+            if loads:
+                _load_all(loads, unwrap(state))
     except CheckpointError:
         raise
     except Exception as error:  # the files may contain anything
         raise CheckpointError(
             f"{path} cannot be restored: {type(error).__name__}: {error}"
         ) from error
-    return take_ownership(attrs.evolve(state, **fields))
+    restored = take_ownership(attrs.evolve(state, **fields))
+    clear_parameter_cache(restored)
+    if parts == PARTS:
+        remember_restored(restored)
+    return restored
 
 
 def _load_all(loads: Sequence[Callable[[], None]], module: torch.nn.Module) -> None:
-    """Load the module and the optimizer. If that fails, the module is left unchanged."""
+    """Load the module and the optimizers. If that fails, the module is left unchanged."""
     before = {k: v.clone() for k, v in module.state_dict().items() if isinstance(v, Tensor)}
     try:
         for load in loads:
@@ -158,16 +168,28 @@ def _load_all(loads: Sequence[Callable[[], None]], module: torch.nn.Module) -> N
 def _decode_fields(
     contents: Contents, state: TrainState, parts: Sequence[str], run: str
 ) -> dict[str, object]:
-    """Return the fields of the state that were saved. All are decoded, also those not asked for."""
+    """Return the fields of the state that were saved.
+
+    All that the checkpoint holds are decoded, also those not asked for.
+    """
     facts, device, backend = contents.facts, state.backend.device, state.backend
+    held = held_parts(facts)
     slots = {
         k: v if k.startswith("generators") else v.to(device) for k, v in contents.slots.items()
     }
-    mappings = {name: _decode_mapping(name, facts, slots) for name in ("slots", "metrics", "extra")}
+    mappings = {
+        name: _decode_mapping(name, facts, slots)
+        for name in ("slots", "metrics", "extra")
+        if name in held
+    }
+    if "slots" in held:
+        mappings["slots"] = with_averages(mappings["slots"], contents, state)
     shares = [_decode_metrics(decode(own, slots), device) for own in facts.get("shares", ())]
     history = History(_decode_record(decode(row, slots)) for row in facts["history"])
-    counters = _check_counters(facts)
-    generators = _decode_generators(decode(facts["generators"], slots) or ())
+    counters, generators = {}, []
+    if "counters" in held:
+        counters = check_counters(facts)
+        generators = _decode_generators(decode(facts["generators"], slots) or ())
 
     fields: dict[str, object] = {}
     fields |= {name: mappings[name] for name in ("slots", "extra") if name in parts}
@@ -177,7 +199,7 @@ def _decode_fields(
     if "history" in parts:
         fields["history"] = history
     if "counters" in parts:
-        fields |= counters
+        fields |= counters | {"updates": updates_by_name(facts, state)}
         fields |= {"run_id": run, "generators": _own_generators(generators, backend)}
         fields["saved_on"] = facts.get("processes") if facts["batch"] else None
         if facts.get("news"):
@@ -192,19 +214,6 @@ def _decode_mapping(
     if not isinstance(value, dict):
         raise TypeError(f"{part} is a {type(value).__name__}")
     return value
-
-
-def _check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
-    counters = {name: facts[name] for name in COUNTERS}
-    for name, value in counters.items():
-        if name == "stop":
-            valid = value is None or isinstance(value, str)
-        else:
-            most = SEED_BITS if name == "seed" else 1 << 62
-            valid = type(value) is int and 0 <= value <= most
-        if not valid:
-            raise TypeError(f"{name} is {value!r:.60}")
-    return counters
 
 
 def _decode_generators(every: Sequence[Json]) -> list[HostGenerators | None]:
@@ -271,26 +280,34 @@ def _is_scalar(value: object) -> bool:
 
 
 def _prepare_model(
-    contents: Contents, state: TrainState, strict: bool, path: Path, flags: bool
+    contents: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path
 ) -> Callable[[], None]:
     """Check that the saved model fits, and return the function that loads it.
 
+    With the counters, it restores which parameters are frozen and which modules are in evaluation
+    mode. Then the dtypes must be the same too; weights alone may be cast.
+
     Args:
-        contents, state, strict, path: as in :func:`restore_contents`.
-        flags: whether to restore which parameters are frozen and which modules are in evaluation
-            mode. Then the dtypes must be the same too; weights alone may be cast.
+        contents, state, parts, strict, path: as in :func:`restore_contents`.
     """
     module, facts = unwrap(state), contents.facts["model"]
+    trained = "model" not in parts
+    flags = "counters" in parts and not trained
     spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
     mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
     extra = {name: decode(value, contents.slots) for name, value in facts["extra_state"].items()}
     saved = {**_model_tensors(contents), **extra}
+    if trained:
+        saved = _trained_parts(saved, contents, module)
     faults = _compare_models(saved, mine, flags)
+    if trained:
+        _warn_of_untrained(module, faults.pop("missing in the checkpoint"))
     found = "; ".join(f"{what}: {join_names(which)}" for what, which in faults.items() if which)
     if found and strict:
+        part = TRAINED if trained else "model"
         raise CheckpointError(
             f"{path} is of another model ({facts['class']}). {found}. Create the same model, or "
-            "restore what matches: restore(path, state, only=('model',), strict=False)"
+            f"restore what matches: restore(path, state, only=('{part}',), strict=False)"
         )
     if found:
         log.warning("restore: left unchanged: %s", found)
@@ -301,11 +318,12 @@ def _prepare_model(
     }
 
     def load() -> None:
-        reply = module.load_state_dict(fitting, strict=False)
-        if strict and reply.missing_keys:
+        missing = module.load_state_dict(fitting, strict=False).missing_keys
+        if trained:
+            missing = [name for name in missing if name in fitting]
+        if strict and missing:
             raise CheckpointError(
-                f"{path}: the model took no value for {join_names(reply.missing_keys)}: "
-                "its hooks rename keys"
+                f"{path}: the model took no value for {join_names(missing)}: its hooks rename keys"
             )
         if flags:
             for name, p in module.named_parameters():
@@ -314,6 +332,28 @@ def _prepare_model(
                 submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
 
     return load
+
+
+def _trained_parts(
+    saved: Mapping[str, object], contents: Contents, module: torch.nn.Module
+) -> dict[str, object]:
+    """Return what a checkpoint holds of the parameters that required gradients."""
+    if "model" not in held_parts(contents.facts):
+        return dict(saved)
+    names = {strip_compile_prefix(name) for name, _ in _parameters(module)}
+    names -= {*contents.facts["model"]["frozen"]}
+    return {name: value for name, value in saved.items() if name in names}
+
+
+def _warn_of_untrained(module: torch.nn.Module, missing: Sequence[str]) -> None:
+    """Warn if there are parameters to train that the checkpoint does not hold."""
+    learning = {strip_compile_prefix(name) for name, p in _parameters(module) if p.requires_grad}
+    if untrained := [name for name in missing if name in learning]:
+        log.warning("restore: not in the checkpoint, left unchanged: %s", join_names(untrained))
+
+
+def _parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
 
 
 def _compare_models(
@@ -343,7 +383,7 @@ def _differ_in_shape(a: object, b: object) -> bool:
 
 def _model_tensors(contents: Contents) -> dict[str, Tensor]:
     """Return the saved tensors of the model, those of complex128 as such."""
-    pairs = contents.facts["model"].get("complex", ())
+    pairs = contents.facts.get("model", {}).get("complex", ())
     return {
         name: from_safetensor(tensor) if name in pairs else tensor
         for name, tensor in contents.model.items()

@@ -44,7 +44,8 @@ __all__ = [
     "runs_in",
 ]
 
-CHECKPOINT_NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?"  # as the hook names them
+# As the hook names them: at which step, after which exception, and with which metrics.
+CHECKPOINT_NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?(?:-[\w.-]+=[\w.+-]+)*"
 CLAIM = ".run"
 
 
@@ -89,7 +90,7 @@ def _sort_key(path: Path) -> tuple[float, int, str] | None:
 
     A damaged checkpoint has no serial number. Its last change decides between which others it goes.
     """
-    number = sum(map(int, re.findall(r"\d+", path.name[:60])))
+    number = sum(map(int, re.findall(r"\d+", path.name.partition("=")[0][:60])))
     serial: float | None = serial_or_none(path)
     if serial is None:
         try:
@@ -146,16 +147,28 @@ def prune(
         and re.fullmatch(CHECKPOINT_NAME, path.name)
         and run_of(path, manifest) == run
     ]
+    replaced = [path for path, manifest in valid if _is_renamed(path, manifest, written)]
+    valid = [(path, manifest) for path, manifest in valid if path not in replaced]
     kept = {written, *(path for path, _ in (valid if keep is None else valid[-keep:]))}
     if key is not None:
         kept |= {path for path, _ in rank(valid, key, mode)[:keep_best]}
-    for path in [path for path, _ in valid if path not in kept and is_checkpoint(path)]:
+    unwanted = [*replaced, *(path for path, _ in valid if path not in kept)]
+    for path in filter(is_checkpoint, unwanted):
         removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             path.rename(removing)  # a half-removed folder must not look like a checkpoint
         shutil.rmtree(removing, ignore_errors=True)
     remove_leftovers(written.parent, CHECKPOINT_NAME)
     _prune_blocks(written)
+
+
+def _is_renamed(path: Path, manifest: Mapping[str, Json], written: Path) -> bool:
+    """Return whether a checkpoint is of the state that was just written, under another name.
+
+    The name shows metrics, and some may have been measured after the first save.
+    """
+    named = "=" in path.name + written.name
+    return named and path != written and manifest["position"] == read_manifest(written)["position"]
 
 
 def _prune_blocks(written: Path) -> None:

@@ -11,7 +11,8 @@ import json
 import os
 import platform
 import weakref
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,34 @@ from torch.optim import Optimizer
 from fnloop._backend.collectives import gather_objects
 from fnloop._backend.fsdp import full
 from fnloop._backend.public import on_main_process
+from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.atomic_write import write_checkpoint
-from fnloop._checkpoint.format import COUNTERS, FORMAT, CheckpointError, Contents
-from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
-from fnloop._checkpoint.optimizer import NamedOptimizer, strip_compile_prefix
-from fnloop._checkpoint.optimizer_save import encode_optimizer
-from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.history import History
-from fnloop._core.serialize import Json, as_safetensor, encode
-from fnloop._core.snapshot import unwrap
-from fnloop._core.state import (
-    PENDING,
-    RECORD,
-    UPDATE,
-    TrainState,
-    check_not_stale,
-    detached_from_run,
+from fnloop._checkpoint.averages import encode_averages, without_averages
+from fnloop._checkpoint.format import (
+    COUNTERS,
+    FORMAT,
+    NEWER_FORMAT,
+    PARTS,
+    TRAINED,
+    CheckpointError,
+    Contents,
 )
+from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
+from fnloop._checkpoint.optimizers import encode_optimizers
+from fnloop._checkpoint.parts import parts_to_save
+from fnloop._checkpoint.trial import check_resumable
+from fnloop._core.events import PENDING, RECORD, UPDATE
+from fnloop._core.history import History
+from fnloop._core.optimizers import optimizers_of
+from fnloop._core.phase import encode_phases
+from fnloop._core.serialize import Json, as_safetensor, encode
+from fnloop._core.snapshot import detached_from_run, unwrap
+from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, folder_path
 from fnloop._display.log import log
 from fnloop._step.engine import engine_of
+from fnloop._step.optimizer_modes import evaluation_weights
 from fnloop._version import __version__
 
 __all__ = ["collect_contents", "position_of", "save"]
@@ -50,7 +58,9 @@ __all__ = ["collect_contents", "position_of", "save"]
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
+def save(
+    state: TrainState, path: str | os.PathLike[str], *, only: Sequence[str] | None = None
+) -> Path:
     """Write a checkpoint: a folder that is either complete or absent.
 
     With several processes, all of them must call it, and the main process writes.
@@ -59,6 +69,11 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
         state: the newest state; it may be in the middle of an epoch.
         path: the folder to create, on a disk of this machine; ``~`` is expanded. An existing
             checkpoint is replaced. Anything else that exists there is not touched.
+        only: the parts to save, as ``restore`` names them; all of them by default. ``("model",)``
+            is enough for evaluation and fine-tuning. ``("trained",)`` are the parameters that
+            require gradients, without buffers: a few kilobytes for a large model with adapters. A
+            run cannot be resumed from such a partial checkpoint. Of a schedule-free optimizer it
+            has the weights that an evaluation uses, unless the optimizer is saved too.
 
     Returns:
         The absolute path.
@@ -67,7 +82,8 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
         StaleStateError: the state has been advanced.
         CheckpointError: something in the state cannot be saved, or the path exists and is not a
             checkpoint.
-        TypeError, ValueError: it is not a path, is empty, or is an address such as ``s3://...``.
+        TypeError, ValueError: it is not a path, is empty, or is an address such as ``s3://...``; or
+            ``only`` names something else.
         OSError: the disk is full, or another fault of the disk; what was there before is still
             there.
 
@@ -82,15 +98,18 @@ def save(state: TrainState, path: str | os.PathLike[str]) -> Path:
     """
     check_not_stale(state, "save")
     target = folder_path("save", "path", path)
-    _warn_unless_resumable(state)
-    contents = collect_contents(state)
+    parts = parts_to_save("save", only)
+    if "optimizer" in parts:
+        _warn_unless_resumable(state)
+    contents = collect_contents(state, parts=parts)
     return on_main_process(lambda: write_checkpoint(contents, target), "fnloop.save")
 
 
 def _warn_unless_resumable(state: TrainState) -> None:
-    """Warn once if a run with the optimizer would not resume bit for bit. Weights can be saved."""
-    if state.optimizer not in _tried:
-        _tried.add(state.optimizer)
+    """Warn once if a run with the optimizers would not resume bit for bit. Weights can be saved."""
+    optimizers = optimizers_of(state).values()
+    if not all(optimizer in _tried for optimizer in optimizers):
+        _tried.update(optimizers)
         try:
             check_resumable(state)
         except CheckpointError as error:
@@ -113,7 +132,9 @@ class _FullTensors(dict[str, Tensor]):
 
 
 def collect_contents(
-    state: TrainState, encode_history: Callable[[History], EncodedHistory] | None = None
+    state: TrainState,
+    encode_history: Callable[[History], EncodedHistory] | None = None,
+    parts: Sequence[str] = PARTS,
 ) -> Contents:
     """Return the contents of a checkpoint of a state. The tensors are shared with the state.
 
@@ -123,6 +144,7 @@ def collect_contents(
         state: the state.
         encode_history: encodes the history, if its older records are in files next to the
             checkpoint.
+        parts: the parts of the state to collect.
 
     Raises:
         CheckpointError: the state contains something that a checkpoint cannot.
@@ -131,32 +153,62 @@ def collect_contents(
     state = detached_from_run(state)
     main = state.backend.main
     model, optimizer, slots = _FullTensors(main), _FullTensors(main), _FullTensors(main)
+    averages: defaultdict[str, dict[str, Tensor]] = defaultdict(lambda: _FullTensors(main))
     try:
-        facts = {
-            "format_version": FORMAT,
-            "versions": _versions(),
-            "run": state.run_id,
-            "position": position_of(state),
-            **{name: getattr(state, name) for name in COUNTERS},
-            "processes": state.backend.world_size,
-            "measured": _measured(state),
-            # The key is the old name of events: the format stays.
-            "news": sorted(state.events & {UPDATE, PENDING}) if PENDING in state.events else [],
-            "model": _encode_model(state, model, slots),
-            "optimizer": encode_optimizer(NamedOptimizer.of_state(state), optimizer),
-            "slots": _encode_mapping("slots", state.slots, slots),
-            **_encode_metrics(state, slots),
-            "generators": encode(_generators_by_rank(state), slots, "generators"),
-            "extra": _require_plain(_encode_mapping("extra", state.extra, slots), "extra"),
-        }
-        if encode_history is None:
+        facts = _encode_identity(state, parts)
+        if "counters" in parts:
+            facts |= _encode_counters(state, slots)
+        if "model" in parts or TRAINED in parts:
+            facts["model"] = _encode_weights(state, parts, model, slots)
+        if "optimizer" in parts:
+            facts["optimizer"] = encode_optimizers(state, optimizer)
+        if "slots" in parts:
+            facts["slots"] = _encode_mapping("slots", without_averages(state.slots), slots)
+            if averaged := encode_averages(state, averages.__getitem__):
+                facts |= {"averages": averaged, "format_version": NEWER_FORMAT}
+        if "metrics" in parts:
+            facts |= _encode_metrics(state, slots)
+        if "extra" in parts:
+            extra = _encode_mapping("extra", state.extra, slots)
+            facts["extra"] = _require_plain(extra, "extra")
+        if "history" not in parts:
+            history = EncodedHistory()
+        elif encode_history is None:
             history = EncodedHistory(rest=tuple(map(encode_record, state.history)))
         else:
             history = encode_history(state.history)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
     facts["blocks"] = list(history.blocks)
-    return Contents(model, optimizer, slots, facts, history.rest)
+    return Contents(model, optimizer, slots, facts, history.rest, dict(averages))
+
+
+def _encode_identity(state: TrainState, parts: Sequence[str]) -> dict[str, Json]:
+    """Return what every checkpoint says about itself."""
+    partial = {*parts} != {*PARTS}
+    return {
+        "format_version": NEWER_FORMAT if partial or state.updates or state.phases else FORMAT,
+        **({"parts": list(parts)} if partial else {}),
+        "versions": _versions(),
+        "run": state.run_id,
+        "position": position_of(state),
+        "stop": state.stop,
+        "processes": state.backend.world_size,
+        "measured": _measured(state),
+    }
+
+
+def _encode_counters(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    """Return the position of the run, with the generators at this position."""
+    return {
+        **{name: getattr(state, name) for name in COUNTERS},
+        **({"updates": dict(state.updates)} if state.updates else {}),
+        **({"phases": encode_phases(state.phases)} if state.phases else {}),
+        **({"ends": state.ends} if state.ends else {}),
+        # The key is the old name of events: the format stays.
+        "news": sorted(state.events & {UPDATE, PENDING}) if PENDING in state.events else [],
+        "generators": encode(_generators_by_rank(state), tensors, "generators"),
+    }
 
 
 def _versions() -> dict[str, str]:
@@ -175,12 +227,34 @@ def _measured(state: TrainState) -> dict[str, str]:
     return {name: repr(value) for name, value in state.history[-1].metrics.items()}
 
 
-def _encode_model(
-    state: TrainState, tensors: dict[str, Tensor], others: dict[str, Tensor]
+def _encode_weights(
+    state: TrainState, parts: Sequence[str], model: _FullTensors, others: dict[str, Tensor]
 ) -> dict[str, Json]:
-    """Return the facts of the model. Tensors of its extra state are added to ``others``."""
+    """Return the facts of the model. Without the optimizer, the weights are those to evaluate."""
+    if "optimizer" in parts:
+        return _encode_model(state, model, others, TRAINED in parts)
+    with evaluation_weights(state) as are_others:
+        facts = _encode_model(state, model, others, TRAINED in parts)
+        if are_others:
+            for name, tensor in model.items():
+                model[name] = tensor.clone()
+    return facts
+
+
+def _encode_model(
+    state: TrainState, tensors: dict[str, Tensor], others: dict[str, Tensor], trained: bool
+) -> dict[str, Json]:
+    """Return the facts of the model. Tensors of its extra state are added to ``others``.
+
+    With ``trained``, only the parameters that require gradients are saved.
+    """
     module, extra, pairs = unwrap(state), {}, []
+    learning = {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if trained and not learning:
+        raise ValueError('only=("trained",) saves the parameters that require gradients; none does')
     for spelled, value in module.state_dict().items():
+        if trained and spelled not in learning:
+            continue
         name = strip_compile_prefix(spelled)
         if isinstance(value, Tensor):
             encode(value, {}, spelled)  # raises if a file cannot hold it
@@ -188,12 +262,17 @@ def _encode_model(
             pairs += [name] if value.dtype is torch.complex128 else []
         else:  # from the module's get_extra_state
             extra[name] = encode(value, others, f"model.{name}")
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    evaluating = [name for name, m in module.named_modules() if not m.training]
-    return {
+    facts = {
         "class": type(module).__name__,
         "extra_state": extra,
         **({"complex": pairs} if pairs else {}),
+    }
+    if trained:
+        return facts
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    evaluating = [name for name, m in module.named_modules() if not m.training]
+    return {
+        **facts,
         "frozen": list(map(strip_compile_prefix, frozen)),
         "evaluating": list(map(strip_compile_prefix, evaluating)),
     }

@@ -11,8 +11,15 @@ from typing import TypeVar
 import attrs
 
 from fnloop._backend.public import on_main_process
-from fnloop._checkpoint.files import locate, manifest_or_none, read_checkpoint, verify
+from fnloop._checkpoint.files import (
+    locate,
+    manifest_or_none,
+    read_checkpoint,
+    read_manifest,
+    verify,
+)
 from fnloop._checkpoint.format import MANIFEST, PARTS, CheckpointError, Contents, NewerFormatError
+from fnloop._checkpoint.parts import explain_partial, held_parts, is_partial
 from fnloop._checkpoint.restore import check_visible, restore_contents
 from fnloop._checkpoint.retention import candidates, may_be_checkpoint, rank, read_claim, run_of
 from fnloop._core.monitor import better
@@ -100,7 +107,8 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     """Return the state of the newest valid checkpoint in a folder, or ``state`` if it has none.
 
     One line makes a training script restartable:
-    ``state = resume("runs/a", TrainState.create(model, optimizer))``.
+    ``state = resume("runs/a", TrainState.create(model, optimizer))``. Partial checkpoints, saved
+    with ``only=...``, are skipped.
 
     Args:
         folder: what the hook ``checkpoint(folder)`` writes to.
@@ -111,7 +119,7 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
     Raises:
         CheckpointError: the newest valid checkpoint is of another model or optimizer, all
-            checkpoints are damaged, or a newer fnloop wrote the newest one.
+            checkpoints are damaged or partial, or a newer fnloop wrote the newest one.
         TypeError, ValueError: it is not a path.
         OSError: a file cannot be read for a reason other than that it does not exist.
 
@@ -145,20 +153,43 @@ def _find_newest(folder: Path) -> tuple[Path, Contents] | None:
     """Return the newest valid checkpoint with its contents, or None if there is none.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, and all are damaged or partial.
     """
     if _is_one_checkpoint(folder):
-        return folder, read_checkpoint(folder)
+        contents = _read_if_whole(locate(folder))
+        if contents is None:
+            raise CheckpointError(_explain_not_resumable(folder))
+        return folder, contents
     faults: list[str] = []
     paths = candidates(folder, links=True)
-    for found in _skip_damaged(paths, read_checkpoint, faults, stacklevel=6):
-        return found
+    partial: list[Path] = []
+    for path, contents in _skip_damaged(paths, _read_if_whole, faults, stacklevel=6):
+        if contents is not None:
+            return path, contents
+        partial.append(path)
+    if partial:
+        raise CheckpointError(_explain_not_resumable(partial[0]))
     if faults:
         raise CheckpointError(
             f"{folder} has {len(faults)} checkpoint{'s' * (len(faults) > 1)}, and none is valid: "
             f"{'; '.join(faults[:3])}. To begin a new run, give it another folder"
         )
     return None
+
+
+def _read_if_whole(path: Path) -> Contents | None:
+    """Return the contents of a checkpoint, or None if it is partial."""
+    if is_partial(verify(path, deep=False, history=False)):
+        return None
+    return read_checkpoint(path)
+
+
+def _explain_not_resumable(path: Path) -> str:
+    held = held_parts(read_manifest(locate(path)))
+    return (
+        f"a run cannot be resumed: {explain_partial(path, held)}. To resume runs, save whole "
+        "checkpoints, in a folder of their own: checkpoint(folder) without only="
+    )
 
 
 def _is_one_checkpoint(folder: Path) -> bool:

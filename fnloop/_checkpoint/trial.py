@@ -14,7 +14,7 @@ import contextlib
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
+from fnloop._backend.containers import pairs_of
+from fnloop._backend.launch import Backend
 from fnloop._checkpoint.compare import find_difference
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.optimizer import (
@@ -30,21 +32,20 @@ from fnloop._checkpoint.optimizer import (
     is_torch_optimizer,
     walk_optimizers,
 )
-from fnloop._checkpoint.optimizer_load import SavedOptimizer, prepare_load
+from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all, prepare_load
 from fnloop._checkpoint.optimizer_save import encode_optimizer
 from fnloop._checkpoint.trial_copy import (
     CONTAINERS,
-    SEQUENCES,
     SMALL_EDGE,
     WHOLE_EDGE,
     copy_small,
     sampling_dtype,
 )
+from fnloop._core.optimizers import wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState
 from fnloop._display.log import log
-from fnloop._step.update import wants_closure
 
 __all__ = ["check_resumable"]
 
@@ -57,36 +58,40 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes that a warning has
 
 
 def check_resumable(state: TrainState) -> None:
-    """Raise if a run with the optimizer of this state could not be resumed bit for bit.
+    """Raise if a run with the optimizers of this state could not be resumed bit for bit.
 
     If that cannot be tried, a warning names the optimizer and the reason, once per class.
 
     Raises:
-        CheckpointError: something in the optimizer cannot be saved, or is not restored; the message
+        CheckpointError: something in an optimizer cannot be saved, or is not restored; the message
             names it.
 
     Example:
         >>> from fnloop.testing import toy
         >>> check_resumable(toy())
     """
-    optimizer = state.optimizer
+    for name, named in NamedOptimizer.of_state(state).items():
+        _check_resumable(named, f" ({name!r})" if name else "", state.backend)
+
+
+def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> None:
+    optimizer = named.optimizer
     if is_torch_optimizer(optimizer) and not has_own_state_dict(optimizer):
         return
-    named = NamedOptimizer.of_state(state)
     if named.sharded and has_own_state_dict(optimizer):
         encode_optimizer(named, {})  # raises
-    fault, obstacle = _run_trial(named, state.backend.device)
+    fault, obstacle = _run_trial(named, backend.device)
     if fault:
         raise CheckpointError(
-            f"a run with {named.class_name} cannot be resumed bit for bit: {fault}. Give it a "
-            "state_dict and a load_state_dict with everything that its updates depend on, as plain "
-            "data and tensors, or leave out the hook checkpoint"
+            f"a run with {named.class_name}{label} cannot be resumed bit for bit: {fault}. Give it "
+            "a state_dict and a load_state_dict with everything that its updates depend on, as "
+            "plain data and tensors, or leave out the hook checkpoint"
         )
     warned = is_torch_optimizer(optimizer) or type(optimizer) in _warned
-    if obstacle and state.backend.main and not warned:
+    if obstacle and backend.main and not warned:
         _warned.add(type(optimizer))
         log.warning(
-            f"could not try whether a run with {named.class_name} resumes bit for bit "
+            f"could not try whether a run with {named.class_name}{label} resumes bit for bit "
             f"({obstacle}): compare a resumed run with an uninterrupted one"
         )
 
@@ -161,7 +166,7 @@ def _restore_copy(one: NamedOptimizer, two: NamedOptimizer) -> str | None:
     for name, p in two.parameters().items():
         p.data.copy_(weights[name])
     try:
-        prepare_load(two, SavedOptimizer(facts, tensors))()
+        load_all([prepare_load(two, SavedOptimizer(facts, tensors))])
     except CheckpointError as error:
         return str(error).removeprefix("the checkpoint: ")
     return None
@@ -253,17 +258,9 @@ def _unrestored_counts(unrestored: Iterable[Unrestored]) -> Iterator[Unrestored]
         elif isinstance(was, CONTAINERS) and isinstance(now, CONTAINERS):
             if len(was) != len(now):
                 yield path, f"of length {len(was)}", f"of length {len(now)}"
-            yield from _unrestored_counts(_pair_entries(path, was, now))
+            pairs = pairs_of(was, now) or ()
+            yield from _unrestored_counts((f"{path}.{key}", x, y) for key, x, y in pairs)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _pair_entries(path: str, was: object, now: object) -> Iterator[Unrestored]:
-    """Yield the entries that two mappings or two sequences have in common."""
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-        yield from ((f"{path}.{key}", was[key], now[key]) for key in was if key in now)
-    elif isinstance(was, SEQUENCES) and isinstance(now, SEQUENCES):
-        pairs = enumerate(zip(was, now, strict=False))
-        yield from ((f"{path}.{i}", x, y) for i, (x, y) in pairs)

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
+from fnloop._backend.containers import SEQUENCES
 from fnloop._checkpoint.optimizer import NamedOptimizer, walk_optimizers
 
 __all__ = [
     "CONTAINERS",
-    "SEQUENCES",
     "SMALL_EDGE",
     "WHOLE_EDGE",
     "copy_small",
@@ -34,7 +34,6 @@ WHOLE_EDGE = sys.maxsize  # the same for whole parameters
 FEW = 8  # a group of at most this many parameters keeps all; a larger one keeps one of each kind
 SMALL_TENSOR = 4096  # elements; such a tensor is copied whole, unless it has a parameter's shape
 MOST_OBJECTS = 20_000  # an optimizer that holds more, perhaps a whole model, is not copied
-SEQUENCES = (list, tuple, deque)
 CONTAINERS = (Mapping, *SEQUENCES, set, frozenset)
 SHARED = (  # not copied
     *(types.ModuleType, logging.Logger, logging.Handler),
@@ -184,7 +183,7 @@ class _Copier:
                 text = isinstance(item, io.TextIOBase)
                 self.memo[id(item)] = io.StringIO() if text else io.BytesIO()
             else:
-                waiting += _parts_of(item)
+                waiting += _references_of(item)
 
 
 def _copy_tensor(tensor: Tensor, edge: int) -> Tensor:
@@ -194,12 +193,10 @@ def _copy_tensor(tensor: Tensor, edge: int) -> Tensor:
     return part.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _parts_of(item: object) -> list[Any]:
+def _references_of(item: object) -> list[Any]:
     """Return what an object refers to."""
-    if isinstance(item, Mapping):
-        return [*item.keys(), *item.values()]
     if isinstance(item, CONTAINERS):
-        return list(item)
+        return _inside(item)
     if isinstance(item, types.FunctionType):
         enclosed = [value for cell in item.__closure__ or () for value in _contents_of(cell)]
         if any(map(_may_hold_tensors, enclosed)):
@@ -210,6 +207,11 @@ def _parts_of(item: object) -> list[Any]:
     if isinstance(item, types.BuiltinFunctionType | types.MethodType):
         return []
     return list(vars(item).values()) if hasattr(item, "__dict__") else []
+
+
+def _inside(container: Collection[Any]) -> list[Any]:
+    """Return what a container holds, with the keys of a mapping."""
+    return [*container, *(container.values() if isinstance(container, Mapping) else ())]
 
 
 def _contents_of(cell: types.CellType) -> list[object]:
@@ -225,7 +227,7 @@ def _may_hold_tensors(value: object) -> bool:
     An empty container counts too, because it may be filled later.
     """
     if isinstance(value, CONTAINERS):
-        inside = [*value.keys(), *value.values()] if isinstance(value, Mapping) else list(value)
+        inside = _inside(value)
         fillable = not inside and not isinstance(value, tuple | frozenset)
         return fillable or any(map(_may_hold_tensors, inside))
     return isinstance(value, Tensor | nn.Module | Optimizer)

@@ -1,39 +1,48 @@
-"""The handles of a state, a model and its optimizer: what they must be, and how they are shown."""
+"""The handles of a state, a model and its optimizers: what they must be, and how they are shown."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fnloop._backend.launch import Backend
+from fnloop._core.optimizers import Handle, check_optimizers, check_shares, named_in
 from fnloop._core.rng import SEED_BITS
 from fnloop._display import html
-from fnloop._display.checks import describe
+from fnloop._display.checks import describe, join_names
+from fnloop._display.log import log
 
-__all__ = ["check_handles", "check_settings", "count_parameters"]
+__all__ = ["check_handles", "check_settings", "count_parameters", "warn_of_others"]
 
 
-def check_handles(model: object, optimizer: object) -> None:
-    """Raise unless an optimizer trains parameters of a model.
+def check_handles(model: object, optimizer: Handle) -> None:
+    """Raise unless an optimizer, or several by name, train parameters of a model.
 
     Raises:
         TypeError: one of them is something else.
-        ValueError: the model has no weights yet, or the optimizer is for another model.
+        ValueError: the model has no weights yet, or the optimizers are for another model, share a
+            parameter or leave one out.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"TrainState.create expects model as a torch.nn.Module; got {describe(model)}"
         )
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            "TrainState.create expects an optimizer second, such as "
-            f"torch.optim.SGD(model.parameters(), lr=0.1); got {describe(optimizer)}"
-        )
+    check_optimizers(optimizer)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "TrainState.create expects a model with weights; got one on the meta device: write "
             'model.to_empty(device="cpu"), initialize it, and make the optimizer after that'
         )
+    if isinstance(optimizer, Mapping):
+        check_shares(model, optimizer)
+    else:
+        _check_belongs(model, optimizer)
+
+
+def _check_belongs(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if a model has parameters, and the optimizer has none of them."""
     theirs = {id(p) for p in model.parameters()}
     trained = (p for group in optimizer.param_groups for p in group["params"])
     if theirs and not any(id(p) in theirs for p in trained):
@@ -42,6 +51,22 @@ def check_handles(model: object, optimizer: object) -> None:
             f"none of the optimizer's parameters belongs to this {type(model).__name__}: nothing "
             "would be trained. Make the optimizer after the model (and after any change of its "
             f"parameters): {name}(model.parameters(), ...)"
+        )
+
+
+def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
+    """Warn of optimizers that train parameters which are not in the model."""
+    theirs = {id(p) for p in model.parameters()}
+    others = [
+        repr(name) if name else type(one).__name__
+        for name, one in named_in(optimizer).items()
+        if any(id(p) not in theirs for group in one.param_groups for p in group["params"])
+    ]
+    if others:
+        log.warning(
+            f"the optimizer {join_names(others)} has parameters that are not in this "
+            f"{type(model).__name__}. They are trained, but not saved: a run that is resumed "
+            "begins with new ones. Put all modules into one, such as nn.ModuleDict({...})"
         )
 
 

@@ -19,7 +19,7 @@ from fnloop._core.history_plot import plot_records
 from fnloop._core.history_table import table
 from fnloop._core.monitor import mode_of
 from fnloop._core.record import Record, best_record
-from fnloop._display import checks, html
+from fnloop._display import checks, html, tables
 from fnloop._display.checks import describe
 
 if TYPE_CHECKING:
@@ -72,9 +72,10 @@ class History:
         >>> history[-1].step
         20
         >>> history
-        epoch  step  valid/loss  seconds
-            1    10         0.5      0.0
-            2    20        0.25      0.0
+                    │ valid
+        epoch  step │   loss  │ time
+            1    10 │ 0.5000  │ 0.0s
+            2    20 │ 0.2500* │ 0.0s
     """
 
     _log: _Log
@@ -233,13 +234,21 @@ class History:
         return pandas.DataFrame(self.to_dicts())
 
     def __repr__(self) -> str:
-        return html.table_text(table(self, self.keys()), fixed=2) if len(self) else "History()"
+        if not len(self):
+            return "History()"
+        width = tables.terminal_width()
+        return table(self, self.keys(), width=width).text(width)
 
     def _repr_html_(self) -> str:
-        return html.table(table(self, self.keys())) if len(self) else "<code>History()</code>"
+        if not len(self):
+            return "<code>History()</code>"
+        return table(self, self.keys(), width=tables.HTML_WIDTH).html()
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Figure:
         """Draw every metric: one axis per metric, one line per loader, the best evaluation marked.
+
+        An average of the weights (``ema``) is another line: "valid/ema/loss" is in the axis of
+        "valid/loss", as "valid ema".
 
         Args:
             mode: "min" or "max", or a mapping from metrics ("accuracy") to one of them. By default
@@ -261,7 +270,7 @@ class History:
             >>> history = History([first, Record(2, 20, {"valid/loss": 1.0})])
             >>> figure = history.plot(x="epoch")
             >>> [line.get_label() for line in figure.axes[0].lines]
-            ['train', 'valid', 'best 1']
+            ['train', 'valid', 'valid best 1 (epoch 2)']
         """
         return plot_records(self.records, mode, x)
 
@@ -295,18 +304,18 @@ class Fold(Generic[T]):
 
     def __init__(self, step: Callable[[T, Record], T], initial: T) -> None:
         self.step, self.initial = step, initial
-        # The log that was folded, how many of its records, and their value. One tuple, because an
-        # assignment to it is atomic.
-        self._cache: tuple[_Log | None, int, T] = (None, 0, initial)
+        # The log that was folded, from which record, up to which, and their value. One tuple,
+        # because an assignment to it is atomic.
+        self._cache: tuple[_Log | None, int, int, T] = (None, 0, 0, initial)
 
-    def __call__(self, history: History) -> T:
-        """Return the value of a history."""
-        log, length, value = self._cache
-        if log is not history._log or length > len(history):
-            length, value = 0, self.initial
+    def __call__(self, history: History, first: int = 0) -> T:
+        """Return the value of a history from a record on; 0 is the first record."""
+        log, begun, length, value = self._cache
+        if log is not history._log or begun != first or length > len(history):
+            length, value = first, self.initial
         for record in history._since(length):
             value = self.step(value, record)
-        self._cache = history._log, len(history), value
+        self._cache = history._log, first, len(history), value
         return value
 
     def __reduce__(self) -> tuple[type[Fold[T]], tuple[Callable[[T, Record], T], T]]:

@@ -1,8 +1,7 @@
 """Metrics: made for a batch, combined over batches, windows and processes, computed once.
 
 Values stay on the device until a report is read: :func:`read` fetches all of them in one transfer.
-``combine`` is pure. :func:`update_` adds to the running metrics of an epoch in place, because only
-the newest state owns those tensors.
+``combine`` is pure. What adds to running metrics in place is in :mod:`fnloop._core.running`.
 """
 
 from __future__ import annotations
@@ -15,23 +14,24 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.serialize import Pending, materialize
-from fnloop._core.types import Metric
+from fnloop._core.serialize import Pending
+from fnloop._core.torchmetrics import COLLECTION_HINT
+from fnloop._core.types import Metric, values_of
 from fnloop._display.checks import describe, scalar
 
 __all__ = [
     "BUILTIN_METRICS",
+    "FIELDS",
     "Last",
     "Max",
     "Mean",
     "Min",
+    "Number",
     "Sum",
     "combine",
     "read",
     "to_accumulator_dtype",
     "to_host",
-    "update_",
-    "update_loss_",
 ]
 
 Number = Any  # a float, or a scalar tensor
@@ -66,10 +66,10 @@ class Mean:
 
     def __attrs_post_init__(self) -> None:
         # A mean is made in every update: first what costs next to nothing.
-        if not isinstance(self.total, Tensor) or self.total.ndim:
-            scalar("Mean", "total", self.total)
         if self.weight.__class__ is not int:
             scalar("Mean", "weight", self.weight)
+        if not isinstance(self.total, Tensor) or self.total.ndim:
+            scalar("Mean", "total", self.total)
 
     def combine(self, other: Mean) -> Mean:
         """Return the mean over the items of both.
@@ -248,28 +248,8 @@ class Last(_Value):
         return other
 
 
+FIELDS = {Mean: ("total", "weight"), **dict.fromkeys((Sum, Min, Max, Last), ("value",))}
 BUILTIN_METRICS = {f"fnloop.{metric.__name__}": metric for metric in (Mean, Sum, Min, Max, Last)}
-
-
-def update_(running: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine ``new`` into ``running``, in place where a metric can.
-
-    ``running`` must not be used afterwards. A metric that a checkpoint holds as :class:`Pending`
-    takes its class from the first new one of its name.
-    """
-    __tracebackhide__ = True
-    merged = dict(running)
-    for name, metric in new.items():
-        so_far = merged.get(name)
-        if isinstance(so_far, Pending):
-            so_far = materialize(metric, so_far)
-        if so_far is None:
-            keeps = hasattr(metric, "to_accumulator")
-            merged[name] = metric.to_accumulator() if keeps else metric
-        else:
-            in_place = hasattr(so_far, "update_")
-            merged[name] = so_far.update_(metric) if in_place else so_far.combine(metric)
-    return merged
 
 
 def combine(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -279,21 +259,6 @@ def combine(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metri
     for name, metric in b.items():
         merged[name] = a[name].combine(metric) if name in a else metric
     return merged
-
-
-def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
-    """Add a batch's mean loss to a running mean, with one kernel if the weight is a number."""
-    if isinstance(weight, Tensor):
-        given = to_accumulator_dtype(weight)
-        # A negative weight becomes NaN, because a sum of weights would hide it.
-        weight = torch.where(given >= 0, given, math.nan)
-    if running is None:
-        return Mean(to_accumulator_dtype(loss).mul_(weight), weight)
-    if isinstance(weight, Tensor):
-        total = running.total.add_(to_accumulator_dtype(loss).mul_(weight))
-    else:
-        total = running.total.add_(loss, alpha=weight)
-    return Mean(total, running.weight + weight)
 
 
 def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, float]:
@@ -311,6 +276,7 @@ def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, floa
 
     Raises:
         TypeError: a metric does not compute a number.
+        ValueError: two metrics report the same name.
 
     Example:
         >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
@@ -318,11 +284,23 @@ def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, floa
     """
     __tracebackhide__ = True
     values: dict[str, float] = {}
-    for name, metric in to_host(metrics).items():
-        if not isinstance(metric, Pending):
-            values[name] = metric.compute()
-            if not vectors:
-                _check_number(name, values[name])
+    cells = _cells_of(metrics)
+    if len(cells) > 1:  # otherwise its metric reads it
+        metrics = _with_numbers(metrics, cells)
+    for name, metric in metrics.items():
+        try:
+            found = {} if isinstance(metric, Pending) else values_of(name, metric)
+            for part, value in found.items():
+                if part in values:
+                    collected = any(getattr(m, "key", None) for m in metrics.values())
+                    hint = COLLECTION_HINT if collected else ""
+                    raise ValueError(f"two metrics report {part!r}: rename one{hint}")
+                if not vectors and value.__class__ is not float:
+                    _check_number(part, value)
+                values[part] = value
+        except Exception as error:
+            error.add_note(f"while in the metric {name!r}")
+            raise
     return values
 
 
@@ -343,19 +321,37 @@ def _check_number(name: str, value: object) -> None:
 
 def to_host(metrics: Mapping[str, Metric]) -> dict[str, Any]:
     """Return metrics with the tensors of the built-in ones as numbers, fetched in one transfer."""
-    found: dict[str, Any] = dict(metrics)
-    cells = [
-        (name, field, value)
-        for name, metric in found.items()
-        if isinstance(metric, Mean | _Value)
-        for field, value in attrs.asdict(metric, recurse=False).items()
-        if isinstance(value, Tensor)
-    ]
+    return _with_numbers(metrics, _cells_of(metrics))
+
+
+Cell = tuple[str, str, Tensor]  # the name of a metric, one of its fields, and the value
+
+
+def _cells_of(metrics: Mapping[str, Metric]) -> list[Cell]:
+    """Return the tensors of the built-in metrics."""
+    cells: list[Cell] = []
+    for name, metric in metrics.items():
+        for field in FIELDS.get(metric.__class__, ()):
+            if isinstance(value := getattr(metric, field), Tensor):
+                cells.append((name, field, value))
+    return cells
+
+
+def _with_numbers(metrics: Mapping[str, Metric], cells: list[Cell]) -> dict[str, Metric]:
+    """Return metrics with numbers in place of tensors, fetched in one transfer."""
+    found = dict(metrics)
     if cells:
-        device = cells[0][2].device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        tensors = [value.detach().to(device, dtype) for _, _, value in cells]
-        numbers = torch.stack(tensors).tolist()  # the one host read of a report
-        for (name, field, _), number in zip(cells, numbers, strict=True):
-            found[name] = attrs.evolve(found[name], **{field: number})
+        for (name, field, _), number in zip(cells, _read([v for _, _, v in cells]), strict=True):
+            kind = type(metric := found[name])
+            values = [number if part == field else getattr(metric, part) for part in FIELDS[kind]]
+            found[name] = kind(*values)
     return found
+
+
+def _read(values: list[Tensor]) -> list[float]:
+    """Return scalars as numbers: the one host read of a report."""
+    if len(values) == 1:
+        return [float(values[0])]
+    device = values[0].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([value.to(device, dtype) for value in values]).tolist()

@@ -11,16 +11,19 @@ import attrs
 from torch import nn
 
 from fnloop._core.call import Call
-from fnloop._core.types import RINGS, LossFn, Wrap
+from fnloop._core.types import EVALUATION, RINGS, LossFn, Wrap
 from fnloop._display import checks
 
 __all__ = ["Middleware", "middleware"]
+
+Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
 
 # The functions of a middleware that are not a ring: what each is, and how many arguments it takes.
 _PARTS = {
     "init": ("a function state -> what its slot holds, or None", 1),
     "loss_fn": ("a function loss function -> loss function, or None", 1),
     "check": ("a function of all middleware of a pipeline, or None", 1),
+    "report": ("a function (loader, numbers) -> more numbers by name, or None", 2),
 }
 
 
@@ -38,9 +41,18 @@ class Middleware:
         init: ``state -> value`` that makes its slot ``state.slots[name]``, or None if it has no
             slot.
         window: how many batches one call of the step takes.
+        windows: by the first epoch, the batches that one call takes from then on in a run, if that
+            varies; ``window`` is the most.
         loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
         check: called with all middleware of a pipeline when it is composed; raises if they are
             incompatible; or None.
+        evaluation: ``step -> step`` around the forward ring, in evaluation only, or None.
+        report: ``(loader, numbers) -> more numbers``, by name, for a report; or None. It is called
+            for each loader of a report: "train", "recent", "valid", ..., or None in a bare
+            ``evaluate``; ``numbers`` are those of the loader, without the prefix. Names that are
+            there already are refused.
+        loaders: names of loaders that it is for; a run without one of them is refused.
+        per_phase: whether its slot is made again when a phase of a run begins.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -70,14 +82,19 @@ class Middleware:
     step: Wrap | None = None
     init: Callable[[Any], object] | None = None
     window: int = 1
+    windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
     loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
     check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
+    evaluation: Wrap | None = attrs.field(default=None, kw_only=True)
+    report: Report | None = attrs.field(default=None, kw_only=True)
+    loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    per_phase: bool = attrs.field(default=False, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         checks.text("Middleware", "name", self.name, "the name of its slot, used in errors too")
         owner = f"Middleware({self.name!r})"
-        for ring in RINGS:
+        for ring in (*RINGS, EVALUATION):
             if (wrap := getattr(self, ring)) is not None:
                 checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
         for part, (meaning, arguments) in _PARTS.items():
@@ -87,6 +104,8 @@ class Middleware:
         if self.call is not None:
             meaning = "the call that made it, which middleware() sets, or None"
             checks.instance(owner, "call", self.call, Call, meaning)
+        for name in checks.instance(owner, "loaders", self.loaders, tuple, "a tuple of names"):
+            checks.text(owner, "loaders", name, "names of loaders")
         checks.integer(owner, "window", self.window, "the batches that one call of the step takes")
 
     def _fields(self) -> dict[str, Any]:
@@ -95,7 +114,8 @@ class Middleware:
     def __repr__(self) -> str:
         if self.call:
             return repr(self.call)
-        defaults = {"name": self.name, "window": 1}
+        defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}}
+        defaults |= {"loaders": (), "per_phase": False}
         given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
         return repr(Call(Middleware, (self.name,), given))
 
@@ -124,7 +144,8 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
     also return a :class:`Middleware`, if it acts in several rings or needs a slot.
 
     Args:
-        ring: "forward", "loss", "gradient", "update", "device" or "step".
+        ring: "forward", "loss", "gradient", "update", "device" or "step"; or "evaluation", around
+            the forward ring in evaluation only.
 
     Returns:
         A decorator. The decorated function returns a :class:`Middleware` that prints as the call
@@ -151,11 +172,11 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
         >>> noise(0.1) == noise(0.1), noise(0.1) == noise(0.2)
         (True, False)
     """
-    if not isinstance(ring, str) or ring not in RINGS:
+    if not isinstance(ring, str) or ring not in (*RINGS, EVALUATION):
         function = isinstance(ring, types.FunctionType)
         given = f"the function {ring.__name__}" if function else checks.describe(ring)
         raise ValueError(
-            f"middleware() expects a ring, one of {', '.join(RINGS)}; got {given}. "
+            f"middleware() expects {EVALUATION} or a ring, one of {', '.join(RINGS)}; got {given}. "
             f'Write @middleware("gradient") above a function of settings that returns step -> step.'
         )
 

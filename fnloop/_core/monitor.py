@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fnloop._display.checks import describe
 
-__all__ = ["better", "check_monitored", "check_names", "mode_by_name", "mode_of"]
+__all__ = [
+    "better",
+    "check_loaders",
+    "check_monitored",
+    "check_names",
+    "mode_by_name",
+    "mode_of",
+    "suggestion",
+]
 
 FALLING, RISING = ("loss", "error"), ("acc", "f1", "auc", "auroc", "precision", "recall")
 
@@ -76,14 +84,15 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
     return found
 
 
-def check_names(hooks: Iterable[object], loaders: Sequence[str]) -> None:
+def check_names(hooks: Iterable[object], known: Sequence[str]) -> None:
     """Raise if a hook monitors a metric of a loader that is never read.
 
     Args:
         hooks: all hooks of a run, including those in wrappers. A hook may have two attributes:
-            ``monitors``, the name of the metric that it watches, or None; and ``reports``, the
-            names of the metrics that it adds to records.
-        loaders: the names of the loaders that are evaluated.
+            ``monitors``, the name of the metric that it watches, a tuple of several, or None; and
+            ``reports``, the names of the metrics that it adds to records.
+        known: what names of metrics may begin with: "train", the loaders that are evaluated, and
+            "recent" in a run with ``record_every``.
 
     Raises:
         KeyError: there is no such loader; the message lists the known ones and suggests the nearest
@@ -91,21 +100,51 @@ def check_names(hooks: Iterable[object], loaders: Sequence[str]) -> None:
     """
     hooks = [*hooks]
     reported = {name for hook in hooks for name in getattr(hook, "reports", ())}
-    known = ("train", *loaders)
-    for hook in hooks:
-        key = getattr(hook, "monitors", None)
-        if key is None or key in reported:
-            continue
+    watched = [(hook, key) for hook in hooks for key in _keys_of(hook) if key not in reported]
+    for hook, key in watched:
         loader, _, metric = key.partition("/")
-        if metric and loader in ("recent", *known):
+        if metric and loader in known:
             continue
+        if metric and loader == "recent":
+            raise KeyError(
+                f"{_name(hook)}: this run does not make metrics such as {key!r}: pass "
+                "record_every=every(steps=...) to fit"
+            )
         candidates = [f"{name}/{rest}" for name in known for rest in (metric or key, "loss")]
-        owner = getattr(hook, "__name__", type(hook).__name__)
         raise KeyError(
-            f"{owner}: there is no metric {key!r}: its first part is not the name of a loader that "
-            f"this run trains on or evaluates; those are: {', '.join(known)}"
-            f"{_suggestion(key, candidates, 0.5)}"
+            f"{_name(hook)}: there is no metric {key!r}: its first part is not the name of a "
+            f"loader that this run trains on or evaluates; those are: {', '.join(known)}"
+            f"{suggestion(key, candidates, 0.5)}"
         )
+
+
+def _keys_of(hook: object) -> tuple[str, ...]:
+    """Return the metrics that a hook watches."""
+    found = getattr(hook, "monitors", None)
+    return () if found is None else (found,) if isinstance(found, str) else tuple(found)
+
+
+def _name(hook: object) -> str:
+    return getattr(hook, "__name__", type(hook).__name__)
+
+
+def check_loaders(owner: str, wanted: Iterable[str], loaders: Sequence[str]) -> None:
+    """Raise if something is for a loader that a run does not have.
+
+    Args:
+        owner: what is for these loaders, for messages.
+        wanted: the names of the loaders.
+        loaders: the names of those that the run has.
+
+    Raises:
+        KeyError: one of them is missing; the message lists those that there are.
+    """
+    for name in wanted:
+        if name not in loaders:
+            raise KeyError(
+                f"{owner}: this run has no loader {name!r}; those are: {', '.join(loaders)}"
+                f"{suggestion(name, loaders)}"
+            )
 
 
 def check_monitored(owner: str, key: str, state: Any) -> bool:
@@ -132,7 +171,20 @@ def check_monitored(owner: str, key: str, state: Any) -> bool:
     return False
 
 
-def _suggestion(key: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+def _suggestion(key: str, metrics: Collection[str]) -> str:
+    """Return the question for the nearest metric, or how to get this one if it is of an average."""
+    near = suggestion(key, metrics)
+    loader, name, rest = (*key.split("/", 2), "", "")[:3]
+    beside = f"{loader}/{rest}"
+    if beside not in metrics or near not in ("", suggestion(key, [beside], 0)):
+        return near  # there is an average, and its name is misspelled
+    return (
+        f'. An average reports it beside "{beside}" if the pipeline has ema(name="{name}"), '
+        "evaluated beside the model"
+    )
+
+
+def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the question for the nearest name, or an empty str if none is near."""
     near = difflib.get_close_matches(key, [*names], 1, cutoff)
     return f". Did you mean {near[0]!r}?" if near else ""

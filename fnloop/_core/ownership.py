@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+
+from fnloop._core.optimizers import Group
 
 __all__ = ["Ownership", "ParameterCache", "StaleStateError"]
 
@@ -31,25 +33,28 @@ class Ownership(Generic[State]):
 
 
 class ParameterCache:
-    """The parameters of a model and its optimizer, looked up once.
+    """The parameters of a model and its optimizers, looked up once.
 
-    A change in the number of parameter groups is noticed; for any other, call :meth:`clear`.
+    Attributes:
+        found: every parameter that backward may leave a gradient in, each once.
+        trained: those of them that an optimizer updates, in the order of the model.
+        groups: how many parameter groups there were; -1 before the first look.
     """
 
-    __slots__ = ("_found", "_groups")
+    __slots__ = ("found", "groups", "trained")
 
     def __init__(self) -> None:
-        self._found: list[torch.Tensor] = []
-        self._groups = -1
+        self.found: list[torch.Tensor] = []
+        self.trained: list[torch.Tensor] = []
+        self.groups = -1
 
     def clear(self) -> None:
-        """Look again at the next call: the model or a group may have changed."""
-        self._groups = -1
+        """Look again at the next use: the model or a group may have changed."""
+        self.groups = -1
 
-    def all_of(self, model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Return every parameter that backward may leave a gradient in, each once."""
-        groups = optimizer.param_groups
-        if self._groups != len(groups):
-            every = [*model.parameters(), *(p for group in groups for p in group["params"])]
-            self._found, self._groups = list({id(p): p for p in every}.values()), len(groups)
-        return self._found
+    def look_up(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        """Look the parameters up."""
+        trained = [p for group in groups for p in group["params"]]
+        ids = {id(p) for p in trained}
+        self.found = list({id(p): p for p in (*model.parameters(), *trained)}.values())
+        self.trained, self.groups = [p for p in self.found if id(p) in ids], len(groups)

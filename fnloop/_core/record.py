@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
@@ -27,7 +28,8 @@ class _FrozenDict(dict[str, float]):
 
 
 def _floats(metrics: Mapping[str, object]) -> Mapping[str, float]:
-    checks.mapping("Record", "metrics", metrics, 'such as {"valid/loss": 0.5}')
+    if metrics.__class__ is not dict:
+        checks.mapping("Record", "metrics", metrics, 'such as {"valid/loss": 0.5}')
     return _FrozenDict({name: _float(name, value) for name, value in metrics.items()})
 
 
@@ -47,6 +49,8 @@ def _count(name: str) -> Callable[[object], int]:
 
 
 def _seconds(value: object) -> float:
+    if type(value) is float and 0 <= value < math.inf:
+        return value
     return checks.number("Record", "seconds", value, least=0)
 
 

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import attrs
 
+from fnloop._core.elapsed import Mark
 from fnloop._display import html
 
-__all__ = ["RunInfo"]
+__all__ = ["RunInfo", "Stopwatch", "now"]
+
+Item = TypeVar("Item")
+
+
+class Stopwatch:
+    """What a run has waited for, in seconds. Middleware and hooks may read it.
+
+    Attributes:
+        waited: the time that the batches of the running update were waited for.
+        trained: the time of all updates of the run, with that of waiting for their batches, and
+            without evaluations and hooks. A device may still be at work.
+        evaluated: the time of the newest evaluation, the longest of all processes; None before it.
+        newest: the mark at which the newest update ended; None if an evaluation came after it.
+        recorded: whether a record was made; set to False by what looks at it.
+    """
+
+    __slots__ = ("_resumed", "evaluated", "newest", "recorded", "trained", "waited")
+
+    def __init__(self) -> None:
+        self.waited = self.trained = 0.0
+        self.evaluated: float | None = None
+        self.newest: Mark | None = None
+        self.recorded = True
+        self.resume()
+
+    def resume(self) -> None:
+        """Begin to count what follows as training."""
+        self._resumed = time.perf_counter()
+
+    def next(self, feed: Iterator[Item], default: Item) -> Item:
+        """Return the next item, or the default; note how long it was waited for."""
+        __tracebackhide__ = True
+        began = time.perf_counter()
+        item = next(feed, default)
+        now = time.perf_counter()
+        self.waited = now - began
+        self.trained += now - self._resumed
+        self._resumed = now
+        return item
 
 
 @attrs.frozen(repr=False)
@@ -24,6 +66,10 @@ class RunInfo:
         evaluated: the names of the loaders that are evaluated.
         clock: seconds since a moment of the run, the same in every process; None where there is one
             process, which has a clock of its own.
+        loader: the name of the loader that is being evaluated; None in training.
+        stopwatch: what the run has waited for.
+        first_step: ``state.step`` when the phase began; 0 without phases.
+        precision: what ``amp`` computes in, "bf16" or "fp16"; None without it.
 
     Example:
         >>> import fnloop as fl, torch
@@ -43,6 +89,10 @@ class RunInfo:
     window: int = 1
     evaluated: tuple[str, ...] = ()
     clock: Callable[[], float] | None = attrs.field(default=None, eq=False)
+    loader: str | None = None
+    stopwatch: Stopwatch = attrs.field(factory=Stopwatch, eq=False)
+    precision: str | None = None
+    first_step: int = 0
 
     def __repr__(self) -> str:
         return html.record_text("RunInfo", self._facts())
@@ -52,4 +102,13 @@ class RunInfo:
         return html.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        return {name: value for name, value in attrs.asdict(self).items() if name != "clock"}
+        hidden = ("clock", "loader", "stopwatch")
+        rare = ("precision", "first_step")
+        facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
+        return {name: fact for name, fact in facts.items() if fact or name not in rare}
+
+
+def now(run: RunInfo | None) -> float:
+    """Return a time in seconds, the same in every process of a run."""
+    clock = None if run is None else run.clock
+    return time.monotonic() if clock is None else clock()

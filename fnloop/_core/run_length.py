@@ -19,7 +19,12 @@ def explain_unknown_length(what: str, state: TrainState) -> str:
             f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
             "state, loaders, ...), or give every length in steps"
         )
+    varies = state.run.batches_per_epoch is not None
+    why = (
+        "a batch makes an update for each of its windows"
+        if varies
+        else "the training loader has none"
+    )
     return (
-        f"{what} needs the length of the run, but the training loader has none: "
-        "call fit(step, state, loaders, steps=...)"
+        f"{what} needs the length of the run, but {why}: call fit(step, state, loaders, steps=...)"
     )

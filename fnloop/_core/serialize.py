@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fnloop._backend.containers import pairs_of, parts_of, with_parts
+
 __all__ = [
     "Json",
     "Pending",
@@ -98,7 +100,7 @@ def encode(value: object, tensors: dict[str, Tensor], path: str) -> Json:
         return _encode_sequence(value, tensors, path)
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
-    parts = _parts_of(value)
+    parts = _parts_of_object(value)
     if parts is None:
         raise TypeError(
             f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data, "
@@ -241,7 +243,7 @@ def _kind_of(value: object) -> str:
     return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
 
 
-def _parts_of(value: Any) -> Mapping[str, object] | None:
+def _parts_of_object(value: Any) -> Mapping[str, object] | None:
     """Return the parts of an object that is not plain data, or None if it has none."""
     if hasattr(value, "to_parts"):
         return value.to_parts()
@@ -326,14 +328,11 @@ def as_number(value: object) -> object:
 
 def has_pending(value: object) -> bool:
     """Return whether a value contains a :class:`Pending`."""
-    if isinstance(value, Mapping):
-        return any(map(has_pending, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(has_pending, value))
-    return isinstance(value, Pending)
+    inside = parts_of(value) or ()
+    return isinstance(value, Pending) or any(has_pending(part) for _, part in inside)
 
 
-def materialize(template: Any, value: object) -> Any:
+def materialize(template: Any, value: Any) -> Any:
     """Return what was saved as an object like the template. Plain data is returned as it is.
 
     Args:
@@ -344,8 +343,6 @@ def materialize(template: Any, value: object) -> Any:
     Raises:
         ValueError: another kind of object was saved.
     """
-    if isinstance(value, Mapping) and isinstance(template, Mapping):
-        return {k: materialize(template[k], v) if k in template else v for k, v in value.items()}
     if isinstance(value, Tensor) and isinstance(template, Tensor):
         if value.dtype != template.dtype or value.ndim != template.ndim:
             both = [f"{t.dtype} with {t.ndim} dimensions" for t in (value, template)]
@@ -353,12 +350,12 @@ def materialize(template: Any, value: object) -> Any:
                 f"the checkpoint has a tensor of {both[0]} where there is one of {both[1]} now"
             )
         return value.to(template.device)
-    if (
-        isinstance(value, list | tuple)
-        and type(value) is type(template)
-        and len(value) == len(template)
+    pairs = pairs_of(value, template)
+    if pairs is not None and (
+        isinstance(value, dict) or (type(value) is type(template) and len(value) == len(template))
     ):
-        return type(value)(map(materialize, template, value))
+        changed = {key: materialize(there, part) for key, part, there in pairs}
+        return with_parts(value, [changed.get(key, part) for key, part in parts_of(value) or ()])
     return _materialize_object(template, value) if isinstance(value, Pending) else value
 
 

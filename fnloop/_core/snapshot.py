@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 from torch import nn
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
+from fnloop._core.optimizers import named_in, optimizers_of
 from fnloop._core.ownership import Ownership, ParameterCache
-from fnloop._core.state import TrainState, check_not_stale, detached_from_run
+from fnloop._core.rng import HostGenerators
+from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display.checks import describe
 
-__all__ = ["snapshot", "unwrap"]
+__all__ = ["copy_handles", "detached_from_run", "snapshot", "tracing_copy", "unwrap"]
 
 
 def snapshot(state: TrainState) -> TrainState:
-    """Copy a state: model, optimizer, slots and metrics together.
+    """Copy a state: model, optimizers, slots and metrics together.
 
     The copy shares nothing that is updated in place.
 
@@ -47,14 +51,25 @@ def snapshot(state: TrainState) -> TrainState:
             "a model that is sharded over processes cannot be copied: keep a checkpoint instead, "
             "save(state, path)"
         )
-    state = detached_from_run(state)
+    return copy_handles(detached_from_run(state), {})
+
+
+def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
+    """Return a state with copies of all that is updated in place.
+
+    Args:
+        state: the state.
+        memo: id to copy, of what is to be replaced by something else.
+    """
     handles = (state.model, state.optimizer, state.slots, state.metrics)
-    memo: dict[int, object] = {}
     # One call: two copies would lose which tensors are shared.
     model, optimizer, slots, metrics = copy.deepcopy(handles, memo)
-    for name, value in vars(state.optimizer).items():
-        if name not in vars(optimizer) and name != "step":  # torch omits LBFGS's list of parameters
-            setattr(optimizer, name, copy.deepcopy(value, memo))
+    for one, copied in zip(
+        optimizers_of(state).values(), named_in(optimizer).values(), strict=True
+    ):
+        for name, value in vars(one).items():
+            if name not in vars(copied) and name != "step":  # torch omits LBFGS's parameters
+                setattr(copied, name, copy.deepcopy(value, memo))
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
         ownership=Ownership(), generation=0, parameters=ParameterCache(),
@@ -89,3 +104,30 @@ def unwrap(state: TrainState) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def tracing_copy(
+    state: TrainState, slots: Mapping[str, Any], stand_in: Callable[[str], Any]
+) -> TrainState:
+    """Return a state of the same handles with an ownership of its own, to record an update with.
+
+    Args:
+        state: the state.
+        slots: its slots.
+        stand_in: makes the placeholder of each field that changes from update to update.
+    """
+    names = (
+        *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
+        *("events", "generators", "extra"),
+    )
+    changing = {name: stand_in(name) for name in names}
+    changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}
+    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
+
+
+def detached_from_run(state: TrainState) -> TrainState:
+    """Return the state as it is outside of its run, with the generators that the run would use."""
+    if state.run is None:
+        return state
+    generators = HostGenerators.capture() if state.batch else None
+    return attrs.evolve(state, run=None, generators=generators)

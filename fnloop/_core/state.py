@@ -8,9 +8,8 @@ that has been advanced cannot be used again by mistake: that raises :class:`Stal
 from __future__ import annotations
 
 import secrets
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -20,44 +19,39 @@ from torch.optim import Optimizer
 from fnloop._backend.join import join
 from fnloop._backend.launch import Backend
 from fnloop._backend.public import broadcast
-from fnloop._core.handles import check_handles, check_settings, count_parameters
+from fnloop._core.events import RECORD, UPDATE
+from fnloop._core.handles import check_handles, check_settings, count_parameters, warn_of_others
 from fnloop._core.history import History
+from fnloop._core.optimizers import Handle, Optimizers, groups_of, in_form, named_in, optimizers_of
 from fnloop._core.ownership import Ownership, ParameterCache, StaleStateError
+from fnloop._core.phase import Phase
 from fnloop._core.rng import HostGenerators, new_seed
 from fnloop._core.run_info import RunInfo
-from fnloop._core.types import Metric
+from fnloop._core.running import add_output_
+from fnloop._core.types import Metric, Output
 from fnloop._display import html
 from fnloop._display.checks import describe
 
 __all__ = [
-    "EPOCH",
-    "PENDING",
-    "RECORD",
-    "SCHEDULED",
-    "UPDATE",
     "TrainState",
     "advance",
-    "after_batches",
     "all_parameters",
+    "begin_update",
     "check_not_stale",
     "clear_parameter_cache",
-    "detached_from_run",
+    "consume",
     "generation_of",
     "give_up_ownership",
     "is_half_updated",
     "newest",
-    "now",
     "ownership_of",
     "owns_handles",
     "parameters",
     "take_ownership",
-    "tracing_copy",
+    "with_record",
     "with_slot",
 ]  # fmt: skip
 
-UPDATE, EPOCH, RECORD = "update", "epoch", "record"  # see TrainState.events
-PENDING = "pending"  # the run stopped before this boundary's record: the next run begins with it
-SCHEDULED = "set_by_schedule_"  # group["set_by_schedule_lr"]: what a schedule set group["lr"] to
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
 _new = object.__new__
@@ -72,26 +66,33 @@ class TrainState:
 
     Args:
         model: the module.
-        optimizer: its optimizer.
-        step: updates applied, ever.
+        optimizer: its optimizer; or several by name, a mapping that cannot be changed.
+        step: updates applied, ever; with ``alternate``, rounds.
         epoch: epochs completed.
         batch: batches consumed in the current epoch, by all processes together.
         samples: samples consumed in the current epoch, by all processes together, if every batch of
             the loader has one known size; else 0.
         skipped: updates skipped, ever (after an fp16 overflow, or by a guard).
+        updates: updates applied, ever, by the name of the optimizer; empty with only one, which has
+            no name and has applied ``step``.
         seed: with the counters, it determines the order of the data and every random draw.
         slots: the state of each middleware, by name.
-        metrics: the running reduction of this epoch.
+        metrics: the running reduction of this epoch. With ``record_every``, also that since the
+            last record: "recent/loss", ...
         history: the records so far.
         run: facts about the current run; None outside one.
         stop: why the run ended early, or None.
+        ends: "epoch" if a hook has ended the epoch early; or None.
+        phases: the phases that have begun, in their order; see ``fit(..., phase=name)``.
         extra: plain data of yours, saved in checkpoints.
         run_id: identifies this run; drawn in :meth:`create`, and saved in checkpoints.
         saved_on: how many processes wrote the checkpoint that ``batch`` was restored from,
             or None.
         backend: the device, the rank of this process, and the number of processes (a ``Backend``).
         events: what happened at the last boundary: "update" (one was applied, not skipped), "epoch"
-            (one was completed), "record" (one was appended to the history). Hooks decide by it.
+            (one was completed), "record" (one was appended to the history), "start" (none was
+            applied yet), "end" (it was the run's last, by its target or by a hook). Hooks decide by
+            it.
         generators: the state of Python's and NumPy's generators in mid-epoch; None at the start
             of an epoch. All other randomness is a function of the seed and the counters.
 
@@ -105,7 +106,7 @@ class TrainState:
     """
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: Handle
     step: int = 0
     epoch: int = 0
     batch: int = 0
@@ -125,13 +126,16 @@ class TrainState:
     _generation: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
+    updates: Mapping[str, int] = attrs.field(factory=dict)
+    phases: tuple[Phase, ...] = ()
+    ends: str | None = None
     _parameters: ParameterCache = attrs.field(factory=ParameterCache)
 
     @classmethod
     def create(
         cls,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Mapping[str, Optimizer],
         *,
         seed: int | None = None,
         backend: Any = None,
@@ -144,7 +148,10 @@ class TrainState:
             model: any module. A single process uses it as it is, on the device of its parameters.
                 With several processes (``torchrun``, ``accelerate launch``) it is moved to the
                 device of its process; a model sharded with ``fully_shard`` stays as it is.
-            optimizer: a torch.optim optimizer of its parameters.
+            optimizer: a torch.optim optimizer of its parameters; or a mapping of several by name,
+                each with parameters of its own, which update in the order given. Together they must
+                have every parameter that is not frozen. A warning names those with others, which
+                are trained, but not saved.
             seed: determines the order of the data and the random draws. By default it is drawn from
                 torch's generator, so that ``torch.manual_seed`` decides it. With several processes,
                 the seed of the main process is used.
@@ -156,7 +163,8 @@ class TrainState:
 
         Raises:
             TypeError: the model or the optimizer is something else.
-            ValueError: the optimizer was made for another model, or the seed is out of range.
+            ValueError: the optimizer was made for another model, or the seed is out of range. With
+                several optimizers: a parameter is in two of them, or in none.
             NotImplementedError: accelerate is configured for an engine that hides the gradients
                 (DeepSpeed, FSDP 1).
 
@@ -165,13 +173,19 @@ class TrainState:
             >>> model = torch.nn.Linear(2, 1)
             >>> TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
             TrainState(step=0, epoch=0, batch=0, model=Linear (3 parameters), optimizer=SGD, seed=0)
+
+            Several: ``TrainState.create(model, {"matrices": muon, "rest": adamw})``.
         """
         check_handles(model, optimizer)
         check_settings(seed, backend)
-        model, optimizer, facts = join(model, optimizer, backend)
+        named = named_in(Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer)
+        model, joined, facts = join(model, [*named.values()], backend)
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
-        return cls(model, optimizer, seed=agreed, run_id=run_id, backend=facts)
+        made = cls(model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts)
+        if facts.main:
+            warn_of_others(model, made.optimizer)
+        return attrs.evolve(made, updates={name: 0 for name in named if name})
 
     @property
     def news(self) -> frozenset[str]:
@@ -183,7 +197,8 @@ class TrainState:
         facts: dict[str, object] = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
             "model": f"{type(self.model).__name__} ({count_parameters(self.model)})",
-            "optimizer": type(self.optimizer).__name__, "seed": self.seed,
+            "optimizer": ", ".join(type(o).__name__ for o in optimizers_of(self).values()),
+            "seed": self.seed,
         }  # fmt: skip
         if self.slots:
             facts["slots"] = f"[{', '.join(self.slots)}]"
@@ -246,18 +261,40 @@ def is_half_updated(state: TrainState) -> bool:
     return state._ownership.generation is None
 
 
+def begin_update(state: TrainState) -> list[Tensor]:
+    """Return all parameters of a state that an update may begin with.
+
+    Raises:
+        StaleStateError: the state has been advanced already.
+    """
+    __tracebackhide__ = True
+    if state._ownership.generation != state._generation:
+        check_not_stale(state)
+    cache = state._parameters
+    fits = cache.groups == len(groups_of(state))
+    return cache.found if fits else all_parameters(state)
+
+
 def give_up_ownership(state: TrainState) -> None:
     """Leave the model without an owner, from before an update changes it until :func:`advance`."""
     state._ownership.generation = None
 
 
-def advance(state: TrainState, applied: bool) -> TrainState:
-    """Return the state after an update, which owns the model from now on."""
+def advance(
+    state: TrainState, applied: bool, updates: Mapping[str, int] | None = None
+) -> TrainState:
+    """Return the state after an update, which owns the model from now on.
+
+    ``updates`` are those of each of several optimizers, if not all of them have updated.
+    """
     new = _new(TrainState)  # attrs.evolve takes three times as long
     values = vars(new)
     values.update(vars(state))
     values["step"] = state.step + applied
     values["skipped"] = state.skipped + (not applied)
+    if state.updates:
+        each = {name: n + applied for name, n in state.updates.items()}
+        values["updates"] = each if updates is None else updates
     values["events"] = _UPDATED if applied else _NOTHING
     values["generators"] = None
     values["_generation"] = state._ownership.generation = state._generation + 1
@@ -271,12 +308,24 @@ def take_ownership(state: TrainState) -> TrainState:
     return attrs.evolve(state, generation=generation)
 
 
-def after_batches(
-    state: TrainState, batches: int, samples: int, metrics: Mapping[str, Metric]
+def consume(
+    state: TrainState, out: Output | None, batches: int, samples: int = 0, recent: bool = False
 ) -> TrainState:
-    """Return the state with batches and their samples counted, and with these metrics."""
-    state._ownership.newest = None
-    new = _new(TrainState)  # attrs.evolve takes three times as long
+    """Return the state with a step's batches counted and its metrics combined into the epoch's.
+
+    Args:
+        state: the state after the update.
+        out: the output of the step; None if it is not known. A skipped one does not count.
+        batches: how many batches the step took, in all processes.
+        samples: how many samples these batches had.
+        recent: whether to combine the metrics since the last record too.
+    """
+    __tracebackhide__ = True
+    metrics = state.metrics
+    if out is not None and out.skip is None:
+        metrics = add_output_(metrics, out, recent)
+    state._ownership.newest = None  # only now: a metric may raise
+    new = _new(TrainState)
     values = vars(new)
     values.update(vars(state))
     values["batch"] += batches
@@ -291,36 +340,18 @@ def newest(state: TrainState, batches: int, samples: int) -> TrainState:
     made = state._ownership.newest
     if owns_handles(state) or made is None:
         return state
-    return after_batches(made, batches, samples, made.metrics)
+    return consume(made, None, batches, samples)
 
 
 # --- copies with other values
 
 
-def tracing_copy(
-    state: TrainState, slots: Mapping[str, Any], stand_in: Callable[[str], Any]
-) -> TrainState:
-    """Return a state of the same handles with an ownership of its own, to record an update with.
-
-    Args:
-        state: the state.
-        slots: its slots.
-        stand_in: makes the placeholder of each field that changes from update to update.
-    """
-    names = (
-        *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
-        *("events", "generators", "extra"),
-    )
-    changing = {name: stand_in(name) for name in names}
-    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
-
-
-def detached_from_run(state: TrainState) -> TrainState:
-    """Return the state as it is outside of its run, with the generators that the run would use."""
-    if state.run is None:
-        return state
-    generators = HostGenerators.capture() if state.batch else None
-    return attrs.evolve(state, run=None, generators=generators)
+def with_record(state: TrainState, history: History, metrics: Mapping[str, Metric]) -> TrainState:
+    """Return the state after a record was appended."""
+    new = _new(TrainState)  # attrs.evolve takes ten times as long
+    events = state.events | {RECORD}
+    vars(new).update(vars(state), history=history, metrics=metrics, events=events)
+    return new
 
 
 def with_slot(state: TrainState, name: str, value: object) -> TrainState:
@@ -332,13 +363,23 @@ def with_slot(state: TrainState, name: str, value: object) -> TrainState:
 
 
 def parameters(state: TrainState) -> list[Any]:
-    """Return the parameters that the optimizer updates."""
+    """Return the parameters that the optimizers update; of several, in the order of the model."""
+    if type(state.optimizer) is Optimizers:
+        all_parameters(state)
+        return state._parameters.trained
     return [p for group in state.optimizer.param_groups for p in group["params"]]
 
 
 def all_parameters(state: TrainState) -> list[Tensor]:
-    """Return the parameters of the model and of the optimizer, each once."""
-    return state._parameters.all_of(state.model, state.optimizer)
+    """Return the parameters of the model and of the optimizers, each once.
+
+    A change in the number of parameter groups is noticed. For any other, call
+    :func:`clear_parameter_cache`.
+    """
+    cache = state._parameters
+    if cache.groups != len(groups := groups_of(state)):
+        cache.look_up(state.model, groups)
+    return cache.found
 
 
 def clear_parameter_cache(state: TrainState) -> None:
@@ -354,9 +395,3 @@ def ownership_of(state: TrainState) -> Ownership[TrainState]:
 def generation_of(state: TrainState) -> int:
     """Return a number that every step changes, and every call of :func:`take_ownership`."""
     return state._generation
-
-
-def now(state: TrainState) -> float:
-    """Return a time in seconds, the same in every process."""
-    clock = None if state.run is None else state.run.clock
-    return time.monotonic() if clock is None else clock()

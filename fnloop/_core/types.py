@@ -6,6 +6,7 @@ within a ring:
 
     ring       wraps                                          sees
     forward    the loss function, in training and evaluation  the batch; then loss, aux, metrics
+    evaluation forward, in evaluation only                    the same
     loss       forward, in training only                      the scalar that backward starts from
     gradient   backward                                       gradients, in the parameters' .grad
     update     the optimizer's step                           the new parameters
@@ -26,12 +27,24 @@ from torch import Tensor, nn
 
 from fnloop._display import html
 
-__all__ = ["RINGS", "Aux", "Batch", "LossFn", "Metric", "Output", "Step", "Wrap"]
+__all__ = [
+    "EVALUATION",
+    "RINGS",
+    "Aux",
+    "Batch",
+    "LossFn",
+    "Metric",
+    "Output",
+    "Step",
+    "Wrap",
+    "values_of",
+]
 
 Batch = Any  # a matter between a loader and a loss function
 Aux = Mapping[str, Any]  # what a loss function returns besides the loss
 State = TypeVar("State")
 RINGS = ("forward", "loss", "gradient", "update", "device", "step")
+EVALUATION = "evaluation"  # the ring that an update does not pass through
 
 
 class LossFn(Protocol):
@@ -69,8 +82,28 @@ class Metric(Protocol):
         ...
 
     def compute(self) -> float:
-        """Return the value. Only this method reads from the device."""
+        """Return the value. Only this method reads from the device.
+
+        A metric with several values returns a mapping, from names to numbers.
+        """
         ...
+
+
+def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
+    """Compute a metric. Return its values by the names under which they are reported.
+
+    A metric with several values is reported as ``name/value``. If it has an attribute ``key``, and
+    was kept under that name, its values stand alone: it is left out of their names.
+    """
+    __tracebackhide__ = True
+    value: object = metric.compute()
+    if isinstance(value, float) or not isinstance(value, Mapping):
+        return {name: value}
+    key = getattr(metric, "key", None)
+    prefix = f"{name}/"
+    if key is not None and f"/{name}".endswith(f"/{key}"):
+        prefix = name.removesuffix(key)
+    return {f"{prefix}{part}": number for part, number in value.items()}
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -113,9 +146,9 @@ class Output:
             "loss": html.format_number(float(self.loss)),
             "weight": html.format_number(_as_number(self.weight)),
         }
-        shown |= {
-            name: html.format_number(metric.compute()) for name, metric in self.metrics.items()
-        }
+        for name, metric in self.metrics.items():
+            values = values_of(name, metric)
+            shown |= {part: html.format_number(value) for part, value in values.items()}
         shown |= {f"aux[{name!r}]": html.summarize(value) for name, value in self.aux.items()}
         return html.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
 

@@ -15,6 +15,12 @@ __all__ = ["Loader", "Loaders", "check_loader", "is_iterable", "read_loaders", "
 
 
 Loader = Any  # an iterable of batches, or a function that returns one
+_TAKEN = {  # what the names of other metrics begin with
+    "recent": "the metrics since the last record",
+    "time": "the times that timings() measures",
+    "throughput": "what throughput() measures",
+    "memory": "what device_memory() measures",
+}
 
 
 class Loaders(NamedTuple):
@@ -33,7 +39,7 @@ def read_loaders(loaders: object) -> Loaders:
 
     Raises:
         TypeError: it is none of these.
-        ValueError: there is no "train", or a name contains a slash.
+        ValueError: there is no "train"; or a name contains a slash, or is that of other metrics.
     """
     if isinstance(loaders, Mapping):
         if "train" not in loaders:
@@ -47,6 +53,11 @@ def read_loaders(loaders: object) -> Loaders:
                 raise ValueError(
                     "a loader's name is the prefix of its metrics: a str without a slash; got "
                     f"{name!r}"
+                )
+            if name in _TAKEN:
+                raise ValueError(
+                    f'a loader cannot be named "{name}", with which the names of {_TAKEN[name]} '
+                    "begin: choose another name"
                 )
     elif isinstance(loaders, tuple) and len(loaders) > 2 and not isinstance(loaders[0], Tensor):
         raise TypeError(

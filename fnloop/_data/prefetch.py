@@ -21,7 +21,7 @@ __all__ = ["windows"]
 
 def windows(
     source: Source,
-    window: int,
+    window: int | None,
     device: torch.device,
     epoch: int | None = 0,
     batch: int = 0,
@@ -35,7 +35,7 @@ def windows(
 
     Args:
         source: where the batches come from.
-        window: batches per call of the step.
+        window: the most batches per call of the step; None if it takes one batch, not a tuple.
         device: where they are moved to.
         epoch: the epoch. Without one, for evaluation, the order is always the same and
             ``set_epoch`` is not called.
@@ -46,7 +46,7 @@ def windows(
     batches = source.batches(epoch, batch, samples)
     if may_need_transfer(device):
         batches = map(_transfer_to(device), batches)
-    fed = iter(batches) if window == 1 else _grouped(iter(batches), window)
+    fed = iter(batches) if window is None else _grouped(iter(batches), window)
     return fed if prefetch == 1 else _prefetched(fed, prefetch)
 
 

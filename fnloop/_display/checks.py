@@ -38,11 +38,11 @@ _PLAIN = bool | int | float | str | bytes | list | tuple | dict | set | None
 
 
 def describe(value: object, most: int = 60) -> str:
-    """Return a short text for any value: the name of a class, or else a repr and its type."""
+    """Return a short line for any value: the name of a class, or else a repr and its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except Exception:  # a repr that fails must not hide the message
         return f"a {type(value).__name__}"
     text = text if len(text) <= most else f"{text[: most - 3]}..."
@@ -107,7 +107,7 @@ def number(
     ]
     wanted, of = " and ".join(filter(None, bounds)), f", {meaning}" if meaning else ""
     if isinstance(value, bool) or not isinstance(value, Real):
-        kind = f"a number {wanted}".rstrip()
+        kind = "a finite number" if wanted == "finite" else f"a number {wanted}".rstrip()
         raise wrong_type(f"{owner} expects {name} as {kind}{of}; got {describe(value)}")
     given = cast("float", value)
     within = least <= given <= most and (given > above or above == -math.inf)
@@ -218,6 +218,8 @@ def scalar(owner: str, name: str, value: object) -> Any:
     Raises:
         TypeError: it is not.
     """
+    if value.__class__ is float:  # the usual case, at the cost of nothing else
+        return value
     expected = f"{owner} expects {name} as a number or a scalar tensor"
     if isinstance(value, Tensor):
         if value.ndim or value.is_complex():
@@ -241,6 +243,22 @@ def metric_name(owner: str, name: str, value: str) -> str:
     if not value:
         raise ValueError(f"{expected}; got an empty name")
     return value
+
+
+def own_metric_name(owner: str, value: str) -> None:
+    """Raise unless a metric of one's own can have this name in reports.
+
+    Raises:
+        TypeError, ValueError: it is not a name, or it is that of another metric.
+    """
+    metric_name(owner, "a name", value)
+    first = value.split("/")[0]
+    taken = {"lr": "the learning rates", "recent": "the metrics since the last record"}
+    if value == "loss" or first in taken:
+        raise ValueError(
+            f"{owner}({value}=...) would replace {taken.get(first, 'the loss')}, which a run "
+            f'always reports as "{first}": choose another name'
+        )
 
 
 def typed_path(

@@ -24,6 +24,7 @@ __all__ = [
     "diagram",
     "diagram_text",
     "facts",
+    "faint",
     "format_count",
     "format_number",
     "in_notebook",
@@ -31,8 +32,6 @@ __all__ = [
     "record_text",
     "stack",
     "summarize",
-    "table",
-    "table_text",
 ]
 
 WIDTH = 100  # characters per line of text
@@ -77,39 +76,6 @@ def record_text(name: str, values: Mapping[str, object]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def table_text(rows: Sequence[Sequence[str]], fixed: int) -> str:
-    """Show a table.
-
-    One that is too wide is split into parts, each of which begins with the first ``fixed`` columns.
-
-    Example:
-        >>> print(table_text([["step", "loss"], ["10", "0.5"]], fixed=1))
-        step  loss
-          10   0.5
-    """
-    columns = [
-        [cell.rjust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)
-    ]
-    fewest = len(_split(columns, fixed, WIDTH))
-    layouts = (_split(columns, fixed, width) for width in range(WIDTH + 1))
-    # The narrowest layout with as few parts as possible: its parts have similar widths.
-    parts = next(layout for layout in layouts if len(layout) == fewest)
-    return "\n\n".join(
-        "\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts
-    )
-
-
-def _split(columns: list[list[str]], fixed: int, width: int) -> list[list[list[str]]]:
-    """Split columns into parts of at most this width, each with the fixed columns and another."""
-    parts = [columns[:fixed]]
-    for column in columns[fixed:]:
-        used = sum(len(other[0]) + 2 for other in parts[-1])
-        if len(parts[-1]) > fixed and used + len(column[0]) > width:
-            parts.append(columns[:fixed])
-        parts[-1] = [*parts[-1], column]
-    return parts
-
-
 def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
     """Draw rings as text, the outermost first.
 
@@ -140,15 +106,6 @@ def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
 
 def _escape(value: object) -> str:
     return html.escape(str(value))
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of numbers. The first row is its head."""
-    head, *body = [[_escape(cell) for cell in row] for row in rows]
-    lines = ["".join(f"<th>{cell}</th>" for cell in head)]
-    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
-    cells = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div style="overflow-x:auto"><table style="text-align:right">{cells}</table></div>'
 
 
 def facts(title: str, values: Mapping[str, object]) -> str:
@@ -204,6 +161,11 @@ def bar(done: int, total: int | None, text: str) -> str:
 def line(text: str) -> str:
     """Return a line of text."""
     return f"<div>{_escape(text)}</div>"
+
+
+def faint(text: str) -> str:
+    """Return a line of text that is less important."""
+    return f'<div style="{_FAINT}"><small>{_escape(text)}</small></div>'
 
 
 def stack(*parts: str) -> str:

@@ -1,25 +1,65 @@
 """Figures of matplotlib, which is imported when the first one is drawn.
 
 They are made without pyplot. So no figure stays open without the caller's knowledge, and a notebook
-shows each one once.
+shows each one once. Their background is transparent, and text and axes have a grey that can be read
+on white and on black, so they suit light and dark pages.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import attrs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Points", "check_file", "draw", "grid", "require_matplotlib"]
+__all__ = [
+    "Curve",
+    "Points",
+    "add_legend_below",
+    "check_file",
+    "draw",
+    "palette",
+    "panels",
+    "require_matplotlib",
+    "thin_out",
+]
 
 Points = Sequence[tuple[float, float]]
+
+GREY = "#7a7a7a"  # has the same contrast to white and to #111
+HIDDEN = "_"  # the label of a line that is not in the legend
+LARGE, MEDIUM, SMALL = "large", "medium", "small"  # sizes of axes
+SHORT = 9  # characters of a label
+STYLES = ("-", "--", ":", "-.")  # of curves of one colour in one axis
+MOST_POINTS = 2000  # of a curve as it is drawn
+
+
+@attrs.frozen
+class Curve:
+    """A curve, and how it is drawn.
+
+    Args:
+        points: where it goes.
+        label: its name in the legend; "" for none.
+        color: its colour, such as "C0".
+        thin: whether it is a faint line below the others.
+        best: a point of it to be marked, and the label of the mark.
+    """
+
+    points: Points
+    label: str
+    color: str = "C0"
+    thin: bool = False
+    best: tuple[float, float, str] | None = None
 
 
 def require_matplotlib(owner: str) -> type[Figure]:
@@ -47,19 +87,39 @@ def check_file(owner: str, file: Path) -> None:
         )
 
 
-def grid(owner: str, n: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its n axes, in rows of up to three."""
-    columns = 1 if n == 1 else 2 if n in (2, 4) else 3
-    rows = -(-n // columns)
-    size = (5.2 if n == 1 else 4.2 * columns, 3.0 * rows)
-    figure = require_matplotlib(owner)(figsize=size, layout="constrained")
+def panels(owner: str, sizes: Sequence[str]) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its axes, one for each size: "large", "medium" or "small".
+
+    The first one takes most of the figure. Others stand to its right and below.
+    """
+    places, heights = _arrange(sizes)
+    size = (6.0, 3.4) if len(sizes) == 1 else (10.0, sum(heights))
+    figure = require_matplotlib(owner)(figsize=size, layout="constrained", facecolor="none")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04)  # type: ignore[union-attr]
     # Without pyplot, a notebook would show only its name.
     figure._repr_png_ = functools.partial(_render_png, figure)  # type: ignore[attr-defined]
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes[n:]:
-        axis.set_visible(False)
-    return figure, axes[:n]
+    grid = figure.add_gridspec(len(heights), 12, height_ratios=heights)
+    return figure, [figure.add_subplot(grid[rows, columns]) for rows, columns in places]
+
+
+def _arrange(sizes: Sequence[str]) -> tuple[list[tuple[slice, slice]], list[float]]:
+    """Return the rows and columns of each axis in a grid of 12 columns, and the rows' heights."""
+    if len(sizes) == 1:
+        return [(slice(0, 1), slice(0, 12))], [3.4]
+    beside = len(sizes) - 1 if len(sizes) <= 4 else 2
+    # To the right of the first one. Together they are at least as high as it should be.
+    heights = [1.4 if size == SMALL else 1.9 for size in sizes[1 : 1 + beside]]
+    heights = [height * max(3.4 / sum(heights), 1) for height in heights]
+    places = [(slice(0, beside), slice(0, 8))]
+    places += [(slice(row, row + 1), slice(8, 12)) for row in range(beside)]
+    below = sizes[1 + beside :]
+    across = math.ceil(len(below) / math.ceil(len(below) / 3)) if below else 1
+    for start in range(0, len(below), across):
+        part = below[start : start + across]
+        row, width = slice(len(heights), len(heights) + 1), 12 // len(part)
+        places += [(row, slice(width * i, width * (i + 1))) for i in range(len(part))]
+        heights.append(1.6 if all(size == SMALL for size in part) else 2.0)
+    return places, heights
 
 
 def _render_png(figure: Figure) -> tuple[bytes, dict[str, int]]:
@@ -70,13 +130,37 @@ def _render_png(figure: Figure) -> tuple[bytes, dict[str, int]]:
     return file.getvalue(), {"width": round(width), "height": round(height)}
 
 
+def palette(owner: str, n: int) -> list[str]:
+    """Return n different colours; the first ten are the same for any n up to ten."""
+    require_matplotlib(owner)
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    if n <= 10:
+        return [f"C{i}" for i in range(n)]
+    if n <= 20:
+        return [to_hex(colormaps["tab20"](i)) for i in range(n)]
+    return [to_hex(colormaps["turbo"](0.05 + 0.9 * i / (n - 1))) for i in range(n)]
+
+
+def add_legend_below(figure: Figure, axis: Axes) -> None:
+    """Put the legend of an axis below the whole figure."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize="small",
+        labelcolor=GREY,
+    )
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.2 * math.ceil(len(labels) / 3))
+
+
 def draw(
-    axis: Axes,
-    title: str,
-    x: str,
-    curves: Mapping[str, Points],
-    marked: Mapping[str, tuple[float, float]] = MappingProxyType({}),
-    labels: Sequence[str] = (),
+    axis: Axes, title: str, x: str, curves: Sequence[Curve], known: Collection[str] | None = ()
 ) -> None:
     """Draw curves into an axis.
 
@@ -84,26 +168,101 @@ def draw(
         axis: an axis of matplotlib.
         title: the title of the axis.
         x: the label of its x axis.
-        curves: label to points.
-        marked: label of a curve to the point that is marked on it.
-        labels: the labels of all curves in the figure, so that a label has the same colour in all
-            axes.
+        curves: the curves; thin ones are drawn below the others.
+        known: the labels that the legend of another axis explains. If there are any, this axis has
+            a short legend, next to its title. None is for no legend.
     """
-    labels = list(labels or curves)
-    for label, points in curves.items():
-        color = f"C{labels.index(label)}"
-        marker = "." if len(points) <= 40 else ""
-        xs, ys = zip(*points, strict=True)
-        axis.plot(xs, ys, marker=marker, markersize=5, linewidth=1.5, label=label, color=color)
-        if label in marked:
-            at, value = marked[label]
-            best = f"best {value:.4g}"
-            axis.plot([at], [value], "o", markersize=9, fillstyle="none", color=color, label=best)
-    places = {x for points in curves.values() for x, _ in points}
+    alike: Counter[tuple[str, bool]] = Counter()  # curves by what they look like
+    for order, curve in enumerate(curves):
+        look = curve.color, curve.thin
+        style = STYLES[alike[look] % len(STYLES)]
+        alike[look] += 1
+        # Above the lines of the grid; the thin curves below all others.
+        _draw_curve(axis, curve, style, 2.5 + order / 1000 + (0 if curve.thin else 1))
+    if any(curve.best for curve in curves):
+        axis.margins(y=0.1)  # otherwise a low axis would cut off the ring
+    places = {x for curve in curves for x, _ in curve.points}
     if len(places) == 1:  # otherwise the ticks would be hundredths of a step
         axis.set_xlim(min(places) - 1, min(places) + 1)
-    axis.set_title(title)
+    axis.set_title(title, loc="left")
     axis.set_xlabel(x)
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    if known is not None:
+        _add_legend(axis, known)
+    _suit_any_page(axis)
+
+
+def _draw_curve(axis: Axes, curve: Curve, style: str, order: float) -> None:
+    points, color = thin_out(curve.points), curve.color
+    xs, ys = zip(*points, strict=True)
+    (line,) = axis.plot(
+        *(xs, ys, style), label=curve.label or HIDDEN, color=color, linewidth=1.5, zorder=order
+    )
+    if curve.thin:
+        line.set(linewidth=0.9, alpha=0.65)
+    elif len(points) <= 40:
+        line.set(marker=".", markersize=5)
+    if curve.best is not None:
+        x, y, label = curve.best
+        (ring,) = axis.plot([x], [y], label=label or HIDDEN, color=color, zorder=order)
+        ring.set(marker="o", markersize=9, fillstyle="none", linestyle="none")
+
+
+def _add_legend(axis: Axes, known: Collection[str]) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    entries = [(line, label) for line, label in zip(handles, labels, strict=True)]
+    entries = [(line, label) for line, label in entries if label not in known]
+    if not entries:
+        return
+    lengths = [len(label) for _, label in entries]
+    short = max(lengths) <= SHORT  # then they stand in one line
+    room = len(axis.get_title(loc="left")) + (
+        sum(lengths) + 4 * len(lengths) if short else max(lengths)
+    )
+    above = 0.96 if room <= 38 else 1.12  # beside or above the title
+    looks: dict[str, Any] = {"frameon": False, "labelcolor": GREY, "fontsize": "small"}
+    if known:
+        looks |= {"loc": "lower right", "bbox_to_anchor": (1.02, above), "fontsize": "x-small"}
+    if short:
+        dashed = any(line.get_linestyle() in STYLES[1:] for line in axis.get_lines())
+        looks |= {"ncols": len(entries), "handlelength": 2 if dashed else 1, "columnspacing": 1}
+    axis.legend(*zip(*entries, strict=True), **looks)
+
+
+def _suit_any_page(axis: Axes) -> None:
+    """Make an axis transparent, and its text and lines grey."""
+    axis.set_facecolor("none")
+    axis.grid(color=GREY, alpha=0.25, linewidth=0.8)
+    axis.tick_params(colors=GREY, labelsize="small")
+    title = axis.set_title(axis.get_title(loc="left"), loc="left")
+    for text in (title, axis.xaxis.label, axis.xaxis.offsetText, axis.yaxis.offsetText):
+        text.set_color(GREY)
+    for name, spine in axis.spines.items():
+        spine.set_color(GREY)
+        spine.set_alpha(0.6)
+        spine.set_visible(name in ("left", "bottom"))
+
+
+def thin_out(points: Points, most: int = MOST_POINTS) -> Points:
+    """Return at most that many points of a curve, which look the same when they are drawn.
+
+    Of each stretch of the curve, its lowest and its highest point are kept.
+
+    Example:
+        >>> thin_out([(0, 1.0), (1, 5.0), (2, 0.0), (3, 2.0), (4, 2.0), (5, 2.0)], most=4)
+        [(1, 5.0), (2, 0.0), (3, 2.0)]
+    """
+    if len(points) <= most:
+        return points
+    import numpy
+
+    length = -(-len(points) // (most // 2))  # of a stretch
+    stretches = -(-len(points) // length)
+    values = numpy.full(stretches * length, numpy.nan)
+    values[: len(points)] = [y for _, y in points]
+    values = values.reshape(stretches, length)
+    finite = numpy.isfinite(values)  # a stretch without a finite value stays a gap
+    starts = numpy.arange(stretches) * length
+    low = starts + numpy.where(finite, values, numpy.inf).argmin(axis=1)
+    high = starts + numpy.where(finite, values, -numpy.inf).argmax(axis=1)
+    return [points[i] for i in numpy.union1d(low, high)]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
+from fnloop._backend.containers import IN_BATCHES, map_leaves, parts_of
 from fnloop._core.types import Batch
 from fnloop._graphs.guards import CaptureError
 
-__all__ = ["copy_all", "rebuild", "sequence_like", "signature", "static_inputs"]
+__all__ = ["copy_all", "rebuild", "signature", "static_inputs"]
 
 
 def signature(batch: Batch, tensors: list[Tensor]) -> Hashable:
@@ -28,10 +28,9 @@ def signature(batch: Batch, tensors: list[Tensor]) -> Hashable:
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype
-    if isinstance(batch, list | tuple):
-        return type(batch), *[signature(part, tensors) for part in batch]
-    if isinstance(batch, dict):
-        return type(batch), *[(key, signature(part, tensors)) for key, part in batch.items()]
+    parts = parts_of(batch, IN_BATCHES)
+    if parts is not None:
+        return type(batch), *[(key, signature(part, tensors)) for key, part in parts]
     if batch is None or isinstance(batch, bool | int | float | str):
         return type(batch), batch
     raise CaptureError(
@@ -43,19 +42,7 @@ def signature(batch: Batch, tensors: list[Tensor]) -> Hashable:
 
 def rebuild(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
     """Return a copy of a batch with these tensors in place of its own."""
-    if isinstance(batch, Tensor):
-        return next(tensors)
-    if isinstance(batch, dict):
-        return copy.copy(batch) | {key: rebuild(part, tensors) for key, part in batch.items()}
-    if isinstance(batch, list | tuple):
-        return sequence_like(batch, [rebuild(part, tensors) for part in batch])
-    return batch
-
-
-def sequence_like(sequence: Batch, parts: list[Batch]) -> Batch:
-    """Return a list, a tuple or a named tuple of these parts."""
-    kind = type(sequence)
-    return kind(*parts) if hasattr(sequence, "_fields") else kind(parts)
+    return map_leaves(batch, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
 
 
 def static_inputs(tensors: list[Tensor]) -> list[Tensor]:

@@ -1,16 +1,17 @@
-"""Make an optimizer capturable: it keeps its learning rate and its counts on the device."""
+"""Make optimizers capturable: they keep their learning rates and their counts on the device."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
+from fnloop._core.optimizers import SCHEDULED, Group
 from fnloop._core.serialize import as_number
-from fnloop._core.state import SCHEDULED
 from fnloop._graphs.guards import CaptureError
 
 __all__ = ["OriginalSettings", "make_capturable", "undo_capturable"]
@@ -19,12 +20,15 @@ __all__ = ["OriginalSettings", "make_capturable", "undo_capturable"]
 class OriginalSettings(NamedTuple):
     """Settings of a parameter group as the user gave them."""
 
-    group: dict[str, Any]
-    settings: dict[str, Any]
+    optimizer: Optimizer
+    group: Group
+    settings: Group
 
 
-def make_capturable(optimizer: Optimizer, device: torch.device) -> list[OriginalSettings]:
-    """Move what an optimizer can keep on the device there: the learning rate, and counts.
+def make_capturable(
+    optimizers: Collection[Optimizer], device: torch.device
+) -> list[OriginalSettings]:
+    """Move what optimizers can keep on the device there: the learning rate, and counts.
 
     SGD and Adagrad have no setting ``capturable``. They read a learning rate on the device only in
     their fused form.
@@ -33,18 +37,21 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Original
         What :func:`undo_capturable` needs.
 
     Raises:
-        CaptureError: the optimizer was told not to be fused. Then nothing has been changed.
+        CaptureError: one was told not to be fused, or cannot be captured at all. Then nothing has
+            been changed.
     """
-    _check_fused(optimizer)
+    for optimizer in optimizers:
+        _check_fused(optimizer)
+    every = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     original = []
-    for group in optimizer.param_groups:
+    for optimizer, group in every:
         kept = {k: group[k] for k in ("lr", "capturable", "fused") if k in group}
-        original.append(OriginalSettings(group, kept))
+        original.append(OriginalSettings(optimizer, group, kept))
         if "lr" in group:
             given = group["lr"]
             dtype = None if isinstance(given, Tensor) else torch.float32
             rate = torch.as_tensor(given, dtype=dtype, device=device)
-            others = (other for other in optimizer.param_groups if other is not group)
+            others = (other for _, other in every if other is not group)
             shared = any(rate is other.get("lr") for other in others)
             group["lr"] = rate.clone() if shared else rate  # each is filled separately
             _keep_scheduled(group)
@@ -52,29 +59,33 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> list[Original
             group["capturable"] = True
         elif "fused" in group:
             group["fused"] = True
-    for values in optimizer.state.values():
-        if isinstance(values, dict):
-            counts = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
-            values.update({k: v.to(device) for k, v in counts.items()})
-    torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            if isinstance(values, dict):
+                counts = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
+                values.update({k: v.to(device) for k, v in counts.items()})
+        torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
     return original
 
 
 def _check_fused(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
+        of_torch = getattr(torch.optim, name, None) is type(optimizer)
+        if of_torch and "capturable" not in group and "fused" not in group:
+            raise CaptureError(f"{name} reads numbers to the host in every update")
         fused = group.get("fused", True)
         if fused is None:
             fused = not group.get("foreach")
         if "capturable" not in group and fused is not True:
-            name = type(optimizer).__name__
             raise CaptureError(
                 f"{name} reads its learning rate to the host: write {name}(..., fused=True)"
             )
 
 
-def undo_capturable(optimizer: Optimizer, original: list[OriginalSettings]) -> None:
-    """Restore an optimizer's settings, except that it keeps the value of its learning rate."""
-    for group, settings in original:
+def undo_capturable(original: list[OriginalSettings]) -> None:
+    """Restore the settings of optimizers, except that they keep the value of a learning rate."""
+    for optimizer, group, settings in original:
         rate = group.get("lr")
         group.update(settings)
         if isinstance(rate, Tensor):
@@ -86,7 +97,7 @@ def undo_capturable(optimizer: Optimizer, original: list[OriginalSettings]) -> N
                 values.update({k: v.cpu() for k, v in values.items() if k == "step"})
 
 
-def _keep_scheduled(group: dict[str, Any]) -> None:
+def _keep_scheduled(group: Group) -> None:
     """Let a schedule recognize a learning rate as its own after a change of type."""
     if f"{SCHEDULED}lr" in group:
         group[f"{SCHEDULED}lr"] = group["lr"]

@@ -23,10 +23,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
+from fnloop._backend.containers import map_leaves
+from fnloop._core.optimizers import optimizers_of, wants_closure
+from fnloop._core.snapshot import tracing_copy
+from fnloop._core.state import TrainState, advance, give_up_ownership
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display.log import log
-from fnloop._graphs.batches import copy_all, rebuild, sequence_like, signature, static_inputs
+from fnloop._graphs.batches import copy_all, rebuild, signature, static_inputs
 from fnloop._graphs.capturable import OriginalSettings, make_capturable, undo_capturable
 from fnloop._graphs.guards import (
     CaptureError,
@@ -43,7 +46,6 @@ from fnloop._graphs.guards import (
 from fnloop._graphs.recorder import Recorder
 from fnloop._graphs.watch import GuardSet, TrackedSlots, identity_of
 from fnloop._step.host import Judge, replace_host
-from fnloop._step.update import wants_closure
 
 __all__ = ["Graph", "GraphedStep"]
 
@@ -59,17 +61,19 @@ _TWICE = (
 # --- outputs
 
 
-def _map_metric(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_metric(metric: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a metric with every tensor in it replaced."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return sequence_like(value, [_map_metric(part, change) for part in value])
-    kind = type(value)
-    if attrs.has(kind):
-        fields = attrs.fields(kind)
-        return kind(**{f.alias: _map_metric(getattr(value, f.name), change) for f in fields})
-    return copy.deepcopy(value) if hasattr(value, "combine") else value
+
+    def change_leaf(leaf: Any) -> object:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        kind = type(leaf)
+        if attrs.has(kind):
+            fields = attrs.fields(kind)
+            return kind(**{f.alias: map_leaves(getattr(leaf, f.name), change_leaf) for f in fields})
+        return copy.deepcopy(leaf) if hasattr(leaf, "combine") else leaf
+
+    return map_leaves(metric, change_leaf)
 
 
 def _map_output(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
@@ -264,10 +268,12 @@ class GraphedStep:
         self.eager_updates.clear()
         self.recorder = self.recorder_on(state.backend.device)
         _check_capturable(state)
-        original = make_capturable(state.optimizer, state.backend.device)
-        known = self.original and self.original[0].group is original[0].group
-        if not known:  # otherwise it was made capturable here before
-            self.original = original
+        original = make_capturable(optimizers_of(state).values(), state.backend.device)
+        if self.original and self.original[0].group is original[0].group:
+            # It was made capturable here before; groups may have been added since.
+            known = {id(one.group) for one in self.original}
+            original = [*self.original, *(o for o in original if id(o.group) not in known)]
+        self.original = original
         self.guards = GuardSet(state)
 
     def _run_eagerly(
@@ -289,7 +295,7 @@ class GraphedStep:
         try:
             new, out = self.recorder.run(lambda: self.step(state, batch))
         except Exception:
-            self.release(state)  # the capturable settings may be the cause
+            self.release()  # the capturable settings may be the cause
             raise
         self.eager_updates[key] += out.skip is None  # a skipped update shows nothing
         self.guards.snapshot()  # the first update creates the optimizer's state
@@ -335,9 +341,9 @@ class GraphedStep:
         held = {name: (value, identity_of(value)) for name, value in used.items()}
         return Graph(parts, graph_break, inputs, CapturedOutput.of(out), held)
 
-    def release(self, state: TrainState) -> None:
-        """Drop the graphs, and restore the optimizer's settings."""
-        undo_capturable(state.optimizer, self.original)
+    def release(self) -> None:
+        """Drop the graphs, and restore the optimizers' settings."""
+        undo_capturable(self.original)
         self.graphs.clear()
         self.guards, self.original = None, []
 

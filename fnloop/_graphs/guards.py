@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
+from fnloop._backend.containers import map_leaves, parts_of
+from fnloop._core.optimizers import optimizers_of
 from fnloop._core.rng import HostGenerators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
@@ -105,8 +107,10 @@ def host_state(state: TrainState) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     device = state.backend.device
-    for i, values in enumerate(state.optimizer.state.values()):
-        _collect(f"the state of the optimizer (parameter {i})", values, device, found, set())
+    for name, optimizer in optimizers_of(state).items():
+        owner = f"the optimizer {name!r}" if name else "the optimizer"
+        for i, values in enumerate(optimizer.state.values()):
+            _collect(f"the state of {owner} (parameter {i})", values, device, found, set())
     for name, module in state.model.named_modules():
         path = f"model.{name}" if name else "model"
         plain = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)}
@@ -131,16 +135,15 @@ def _collect(
         found[path] = value
     elif id(value) not in seen:
         seen.add(id(value))
-        for name, part in _parts(value):
+        for name, part in _named_parts(value):
             _collect(f"{path}.{name}", part, device, found, seen)
 
 
-def _parts(value: object) -> Iterator[tuple[object, object]]:
+def _named_parts(value: object) -> Iterator[tuple[object, object]]:
     """Yield the parts of a container, a module or a record, each with its name."""
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
+    parts = parts_of(value)
+    if parts is not None:
+        yield from parts
     elif isinstance(value, nn.Module):
         yield from value.state_dict(keep_vars=True).items()
     elif attrs.has(kind := type(value)):
@@ -223,9 +226,17 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
 
     A capture runs Python once, and nothing on the device.
     """
-    optimizer, device = state.optimizer, state.backend.device
-    modules = [*state.model.modules()]
-    optimizer_state = {p: _copy_on_host(v, device) for p, v in optimizer.state.items()}
+    device, modules = state.backend.device, [*state.model.modules()]
+    states = [
+        (
+            optimizer.state,
+            {
+                p: map_leaves(held, lambda leaf: _copy_on_host(leaf, device))
+                for p, held in optimizer.state.items()
+            },
+        )
+        for optimizer in optimizers_of(state).values()
+    ]
     attributes = [
         (vars(m), {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in modules
     ]
@@ -234,8 +245,9 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
     generators, torch_generator = HostGenerators.capture(), torch.get_rng_state()
 
     def roll_back() -> None:
-        optimizer.state.clear()
-        optimizer.state.update(optimizer_state)
+        for current, before in states:
+            current.clear()
+            current.update(before)
         for current, before in attributes:
             current.update(before)
         for content, before in contents:
@@ -248,9 +260,7 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
 
 
 def _copy_on_host(value: object, device: torch.device) -> object:
-    """Return a copy of a part of an optimizer's state that shares only tensors on the device."""
-    if isinstance(value, dict):
-        return {k: _copy_on_host(v, device) for k, v in value.items()}
+    """Return a copy of a tensor on the host. A tensor on the device is shared."""
     if isinstance(value, Tensor) and value.device.type != device.type:
         return value.clone()
     return value
@@ -259,5 +269,5 @@ def _copy_on_host(value: object, device: torch.device) -> object:
 def _dicts_in(value: object) -> Iterator[dict[object, object]]:
     if isinstance(value, dict):
         yield value
-    for _, part in _parts(value) if isinstance(value, dict | list | tuple) else ():
+    for _, part in parts_of(value) or ():
         yield from _dicts_in(part)

@@ -7,7 +7,7 @@ that can change between two updates is compared with what it was.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._core.state import SCHEDULED, TrainState, parameters
+from fnloop._backend.containers import parts_of
+from fnloop._core.optimizers import SCHEDULED, groups_of, optimizers_of
+from fnloop._core.state import TrainState
 from fnloop._graphs.guards import NUMBER
 
 __all__ = ["GuardSet", "TrackedSlots", "identity_of"]
@@ -24,7 +26,7 @@ _SETTING = "a setting of the optimizer"
 
 
 class GuardSet:
-    """What the graphs of a model and an optimizer assume.
+    """What the graphs of a model and its optimizers assume.
 
     New modules and parameters are looked for when a run starts, and before each call of a step
     outside of a run. A learning rate may be replaced: its value is copied into the tensor that
@@ -34,12 +36,15 @@ class GuardSet:
     def __init__(self, state: TrainState) -> None:
         self.model, self.optimizer = state.model, state.optimizer
         self.seed, self.run = state.seed, state.run
-        groups = self.optimizer.param_groups
+        self.optimizers = [*optimizers_of(state).values()]
+        groups = groups_of(state)
+        self.groups = len(groups)
         self.rates = [
             (group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)
         ]
         self.modules = list(self.model.modules())
-        tensors = (*self.model.parameters(), *self.model.buffers(), *parameters(state))
+        trained = (p for group in groups for p in group["params"])
+        tensors = (*self.model.parameters(), *self.model.buffers(), *trained)
         self.tensors = list({id(t): t for t in tensors if t.layout is torch.strided}.values())
         self.settings = [
             (group, key)
@@ -57,7 +62,7 @@ class GuardSet:
         """Assume the current values from now on."""
         self.expected = self.current()
         # Keep the tensors alive, so that no other object can have one of their ids.
-        self.kept_alive = [*_state_values(self.optimizer)]
+        self.kept_alive = [*_state_values(self.optimizers)]
 
     def current(self) -> dict[str, list[object]]:
         """Return the current values by what they are. Called before every replay, hence ``map``."""
@@ -68,7 +73,7 @@ class GuardSet:
             "a parameter's requires_grad": [t.requires_grad for t in self.tensors],
             "where a parameter is in memory": list(map(Tensor.data_ptr, self.tensors)),
             "which tensors are in the optimizer's state": list(
-                map(id, _state_values(self.optimizer))
+                map(id, _state_values(self.optimizers))
             ),
             _SETTING: [_comparable(group[key]) for group, key in self.settings],
         }
@@ -90,6 +95,8 @@ class GuardSet:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
         now = self.current()
+        if len(groups_of(state)) != self.groups:
+            return "the optimizer's groups"
         if now == self.expected:
             return None
         what = next(name for name in now if now[name] != self.expected[name])
@@ -107,10 +114,12 @@ class GuardSet:
         )
 
 
-def _state_values(optimizer: Optimizer) -> Iterator[object]:
-    """Yield the values in an optimizer's state, of each parameter or of all together."""
+def _state_values(optimizers: Iterable[Optimizer]) -> Iterator[object]:
+    """Yield the values in the state of optimizers, of each parameter or of all together."""
     return itertools.chain.from_iterable(
-        v.values() if isinstance(v, dict) else (v,) for v in optimizer.state.values()
+        v.values() if isinstance(v, dict) else (v,)
+        for optimizer in optimizers
+        for v in optimizer.state.values()
     )
 
 
@@ -120,11 +129,11 @@ def _comparable(value: object) -> object:
 
 def identity_of(value: object) -> list[int]:
     """Return the identities of the objects in a slot: a graph keeps using the captured ones."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        nested = [part for part in value if isinstance(part, dict | list | tuple)]
-        return [*map(id, value), *itertools.chain.from_iterable(map(identity_of, nested))]
+    parts = parts_of(value)
+    if parts is not None:
+        inside = [part for _, part in parts]
+        nested = [identity_of(part) for part in inside if not isinstance(part, Tensor)]
+        return [*map(id, inside), *itertools.chain.from_iterable(nested)]
     if attrs.has(kind := type(value)):
         parts = (getattr(value, field.name) for field in attrs.fields(kind))
         return [id(part) for part in parts if isinstance(part, Tensor)]

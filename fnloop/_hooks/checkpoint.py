@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import weakref
+from collections.abc import Sequence
 
 from fnloop._backend.public import on_main_process
 from fnloop._checkpoint.atomic_write import remove_leftovers, write_checkpoint
 from fnloop._checkpoint.files import manifest_or_none
-from fnloop._checkpoint.format import CheckpointError, Contents
+from fnloop._checkpoint.format import PARTS, CheckpointError, Contents
 from fnloop._checkpoint.history_blocks import make_history_encoder, write_blocks
+from fnloop._checkpoint.parts import parts_to_save
 from fnloop._checkpoint.retention import (
     CHECKPOINT_NAME,
     candidates,
@@ -22,10 +25,11 @@ from fnloop._checkpoint.retention import (
 )
 from fnloop._checkpoint.save import collect_contents, position_of
 from fnloop._checkpoint.trial import check_resumable
+from fnloop._core.events import RECORD
 from fnloop._core.history import History
 from fnloop._core.monitor import better, check_monitored, mode_of
-from fnloop._core.state import RECORD, TrainState
-from fnloop._display.checks import flag, folder_path, integer, metric_name
+from fnloop._core.state import TrainState
+from fnloop._display.checks import describe, flag, folder_path, integer, metric_name
 from fnloop._display.log import log
 
 __all__ = ["checkpoint"]
@@ -51,7 +55,8 @@ class checkpoint:
         keep: how many of the newest to keep, at least 1; None keeps all.
         best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
             checkpoint between two evaluations has no value of it, so the state of the next
-            evaluation is saved as well. NaN is never the best.
+            evaluation is saved as well. NaN is never the best. The untrained model, if it is
+            evaluated, counts if it is saved: ``(at_start() | every(epochs=1))(checkpoint(...))``.
         mode: "min" if lower is better, "max" if higher is; by default as the name of the metric
             says.
         keep_best: how many of the best to keep; at least 1.
@@ -61,6 +66,11 @@ class checkpoint:
         on_exception: also save when the run fails, as ``step-00000812-exception_ValueError``: the
             last consistent state, if there is one and it is not saved yet. The exception is raised
             as it is. In one process only.
+        only: the parts to save, as in :func:`fnloop.save`; all of them by default. A run cannot be
+            resumed from such a partial checkpoint: list two hooks, ``checkpoint("runs/a")`` and
+            ``checkpoint("runs/a/best", best="valid/loss", only=("model",))``.
+        named: metrics to put into the names, where they were measured: ``("valid/loss",)`` names
+            ``step-00000812-valid-loss=0.4312``.
 
     Returns:
         A hook.
@@ -93,6 +103,8 @@ class checkpoint:
         keep_best: int = 1,
         background: bool = False,
         on_exception: bool = False,
+        only: Sequence[str] | None = None,
+        named: Sequence[str] = (),
     ) -> None:
         self.folder, self._typed = folder_path("checkpoint", "folder", folder), os.fspath(folder)
         if keep is not None:
@@ -102,6 +114,8 @@ class checkpoint:
         self.background = flag("checkpoint", "background", background)
         self.on_exception = flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else metric_name("checkpoint", "best", best)
+        self.parts = parts_to_save("checkpoint", only)
+        self.named = _read_names(named)
         if mode is not None:
             better(0.0, 0.0, mode)  # checks it
         self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
@@ -115,13 +129,15 @@ class checkpoint:
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
 
     @property
-    def monitors(self) -> str | None:
-        """The metric that ranks the checkpoints."""
-        return self.best
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that rank and name the checkpoints."""
+        return self.named if self.best is None else (self.best, *self.named)
 
     def __repr__(self) -> str:
         best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
-        return f"checkpoint({self._typed!r}, keep={self.keep}{best})"
+        only = f", only={self.parts!r}" if self.parts != PARTS else ""
+        named = f", named={self.named!r}" if self.named else ""
+        return f"checkpoint({self._typed!r}, keep={self.keep}{best}{only}{named})"
 
     # --- called by the run
 
@@ -131,7 +147,8 @@ class checkpoint:
         Raises:
             CheckpointError: another run has checkpoints there, or the optimizer cannot be resumed.
         """
-        check_resumable(state)
+        if "optimizer" in self.parts:
+            check_resumable(state)
         self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
         return state
 
@@ -162,12 +179,13 @@ class checkpoint:
         self._wait()
         if self.on_exception and self._position != position_of(state):
             name = f"{_name_of(state)}-exception_{type(error).__name__}"
-            self._write(collect_contents(state, self._encode_history), state.history, name)
+            self._write(self._collect(state), state.history, name)
 
-    def settle(self, state: TrainState) -> None:
+    def settle(self, state: TrainState) -> TrainState:
         """Remove what a process left that was killed at the end of this run."""
         if state.backend.main and self.folder.is_dir():
             remove_leftovers(self.folder, CHECKPOINT_NAME)
+        return state
 
     def close(self) -> None:
         """Wait for the writer when the run is left. An error can only be logged here."""
@@ -179,8 +197,8 @@ class checkpoint:
     # --- the metric that ranks
 
     def _check_metric(self, state: TrainState) -> None:
-        if self.best is not None and RECORD in state.events:
-            check_monitored("checkpoint", self.best, state)
+        for metric in self.monitors if RECORD in state.events else ():
+            check_monitored("checkpoint", metric, state)
 
     def _has_metric(self, state: TrainState) -> bool:
         """Return whether the metric was measured at this boundary, or none was asked for."""
@@ -202,8 +220,8 @@ class checkpoint:
         return self.best is not None and self.best not in newest["measured"]
 
     def _save(self, state: TrainState) -> None:
-        contents, history = collect_contents(state, self._encode_history), state.history
-        name = _name_of(state)
+        contents, history = self._collect(state), state.history
+        name = _name_of(state) + _name_metrics(state, self.named)
         if not self.background:
             on_main_process(lambda: self._write(contents, history, name), HOOK)
         elif state.backend.main:
@@ -213,6 +231,9 @@ class checkpoint:
                 target=self._write_and_note, args=arguments, name="checkpoint"
             )
             self._writer.start()
+
+    def _collect(self, state: TrainState) -> Contents:
+        return collect_contents(state, self._encode_history, self.parts)
 
     def _wait(self) -> None:
         """Wait for the writer, and raise its error."""
@@ -245,6 +266,25 @@ class checkpoint:
         written = write_checkpoint(contents, path, ranking, in_own_folder=True)
         release_claim(self.folder)
         prune(written, run, self.keep, self.best, self.mode, self.keep_best)
+
+
+def _read_names(named: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(named, str) or not isinstance(named, Sequence):
+        raise TypeError(
+            'checkpoint expects named as a tuple of metrics, such as ("valid/loss",); got '
+            f"{describe(named)}"
+        )
+    return tuple(metric_name("checkpoint", "named", name) for name in named)
+
+
+def _name_metrics(state: TrainState, named: Sequence[str]) -> str:
+    """Return the part of a name that shows metrics, those that were recorded at this boundary."""
+    values = state.history[-1].metrics if RECORD in state.events else {}
+    return "".join(
+        f"-{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}={values[name]:.4g}"
+        for name in named
+        if name in values
+    )
 
 
 def _name_of(state: TrainState) -> str:

@@ -7,10 +7,12 @@ import math
 import attrs
 
 from fnloop._core.call import Call
+from fnloop._core.events import RECORD, UPDATE
 from fnloop._core.history import Fold, History
 from fnloop._core.monitor import better, check_monitored, mode_of
+from fnloop._core.phase import SINCE, first_record
 from fnloop._core.record import Record
-from fnloop._core.state import RECORD, UPDATE, TrainState
+from fnloop._core.state import TrainState
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.html import format_count
 from fnloop._step.engine import engine_of
@@ -49,9 +51,11 @@ class early_stop:
             each gain alone must exceed ``min_delta``.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this, or NaN.
-        min_epochs: completed epochs before which the run is never stopped.
-        min_steps: applied updates before which the run is never stopped.
+        min_epochs: ``state.epoch`` before which the run is never stopped.
+        min_steps: ``state.step`` before which the run is never stopped.
         check_finite: whether to stop as soon as the metric is NaN or infinite.
+        since: which evaluations count: those of the "phase", if the run has phases, or of the whole
+            "run".
 
     Returns:
         A hook.
@@ -85,6 +89,7 @@ class early_stop:
     min_epochs: int = attrs.field(default=0, kw_only=True)
     min_steps: int = attrs.field(default=0, kw_only=True)
     check_finite: bool = attrs.field(default=True, kw_only=True)
+    since: str = attrs.field(default="phase", kw_only=True)
     _waited: Fold = attrs.field(init=False, eq=False)  # caches the last result, so copies are safe
 
     def __attrs_post_init__(self) -> None:
@@ -102,6 +107,7 @@ class early_stop:
         integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
         integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
         flag(owner, "check_finite", self.check_finite)
+        choice(owner, "since", self.since, SINCE)
         mode_of(owner, self.key, self.mode)  # checks it
         object.__setattr__(self, "_waited", Fold(self._wait, None))
 
@@ -160,7 +166,7 @@ class early_stop:
             return f"reached {newest:g}, better than {good:g} {direction}"
         if bad is not None and better(bad, newest, mode):
             return f"diverged to {newest:g}, worse than {bad:g} {direction}"
-        wait = self._waited(state.history)
+        wait = self._waited(state.history, first_record(state.phases, self.since))
         if wait.evaluations < self.patience:
             return None
         # With min_delta, later values may be better than an accepted one, but not by enough.

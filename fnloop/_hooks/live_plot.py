@@ -20,20 +20,25 @@ if TYPE_CHECKING:
 
 __all__ = ["live_plot"]
 
+PAUSE = 9  # the least time between two drawings, as a multiple of the time that the first one took
+
 
 class live_plot:
     """Draw ``state.history.plot()`` at every record: in place in a notebook, or into a file.
 
-    It uses only the history, so it reads nothing from the device. When there are several processes,
-    the main one draws.
+    With ``fit(..., record_every=...)`` the curves grow within an epoch too. It uses only the
+    history, so it reads nothing from the device. When there are several processes, the main one
+    draws.
 
     Args:
         file: where to save the figure, in the format of its suffix (``"runs/a.png"``); None is the
             output of the cell.
         mode: "min" or "max", or a mapping from metrics to one of them, as in :meth:`History.plot`.
         x: the unit of the x axis, "step" or "epoch".
-        refresh: the least time between two drawings, in seconds, at least 0. A drawing takes a
-            fraction of a second. The last record of a run is always drawn.
+        refresh: the least time between two drawings, in seconds; 0 draws every record. A drawing
+            takes a fraction of a second. If it takes longer, because the history is very long, the
+            hook waits longer too, and takes at most a tenth of the time. The last record of a run
+            is always drawn.
 
     Returns:
         A hook.
@@ -113,6 +118,7 @@ class live_plot:
     def _draw(self) -> None:
         if self._pending is None:
             return
+        began = time.monotonic()
         history, self._pending = self._pending, None
         self._drawn = history
         figure = history.plot(mode=self.mode, x=self.x)
@@ -120,7 +126,9 @@ class live_plot:
             self._output.show(figure)
         else:
             _save(figure, self.file)
-        self._next = time.monotonic() + self.refresh
+        now = time.monotonic()
+        pause = max(self.refresh, PAUSE * (now - began)) if self.refresh else 0.0
+        self._next = now + pause
 
 
 def _save(figure: Figure, file: Path) -> None:

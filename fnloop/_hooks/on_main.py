@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from fnloop._core.call import name_of
 from fnloop._core.state import TrainState
-from fnloop._display import checks
+from fnloop._core.types import Output
 from fnloop._hooks.checkpoint import checkpoint
+from fnloop._hooks.moments import check_hook
+from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.wrapper import Hook, Wrapper, unwrap_hook
 
 __all__ = ["on_main"]
@@ -27,8 +31,8 @@ class on_main(Wrapper):
         A hook.
 
     Raises:
-        TypeError: the hook is not a function, or is ``checkpoint``, which every process has to take
-            part in.
+        TypeError: the hook is not a function, or is ``checkpoint`` or ``restore_best``, which every
+            process has to take part in.
         ValueError: when it runs: it returned another state.
 
     Example:
@@ -45,12 +49,11 @@ class on_main(Wrapper):
     hook: Hook
 
     def __attrs_post_init__(self) -> None:
-        checks.function("on_main", "hook", self.hook, "a hook, a function state -> state", 1)
-        if isinstance(unwrap_hook(self.hook), checkpoint):
-            raise TypeError(
-                f"{self.hook!r} needs all processes, and writes only on the main one: list it "
-                "without on_main"
-            )
+        check_hook(self.hook, "on_main")
+        inner = unwrap_hook(self.hook)
+        if isinstance(inner, checkpoint | restore_best):
+            writes = ", and writes only on the main one" if isinstance(inner, checkpoint) else ""
+            raise TypeError(f"{self.hook!r} needs all processes{writes}: list it without on_main")
 
     def __repr__(self) -> str:
         return f"on_main({name_of(self.hook)})"
@@ -58,9 +61,33 @@ class on_main(Wrapper):
     def __call__(self, state: TrainState) -> TrainState:
         return self._observe(self.hook, state)
 
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run, on the main process; everywhere if the hook needs all processes for it."""
+        if getattr(unwrap_hook(self.hook), "begins_everywhere", False):
+            return super().begin(state)
+        return self._observe(super().begin, state)
+
+    def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        """Follow an evaluation, on the main process."""
+        if state.backend.main:
+            super().evaluating(state, loader, done, total)
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Pass a boundary at which the hook itself is not called, on the main process."""
+        return self._observe(super().poll, state)
+
     def flush(self, state: TrainState) -> TrainState:
         """Finish pending work, on the main process."""
         return self._observe(super().flush, state)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Tidy up after a run that has already reached its end, on the main process."""
+        return self._observe(super().settle, state)
+
+    def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
+        """Take the outputs of an evaluation, on the main process."""
+        if state.backend.main:
+            super().receive(state, outputs)
 
     def _observe(self, call: Hook, state: TrainState) -> TrainState:
         """Call a hook or its method on the main process, and raise if it returns another state."""

@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Protocol, TextIO
 
-from torch import Tensor
-from tqdm import tqdm
+import attrs
 
-from fnloop._core.history import History, records_since
-from fnloop._core.history_table import table
-from fnloop._core.metrics import Last, read
-from fnloop._core.record import Record
-from fnloop._core.state import EPOCH, RECORD, TrainState
+from fnloop._core.events import EPOCH, RECORD
+from fnloop._core.state import TrainState
 from fnloop._display import checks, html
+from fnloop._hooks.progress_log import LogView
+from fnloop._hooks.progress_notebook import NotebookView
+from fnloop._hooks.progress_pace import Entry, Pace, Position, is_over
+from fnloop._hooks.progress_terminal import TerminalView
+from fnloop._hooks.progress_text import Best, describe_end, describe_start
 
 __all__ = ["progress"]
 
-ROWS = 20  # of the table in a notebook; the middle of a longer run is left out
+BRIEFEST = 0.1  # seconds between two drawings of an evaluation, which reads nothing
 
 
 class progress:
-    """Show the progress of a run, in a terminal or a notebook.
+    """Show the progress of a run: in a terminal, a notebook or a log.
 
-    In a terminal it is a bar per epoch. In a notebook it is a bar below a table of records, redrawn
-    in place. In a log, it is a line per record. A bar has the loss, the learning rate, updates per
-    second and the remaining time. It reads from the device when it is redrawn, and at no other
-    time. When there are several processes, the main one shows it; the loss between two records is
-    then that of its own share of the batches.
+    The first line says what the run works with and how long it is. The last one says why it ended:
+    its target, the reason of a stop, Ctrl-C or a signal; and the best value.
+
+    In a terminal, a table grows above a bar. The table has a line for each evaluation and each end
+    of an epoch; a record of ``record_every`` has none, unless the run is a stream that evaluates
+    nothing. The evaluated loaders come first, and the best values so far have a star. Columns
+    that do not fit the width are left out, gradient norms and learning rates first. The time is
+    that since the line above. The bar shows the running epoch: updates per second, without the time
+    of evaluations and hooks; the running loss; and an estimate of the time left of the whole run.
+    During an evaluation, it shows that instead. What a hook prints appears above the bar, and a
+    tqdm bar of a hook below it. Colors are left out if NO_COLOR is set.
+
+    A notebook has the same table and bar in one output of the cell.
+
+    A log, which is a file that is not a terminal, has a line for each evaluation and each end of an
+    epoch. In between, it has a line every 30 seconds; with ``record_every``, at most one every 10
+    seconds, with the metrics of the newest record.
+
+    It reads from the device when the bar is drawn or such a line is written, and at no other time.
+    With several processes, the main one shows it; the loss between two records is then that of its
+    own share of the batches. On an accelerator, the time of hooks counts in the updates per second,
+    because a hook may wait for the device.
 
     Args:
         refresh: the least time between two drawings, in seconds, at least 0.5.
@@ -46,7 +65,9 @@ class progress:
         >>> from fnloop.testing import toy, toy_loss
         >>> hook = progress(file=sys.stdout)
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(hook,))
-        epoch 1  step 3  train/loss -1
+        Toy on cpu, 1 parameter, float32, 1 epoch of 3 updates
+        epoch 1/1  step 3  train/loss -1.0000  train/lr 1.0e+00  0...s
+        done: epoch 1/1, step 3, after 0...s
     """
 
     def __init__(self, refresh: float = 0.5, file: TextIO | None = None) -> None:
@@ -58,234 +79,138 @@ class progress:
                 f"got {checks.describe(file)}"
             )
         self.refresh, self.file = refresh, file
-        self._view: _View | None = None  # made at the first boundary of a run
-        self._done = 0  # updates of the current epoch, including skipped ones
+        self._following: _Following | None = None  # a run, on its main process
+        self._next = -math.inf  # when to show something, unless there is a record
+        self._newest: TrainState | None = None  # the state at the newest boundary
 
     def __repr__(self) -> str:
         return "progress()" if self.refresh == 0.5 else f"progress(refresh={self.refresh})"
 
-    def __call__(self, state: TrainState) -> TrainState:
-        if not state.backend.main:
-            return state
-        if self._view is None:
-            self._view = _make_view(self.file, self.refresh)
-        self._done = _count_updates(state, self._done)
-        self._view.update(state, self._done)
-        if EPOCH in state.events:
-            self._done = 0
+    def begin(self, state: TrainState) -> TrainState:
+        """Say what the run works with."""
+        if state.backend.main:
+            self._following = _Following(_make_view(self.file, self.refresh), state)
         return state
 
+    def __call__(self, state: TrainState) -> TrainState:
+        self._newest = state
+        if time.monotonic() < self._next and RECORD not in state.events:
+            return state
+        if not state.backend.main:
+            self._next = math.inf
+            return state
+        if self._following is None:
+            self._following = _Following(_make_view(self.file, self.refresh), state)
+        self._next = self._following.pass_boundary(state)
+        return state
+
+    def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        """Show an evaluation."""
+        if self._following is not None:
+            self._following.evaluate(state, loader, done, total)
+
     def flush(self, state: TrainState) -> TrainState:
-        """Show where the run ended."""
-        if self._view is not None:
-            self._view.finish(state, self._done)
+        """Show why the run ended."""
+        if self._following is not None:
+            self._following.finish(state)
         return state
 
     def close(self) -> None:
-        """Close the view."""
-        if self._view is not None:
-            self._view.close()
-        self._view, self._done = None, 0
+        """Leave the output in order."""
+        if self._following is not None:
+            self._following.close(self._newest)
+        self._following, self._next, self._newest = None, -math.inf, None
 
 
 class _View(Protocol):
-    """A way to show a run. ``done`` counts the updates of the current epoch, also skipped ones."""
+    """A way to show a run."""
 
-    def update(self, state: TrainState, done: int) -> None:
-        """Show a boundary."""
+    def start(self, state: TrainState, parts: list[str]) -> None:
+        """Show what the run works with."""
         ...
 
-    def finish(self, state: TrainState, done: int) -> None:
-        """Show the end of the run."""
+    def add(self, entry: Entry, best: set[str]) -> None:
+        """Show a record, and mark its metrics that are the best so far."""
         ...
 
-    def close(self) -> None:
-        """Leave the output as it is; the run may have failed."""
+    def show(self, state: TrainState, position: Position) -> float:
+        """Show a boundary, if it is time to. Return when it is time again."""
         ...
+
+    def evaluate(
+        self, position: Position, loader: str, done: int, total: int | None, rate: float | None
+    ) -> None:
+        """Show an evaluation, if it is time to."""
+        ...
+
+    def finish(self, text: str) -> None:
+        """Show why the run ended."""
+        ...
+
+
+class _Following:
+    """A run that is shown."""
+
+    def __init__(self, view: _View, state: TrainState) -> None:
+        self.view, self.pace, self.best = view, Pace(state), Best(state)
+        self.state, self.position = state, self.pace.look(state)  # as they were shown last
+        self.looked = self.evaluation_began = time.monotonic()
+        self.quiet = 0.0  # until when nothing is shown of an evaluation
+        self.finished = False
+        view.start(state, describe_start(state))
+
+    def pass_boundary(self, state: TrainState) -> float:
+        """Show a boundary, and return when to show the next one."""
+        self.finished = False
+        self.read(state)
+        self.position, self.looked = self.pace.look(state), time.monotonic()
+        self.state = state
+        return self.view.show(state, self.position)
+
+    def read(self, state: TrainState) -> None:
+        """Show the new records."""
+        for entry in self.pace.read_records(state):
+            self.view.add(entry, self.best.update(entry.record))
+
+    def evaluate(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        """Show an evaluation."""
+        now = time.monotonic()
+        if not done:
+            self.evaluation_began = now
+        if now < self.quiet:
+            return
+        self.quiet = now + BRIEFEST
+        passed = now - self.evaluation_began
+        rate = done / passed if passed > 0 and done else None
+        rest = None if rate is None or total is None else (total - done) / rate
+        trained = self.evaluation_began - self.looked
+        left = self.pace.left_in_evaluation(self.position, trained, passed, rest)
+        number = state.epoch + (EPOCH not in state.events)
+        position = attrs.evolve(self.position, epoch=number, step=state.step, left=left)
+        self.view.evaluate(position, loader, done, total, rate)
+
+    def finish(self, state: TrainState) -> None:
+        """Show why the run ended, if it has."""
+        self.read(state)
+        if is_over(state) and not self.finished:
+            self.finished = True
+            self.tell(state, f"stopped: {state.stop}" if state.stop else "done")
+
+    def close(self, newest: TrainState | None) -> None:
+        """Say where the run was, if nothing has said why it ended."""
+        if not self.finished:
+            self.tell(newest or self.state, "ended early")
+
+    def tell(self, state: TrainState, reason: str) -> None:
+        """Show the last line."""
+        if state is not self.state and EPOCH not in state.events:
+            self.position = self.pace.look(state)
+        seconds = time.monotonic() - self.pace.began
+        self.view.finish(describe_end(reason, self.position, seconds, self.best))
 
 
 def _make_view(file: TextIO | None, refresh: float) -> _View:
     if file is None and html.in_notebook():
-        return _NotebookView(refresh)
+        return NotebookView(refresh)
     out: TextIO = file or sys.stderr
-    return _TerminalView(out, refresh) if out.isatty() else _LogView(out)
-
-
-class _LogView:
-    """A line per record."""
-
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
-        self.printed: Record | None = None  # the last one
-
-    def update(self, state: TrainState, done: int) -> None:
-        if RECORD in state.events:
-            self.printed = state.history[-1]
-            print(_format_record(state), file=self.file, flush=True)
-
-    def finish(self, state: TrainState, done: int) -> None:
-        if RECORD not in state.events:
-            return
-        last = state.history[-1]
-        if last.closing and last is not self.printed:
-            self.update(state, done)
-
-    def close(self) -> None: ...
-
-
-class _TerminalView:
-    """A bar per epoch."""
-
-    def __init__(self, file: TextIO, refresh: float) -> None:
-        self.file, self.refresh = file, refresh
-        self.bar: tqdm | None = None
-        self.next = 0.0  # when to draw again
-
-    def update(self, state: TrainState, done: int) -> None:
-        if time.monotonic() >= self.next or EPOCH in state.events or RECORD in state.events:
-            self.draw(state, done)
-        if EPOCH in state.events:
-            self.close()
-
-    def finish(self, state: TrainState, done: int) -> None:
-        if self.bar is not None and EPOCH not in state.events:
-            self.draw(state, done)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None
-
-    def draw(self, state: TrainState, done: int) -> None:
-        if RECORD not in state.events:
-            self.next = time.monotonic() + self.refresh
-        if self.bar is None:
-            self.bar = tqdm(
-                total=state.run.steps_per_epoch if state.run else None,
-                desc=_format_epoch(state),
-                unit="step",
-                file=self.file,
-                mininterval=0,
-                dynamic_ncols=True,
-            )
-        self.bar.set_postfix_str(_format_metrics(state), refresh=False)
-        self.bar.n = done
-        self.bar.refresh()
-
-
-class _NotebookView:
-    """One output of a cell: a table of this run's records above the bar of the current epoch."""
-
-    def __init__(self, refresh: float) -> None:
-        self.refresh = refresh
-        self.output = html.Display()
-        self.history = History()
-        self.first: int | None = None  # the number of records before this run
-        self.names: dict[str, None] = {}  # of the metrics of this run, in order
-        self.known = 0  # the number of records whose names are in ``names``
-        self.epoch, self.done, self.total, self.metrics = "", 0, None, ""  # of the bar
-        self.began, self.initial = 0.0, 0  # when the current epoch began, and at which update
-        self.seen = 0.0  # when the last boundary was
-        self.next = 0.0  # when to draw again
-        self.finished = False
-
-    def update(self, state: TrainState, done: int) -> None:
-        now, epoch = time.monotonic(), _format_epoch(state)
-        if self.first is None:
-            self.first = len(state.history) - (RECORD in state.events)
-            self.began, self.initial = now, done
-        elif epoch != self.epoch:
-            self.began, self.initial = self.seen, 0
-        self.seen, self.finished = now, False
-        self.read_names(state.history)
-        self.epoch, self.done, self.total = epoch, done, state.run and state.run.steps_per_epoch
-        if now >= self.next:
-            self.metrics, self.next = _format_metrics(state), now + self.refresh
-            self.draw()
-
-    def finish(self, state: TrainState, done: int) -> None:
-        self.read_names(state.history)
-        self.finished = True
-        if EPOCH not in state.events:
-            self.metrics = _format_metrics(state)
-        note = f"stopped: {state.stop}" if state.stop else ""
-        self.draw(bar=EPOCH not in state.events, note=note)
-
-    def close(self) -> None:
-        if not self.finished:
-            self.draw(note="the run ended here")
-
-    def read_names(self, history: History) -> None:
-        """Take the names of the metrics from new records."""
-        if len(history) < self.known:  # a hook returned a snapshot
-            self.names, self.known = {}, self.first or 0
-        for record in records_since(history, max(self.known, self.first or 0)):
-            self.names.update(dict.fromkeys(record.metrics))
-        self.history, self.known = history, len(history)
-
-    def draw(self, bar: bool = True, note: str = "") -> None:
-        parts, text = [], []
-        if len(self.history) > (self.first or 0):
-            rows = table(self.history, [*self.names], self.first or 0, ROWS)
-            parts.append(html.table(rows))
-            text.append(html.table_text(rows, fixed=2))
-        if bar:
-            meter = self.format_meter()
-            parts.append(html.bar(self.done, self.total, meter))
-            text.append(meter)
-        if note:
-            parts.append(html.line(note))
-            text.append(note)
-        self.output.show(html.Rendered(html.stack(*parts), "\n".join(text)))
-
-    def format_meter(self) -> str:
-        return tqdm.format_meter(
-            self.done,
-            self.total,  # type: ignore[arg-type]  # None if the loader has no length
-            elapsed=self.seen - self.began,
-            initial=self.initial,
-            prefix=self.epoch,
-            postfix=self.metrics,
-            unit="step",
-            ncols=0,
-        )
-
-
-def _count_updates(state: TrainState, before: int) -> int:
-    """Return the number of updates of the current epoch, including skipped ones.
-
-    ``before`` is their number at the last boundary.
-    """
-    if EPOCH in state.events:
-        return (state.run and state.run.steps_per_epoch) or before + 1
-    return -(-state.batch // (state.run.window if state.run else 1))
-
-
-def _format_epoch(state: TrainState) -> str:
-    of = f"/{state.run.epochs}" if state.run and state.run.epochs else ""
-    return f"epoch {_current_epoch(state)}{of}"
-
-
-def _format_metrics(state: TrainState) -> str:
-    """Show the record of this boundary, or else the running loss, which is read from the device."""
-    values: dict[str, float] = {}
-    lr = Last(state.optimizer.param_groups[0]["lr"])
-    if RECORD in state.events:
-        values.update(state.history[-1].metrics)
-        if not isinstance(lr.value, Tensor):  # that would need another device read
-            values.setdefault("lr", lr.compute())
-    else:
-        running = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
-        values.update(read({**running, "lr": lr}))
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-
-
-def _format_record(state: TrainState) -> str:
-    record = state.history[-1]
-    metrics = "  ".join(f"{name} {value:.5g}" for name, value in record.metrics.items())
-    return f"epoch {_current_epoch(state)}  step {record.step}  {metrics}"
-
-
-def _current_epoch(state: TrainState) -> int:
-    """Return the number, from 1, of the epoch that is running or has just ended."""
-    return state.epoch + (EPOCH not in state.events)
+    return TerminalView(out, refresh) if out.isatty() else LogView(out)

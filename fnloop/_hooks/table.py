@@ -23,9 +23,10 @@ import attrs
 from fnloop._backend.public import on_main_process
 from fnloop._checkpoint.retention import is_run_id
 from fnloop._core.call import Call
-from fnloop._core.history import History
+from fnloop._core.events import RECORD
+from fnloop._core.history import History, records_since
 from fnloop._core.record import Record
-from fnloop._core.state import RECORD, TrainState
+from fnloop._core.state import TrainState
 from fnloop._display.checks import folder_path, typed_path
 
 __all__ = ["to_csv", "to_jsonl"]
@@ -65,9 +66,9 @@ def to_csv(path: _Path) -> TableWriter:
         ...     hook = to_csv(Path(folder, "a.csv"))
         ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         ...     print(Path(folder, "a.csv").read_text())
-        epoch,step,seconds,train/loss
-        1,1,...,0.0
-        2,2,...,-1.0
+        epoch,step,seconds,train/loss,train/lr
+        1,1,...,0.0,1.0
+        2,2,...,-1.0,1.0
     """
     return _make_writer(
         to_csv, path, _format_csv_header, _format_csv_row, rb"epoch,step,seconds(,|\r?\n)"
@@ -103,8 +104,8 @@ def to_jsonl(path: _Path) -> TableWriter:
         ...     hook = to_jsonl(Path(folder, "a.jsonl"))
         ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         ...     print(Path(folder, "a.jsonl").read_text())
-        {"epoch": 1, "step": 1, "seconds": ..., "train/loss": 0.0}
-        {"epoch": 2, "step": 2, "seconds": ..., "train/loss": -1.0}
+        {"epoch": 1, "step": 1, "seconds": ..., "train/loss": 0.0, "train/lr": 1.0}
+        {"epoch": 2, "step": 2, "seconds": ..., "train/loss": -1.0, "train/lr": 1.0}
     """
     beginning = rb'{"epoch": \d+, "step": \d+, "seconds": '
     return _make_writer(to_jsonl, path, lambda names: "", _format_json_row, beginning)
@@ -163,6 +164,8 @@ class TableWriter:
     def __repr__(self) -> str:
         return repr(self.call)
 
+    begins_everywhere = True  # all processes learn of a file that is refused
+
     def begin(self, state: TrainState) -> TrainState:
         """Claim the file for this run.
 
@@ -183,14 +186,13 @@ class TableWriter:
         self._update(state)
         return state
 
-    def settle(self, state: TrainState) -> None:
+    def settle(self, state: TrainState) -> TrainState:
         """Make the file equal to the history of a run that has already ended, if it is its file."""
-        if state.backend.rank != 0:
-            return
-        first = self._read_first_row()
+        first = self._read_first_row() if state.backend.rank == 0 else None
         if first is not None and self._belongs_to(state, first):
             self._count = None
             self._update(state)
+        return state
 
     @property
     def _run_id_file(self) -> Path:
@@ -232,32 +234,31 @@ class TableWriter:
         if state.backend.rank != 0:
             return
         history = state.history
-        if not self._can_append(history):
+        new = records_since(history, self._count or 0)
+        if not self._can_append(history, new):
             self._rewrite(history)
-        elif len(history) > (self._count or 0):
-            self._append(history[-1])
+        elif new:
+            self._append(new)
         self._count, self._last = len(history), history[-1] if len(history) else None
 
-    def _can_append(self, history: History) -> bool:
-        """Return whether the history has at most one record more than the file.
+    def _can_append(self, history: History, new: list[Record]) -> bool:
+        """Return whether the file lacks only rows at its end, and has a column for all they need.
 
         The file also has to be as this hook left it.
         """
         count = self._count
         if count is None or not self.path.exists() or self.path.stat().st_size != self._size:
             return False
-        if len(history) - count not in (0, 1) or (count and history[count - 1] is not self._last):
+        if count > len(history) or (count and history[count - 1] is not self._last):
             return False
-        if not len(history):
-            return True
-        names = _merge_names(self._names, _cells_of(history[-1]))
+        names = _merge_names(self._names, *map(_cells_of, new))
         return self.format_header(names) == self.format_header(self._names)
 
-    def _append(self, record: Record) -> None:
-        line = self.format_row(record, self._names).encode()
+    def _append(self, records: list[Record]) -> None:
+        text = "".join(self.format_row(record, self._names) for record in records).encode()
         with self.path.open("ab") as file:
-            file.write(line)
-        self._size += len(line)
+            file.write(text)
+        self._size += len(text)
 
     def _rewrite(self, history: History) -> None:
         closing = ["closing"] if any(record.closing for record in history) else []
@@ -282,8 +283,8 @@ def _first_cells(row: str) -> list[str]:
     return [cell.strip("{} \n") for cell in row.split(",")[: len(_COUNTERS)]]
 
 
-def _merge_names(names: Iterable[str], more: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*names, *more)))
+def _merge_names(*names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(names)))
 
 
 def _cells_of(record: Record) -> dict[str, float]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -45,10 +48,18 @@ class Tracker:
             self._running.main_process_only = False
             self._running.start()
 
+    @property
+    def client(self) -> Any:
+        """The tracker's own object: a SummaryWriter of tensorboard, a run of wandb, ..."""
+        return self._running.tracker
+
     def configure(self, values: Mapping[str, object]) -> None:
         """Log hyperparameters."""
-        with trackers():
-            self._running.store_init_configuration(dict(values))
+        with trackers() as known:
+            if type(self._running) is known.TensorBoardTracker:
+                _write_hparams(self._running, known.yaml, values)
+            else:
+                self._running.store_init_configuration(dict(values))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers at a step."""
@@ -66,6 +77,23 @@ class Tracker:
             elif self.kind is known.MLflowTracker:
                 self.settings = {**self.settings, "run_id": self._running.tracker.info.run_id}
             self._running.finish()
+
+
+def _write_hparams(running: Any, yaml: ModuleType, values: Mapping[str, object]) -> None:
+    """Write hyperparameters into tensorboard's file of the run, and into ``hparams.yml``.
+
+    Accelerate and ``SummaryWriter.add_hparams`` make a folder each, which tensorboard shows as a
+    run of its own.
+    """
+    writer = running.tracker
+    # torch.utils.tensorboard, or tensorboardX where that is missing.
+    package = type(writer).__module__.rpartition(".")[0]
+    summaries = importlib.import_module(f"{package}.summary")
+    for summary in summaries.hparams(dict(values), {}):
+        writer.file_writer.add_summary(summary)
+    writer.flush()
+    text = yaml.safe_dump(dict(values))
+    Path(running.logging_dir, "hparams.yml").write_text(text, encoding="utf-8")
 
 
 def read_tracker(

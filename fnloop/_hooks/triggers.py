@@ -1,4 +1,4 @@
-"""Triggers, which say when a hook runs or an evaluation is due, and ``once``."""
+"""When a hook runs or an evaluation is due: ``every``, ``when`` and ``once``."""
 
 from __future__ import annotations
 
@@ -6,55 +6,25 @@ import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Protocol
 
 import attrs
 
 from fnloop._core.call import name_of
-from fnloop._core.run_info import RunInfo
-from fnloop._core.state import EPOCH, UPDATE, TrainState, now, with_slot
+from fnloop._core.carry import updates_of_call
+from fnloop._core.events import EPOCH, START, UPDATE
+from fnloop._core.run_info import RunInfo, now
+from fnloop._core.state import TrainState, with_slot
 from fnloop._display import checks
+from fnloop._hooks.moments import ConditionalHook, Moment, check_hook, show_call
 from fnloop._hooks.wrapper import Hook, Wrapper
 
-__all__ = ["ConditionalHook", "Hook", "Trigger", "check_hook", "every", "once", "when"]
+__all__ = ["every", "once", "when"]
 
 SMALLEST_FRACTION = 1e-6  # of an epoch
 
 
-class Trigger(Protocol):
-    """Decides at which boundaries something is due.
-
-    A trigger may also have a method ``check(run: RunInfo)``, which is called when a run begins.
-    """
-
-    def due(self, state: TrainState, /) -> bool:
-        """Return whether something is due at this boundary."""
-        ...
-
-
 @attrs.frozen(repr=False)
-class ConditionalHook(Wrapper):
-    """A hook that runs only at the boundaries of a trigger."""
-
-    trigger: Trigger
-    hook: Hook
-
-    def __repr__(self) -> str:
-        return f"{self.trigger!r}({name_of(self.hook)})"
-
-    def __call__(self, state: TrainState) -> TrainState:
-        __tracebackhide__ = True
-        return self.hook(state) if self.trigger.due(state) else self.poll(state)
-
-    def begin(self, state: TrainState) -> TrainState:
-        """Begin a run: for the trigger too."""
-        if hasattr(self.trigger, "check"):
-            self.trigger.check(state.run)  # type: ignore[attr-defined]
-        return super().begin(state)
-
-
-@attrs.frozen(repr=False)
-class every:
+class every(Moment):
     """Run a hook periodically: ``every(epochs=1)(hook)``.
 
     It also says when to evaluate: ``evaluate_every=every(steps=100)``.
@@ -66,7 +36,7 @@ class every:
         seconds: seconds of wall time, counted from the first boundary.
 
     Returns:
-        A function from a hook to a hook.
+        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: not exactly one of the three is given.
@@ -123,9 +93,14 @@ class every:
         ((name, value),) = self._given().items()
         return f"every({name}={value})"
 
-    def __call__(self, hook: Hook) -> ConditionalHook:
-        trigger = attrs.evolve(self)  # a copy, so that each hook has its own clock
-        return ConditionalHook(trigger, check_hook(hook, repr(self)))
+    @property
+    def has_clock(self) -> bool:
+        """Whether it counts seconds."""
+        return self.seconds is not None
+
+    def renew(self) -> every:
+        """Return a copy with a clock of its own."""
+        return attrs.evolve(self)
 
     def check(self, run: RunInfo) -> None:
         """Begin a run: restart the clock.
@@ -135,17 +110,19 @@ class every:
         """
         self._clock.clear()
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
+            varies = run.batches_per_epoch is not None
+            why = "tbptt varies it" if varies else "the training loader has no length"
             raise ValueError(
-                f"{self!r} needs to know how long an epoch is, but the training loader has no "
-                "length: write every(steps=...)"
+                f"{self!r} needs to know how long an epoch is, but {why}: write every(steps=...)"
             )
 
     def due(self, state: TrainState) -> bool:
         """Return whether the hook is due at this boundary."""
         if self.steps is not None:
-            return UPDATE in state.events and state.step % self.steps == 0
+            before = state.step - updates_of_call(state)
+            return UPDATE in state.events and state.step // self.steps > before // self.steps
         if self.seconds is not None:
-            time = now(state)
+            time = now(state.run)
             if not self._clock:
                 self._clock.append(time)
             if time - self._clock[0] < self.seconds:
@@ -177,14 +154,14 @@ def _completes_part(part: tuple[int, int], done: int, updates: int) -> bool:
 
 
 @attrs.frozen(repr=False)
-class when:
+class when(Moment):
     """Run a hook where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
 
     Args:
         predicate: ``state -> bool``, called after every update.
 
     Returns:
-        A function from a hook to a hook.
+        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: the predicate is not a function.
@@ -210,13 +187,10 @@ class when:
     def __repr__(self) -> str:
         return f"when({name_of(self.predicate)})"
 
-    def __call__(self, hook: Hook) -> ConditionalHook:
-        return ConditionalHook(self, check_hook(hook, repr(self)))
-
     def due(self, state: TrainState) -> bool:
-        """Return whether the predicate holds."""
+        """Return whether the predicate holds, after an update."""
         __tracebackhide__ = True
-        return bool(self.predicate(state))
+        return START not in state.events and bool(self.predicate(state))
 
 
 @attrs.frozen(repr=False)
@@ -257,7 +231,7 @@ class once(Wrapper):
         if isinstance(self.hook, ConditionalHook):
             raise TypeError(
                 "once counts each call, due or not: "
-                f"write {self.hook.trigger!r}(once({name_of(self.hook.hook)}))"
+                f"write {show_call(self.hook.trigger, f'once({name_of(self.hook.hook)})')}"
             )
         if self.name is None and _definition_of(self.hook) is None:
             raise TypeError(
@@ -280,6 +254,14 @@ class once(Wrapper):
         new = self.hook(state)
         return with_slot(new, self.slot, True) if isinstance(new, TrainState) else new
 
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run, if the hook has not had its one call."""
+        return state if self.slot in state.slots else super().begin(state)
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        """Return whether the hook, if it has not run yet, is to be given outputs."""
+        return self.slot not in state.slots and super().collects(state, loader)
+
     def flush(self, state: TrainState) -> TrainState:
         """Do nothing: the hook has had its one call."""
         return state
@@ -294,8 +276,3 @@ def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
     return None if " at 0x" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)
-
-
-def check_hook(hook: Hook, owner: str) -> Hook:
-    """Return a hook, or raise TypeError if it is not one."""
-    return checks.function(owner, "hook", hook, "a function state -> state", 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from fnloop._core.state import TrainState
+from fnloop._core.types import Output
 
 __all__ = ["Hook", "Wrapper", "layers", "unwrap_hook"]
 
@@ -16,17 +17,26 @@ class Hook(Protocol):
     An object that can be called this way may also have any of these methods and attributes.
     :class:`Wrapper` has the defaults, and passes each call on to the wrapped hook.
 
-    * ``begin(state) -> state`` is called before the first update of a run; ``state.run`` is known.
-      It may raise.
+    * ``begin(state) -> state`` is called before the first update of every run, also of a resumed
+      one. ``state.run`` is known. Training starts with the state that it returns, which may have
+      other slots or frozen parameters, but not another position. It may raise.
+    * ``evaluating(state, loader, done, total)`` is called before the first batch of an evaluation,
+      with ``done=0``, and after each of its batches. ``loader`` is the name, and ``total`` the
+      number of batches of this process, or None if it is unknown.
     * ``poll(state) -> state`` is called at a boundary where ``every`` or ``when`` skips the hook.
     * ``flush(state) -> state`` is called after the last boundary of a run, and on SIGUSR1.
     * ``failed(state, error)`` is called when an Exception ends a run in one process, with the last
       consistent state, if there is one. The error already has its note, and is raised afterwards
       in any case.
-    * ``settle(state)`` is called instead of all others if a run has already reached its end: a
-      process that was killed may have left something unfinished.
+    * ``settle(state) -> state`` is called instead of all others if a run has already reached its
+      end: a process that was killed may have left something unfinished.
+    * ``collects(state, loader) -> bool`` is called before a loader is evaluated: whether the hook
+      is to be given the outputs. Every process has to answer alike.
+    * ``receive(state, outputs)`` is called after that evaluation, before its record is made, with
+      a list of the ``Output`` of each batch: of all processes, in order, copied to the host.
     * ``close()`` is called when a run ends, also after an exception.
-    * ``monitors`` is the name of the metric that the hook watches, such as "valid/loss", or None.
+    * ``monitors`` is the name of the metric that the hook watches, such as "valid/loss", a tuple of
+      several, or None.
     * ``reports`` are the names of the metrics that the hook itself adds to records.
     """
 
@@ -44,6 +54,11 @@ class Wrapper:
         """Begin a run."""
         return self.hook.begin(state) if hasattr(self.hook, "begin") else state
 
+    def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        """Follow an evaluation."""
+        if hasattr(self.hook, "evaluating"):
+            self.hook.evaluating(state, loader, done, total)
+
     def poll(self, state: TrainState) -> TrainState:
         """Pass a boundary at which the hook itself is not called."""
         return self.hook.poll(state) if hasattr(self.hook, "poll") else state
@@ -57,10 +72,17 @@ class Wrapper:
         if hasattr(self.hook, "failed"):
             self.hook.failed(state, error)
 
-    def settle(self, state: TrainState) -> None:
+    def settle(self, state: TrainState) -> TrainState:
         """Tidy up after a run that has already reached its end."""
-        if hasattr(self.hook, "settle"):
-            self.hook.settle(state)
+        return self.hook.settle(state) if hasattr(self.hook, "settle") else state
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        """Return whether the hook is to be given the outputs of an evaluation."""
+        return hasattr(self.hook, "collects") and self.hook.collects(state, loader)
+
+    def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
+        """Take the outputs of an evaluation."""
+        self.hook.receive(state, outputs)
 
     def close(self) -> None:
         """Release what the hook holds."""

@@ -19,7 +19,8 @@ from fnloop._backend.collectives import ORDER_MISMATCH, is_lost, start_all_reduc
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.watchdog import ADVICE, DIVERGED, here, verdict, waiting_for_all
 from fnloop._core.state import TrainState
-from fnloop._loop.interrupts import TERMINATED, Interrupts
+from fnloop._core.stops import TERMINATED
+from fnloop._loop.interrupts import Interrupts
 
 __all__ = ["Consensus"]
 

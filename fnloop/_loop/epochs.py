@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import attrs
 
+from fnloop._core.events import PENDING
 from fnloop._core.rng import isolated, mix, torch_seeder
-from fnloop._core.state import PENDING, TrainState, check_not_stale, detached_from_run
+from fnloop._core.snapshot import detached_from_run
+from fnloop._core.state import TrainState, check_not_stale, consume
 from fnloop._data.prefetch import windows
 from fnloop._data.window import END
 from fnloop._hooks.wrapper import Hook
-from fnloop._loop.errors import warn_on_main
-from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts, handling
+from fnloop._loop.errors import check_returned, warn_on_main
+from fnloop._loop.interrupts import Interrupts, handling
 from fnloop._loop.peers import is_alone
+from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan
 from fnloop._loop.run import LOADER, Run
+from fnloop._loop.survival import Survival
 from fnloop._step.engine import engine_of
-from fnloop._step.update import consume
 
 __all__ = ["train_epochs"]
 
@@ -43,33 +45,34 @@ def train_epochs(
         interrupts: where signals are recorded; None handles them during each epoch only.
     """
     __tracebackhide__ = True
-    if state.stop in (INTERRUPTED, TERMINATED):
-        state = attrs.evolve(state, stop=None)
+    state = plan.begin(state)
     if plan.is_over(state) and PENDING not in state.events:
         yield _settle(plan, state)
         return
     run, backend = Run(plan, state), state.backend
-    step, window, source = plan.step.train, plan.step.window, run.source
+    window, source = plan.step.window, run.source
     batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
+    recent, stopwatch = plan.record_every is not None, run.info.stopwatch
     with _closing(plan.hooks):
         while True:
             with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
-                with _Survival(run):
+                with Survival(run):
                     seed, state = run.begin_epoch(), run.state
                     at = (state.epoch, state.batch, state.samples)
-                    feed = windows(source, window, backend.device, *at, plan.prefetch)
-                    batch: Any = next(feed, END)
+                    size = None if window == 1 else plan.window_in(state)
+                    feed = windows(source, size, backend.device, *at, plan.prefetch)
+                    batch: Any = stopwatch.next(feed, END)
                     over = run.enter(seed, ended=batch is END)
-                    take = engine_of(run.state).take
+                    step = engine_of(run.state).read_from(source, plan.step.train, window)
                     while not over:
                         state = run.state
                         position(mix(seed, state.batch))
                         run.taken = backend.world_size * (1 if window == 1 else len(batch))
                         run.phase = None  # the step
-                        new, out = step(state, take(state, batch, source, window))
-                        run.state = consume(new, out, run.taken, run.taken * batch_size)
+                        new, out = step(state, batch)
+                        run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
                         run.phase, run.before_record = LOADER, True
-                        batch = next(feed, END)
+                        batch = stopwatch.next(feed, END)
                         over = run.boundary(ended=batch is END)
                     run.end_epoch(ended=batch is END)
                 reached = detached_from_run(run.state)
@@ -84,9 +87,10 @@ def train_epochs(
 def _settle(plan: Plan, state: TrainState) -> TrainState:
     """Say that there is nothing to do, and let hooks complete what a killed process left."""
     warn_on_main(state, plan.why_nothing_to_do(state))
+    state = end_phase(state, plan.phase)
     for hook in plan.hooks:
         if (settle := getattr(hook, "settle", None)) is not None:
-            settle(state)
+            state = check_returned(hook, settle(state), "settle")
     return state
 
 
@@ -106,18 +110,3 @@ def _listening(
 ) -> contextlib.AbstractContextManager[Interrupts]:
     """Return where signals are recorded during an epoch."""
     return handling(is_alone(state)) if interrupts is None else contextlib.nullcontext(interrupts)
-
-
-class _Survival:
-    """Ends the run normally on an interruption; adds a note to any other exception."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        __tracebackhide__ = True
-        return error is not None and self._run.survive(error)

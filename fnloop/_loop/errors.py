@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Sequence
 
 from fnloop._core.call import name_of
+from fnloop._core.events import EPOCH
+from fnloop._core.snapshot import detached_from_run
 from fnloop._core.state import (
-    EPOCH,
     TrainState,
     check_not_stale,
-    detached_from_run,
     is_half_updated,
     owns_handles,
 )
@@ -22,6 +22,7 @@ from fnloop._step.pipeline import PipelineStep
 
 __all__ = [
     "READ_ONCE",
+    "check_counters",
     "check_returned",
     "explain",
     "explain_no_batches",
@@ -82,16 +83,36 @@ def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> No
             error.add_note(f"then {name_of(hook)} failed too: {kind}: {another}")
 
 
-def check_returned(hook: Hook, new: object) -> TrainState:
-    """Return what a hook returned, having checked that it is a fresh state."""
+def check_returned(hook: Hook, new: object, method: str = "") -> TrainState:
+    """Return what a hook, or a method of it, returned, having checked that it is a fresh state."""
     __tracebackhide__ = True
     if not isinstance(new, TrainState):
+        name = f"the method {method} of {name_of(hook)}" if method else name_of(hook)
         raise TypeError(
-            f"a hook takes a state and returns one, but {name_of(hook)} returned {new!r:.60}. Did "
+            f"a hook takes a state and returns one, but {name} returned {new!r:.60}. Did "
             "you forget 'return state'?"
         )
     check_not_stale(new)
     return new
+
+
+def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
+    """Raise if a hook has changed what only a run may change.
+
+    Raises:
+        ValueError: it has.
+    """
+    name, advice = name_of(hook), 'attrs.evolve(state, ends="epoch")'
+    if new.ends not in (None, "epoch"):
+        raise ValueError(f"{name} set state.ends to {new.ends!r}; write {advice}")
+    if new.model is not before.model:
+        return  # it went back to a snapshot
+    for field in ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed"):
+        if (found := getattr(new, field)) != (known := getattr(before, field)):
+            raise ValueError(
+                f"{name} changed state.{field} from {known} to {found}, but a run counts by "
+                f"itself. To end the epoch, return {advice}; to go back, return a snapshot"
+            )
 
 
 def explain_no_batches(state: TrainState, source: Source) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+import toolz
 import torch
 
+from fnloop._backend.collectives import gather_objects
+from fnloop._backend.transfer import copy_to_cpu
 from fnloop._core.call import name_of
-from fnloop._core.metrics import Mean, read, update_, update_loss_
+from fnloop._core.metrics import Mean, read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
+from fnloop._core.running import update_, update_loss_
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Batch, Metric
+from fnloop._core.types import Batch, Metric, Output
 from fnloop._data.loaders import check_loader
 from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source
@@ -22,11 +26,13 @@ from fnloop._loop.errors import READ_ONCE
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
 from fnloop._step.evaluation import evaluating
+from fnloop._step.optimizer_modes import evaluation_weights
 from fnloop._step.pipeline import PipelineStep
 
-__all__ = ["evaluate", "measure", "open_loader", "predict"]
+__all__ = ["evaluate", "gather_outputs", "measure", "open_loader", "predict"]
 
 Result = TypeVar("Result")
+EXCHANGED = 16  # batches whose outputs are exchanged at once
 
 
 def open_loader(loader: object, state: TrainState) -> Source:
@@ -35,12 +41,19 @@ def open_loader(loader: object, state: TrainState) -> Source:
 
 
 def measure(
-    step: PipelineStep, state: TrainState, source: Source, in_run: bool = True
+    step: PipelineStep,
+    state: TrainState,
+    source: Source,
+    in_run: bool = True,
+    watch: Callable[[int], object] | None = None,
+    outputs: list[list[Output]] | None = None,
 ) -> dict[str, Metric]:
     """Return the metrics of a loader, in evaluation mode.
 
     The caller isolates the generators. Outside of a run, an exception gets a note of the batch; a
-    run adds a note of its own.
+    run adds a note of its own. ``watch`` is called with the number of batches that this process has
+    evaluated, from 0. ``outputs`` receives copies of what the step returned, without metrics: a
+    list for each batch, empty for padding.
     """
     __tracebackhide__ = True
     metrics: dict[str, Metric] = {}
@@ -49,17 +62,24 @@ def measure(
     position = torch_seeder(backend.device)
     seed_all(seed)
     evaluation = engine_of(state).start_evaluation(state)
-    batches = windows(source, 1, backend.device, None)
-    with evaluating(state.model):
+    batches = windows(source, None, backend.device, None)
+    with step.evaluating(state, together=True) as state:
         while True:
             where: str | None = "the loader"
+            if watch is not None:
+                watch(n)
             try:
                 if (batch := next(batches, END)) is END:
                     break
                 where = None
                 # A function of the batch, whichever process evaluates it.
                 position(mix(seed, n * backend.world_size + backend.rank))
-                for _, out in evaluation.call(step.forward, state, batch):
+                results = evaluation.call(step.evaluation, state, batch)
+                if outputs is not None:
+                    outputs.append([_to_host(out) for _, out in results])
+                for made, out in results:
+                    if step.carries:
+                        state = made
                     if out.weight.__class__ is int and not out.weight:
                         continue  # the batch has no item
                     metrics = update_(metrics, out.metrics) if out.metrics else metrics
@@ -74,6 +94,20 @@ def measure(
         raise ValueError("the loader to evaluate gave no batch." + READ_ONCE)
     evaluation.finish(source)
     return evaluation.own_metrics(metrics if loss is None else {"loss": loss, **metrics})
+
+
+def _to_host(out: Output) -> Output:
+    loss, weight, aux = copy_to_cpu((out.loss, out.weight, dict(out.aux)))
+    return Output(loss, weight, aux, {}, out.skip)
+
+
+def gather_outputs(outputs: Iterable[list[Output]]) -> list[Output]:
+    """Return what :func:`measure` has put into ``outputs``, of all processes, in order."""
+    found: list[Output] = []
+    for part in toolz.partition_all(EXCHANGED, outputs):
+        for batches in zip(*gather_objects(part), strict=True):  # one of each process
+            found += itertools.chain.from_iterable(batches)
+    return found
 
 
 def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str, float]:
@@ -108,9 +142,9 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
     check_not_stale(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device):
-        state = step.init_slots(state, "forward")
+        state = step.init_slots(state, evaluation=True)
         metrics = measure(step, state, open_loader(loader, state), in_run=False)
-        return read(engine_of(state).merge_metrics(metrics), vectors=True)
+        return step.derive(read(engine_of(state).merge_metrics(metrics), vectors=True))
 
 
 def predict(
@@ -167,14 +201,14 @@ def _predict(
     __tracebackhide__ = True
     backend = state.backend
     source = open_loader(loader, state)
-    batches = windows(source, 1, backend.device, None)
+    batches = windows(source, None, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
     prediction = engine_of(state).start_evaluation(state)
     for n in itertools.count():
         check_not_stale(state, "predict")
         where = "the loader"
         try:
-            with isolated(backend.device), evaluating(state.model):
+            with isolated(backend.device), evaluating(state.model), evaluation_weights(state):
                 batch = next(batches, END)
                 if batch is END:
                     if gather:

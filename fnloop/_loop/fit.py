@@ -7,10 +7,12 @@ from typing import Any
 
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
-from fnloop._hooks.triggers import Trigger, every
+from fnloop._hooks.moments import Trigger
+from fnloop._hooks.triggers import every
 from fnloop._hooks.wrapper import Hook
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import handling
+from fnloop._loop.moments import Moments
 from fnloop._loop.peers import is_alone
 from fnloop._loop.plan import make_plan
 from fnloop._step.pipeline import PipelineStep
@@ -26,8 +28,10 @@ def fit(
     epochs: int | None = None,
     steps: int | None = None,
     hooks: Sequence[Hook] | None = None,
-    evaluate_every: Trigger | None = every(epochs=1),
+    evaluate_every: Moments = every(epochs=1),
+    record_every: Trigger | None = None,
     prefetch: int = 1,
+    phase: str | None = None,
 ) -> TrainState:
     """Train: fold a step over batches until a target is reached.
 
@@ -43,16 +47,30 @@ def fit(
         steps: train until ``state.step`` is this; absolute too. The smaller of the two wins. With
             neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.
         hooks: functions ``state -> state``, called in this order after every update, and after any
-            evaluation due then. ``every(epochs=1)(hook)`` calls one less often. None is
-            ``(progress(), halt_on_nonfinite())``.
+            evaluation due then. ``every(epochs=1)(hook)`` calls one less often. One that returns
+            ``attrs.evolve(state, stop="why")`` ends the run, ``ends="epoch"`` the epoch. None is
+            ``(progress(), halt_on_nonfinite())``. An object may also have a method ``begin(state)
+            -> state``. It is called before the first update of every run, also of a resumed one,
+            and training starts with what it returns: with a frozen module, for example.
         evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``,
-            ``every(steps=100)``, ``when(predicate)``, or None for never. Each evaluation and each
-            end of an epoch appends a record to the history. The "train/..." metrics of a record are
-            the means since the epoch began. If the run ends between two records, at its target or
-            because a hook stops it, it appends a closing record, with an evaluation unless
-            ``evaluate_every`` is None.
+            ``every(steps=100)``, ``when(predicate)``, ``at_start()``, ``at_end()``, a combination
+            such as ``every(epochs=2) | at_end()``, or None for never; or a mapping from each of
+            these loaders to its own. Each evaluation and each end of an epoch appends a record to
+            the history. Its "train/..." metrics are the means since the epoch began; "train/lr" is
+            the learning rate of the last update ("train/lr/1", ... of further parameter groups). If
+            the run ends between two records, at its target or because a hook stops it, it appends a
+            closing record, with an evaluation unless ``evaluate_every`` is None.
+        record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
+            Each record of the run then has "recent/..." metrics too: the means since the record
+            before it, weighted by the items of the batches. A record costs one read from the
+            device.
         prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
             current one. It changes no number.
+        phase: a name for this stretch of the run. Then ``epochs`` and ``steps`` count from where it
+            began, as schedules do; it begins with a new epoch, and with neither it is one epoch.
+            ``state.phases`` keeps what has begun. So a script of several phases can be started
+            again: it passes over those that have ended, and continues the one that has not. A stop
+            by a hook ends a phase; Ctrl-C and signals do not.
 
     Returns:
         The state reached. If the run ended before its target, ``state.stop`` says why: the reason
@@ -81,7 +99,9 @@ def fit(
         (-10.0, 3, 1)
     """
     __tracebackhide__ = True
-    plan = make_plan(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)
+    plan = make_plan(
+        step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
+    )
     try:
         # Signals are recorded between two epochs too.
         with reserved_generators(), handling(is_alone(state)) as interrupts:
@@ -104,13 +124,16 @@ def run(
     epochs: int | None = None,
     steps: int | None = None,
     hooks: Sequence[Hook] | None = None,
-    evaluate_every: Trigger | None = every(epochs=1),
+    evaluate_every: Moments = every(epochs=1),
+    record_every: Trigger | None = None,
     prefetch: int = 1,
+    phase: str | None = None,
 ) -> Iterator[TrainState]:
     """Train as :func:`fit` does, yielding the state after every epoch and at the end.
 
     Args:
-        step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch: as in :func:`fit`.
+        step, state, loaders, epochs, steps: as in :func:`fit`.
+        hooks, evaluate_every, record_every, prefetch, phase: as in :func:`fit`.
 
     Returns:
         An iterator of states. Each belongs to the run until the next is requested: evaluate it,
@@ -126,5 +149,7 @@ def run(
         >>> [s.model.w.item() for s in run(step, toy(), batches, epochs=3, hooks=())]
         [-2.0, -4.0, -6.0]
     """
-    plan = make_plan(step, state, loaders, epochs, steps, hooks, evaluate_every, prefetch)
+    plan = make_plan(
+        step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
+    )
     return train_epochs(plan, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch.optim import Optimizer
@@ -12,10 +13,11 @@ from fnloop._display.log import log
 __all__ = ["fused_hint", "suggest_fused"]
 
 
-def suggest_fused(optimizer: Optimizer, device: torch.device) -> None:
-    """Log once how the optimizer would be faster on this device."""
-    if device.type == "cuda" and (hint := fused_hint(optimizer)):
-        _log_once(hint)
+def suggest_fused(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Log once how each optimizer would be faster on this device."""
+    for optimizer in optimizers if device.type == "cuda" else ():
+        if hint := fused_hint(optimizer):
+            _log_once(hint)
 
 
 @functools.cache

@@ -16,10 +16,10 @@ from typing import Any
 import attrs
 
 from fnloop._core.state import TrainState
+from fnloop._core.stops import INTERRUPTED, TERMINATED
 
-__all__ = ["INTERRUPTED", "TERMINATED", "Interrupts", "handling"]
+__all__ = ["Interrupts", "handling"]
 
-INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
 _CHILD = getattr(signal, "SIGCHLD", None)  # sent to a process when one that it started has ended
 
 

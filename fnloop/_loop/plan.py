@@ -5,26 +5,35 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import torch
 
+from fnloop._core.average import check_not_averaged
 from fnloop._core.call import name_of
+from fnloop._core.frozen import put_back_restored
+from fnloop._core.left_out import left_out
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.stops import RUN_LIMIT, is_interruption
 from fnloop._data.loaders import Loaders, read_loaders, sharded
+from fnloop._data.source import Source, num_updates
 from fnloop._display import checks
 from fnloop._hooks.checkpoint import checkpoint
 from fnloop._hooks.early_stop import halt_on_nonfinite
+from fnloop._hooks.moments import ConditionalHook, Trigger, show_call
 from fnloop._hooks.progress import progress
-from fnloop._hooks.triggers import ConditionalHook, Trigger, once
-from fnloop._hooks.wrapper import Hook, layers
+from fnloop._hooks.restore_best import restore_best
+from fnloop._hooks.triggers import once
+from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
+from fnloop._loop.moments import Moments, check_moment, own_clock, read_moments
+from fnloop._loop.phases import absolute_targets, begin_phase, check_phase, phase_of
 from fnloop._step.pipeline import Pipeline, PipelineStep
 
-__all__ = ["Plan", "check_step", "make_plan"]
+__all__ = ["Plan", "check_step", "describe", "make_plan"]
 
 
 @attrs.frozen
@@ -36,8 +45,10 @@ class Plan:
         loaders: the loader to train on, and those to evaluate.
         epochs, steps: the targets for ``state.epoch`` and ``state.step``; None: not a target.
         hooks: the hooks, in the order in which they are called.
-        evaluate_every: when to evaluate; None means never.
+        evaluations: when to evaluate, and which loaders.
+        record_every: when to make a record in any case; None means never.
         prefetch: how many windows are fetched ahead.
+        phase: the name of the phase, or None.
     """
 
     step: PipelineStep
@@ -45,8 +56,25 @@ class Plan:
     epochs: int | None
     steps: int | None
     hooks: tuple[Hook, ...]
-    evaluate_every: Trigger | None
+    evaluations: tuple[tuple[Trigger, tuple[str, ...]], ...]
+    record_every: Trigger | None
     prefetch: int
+    phase: str | None
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Return the state with which the run begins; a new phase begins here.
+
+        What has only interrupted the run before is forgotten.
+        """
+        if is_interruption(state.stop):
+            state = attrs.evolve(state, stop=None)
+        for hook in self.hooks:
+            if (take_back := getattr(unwrap_hook(hook), "take_back", None)) is not None:
+                state = take_back(state)
+        state = put_back_restored(state, self.phase)
+        if self.phase is None or phase_of(state, self.phase) is not None:
+            return state
+        return begin_phase(self.step.renew_slots(state), self.phase)
 
     def is_over(self, state: TrainState) -> bool:
         """Return whether a run that has reached this state is at its end."""
@@ -54,26 +82,52 @@ class Plan:
             state.stop is not None
             or (self.steps is not None and state.step >= self.steps)
             or (self.epochs is not None and state.epoch >= self.epochs)
+            or self._is_done(state)
         )
 
-    def is_due(self, state: TrainState) -> bool:
-        """Return whether an evaluation is due at this boundary."""
-        __tracebackhide__ = True
-        return self.evaluate_every is not None and self.evaluate_every.due(state)
+    def _is_done(self, state: TrainState) -> bool:
+        phase = None if self.phase is None else phase_of(state, self.phase)
+        return phase is not None and phase.done
+
+    def window_in(self, state: TrainState, later: int = 0) -> int:
+        """Return how many batches an update takes in this process.
+
+        Args:
+            state: the state.
+            later: how many epochs later than now.
+        """
+        phase = None if self.phase is None else phase_of(state, self.phase)
+        return self.step.window_in(state.epoch + later - (0 if phase is None else phase.epoch))
 
     def check(self, info: RunInfo) -> None:
         """Raise if a hook or a trigger cannot work in this run.
 
         Raises:
             ValueError: two hooks share a slot or a folder, or a trigger would never be due.
-            KeyError: a hook monitors a metric that this run does not have.
+            KeyError: a hook monitors a metric that this run does not have, or a middleware is for
+                a loader that it does not have.
         """
         every_layer = [layer for hook in self.hooks for layer in layers(hook)]
         _check_slots([hook.slot for hook in every_layer if isinstance(hook, once)])
         _check_folders([hook.folder for hook in every_layer if isinstance(hook, checkpoint)])
-        check_names(every_layer, info.evaluated)
-        if (check := getattr(self.evaluate_every, "check", None)) is not None:
-            check(info)
+        _check_only_one([hook for hook in every_layer if isinstance(hook, restore_best)])
+        recent = () if self.record_every is None else ("recent",)
+        check_names(every_layer, ("train", *recent, *info.evaluated))
+        self.step.check_loaders(("train", *self.loaders.evaluated))
+        self.step.check_evaluation(info.evaluated)
+        for trigger in (*(trigger for trigger, _ in self.evaluations), self.record_every):
+            if (check := getattr(trigger, "check", None)) is not None:
+                check(info)
+
+    def hooks_at(self, event: str) -> list[Hook]:
+        """Return the hooks that may be due at a boundary without an update: "start" or "end"."""
+        return [
+            hook for hook in self.hooks if any(event in _outside(layer) for layer in layers(hook))
+        ]
+
+    def evaluates_at(self, event: str) -> bool:
+        """Return whether an evaluation may be due at a boundary without an update."""
+        return any(event in getattr(trigger, "outside", ()) for trigger, _ in self.evaluations)
 
     def check_position(self, state: TrainState) -> None:
         """Raise if the position within the epoch means nothing to this many processes."""
@@ -88,13 +142,22 @@ class Plan:
 
     def why_nothing_to_do(self, state: TrainState) -> str:
         """Return the message for a state that is at its end already."""
+        if self._is_done(state):
+            return f"fit: nothing to do: the phase {self.phase!r} has ended"
         if state.stop is not None:
+            advice = "To continue anyway, pass attrs.evolve(state, stop=None)"
+            if state.stop.startswith(RUN_LIMIT):
+                advice = "To continue, raise the limit: time_limit(...)"
+            return f"fit: nothing to do: the run was stopped ({state.stop}). {advice}"
+        phase = None if self.phase is None else phase_of(state, self.phase)
+        epoch, step = (0, 0) if phase is None else (phase.epoch, phase.step)
+        given = (("epochs", self.epochs, epoch), ("steps", self.steps, step))
+        targets = [f"{k}={target - first}" for k, target, first in given if target is not None]
+        if phase is not None:
             return (
-                f"fit: nothing to do: the run was stopped ({state.stop}). To continue anyway, pass "
-                "attrs.evolve(state, stop=None)"
+                f"fit: nothing to do: the phase {phase.name!r} began at epoch {epoch}, step "
+                f"{step}, and is at its target, {', '.join(targets)}. It ends here"
             )
-        given = {"epochs": self.epochs, "steps": self.steps}
-        targets = [f"{name}={target}" for name, target in given.items() if target is not None]
         return (
             f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}, and the "
             f"target is {', '.join(targets)}. Targets are absolute: increase one to continue"
@@ -108,8 +171,10 @@ def make_plan(
     epochs: int | None,
     steps: int | None,
     hooks: Sequence[Hook] | None,
-    evaluate_every: Trigger | None,
+    evaluate_every: Moments,
+    record_every: Trigger | None,
     prefetch: int,
+    phase: str | None,
 ) -> Plan:
     """Check the arguments of ``fit`` and return the plan.
 
@@ -119,6 +184,8 @@ def make_plan(
     """
     check_step(step, "fit")
     check_not_stale(state, "fit")
+    check_not_averaged("fit", state)
+    check_phase(phase, state)
     found = read_loaders(loaders)
     for name, target in (("epochs", epochs), ("steps", steps)):
         if target is not None:
@@ -126,10 +193,61 @@ def make_plan(
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
     checked = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
-    _check_evaluate_every(evaluate_every)
-    if epochs is None and steps is None:
+    evaluations = read_moments(evaluate_every, tuple(found.evaluated))
+    check_moment("record_every", record_every)
+    if phase is not None:
+        epochs, steps = absolute_targets(state, phase, epochs, steps)
+    elif epochs is None and steps is None:
         epochs = state.epoch + 1
-    return Plan(step, found, epochs, steps, checked, evaluate_every, prefetch)
+    moment = None if record_every is None else own_clock(record_every)
+    return Plan(step, found, epochs, steps, checked, evaluations, moment, prefetch, phase)
+
+
+def describe(
+    plan: Plan,
+    state: TrainState,
+    source: Source,
+    evaluated: tuple[str, ...],
+    clock: Callable[[], float] | None,
+) -> RunInfo:
+    """Return the facts about a run.
+
+    Args:
+        plan: what the run is to do.
+        state: the state that it begins with.
+        source: the training loader.
+        evaluated: the names of the loaders that it evaluates.
+        clock: the time that all processes agree on, if there are several.
+    """
+    window = plan.window_in(state) * state.backend.world_size
+    phase = None if plan.phase is None else phase_of(state, plan.phase)
+    per_epoch = None if plan.step.carries else num_updates(source.length, window)
+    total = plan.steps  # tbptt makes as many updates as a batch has windows
+    if plan.epochs is not None and per_epoch is not None:
+        left = num_updates(source.left(state.batch, state.samples), window) or 0
+        left += _updates_later(plan, state, source, plan.epochs - state.epoch)
+        # Skipped updates count, and those left out: so a run that is resumed after some has the
+        # same total. Those of earlier phases do not.
+        lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
+        total = state.step + lost + left
+        total = total if plan.steps is None else min(total, plan.steps)
+    return RunInfo(
+        plan.epochs, total, per_epoch, source.length, window, evaluated, clock,
+        precision=plan.step.precision, first_step=0 if phase is None else phase.step,
+    )  # fmt: skip
+
+
+def _updates_later(plan: Plan, state: TrainState, source: Source, epochs: int) -> int:
+    """Return the updates of the next epochs but the running one."""
+
+    def updates(later: int) -> int:
+        window = plan.window_in(state, later) * state.backend.world_size
+        return num_updates(source.length, window) or 0
+
+    # From then on the window does not change any more.
+    settled = max([1, *(first for m in plan.step.pipeline.middleware for first in m.windows)])
+    varying = sum(updates(later) for later in range(1, min(epochs, settled)))
+    return varying + max(epochs - settled, 0) * updates(settled)
 
 
 def check_step(step: object, caller: str) -> None:
@@ -157,14 +275,6 @@ def check_step(step: object, caller: str) -> None:
     )
 
 
-def _check_evaluate_every(trigger: object) -> None:
-    if trigger is not None and (isinstance(trigger, type) or not hasattr(trigger, "due")):
-        raise TypeError(
-            "fit expects evaluate_every as every(epochs=1), every(steps=100), when(predicate) or "
-            f"None; got {checks.describe(trigger)}"
-        )
-
-
 def _check_hooks(hooks: object) -> tuple[Hook, ...]:
     if callable(hooks) or isinstance(hooks, str | bytes) or not isinstance(hooks, Sequence):
         raise TypeError(
@@ -173,15 +283,22 @@ def _check_hooks(hooks: object) -> tuple[Hook, ...]:
         )
     for hook in hooks:
         _check_hook(hook)
+        for layer in layers(hook):
+            if (begin := getattr(layer, "begin", None)) is not None:
+                checks.function(name_of(layer), "begin", begin, "a method (state) -> state", 1)
     return tuple(hooks)
 
 
 def _check_hook(hook: object) -> None:
     if isinstance(hook, type | torch.nn.Module) or not callable(hook):
-        call = f" Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
-        raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}.{call}")
+        hint = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
+        if hasattr(hook, "begin") and not hint:
+            hint = ", which has a method begin, but no method __call__(state)"
+        if isinstance(hook, Middleware):
+            hint = f", which is middleware: write pipeline({name_of(hook)})(loss_fn)"
+        raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}{hint}")
     if hasattr(hook, "due") and not isinstance(hook, ConditionalHook):
-        raise TypeError(f"{hook!r} says when, but not what: write {hook!r}(hook)")
+        raise TypeError(f"{hook!r} says when, but not what: write {show_call(hook, 'hook')}")
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(hook)
         try:
@@ -211,3 +328,15 @@ def _check_folders(folders: Iterable[os.PathLike[str]]) -> None:
                 "each its own folder"
             )
         seen.add(place)
+
+
+def _outside(layer: Hook) -> frozenset[str]:
+    """Return the events without an update at which the trigger of a hook may be due."""
+    return getattr(getattr(layer, "trigger", None), "outside", frozenset())
+
+
+def _check_only_one(hooks: Sequence[restore_best]) -> None:
+    if len(hooks) > 1:
+        raise ValueError(
+            f"{hooks[0]!r} and {hooks[1]!r}: a run ends with one set of weights. Leave one out"
+        )

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
+from fnloop._core.events import AGAIN, END, EPOCH, PENDING, RECORD, START, UPDATE
+from fnloop._core.left_out import count_left_out
 from fnloop._core.metrics import Max, read
+from fnloop._core.optimizers import optimizers_of
 from fnloop._core.record import Record
-from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host
-from fnloop._core.run_info import RunInfo
-from fnloop._core.state import (
-    EPOCH,
-    PENDING,
-    RECORD,
-    UPDATE,
-    TrainState,
-    clear_parameter_cache,
-    newest,
-    owns_handles,
-)
-from fnloop._core.types import Metric
+from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
+from fnloop._core.running import without_recent
+from fnloop._core.state import TrainState, with_record
+from fnloop._core.stops import is_interruption
 from fnloop._data.source import num_updates
+from fnloop._hooks.wrapper import Hook, unwrap_hook
+from fnloop._loop.beginning import begin_hooks, to_training_mode
 from fnloop._loop.errors import (
+    check_counters,
     check_returned,
     explain,
     explain_no_batches,
-    tell_hooks,
-    warn_on_main,
 )
-from fnloop._loop.evaluate import measure, open_loader
+from fnloop._loop.evaluate import open_loader
 from fnloop._loop.hints import suggest_fused
-from fnloop._loop.interrupts import INTERRUPTED, TERMINATED, Interrupts
+from fnloop._loop.interrupts import Interrupts
 from fnloop._loop.peers import is_alone, peers_of
-from fnloop._loop.plan import Plan
+from fnloop._loop.phases import end_phase
+from fnloop._loop.plan import Plan, describe
+from fnloop._loop.report import evaluation_metrics, recent_metrics, train_metrics
 from fnloop._step.engine import engine_of
-from fnloop._step.layers import STEP
 
 __all__ = ["LOADER", "Run"]
 
@@ -63,11 +61,15 @@ class Run:
         plan.check_position(state)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state)
-        evaluated = {k: open_loader(v, state) for k, v in plan.loaders.evaluated.items()}
-        self.evaluated = {} if plan.evaluate_every is None else evaluated
+        loaders = plan.loaders.evaluated
+        self.evaluated = {
+            k: open_loader(loaders[k], state) for _, names in plan.evaluations for k in names
+        }
         self.peers = peers_of(state)
-        self.info = self._describe(state)
+        self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info)
+        self._watchers: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "evaluating")]
+        self._collectors: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "collects")]
         self.last_step = math.inf if plan.steps is None else plan.steps
         self.interrupts = Interrupts()
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
@@ -79,37 +81,15 @@ class Run:
         self.started = time.monotonic() - known
         self.state = self._first_state(attrs.evolve(state, run=self.info))
 
-    def _describe(self, state: TrainState) -> RunInfo:
-        """Return the facts about the run."""
-        plan, source = self.plan, self.source
-        window = plan.step.window * state.backend.world_size
-        per_epoch = num_updates(source.length, window)
-        total = plan.steps
-        if plan.epochs is not None and per_epoch is not None:
-            left = num_updates(source.left(state.batch, state.samples), window) or 0
-            left += (plan.epochs - state.epoch - 1) * per_epoch
-            # Skipped updates count: so a run that is resumed after some has the same total.
-            total = state.step + state.skipped + left
-            total = total if plan.steps is None else min(total, plan.steps)
-        evaluated, clock = tuple(self.evaluated), self.peers.clock
-        return RunInfo(plan.epochs, total, per_epoch, source.length, window, evaluated, clock)
-
     def _first_state(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins."""
         __tracebackhide__ = True
-        for hook in self.plan.hooks:
-            if (begin := getattr(hook, "begin", None)) is not None:
-                state = check_returned(hook, begin(state))
-        if not state.model.training:
-            warn_on_main(
-                state,
-                "fit: the model was in evaluation mode as a whole; it is trained in training mode "
-                "(model.train())",
-            )
-            state.model.train()
-        clear_parameter_cache(state)
-        engine_of(state).begin_run(state)
-        suggest_fused(state.optimizer, state.backend.device)
+        state = begin_hooks(self.plan.hooks, state)
+        to_training_mode(state)
+        if self.plan.record_every is None:
+            state = attrs.evolve(state, metrics=without_recent(state.metrics))
+        self.plan.step.begin_run(state)
+        suggest_fused(optimizers_of(state).values(), state.backend.device)
         try:
             return self.plan.step.init_slots(state)
         except Exception as error:
@@ -125,9 +105,23 @@ class Run:
     def begin_epoch(self) -> int:
         """Begin an epoch, or continue the one that was left. Return the seed of its draws."""
         events, self.phase, self.rolled_back = self.state.events, LOADER, False
+        self.info.stopwatch.newest = None
+        if self.plan.step.window > 1:
+            self._count_windows()
         left = events & {UPDATE, PENDING} if PENDING in events else frozenset()
         self.state = attrs.evolve(self.state, events=left)
+        if self._is_new():
+            self._start()
+        self.info.stopwatch.resume()
         return fold_in(self.state.seed, COMPUTE, self.state.epoch)
+
+    def _count_windows(self) -> None:
+        """Note how many batches an update takes in this epoch, and so how many updates it has."""
+        window = self.plan.window_in(self.state) * self.state.backend.world_size
+        if window != self.info.window:
+            length = num_updates(self.source.length, window)
+            self.info = attrs.evolve(self.info, window=window, steps_per_epoch=length)
+            self.state = attrs.evolve(self.state, run=self.info)
 
     def enter(self, seed: int, ended: bool) -> bool:
         """Install the generators. Return whether the epoch, or the run, is over at once.
@@ -149,6 +143,10 @@ class Run:
             rank = state.backend.rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
         self.state = attrs.evolve(state, events=state.events - {PENDING})
+        if state.stop is not None:  # by a hook at the start
+            return True
+        if state.ends is not None and PENDING not in state.events:
+            return self._end_epoch_early(ended)
         return (ended or PENDING in state.events) and self.boundary(ended)
 
     def end_epoch(self, ended: bool) -> None:
@@ -158,14 +156,48 @@ class Run:
         order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)
-        stopped_by_hook = self.state.stop not in (None, INTERRUPTED, TERMINATED)
-        if stopped_by_hook and RECORD not in self.state.events:
-            self.before_record = True
-            self.state = self._append_record(self.state, evaluate=True, closing=True)
-            self.before_record = False
+        stopped = self.state.stop is not None and not is_interruption(self.state.stop)
+        if stopped and END not in self.state.events:
+            self._end_early()
+        if PENDING not in self.state.events and self.is_over():
+            self.state = end_phase(self.state, self.plan.phase)
         if self.interrupts.save or self.is_over():
             self.phase = "the end of the run"
-            self._flush_hooks()
+            self.flush_hooks()
+
+    def _is_new(self) -> bool:
+        """Return whether no update was tried yet, and something is due before the first."""
+        state, plan = self.state, self.plan
+        begun = state.step or state.skipped or len(state.history)
+        return not begun and (bool(plan.hooks_at(START)) or plan.evaluates_at(START))
+
+    def _start(self) -> None:
+        """Evaluate and call the hooks that are due before the first update."""
+        __tracebackhide__ = True
+        state = attrs.evolve(self.state, events=frozenset({START}))
+        due, _ = self._ask(state)
+        hooks: Sequence[Hook] = self.plan.hooks_at(START)
+        if due is not None:
+            state, hooks = self._append_record(state, due), self.plan.hooks
+        self.state = state
+        self._call_hooks(hooks)
+        events = self.state.events & {RECORD} if self.state.stop is not None else frozenset()
+        self.state, self.phase = attrs.evolve(self.state, events=events), LOADER
+
+    def _end_early(self) -> None:
+        """Make the closing record and call what is due at the end, when a hook has stopped."""
+        __tracebackhide__ = True
+        self.before_record, made = True, RECORD in self.state.events
+        state = attrs.evolve(self.state, events=self.state.events | {END, AGAIN})
+        due, _ = self._ask(state) if self.plan.evaluates_at(END) else (None, False)
+        known = state.history[-1].metrics if made else {}
+        names = [name for name in due or () if f"{name}/loss" not in known]
+        if names or not made:
+            evaluate = tuple(names) if made else (*self.evaluated,)
+            state = self._append_record(state, evaluate, closing=True)
+        self.state, self.before_record = state, False
+        self._call_hooks(self.plan.hooks_at(END))
+        self.state = attrs.evolve(self.state, events=self.state.events - {AGAIN})
 
     # --- a boundary
 
@@ -179,31 +211,75 @@ class Run:
             Whether the epoch, or the run, is over.
         """
         __tracebackhide__ = True
-        self.phase, self.before_record = self.plan.evaluate_every or "the record", True
+        self.before_record = True
         state = self._complete_epoch() if ended else self.state
-        due = self.plan.is_due(state)
-        if due or ended or state.step >= self.last_step:
-            state = self._record(state, due, ended)
+        last = ended or state.step >= self.last_step
+        if last and self.plan.is_over(state):
+            state = attrs.evolve(state, events=state.events | {END})
+        due, recent = self._ask(state)
+        if last or due is not None or recent:
+            state = self._report(state, due, recent, ended)
         self.state, self.before_record = state, False
         self.phase = "the exchange between processes"
         self.peers.poll(state, self.interrupts)
         if self.interrupts.stop is not None:
             self.state = self.interrupts.apply(state)
-        before = self.state
-        for hook in self.plan.hooks:
-            self.phase = hook
-            self.state = check_returned(hook, hook(self.state))
+        if self.plan.hooks:
+            self._call_hooks(self.plan.hooks)
         if self.interrupts.stop is not None:  # a signal may have come during the hooks
             self.state = self.interrupts.apply(self.state)
         if self.interrupts.save:
-            self._flush_hooks()
+            self.flush_hooks()
+        stopped = self.state.stop is not None or self.state.step >= self.last_step
+        self.info.stopwatch.resume()
+        if self.state.ends is not None:
+            return self._end_epoch_early(ended or self.rolled_back or stopped)
+        return ended or self.rolled_back or stopped
+
+    def _end_epoch_early(self, over: bool) -> bool:
+        """End the epoch, because a hook has said so, unless it is over. Return whether it is."""
+        __tracebackhide__ = True
+        if over:  # the epoch, or only the run: then the next one ends the epoch
+            ended = EPOCH in self.state.events
+            self.state = attrs.evolve(self.state, ends=None if ended else self.state.ends)
+            return True
+        state, window = self.state, self.plan.window_in(self.state) * self.state.backend.world_size
+        left = None
+        if not self.plan.step.carries:
+            left = num_updates(self.source.left(state.batch, state.samples), window)
+        state = count_left_out(state, left or 0)
+        self.state = attrs.evolve(state, ends=None, events=frozenset())
+        return self.boundary(ended=True)
+
+    def _ask(self, state: TrainState) -> tuple[tuple[str, ...] | None, bool]:
+        """Return the names of the loaders to evaluate, and whether a record is due in any case.
+
+        The names are None if no evaluation is due. Every trigger is asked, as it may have a clock.
+        """
+        __tracebackhide__ = True
+        due = None
+        for trigger, names in self.plan.evaluations:
+            self.phase = trigger
+            if trigger.due(state):
+                due = names if due is None else due + names
+        self.phase = records = self.plan.record_every
+        return due, records is not None and records.due(state)
+
+    def _call_hooks(self, hooks: Sequence[Hook]) -> None:
+        """Call hooks, each with the state that the one before it returned."""
+        __tracebackhide__ = True
+        before = self.state
+        for hook in hooks:
+            self.phase = hook
+            new = check_returned(hook, hook(self.state))
+            if new is not self.state:
+                check_counters(hook, self.state, new)
+            self.state = new
         self.rolled_back = self.state.model is not before.model
         if self.state.run is None:
             self.state = attrs.evolve(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
             self.state = self.plan.step.init_slots(self.state)
-        stopped = self.state.stop is not None or self.state.step >= self.last_step
-        return ended or self.rolled_back or stopped
 
     def _complete_epoch(self) -> TrainState:
         """Return the state with its epoch counted. ``self.state`` stays until there is a record."""
@@ -213,93 +289,86 @@ class Run:
             events=self.state.events | {EPOCH}, saved_on=None,
         )  # fmt: skip
 
-    def _record(self, state: TrainState, due: bool, ended: bool) -> TrainState:
-        """Return the state with a record, if one is due: by its trigger, the epoch or the run."""
+    def _report(
+        self, state: TrainState, due: tuple[str, ...] | None, recent: bool, ended: bool
+    ) -> TrainState:
+        """Return the state with the records that are due.
+
+        Args:
+            state: the state.
+            due: the names of the loaders whose evaluation is due; None if none is.
+            recent: whether a record is due in any case.
+            ended: whether the epoch has ended.
+        """
         __tracebackhide__ = True
-        closing = not (due or ended)
-        if closing and self.interrupts.stop is not None:
+        if due is not None or ended:
+            return self._append_record(state, due or ())
+        if recent:
+            state = self._append_record(state, (), train=False)
+        if state.step < self.last_step:
+            return state
+        if self.interrupts.stop is not None:
             # A signal came during the last update: the run that continues makes the record.
             return attrs.evolve(state, events=state.events | {PENDING})
-        return self._append_record(state, evaluate=due or closing, closing=closing)
+        return self._append_record(state, (*self.evaluated,), closing=True)
 
-    def _append_record(self, state: TrainState, *, evaluate: bool, closing: bool) -> TrainState:
+    def _append_record(
+        self,
+        state: TrainState,
+        evaluate: tuple[str, ...],
+        *,
+        train: bool = True,
+        closing: bool = False,
+    ) -> TrainState:
         """Return the state with one more record in its history.
 
         Args:
             state: the state.
-            evaluate: whether to evaluate the other loaders.
+            evaluate: the names of the loaders to evaluate.
+            train: whether the record has the metrics since the epoch began.
             closing: whether the run ends here, between two records.
         """
         __tracebackhide__ = True
-        running = self.state.metrics  # of the epoch, which ``state`` may have completed
-        names = sorted(running, key=lambda name: name != "loss")  # the loss first
-        report: dict[str, Metric] = {f"train/{name}": running[name] for name in names}
-        for loader, source in self.evaluated.items() if evaluate else ():
-            self.phase = loader
-            with isolated(state.backend.device):
-                found = measure(self.plan.step, state, source)
-            report |= {f"{loader}/{name}": metric for name, metric in found.items()}
+        running = (self.state if EPOCH in state.events else state).metrics
+        report = train_metrics(state, running) if train else {}
+        report |= recent_metrics(state, running if self.plan.record_every is not None else {})
+        began = time.perf_counter()
+        for loader in evaluate:
+            self.phase, source = loader, self.evaluated[loader]
+            watch = self._watch_evaluation if self._watchers else None
+            given = (self.plan.step, state, loader, source, watch, self._collectors)
+            report |= evaluation_metrics(*given)
         self.phase = "the record"
         known = state.history[-1].seconds if len(state.history) else 0.0
         seconds = max(time.monotonic() - self.started, known)  # a clock may be set back
-        values = read(engine_of(state).reduce_report(report | {"seconds": Max(seconds)}, "train/"))
-        seconds = values.pop("seconds")
-        history = state.history.append(Record(state.epoch, state.step, values, seconds, closing))
-        return attrs.evolve(state, history=history, events=state.events | {RECORD})
+        if not is_alone(state):
+            report["seconds"] = Max(seconds)
+        if evaluate:
+            report["evaluated"] = Max(time.perf_counter() - began)
+        values = read(engine_of(state).reduce_report(report, "train/"))
+        seconds = values.pop("seconds", seconds)
+        if evaluate:
+            self.info.stopwatch.evaluated = values.pop("evaluated")
+            self.info.stopwatch.newest = None
+        self.info.stopwatch.recorded = True
+        values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
+        record = Record(state.epoch, state.step, values, seconds, closing)
+        metrics = state.metrics if closing else without_recent(state.metrics)
+        return with_record(state, state.history.append(record), metrics)
 
-    def _flush_hooks(self) -> None:
+    def _watch_evaluation(
+        self, state: TrainState, loader: str, done: int, total: int | None
+    ) -> None:
+        """Tell the hooks how many batches of a loader are evaluated."""
+        for hook in self._watchers:
+            self.phase = hook
+            hook.evaluating(state, loader, done, total)
+        self.phase = loader
+
+    def flush_hooks(self) -> None:
         """Let the hooks finish what they keep: at the end of a run, and on SIGUSR1."""
         __tracebackhide__ = True
         for hook in self.plan.hooks:
             if (flush := getattr(hook, "flush", None)) is not None:
-                self.state = check_returned(hook, flush(self.state))
+                self.state = check_returned(hook, flush(self.state), "flush")
         self.interrupts.save = False
-
-    # --- an exception
-
-    def survive(self, error: BaseException) -> bool:
-        """Return whether the run ends as it would without this error: after a signal.
-
-        If not, the error gets a note of where it happened, and the state that was reached.
-        """
-        __tracebackhide__ = True
-        state, phase = self.state, self.phase
-        if phase is None:  # the step may have applied its update already
-            state = newest(state, self.taken, self.taken * (self.source.batch_size or 0))
-        applied = state is not self.state
-        if applied or (phase is not None and self.before_record):
-            state = attrs.evolve(state, events=state.events | {PENDING})
-        # With several processes, fail: the others cannot know of it, and the launcher ends them.
-        alone = is_alone(state)
-        interrupted = self._is_interruption(error) and owns_handles(state)
-        if alone and (interrupted or self._has_lost_its_workers(error)):
-            self.interrupts.done, self.rolled_back = True, False
-            stop = state.stop or self.interrupts.stop or INTERRUPTED
-            self.state = attrs.evolve(state, stop=stop)
-            self._flush_hooks()
-            return True
-        batch = self.batches_in_epoch if EPOCH in state.events else state.batch
-        last = explain(error, state, self.plan.step, phase, batch)
-        self.peers.explain(error)
-        if last is not None and applied:
-            error.add_note(
-                "the update was applied before this; middleware around it may not have finished "
-                "their work"
-            )
-        elif last is not None and alone and isinstance(error, Exception):
-            tell_hooks(self.plan.hooks, last, error)
-        return False
-
-    def _is_interruption(self, error: BaseException) -> bool:
-        """Return whether Ctrl-C came where no handler could be installed."""
-        return isinstance(error, KeyboardInterrupt) and self.interrupts.stop is None
-
-    def _has_lost_its_workers(self, error: BaseException) -> bool:
-        """Return whether the signal that stops the run has killed the workers of a loader.
-
-        No further batch is needed then.
-        """
-        loading = isinstance(self.phase, str) and self.phase in (LOADER, *self.evaluated)
-        if not (loading and isinstance(error, Exception) and self.interrupts.stop is not None):
-            return False
-        return self.plan.step.layer_of(error) == STEP

@@ -30,7 +30,7 @@ __all__ = ["accumulate"]
 
 
 @middleware("gradient")
-def accumulate(n: int) -> Middleware:
+def accumulate(n: int | Mapping[int, int]) -> Middleware:
     """Make one update from up to n batches, weighted by their items.
 
     A step with it takes a sequence of up to n batches; ``fit`` groups the loader into such windows.
@@ -43,14 +43,16 @@ def accumulate(n: int) -> Middleware:
     1 and -1).
 
     Args:
-        n: batches per update, at least 1; 1 changes nothing.
+        n: batches per update, at least 1; 1 changes nothing. Or a mapping from an epoch, of the
+            run or of its phase, to the batches per update from then on: ``{0: 8, 4: 4}``. Before
+            its first key it is 1. A bare step takes up to the largest.
 
     Returns:
         A middleware of the gradient ring.
 
     Raises:
-        TypeError: n is not an int.
-        ValueError: n is below 1.
+        TypeError: n is neither an int nor such a mapping.
+        ValueError: n is below 1, or an epoch is below 0.
 
     Example:
         >>> import fnloop as fl, torch
@@ -60,9 +62,36 @@ def accumulate(n: int) -> Middleware:
         >>> state.model.w.item(), state.step        # the gradient is the mean, 1.5
         (-1.5, 1)
     """
-    checks.integer(
-        "accumulate", "n", n, "the batches per update (1 changes nothing)", wrong_type=TypeError
-    )
+    if isinstance(n, Mapping):
+        return _by_epoch(n)
+    return _accumulate(n, {})
+
+
+def _by_epoch(windows: Mapping[int, int]) -> Middleware:
+    if not windows:
+        raise ValueError("accumulate expects at least one epoch, such as {0: 8, 4: 4}; got none")
+    for epoch in windows:
+        checks.integer(
+            "accumulate", "an epoch of n", epoch, "such as 4 in {0: 8, 4: 4}", least=0,
+            wrong_type=TypeError,
+        )  # fmt: skip
+        _check(windows[epoch])
+    return _accumulate(max(windows.values()), dict(sorted(windows.items())))
+
+
+def _check(n: object) -> None:
+    meaning = "the batches per update (1 changes nothing)"
+    checks.integer("accumulate", "n", n, meaning, wrong_type=TypeError)
+
+
+def _accumulate(n: int, windows: Mapping[int, int]) -> Middleware:
+    """Return the middleware.
+
+    Args:
+        n: the most batches per update.
+        windows: batches per update by the first epoch; empty if it is always n.
+    """
+    _check(n)
     if n == 1:
         return Middleware("accumulate")
     in_place = commutes_with_scaling(_in_place(n))
@@ -72,7 +101,7 @@ def accumulate(n: int) -> Middleware:
             return step.insert_inside(in_place)
         return _averaged(step, n)
 
-    return Middleware("accumulate", gradient=gradient, window=n)
+    return Middleware("accumulate", gradient=gradient, window=n, windows=windows)
 
 
 def _in_place(n: int) -> Callable[[Backward], Step]:

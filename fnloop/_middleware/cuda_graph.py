@@ -87,7 +87,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
                     raise
                 warnings.warn(f"cuda_graph runs eagerly: {error}", stacklevel=2)
             refused = True
-            captured.release(state)
+            captured.release()
             return step(state, batch)
 
         return graph

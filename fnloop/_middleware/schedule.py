@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
 
 from torch import Tensor
 
 from fnloop._core.call import name_of
 from fnloop._core.metrics import Last
 from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.optimizers import (
+    SCHEDULED,
+    Group,
+    initial_value,
+    labelled_groups,
+    selected,
+    was_scheduled,
+)
 from fnloop._core.run_length import explain_unknown_length
-from fnloop._core.state import SCHEDULED, TrainState, with_slot
+from fnloop._core.state import TrainState, with_slot
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._display.log import log
+from fnloop._step.rates import RATIO, copy_number, set_number
 from fnloop._step.update import report
 from fnloop.schedules._schedule import check_schedule
 
 __all__ = ["schedule"]
 
 _Fn = Callable[[int, int | None], float]
-_Value = float | Tensor  # of a parameter group
-_Group = dict[str, Any]
 
 
 @middleware("step")
-def schedule(fn: _Fn, field: str = "lr") -> Middleware:
+def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None) -> Middleware:
     """Set a number of every parameter group before each update.
 
     The number is its initial value × ``fn(step, total_steps)``. Update i (from 0) uses
-    ``fn(i, total)``. Skipped updates do not count. Each group keeps its initial value as
+    ``fn(i, total)``. In a phase, i counts from where it began, and the total is its length. Skipped
+    updates do not count. Each group keeps its initial value as
     ``initial_lr``, as torch's schedulers do: to change a learning rate under a schedule, set
-    ``group["initial_lr"]``. The value used is the metric "lr" (``lr/1``, ... for further groups).
+    ``group["initial_lr"]``. The value used is the metric "lr" (``lr/1``, ... for further groups;
+    ``lr/rest``, ``lr/rest/1``, ... with several optimizers).
 
     The slot ``state.slots["schedule(lr)"]`` holds the total that was used last. A run with another
     total logs one warning if that changes the value.
@@ -43,16 +52,20 @@ def schedule(fn: _Fn, field: str = "lr") -> Middleware:
         fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or your own function.
             ``total_steps`` is None if the length of the run is unknown.
         field: the key of the number in a parameter group: "lr", "weight_decay", "momentum", ...
+        only: the names of the optimizers whose groups to set, such as ``("rest",)``; all by
+            default. A pipeline may have several schedules of one field for different optimizers.
 
     Returns:
         A middleware of the step ring.
 
     Raises:
-        TypeError: ``fn`` is not a function, or ``field`` is not a key. When it runs: ``fn`` returns
-            something other than a number.
-        ValueError: when it runs: the groups have no such number, ``fn`` needs a length that is
-            unknown, or the value of a group was changed although its initial value was not. A
-            tensor that was changed in place is not noticed, because that would need a device read.
+        TypeError: ``fn`` is not a function, ``field`` is not a key, or ``only`` has something else
+            than names. When it runs: ``fn`` returns something other than a number.
+        ValueError: when composing: two schedules set one field of one optimizer, or this and a
+            ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer of a name
+            in ``only``, the groups have no such number, ``fn`` needs a length that is unknown, or
+            the value of a group was changed although its initial value was not. A tensor that was
+            changed in place is not noticed, because that would need a device read.
 
     Example:
         >>> import fnloop as fl, torch
@@ -68,27 +81,24 @@ def schedule(fn: _Fn, field: str = "lr") -> Middleware:
             'schedule expects field as the key of a number in the parameter groups, such as "lr"; '
             f"got {checks.describe(field)}"
         )
-    name, initial = f"schedule({field})", f"initial_{field}"
-    last, last_initial = SCHEDULED + field, SCHEDULED + initial
+    names = _names(only)
+    name, initial = _slot_name(field, names), f"initial_{field}"
 
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            total = state.run.total_steps if state.run else None
-            factor = _compute_factor(fn, state, total)
-            groups = state.optimizer.param_groups
-            for group in groups:
-                if initial not in group:
-                    group[initial] = _read_number(group, field)
-                elif group[field] is not group.get(last):
-                    _check_unchanged(group, field, name)
-                _set(group, field, group[initial] * factor)
-                group[last], group[last_initial] = group[field], group[initial]
+            first, total = _stretch(state)
+            factor = _compute_factor(fn, state, state.step - first, total)
+            groups = labelled_groups(selected(state, names, "schedule"))
+            for group in groups.values():
+                ratio = group.get(RATIO) if field == "lr" else None
+                set_number(group, field, factor if ratio is None else factor * ratio, name)
             if total != state.slots.get(name, total):
-                state = _replan(state, fn, field, total, factor)
+                group = next(iter(groups.values()))
+                state = _replan(state, name, fn, field, group, factor)
             used = {
-                f"{field}/{i}" if i else field: Last(_copy(group[field]))
-                for i, group in enumerate(groups)
+                f"{field}{label}": Last(copy_number(group[field]))
+                for label, group in groups.items()
             }
             state, out = step(state, batch)
             return state, report(out, used, "schedule")
@@ -96,15 +106,70 @@ def schedule(fn: _Fn, field: str = "lr") -> Middleware:
         return scheduled
 
     def init(state: TrainState) -> int | None:
-        return state.run.total_steps if state.run else None
+        for group in labelled_groups(selected(state, names, "schedule")).values():
+            if was_scheduled(group, field):  # as in an earlier phase
+                group[initial] = initial_value(group, field)
+                group[SCHEDULED + field] = group[field]
+        return _stretch(state)[1]
 
-    return Middleware(name, step=wrap, init=init)
+    return Middleware(name, step=wrap, init=init, check=_check_overlap, per_phase=True)
 
 
-def _compute_factor(fn: _Fn, state: TrainState, total: int | None) -> float:
+def _names(only: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return names of optimizers as a tuple; None is all of them."""
+    if only is None:
+        return None
+    given: object = only
+    names = (
+        (only,) if isinstance(only, str) else tuple(only) if isinstance(given, tuple | list) else ()
+    )
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(
+            'schedule expects only as names of optimizers, such as ("rest",), or None for all; got '
+            f"{checks.describe(only)}"
+        )
+    return tuple(names)
+
+
+def _slot_name(field: str, names: tuple[str, ...] | None) -> str:
+    return f"schedule({', '.join((field, *(names or ())))})"
+
+
+def _check_overlap(listed: Sequence[Middleware]) -> None:
+    """Raise if two schedules set one field of one optimizer."""
+    found: list[tuple[Middleware, str, set[str] | None]] = []
+    for member in listed:
+        if member.call is None:
+            continue
+        factory = member.call.factory
+        if factory is not schedule and getattr(factory, "__name__", "") != "torch_scheduler":
+            continue
+        settings = inspect.signature(factory).bind(*member.call.args, **member.call.kwargs)
+        settings.apply_defaults()
+        names = _names(settings.arguments.get("only"))
+        field = settings.arguments.get("field", "lr")  # what a torch_scheduler sets
+        for other, its_field, its_names in found:
+            shared = names is None or its_names is None or its_names.intersection(names)
+            if field == its_field and shared:
+                raise ValueError(
+                    f"{other!r} and {member!r} both set {field} of one optimizer: name others with "
+                    "only=, or leave one out"
+                )
+        found.append((member, field, None if names is None else set(names)))
+
+
+def _stretch(state: TrainState) -> tuple[int, int | None]:
+    """Return where the run or its phase began, and how many updates it has, if that is known."""
+    run = state.run
+    if run is None or run.total_steps is None:
+        return 0 if run is None else run.first_step, None
+    return run.first_step, run.total_steps - run.first_step
+
+
+def _compute_factor(fn: _Fn, state: TrainState, step: int, total: int | None) -> float:
     __tracebackhide__ = True
     try:
-        factor = fn(state.step, total)
+        factor = fn(step, total)
     except (TypeError, ValueError) as error:
         if total is None:
             raise ValueError(explain_unknown_length(f"schedule({name_of(fn)})", state)) from error
@@ -112,50 +177,32 @@ def _compute_factor(fn: _Fn, state: TrainState, total: int | None) -> float:
     if type(factor) is not float and not isinstance(factor, Real | Tensor):
         raise TypeError(
             f"schedule({name_of(fn)}) must return a number, the factor on the initial value; "
-            f"at step {state.step} of {total} it returned {checks.describe(factor)}"
+            f"at step {step} of {total} it returned {checks.describe(factor)}"
         )
     return factor
 
 
-def _check_unchanged(group: _Group, field: str, name: str) -> None:
-    """Raise if a group has a new value since the last update, but not a new initial value."""
-    __tracebackhide__ = True
-    found, last, initial = group[field], group.get(SCHEDULED + field), f"initial_{field}"
-    if last is None or _is_same(found, last):
-        return
-    if not _is_same(group[initial], group.get(SCHEDULED + initial)):
-        return
-    raise ValueError(
-        f'{name}: group["{field}"] is {_format(found)}, but the schedule had set it to '
-        f"{_format(last)}, and would overwrite it now. The schedule multiplies the initial value: "
-        f'write group["{initial}"] = ..., and leave group["{field}"] as it was '
-        f'(group["{field}"] = group["{SCHEDULED}{field}"]); or leave {name} out of the pipeline'
-    )
+def _replan(
+    state: TrainState, slot: str, fn: _Fn, field: str, group: Group, factor: float
+) -> TrainState:
+    """Return the state with the new total, and warn if the value depends on the total.
 
-
-def _is_same(value: _Value | None, other: _Value | None) -> bool:
-    """Return whether two numbers are equal, or two tensors identical; no tensor is read."""
-    tensors = isinstance(value, Tensor) or isinstance(other, Tensor)
-    return value is other or (not tensors and bool(value == other))
-
-
-def _format(value: _Value) -> str:
-    if isinstance(value, Tensor):  # a host read, for the error that ends the run
-        return f"the tensor {value.item():g}" if value.numel() == 1 else "a tensor"
-    return f"{value:g}"
-
-
-def _replan(state: TrainState, fn: _Fn, field: str, total: int | None, factor: float) -> TrainState:
-    """Return the state with the new total, and warn if the value depends on the total."""
-    name = f"schedule({field})"
-    before = state.slots[name]
+    Args:
+        state: the state.
+        slot: the name of the slot.
+        fn: the schedule.
+        field: what it sets.
+        group: the first group.
+        factor: what the schedule returns with the new total.
+    """
+    before, (first, total) = state.slots[slot], _stretch(state)
     if total is None:
         return state
     planned: float | None = None
     with contextlib.suppress(Exception):  # the function may be undefined after the planned end
-        planned = fn(state.step, before)
+        planned = fn(state.step - first, before)
     if before is not None and planned != factor and state.backend.main:
-        initial = state.optimizer.param_groups[0][f"initial_{field}"]
+        initial = group[f"initial_{field}"]
         unit = f" × initial_{field}" if isinstance(initial, Tensor) else ""
         scale = 1 if unit else initial
         otherwise = "" if planned is None else f" instead of {planned * scale:.3g}{unit}"
@@ -163,34 +210,4 @@ def _replan(state: TrainState, fn: _Fn, field: str, total: int | None, factor: f
             f"schedule({name_of(fn)}): the run was planned for {before} updates and now has "
             f"{total}: at step {state.step} {field} is {factor * scale:.3g}{unit}{otherwise}"
         )
-    return with_slot(state, name, total)
-
-
-def _read_number(group: _Group, field: str) -> _Value:
-    """Return a copy of a number of a group, or raise if the group has no such number."""
-    value = group.get(field)
-    if not _is_number(value):
-        keys = [k for k, v in group.items() if _is_number(v)]
-        known = [k for k in keys if not k.startswith(("initial_", SCHEDULED))]
-        raise ValueError(
-            f"schedule(..., field={field!r}): the optimizer's groups have no such number; they "
-            f"have {', '.join(known)}"
-        )
-    return _copy(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-
-
-def _copy(value: Any) -> _Value:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _set(group: _Group, field: str, value: _Value) -> None:
-    current = group[field]
-    if isinstance(current, Tensor):
-        # The tensor of a capturable optimizer. Unlike copy_, fill_ does not wait for the device.
-        current.fill_(value)
-    else:
-        group[field] = value
+    return with_slot(state, slot, total)

@@ -12,21 +12,34 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fnloop._core.call import name_of
+from fnloop._core.events import UPDATE
 from fnloop._core.metrics import Last
 from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.optimizers import begin_again, note_set, selected
+from fnloop._core.phase import unfinished
 from fnloop._core.run_info import RunInfo
 from fnloop._core.run_length import explain_unknown_length
-from fnloop._core.state import UPDATE, TrainState
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.update import report
 
 __all__ = ["torch_scheduler"]
 
+_ADVICE = (
+    'begin a phase, which has a scheduler of its own: fit(..., phase="second"), with epochs= or '
+    "steps= from here on"
+)
+
 
 @middleware("step")
-def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Middleware:
+def torch_scheduler(
+    factory: Callable[[Optimizer, RunInfo], LRScheduler], only: str | None = None
+) -> Middleware:
     """Use a scheduler of ``torch.optim.lr_scheduler``, stepped once after each applied update.
+
+    In a phase, the scheduler is made again: each group begins with the rate that it had before its
+    first scheduler, or with the one that was set since, and the lengths are those of the phase.
 
     If the factory reads a length of the run, the scheduler is valid for that length only: a run of
     another length raises before its first update. The lengths that the factory has read are
@@ -35,16 +48,20 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Mid
     Args:
         factory: ``(optimizer, run) -> scheduler``, called when the run starts; ``run.total_steps``,
             ``run.steps_per_epoch`` and ``run.epochs`` give its length.
+        only: the name of the optimizer, such as "rest", if there are several: list one
+            ``torch_scheduler`` for each of them that needs one.
 
     Returns:
-        A middleware of the step ring; the scheduler is ``state.slots["torch_scheduler"]``.
+        A middleware of the step ring; the scheduler is ``state.slots["torch_scheduler"]``, or
+        ``state.slots["torch_scheduler(rest)"]``.
 
     Raises:
         TypeError: ``factory`` is not a function. When it runs: what it makes is not a scheduler of
             torch, or is one that steps by a metric.
-        ValueError: when it runs: the factory needs the length of the run in a bare step; the
-            scheduler belongs to another optimizer; or the run has another length than the scheduler
-            was made for.
+        ValueError: when composing: a ``schedule`` sets the learning rate of the same optimizer.
+            When it runs: the factory needs the length of the run in a bare step; the scheduler
+            belongs to another optimizer; the run has another length than the scheduler
+            was made for; or there are several optimizers, and ``only`` is not the name of one.
 
     Example:
         >>> import fnloop as fl, torch
@@ -61,18 +78,23 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Mid
     """
     example = "torch_scheduler(lambda opt, run: ...), a function"
     checks.function("torch_scheduler", "factory", factory, example, 2)
+    if only is not None:
+        checks.text("torch_scheduler", "only", only, "the name of one optimizer")
     name = f"torch_scheduler({name_of(factory)})"
+    slot = "torch_scheduler" if only is None else f"torch_scheduler({only})"
 
     def init(state: TrainState) -> LRScheduler:
         __tracebackhide__ = True
-        run = _RecordingRunInfo(**attrs.asdict(state.run or RunInfo(), recurse=False))
+        optimizer = _optimizer_of(state, only)
+        begin_again(optimizer.param_groups)
+        run = _RecordingRunInfo(**attrs.asdict(_stretch(state) or RunInfo(), recurse=False))
         try:
-            scheduler = factory(state.optimizer, run)
+            scheduler = factory(optimizer, run)
         except TypeError as error:
             if state.run is None or state.run.total_steps is None:
                 raise ValueError(explain_unknown_length(name, state)) from error
             raise
-        _check_scheduler(scheduler, state.optimizer, name)
+        _check_scheduler(scheduler, optimizer, name)
         # Not a copy: a function that the scheduler calls may read more lengths later.
         scheduler.made_for = run.lengths  # type: ignore[attr-defined]
         return scheduler
@@ -80,19 +102,45 @@ def torch_scheduler(factory: Callable[[Optimizer, RunInfo], LRScheduler]) -> Mid
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            scheduler: Any = state.slots.get("torch_scheduler")
+            scheduler: Any = state.slots.get(slot)
             if made_for := getattr(scheduler, "made_for", None):  # old checkpoints have none
                 _check_length(made_for, scheduler, state, name)
-            lr = state.optimizer.param_groups[0]["lr"]
+            _check_groups(scheduler, name)
+            lr = _optimizer_of(state, only).param_groups[0]["lr"]
             used = Last(lr.clone() if isinstance(lr, Tensor) else lr)
             state, out = step(state, batch)
             if UPDATE in state.events:
-                _advance(scheduler, state, name)
-            return state, report(out, {"lr": used}, "torch_scheduler")
+                _advance(scheduler, name)
+                note_set(scheduler.optimizer.param_groups)
+            return state, report(out, {label: used}, "torch_scheduler")
 
         return scheduled
 
-    return Middleware("torch_scheduler", step=wrap, init=init)
+    label = "lr" if only is None else f"lr/{only}"
+    return Middleware(slot, step=wrap, init=init, per_phase=True)
+
+
+def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
+    """Return the only optimizer of a state, or the one that is named."""
+    __tracebackhide__ = True
+    found = selected(state, None if only is None else (only,), "torch_scheduler")
+    if only is None and "" not in found:
+        name = next(iter(found))
+        raise ValueError(
+            f"torch_scheduler is for one optimizer, but this state has {', '.join(found)}: name "
+            f'one, torch_scheduler(factory, only="{name}"), or use schedule'
+        )
+    return next(iter(found.values()))
+
+
+def _stretch(state: TrainState) -> RunInfo | None:
+    """Return the facts about a run; in a phase, those of a run that is the phase alone."""
+    run, phase = state.run, unfinished(state.phases)
+    if run is None or phase is None:
+        return run
+    epochs = None if run.epochs is None else run.epochs - phase.epoch
+    total = None if run.total_steps is None else run.total_steps - run.first_step
+    return attrs.evolve(run, epochs=epochs, total_steps=total, first_step=0)
 
 
 class _RecordingRunInfo(RunInfo):
@@ -128,7 +176,7 @@ class _RecordingRunInfo(RunInfo):
 _LENGTHS = frozenset({"epochs", "total_steps", "steps_per_epoch", "batches_per_epoch", "window"})
 
 
-def _advance(scheduler: LRScheduler, state: TrainState, name: str) -> None:
+def _advance(scheduler: LRScheduler, name: str) -> None:
     """Step a scheduler once."""
     __tracebackhide__ = True
     with warnings.catch_warnings():
@@ -137,9 +185,8 @@ def _advance(scheduler: LRScheduler, state: TrainState, name: str) -> None:
         try:
             scheduler.step()
         except ValueError as error:  # OneCycleLR, after its end
-            advice = _explain_reset(state)
             error.add_note(
-                f"{name}: if the run is longer than the scheduler was made for, {advice}"
+                f"{name}: if the run is longer than the scheduler was made for, {_ADVICE}"
             )
             raise
 
@@ -169,32 +216,32 @@ def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None
         )
 
 
+def _check_groups(scheduler: LRScheduler, name: str) -> None:
+    """Raise if the optimizer has other groups than the scheduler was made for."""
+    __tracebackhide__ = True
+    groups, known = len(scheduler.optimizer.param_groups), len(scheduler.get_last_lr())
+    if groups != known:
+        raise ValueError(
+            f"{name}: its {type(scheduler).__name__} was made for {known} parameter groups, and "
+            f"the optimizer has {groups} now. Call unfreeze, or add_param_group, between two "
+            "phases, each of which has a scheduler of its own, or use schedule(fn)"
+        )
+
+
 def _check_length(
-    made_for: dict[str, int | None], scheduler: LRScheduler, state: TrainState, name: str
+    made_for: dict[str, int | None],
+    scheduler: LRScheduler,
+    state: TrainState,
+    name: str,
 ) -> None:
     """Raise if the run has other lengths than the scheduler was made for."""
     __tracebackhide__ = True
+    run = _stretch(state)
     for length, value in made_for.items():
-        now = getattr(state.run, length, value)  # a bare step has no lengths, so none that differ
+        now = getattr(run, length, value)  # a bare step has no lengths, so none that differ
         if now != value:
             raise ValueError(
                 f"{name}: its {type(scheduler).__name__} was made for a run of {length}={value}, "
                 f"and this run has {length}={now}. To continue that run, call fit with the epochs= "
-                f"or steps= that it was made for; otherwise {_explain_reset(state)}"
+                f"or steps= that it was made for; otherwise {_ADVICE}"
             )
-
-
-def _explain_reset(state: TrainState) -> str:
-    """Return the code that makes the next run create a new scheduler."""
-    on_device = any(isinstance(group["lr"], Tensor) for group in state.optimizer.param_groups)
-    reset = (
-        'group["lr"].copy_(group["initial_lr"])'
-        if on_device
-        else 'group["lr"] = group["initial_lr"]'
-    )
-    return (
-        "make a new scheduler before fit:\n"
-        f"    for group in state.optimizer.param_groups: {reset}\n"
-        '    slots = {k: v for k, v in state.slots.items() if k != "torch_scheduler"}\n'
-        "    state = attrs.evolve(state, slots=slots)"
-    )

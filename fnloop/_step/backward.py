@@ -38,6 +38,7 @@ class Backward:
         forward: the step inside.
         scale: ``state -> factor of the gradients``, on the device; or None.
         may_skip: whether an inner step may skip a batch on some processes only.
+        create_graph: whether gradients have a graph of their own.
     """
 
     def __init__(
@@ -45,16 +46,16 @@ class Backward:
         forward: Step,
         scale: Callable[[TrainState], Tensor] | None = None,
         may_skip: bool = False,
+        create_graph: bool = False,
     ) -> None:
-        self._loss = LossRoot(forward, scale, may_skip)
+        self._loss = LossRoot(forward, scale, may_skip, create_graph)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
         single = engine_of(state).start_batch(self._loss, state)
         state, out = single.forward(state, batch)
-        single.backward(state, out)
-        return state, single.finish(state)
+        return state, single.backward(state, out)
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window. The gradient is that of the mean over its items."""
@@ -62,12 +63,13 @@ class Backward:
         training = engine_of(state).start_window(self._loss, state, len(window))
         for batch in window:
             state, out = training.forward(state, batch)
-            training.backward(state, out)
+            training.add(state, out)
         return state, training.finish(state)
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""
-        return Backward(self._loss.forward, scale, self._loss.may_skip)
+        loss = self._loss
+        return Backward(loss.forward, scale, loss.may_skip, loss.create_graph)
 
     def insert_inside(self, wrap: Callable[[Backward], Step]) -> Step:
         """Insert a gradient step directly around this one."""

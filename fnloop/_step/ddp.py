@@ -55,7 +55,9 @@ class BucketReducer:
 
     def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
         """Return a root for backward that adds zero to every gradient."""
-        used = self._used or all_parameters(state)
+        params = all_parameters(state)
+        known = self._used and [p.requires_grad for p in params] == self._flags
+        used = self._used if known else params  # some may have been frozen since
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
 
     def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor:

@@ -9,11 +9,11 @@ unless all batches are known to weigh the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnloop._backend.collectives import (
     any_rank,
@@ -24,12 +24,13 @@ from fnloop._backend.collectives import (
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.merge import merge_metrics
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
+from fnloop._core.running import RECENT
 from fnloop._core.state import TrainState, generation_of
-from fnloop._core.types import Batch, Metric, Output
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
 from fnloop._data.window import Window
 from fnloop._step.ddp import BucketReducer
-from fnloop._step.distributed_window import DistributedWindow
+from fnloop._step.distributed_window import DistributedBatch, DistributedWindow
 from fnloop._step.evaluation import CollectiveProbe, DistributedEvaluation, drop_last_metrics
 from fnloop._step.gradients import LossRoot
 from fnloop._step.sharded import ShardReducer
@@ -75,6 +76,7 @@ class DistributedEngine:
         self.ended_on_padding = False
         self.empty_output: Output | None = None
         self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
+        self._turns: dict[str, DistributedEngine] = {}  # of an alternating step
         self._calls, self._generation = 0, -1  # of backward, in one update
         self._position = torch_seeder(state.backend.device)
         shutdown_callbacks.add(self)
@@ -88,15 +90,45 @@ class DistributedEngine:
     def begin_run(self, state: TrainState) -> None:
         self.weights = WeightAgreement()
 
-    def take(self, state: TrainState, batch: Batch, source: Source, window: int) -> Batch:
-        batch, taken = source.take(batch, window)
-        self._window = generation_of(state), taken
-        return batch
+    def read_from(self, source: Source, step: Step, window: int) -> Step:
+        def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            batch, taken = source.take(batch, window)
+            self._window = generation_of(state), taken
+            return step(state, batch)
+
+        return step_on_share
 
     def window_of(self, state: TrainState) -> Window:
         """Return what is known of the window that a step was given."""
         version, window = self._window
         return window if version == generation_of(state) else _UNKNOWN
+
+    def start_turn(
+        self,
+        name: str,
+        engine: object,
+        turn: TrainState,
+        state: TrainState,
+        batches: slice,
+    ) -> None:
+        assert isinstance(engine, DistributedEngine)
+        self._turns[name] = engine
+        whole = self.window_of(state)
+        part = Window(whole.batch_size, whole.padding[batches])
+        engine._window = generation_of(turn), part
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a metric of training is of this process's own share of the data."""
+        turn, _, part = name.partition("/")
+        if (engine := self._turns.get(turn)) is None:
+            return name in self.own_parts
+        # After a resume, it may have had no turn yet. Then all may be, which changes no mean.
+        return engine.empty_output is None or engine._is_own(part)
+
+    def _had_padding(self, name: str) -> bool:
+        """Return whether this process had padding in the last round of a metric of training."""
+        return self._turns.get(name.partition("/")[0], self).ended_on_padding
 
     def is_padding(self, window: Window, n: int, batches: int) -> bool:
         """Return whether the n-th of the batches that backward was given is padding.
@@ -128,10 +160,18 @@ class DistributedEngine:
         seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
         self._position(fold_in(seed, stream))
 
+    def mark_draws(self) -> Callable[[], None]:
+        before = self._calls, self._generation
+
+        def repeat() -> None:
+            self._calls, self._generation = before
+
+        return repeat
+
     # --- gradients
 
-    def start_batch(self, loss: LossRoot, state: TrainState) -> DistributedWindow:
-        return DistributedWindow(self, loss, state, 1)
+    def start_batch(self, loss: LossRoot, state: TrainState) -> DistributedBatch:
+        return DistributedBatch(self, loss, state, 1)
 
     def start_window(self, loss: LossRoot, state: TrainState, batches: int) -> DistributedWindow:
         return DistributedWindow(self, loss, state, batches)
@@ -158,14 +198,27 @@ class DistributedEngine:
         sync_buffers(state.model)
         return DistributedEvaluation(state.model)
 
+    def share_buffers(self, model: nn.Module) -> None:
+        sync_buffers(model)
+
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return merge_metrics(metrics)
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
-        trained = {name: name.removeprefix(prefix) for name in report if name.startswith(prefix)}
-        own = {name for name in report if name not in trained or trained[name] in self.own_parts}
-        if self.ended_on_padding:
-            report = drop_last_metrics(report, lambda name: name in trained and name in own)
+        trained = {
+            name: name.removeprefix(prefix).removeprefix(RECENT)
+            for name in report
+            if name.startswith((prefix, RECENT))
+        }
+        own = {
+            name
+            for name, metric in report.items()
+            if name not in trained
+            or self._is_own(trained[name])
+            or getattr(metric, "per_process", False)
+        }
+        padded = {name for name in own if name in trained and self._had_padding(trained[name])}
+        report = drop_last_metrics(report, padded.__contains__)
         return merge_metrics(report, own)
 
 

@@ -18,7 +18,7 @@ from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
 from fnloop._step.weight_agreement import WeightAgreement
 from fnloop._step.weighted_sum import Weight, WeightedSum, divide, weight_on_device
 
-__all__ = ["DistributedWindow"]
+__all__ = ["DistributedBatch", "DistributedWindow"]
 
 
 class Reducer(Protocol):
@@ -84,7 +84,7 @@ class DistributedWindow:
             return state, engine.empty_output
         return engine.probe.call(self._loss.forward, state, batch)
 
-    def backward(self, state: TrainState, out: Output) -> None:
+    def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
         engine, size = self._engine, self._taken.batch_size
         self._out = out
@@ -164,6 +164,15 @@ class DistributedWindow:
         engine.items = self._items()
         reference = self._total.reference * engine.processes
         divide([p.grad for p in parameters(state)], engine.items, reference)
+
+
+class DistributedBatch(DistributedWindow):
+    """Forward and backward of a single batch."""
+
+    def backward(self, state: TrainState, out: Output) -> Output:
+        __tracebackhide__ = True
+        self.add(state, out)
+        return self.finish(state)
 
 
 def _any(flags: Callable[[], list[float]]) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from fnloop._core.average import viewed_model
 from fnloop._core.ownership import Ownership
 from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
@@ -22,7 +23,7 @@ from fnloop._step.gradients import LossRoot
 from fnloop._step.local import LocalEngine
 from fnloop._step.weighted_sum import WeightedSum
 
-__all__ = ["EvaluationPass", "GradientEngine", "TrainingPass", "engine_of"]
+__all__ = ["BatchPass", "EvaluationPass", "GradientEngine", "WindowPass", "engine_of"]
 
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
@@ -41,17 +42,17 @@ def engine_of(state: TrainState) -> GradientEngine:
         return _LOCAL
     owner = ownership_of(state)
     engine = _engines.get(owner)
-    if engine is None or engine.model is not state.model:
+    if engine is not None and engine.model is not state.model:
+        engine = engine if viewed_model(state.model) is engine.model else None
+    if engine is None:
         engine = _engines[owner] = DistributedEngine(state)
     return engine
 
 
-class TrainingPass(Protocol):
-    """Forward and backward of one window.
+class BatchPass(Protocol):
+    """Forward and backward of one batch.
 
-    For each batch call ``forward``, then ``backward`` with its output; after the last one
-    ``finish``. In one process ``forward`` is the step inside itself, so that no frame is added to
-    a traceback.
+    In one process ``forward`` is the step inside itself, so that no frame is added to a traceback.
     """
 
     @property
@@ -59,7 +60,23 @@ class TrainingPass(Protocol):
         """``(state, batch) -> (state, out)``."""
         ...
 
-    def backward(self, state: TrainState, out: Output, /) -> None:
+    def backward(self, state: TrainState, out: Output, /) -> Output:
+        """Make the gradient, from the output of ``forward``. Return what to report."""
+        ...
+
+
+class WindowPass(Protocol):
+    """Forward and backward of a window of batches.
+
+    For each batch call ``forward``, then ``add`` with its output; after the last one ``finish``.
+    """
+
+    @property
+    def forward(self) -> Step:
+        """``(state, batch) -> (state, out)``."""
+        ...
+
+    def add(self, state: TrainState, out: Output, /) -> None:
         """Add the gradient of a batch, by its weight."""
         ...
 
@@ -102,22 +119,39 @@ class GradientEngine(Protocol):
         """Forget what was found out about the data of an earlier run."""
         ...
 
-    def take(self, state: TrainState, batch: Batch, source: Source, window: int, /) -> Batch:
-        """Return what the step takes, and note which of its batches are padding.
+    def read_from(self, source: Source, step: Step, window: int, /) -> Step:
+        """Return the step for what a source gives; it notes which of the batches are padding.
 
         Args:
-            state: the state that the step will be called with.
-            batch: what the source gave: a batch, or a tuple of them.
-            source: the source. Call this once for each window that it gives.
-            window: the window of the step.
+            source: the source.
+            step: the step. It is called once for each window that the source gives, in order.
+            window: the window of the step: it takes a tuple of batches unless this is 1.
         """
         ...
 
-    def start_batch(self, loss: LossRoot, state: TrainState, /) -> TrainingPass:
+    def start_turn(
+        self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice, /
+    ) -> None:
+        """Start a turn of an alternating step: its engine gets its part of the window.
+
+        Args:
+            name: the name of the optimizer.
+            engine: the engine of this turn.
+            turn: the state of this turn.
+            state: the state of the whole step.
+            batches: which batches of the window the turn takes.
+        """
+        ...
+
+    def mark_draws(self) -> Callable[[], None]:
+        """Return what makes the next passes of an update draw again what those from here on do."""
+        ...
+
+    def start_batch(self, loss: LossRoot, state: TrainState, /) -> BatchPass:
         """Start forward and backward of one batch."""
         ...
 
-    def start_window(self, loss: LossRoot, state: TrainState, batches: int, /) -> TrainingPass:
+    def start_window(self, loss: LossRoot, state: TrainState, batches: int, /) -> WindowPass:
         """Start forward and backward of a window."""
         ...
 
@@ -141,6 +175,10 @@ class GradientEngine(Protocol):
         """Start an evaluation or a prediction: every process gets the main one's buffers."""
         ...
 
+    def share_buffers(self, model: nn.Module, /) -> None:
+        """Copy the buffers of the main process's model to that of every process."""
+        ...
+
     def merge_metrics(self, metrics: Mapping[str, Metric], /) -> dict[str, Metric]:
         """Combine metrics over all processes, each of which has seen a part of the data."""
         ...
@@ -150,7 +188,8 @@ class GradientEngine(Protocol):
 
         Args:
             report: name to metric.
-            prefix: what the names of training metrics begin with. Those that are made after the
-                gradients were averaged are the same in every process, and count once.
+            prefix: what the names of training metrics begin with, besides "recent/". Those that are
+                made after the gradients were averaged are the same in every process, and count
+                once.
         """
         ...

@@ -22,17 +22,28 @@ __all__ = ["CollectiveProbe", "DistributedEvaluation", "drop_last_metrics", "eva
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
+_NO_GRADIENTS = (
+    "an evaluation runs without gradients. A loss function that needs them, such as that of a "
+    "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
+)
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards every submodule has the flag that it had."""
+    """Evaluation mode without gradients. Afterwards every submodule has the flag that it had.
+
+    A function that needs gradients in it switches them on, as torch does: ``torch.enable_grad()``.
+    """
     modes = [(module, module.training) for module in model.modules()]
     sharded = is_sharded(model)
     model.eval()
     try:
         with torch.no_grad():
             yield
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            error.add_note(_NO_GRADIENTS)
+        raise
     finally:
         model.train(modes[0][1])  # a module may do something in its method train
         for module, training in modes:

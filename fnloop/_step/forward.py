@@ -14,7 +14,7 @@ from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, LossFn, Output, Step
 from fnloop._display.checks import describe
 
-__all__ = ["forward"]
+__all__ = ["forward", "items_in"]
 
 _NO_ITEMS = "the batch has no item: its weight is 0"
 
@@ -44,7 +44,7 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
         if not checked or loss.__class__ is not Tensor or loss.ndim or aux.__class__ is not dict:
             _check_reply(reply, loss, aux, name)
             checked = True
-        weight = aux["weight"] if "weight" in aux else _items_in(batch, name)
+        weight = aux["weight"] if "weight" in aux else items_in(batch, name)
         if weight.__class__ is int and weight > 0:
             return state, Output(loss, weight, aux)
         _check_weight(weight, name)
@@ -117,7 +117,7 @@ def _check_weight(weight: object, name: str) -> None:
         raise ValueError(f"{expected}, at least 0; got {weight}")
 
 
-def _items_in(batch: Batch, name: str) -> int:
+def items_in(batch: Batch, name: str) -> int:
     """Return the number of items in a batch: the leading dimension of its tensors.
 
     Raises:

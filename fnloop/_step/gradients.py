@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 from torch import Tensor
+from torch.nn import utils
 
+from fnloop._backend.fsdp import full, local_part
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Output, Step
-from fnloop._step.weighted_sum import Weight, at_least_float32
+from fnloop._step.weighted_sum import Weight, at_least_float32, in_wide_dtype, valid_weight
 
-__all__ = ["LossRoot", "NoGradientError", "restore_gradients", "stash_gradients"]
+__all__ = [
+    "NO_GRADIENT",
+    "LossRoot",
+    "NoGradientError",
+    "restore_gradients",
+    "stash_gradients",
+    "total_norm",
+]
+
+NO_GRADIENT = "the loss has no gradient"
 
 
 class LossRoot:
     """The step that computes the loss, and the number that backward starts from.
 
+    It makes the gradient of one batch in one process: see :class:`fnloop._step.engine.BatchPass`.
+
     Args:
         forward: the step.
         scale: ``state -> factor of the gradients``, on the device; or None.
         may_skip: whether the step may skip a batch on some processes only.
+        create_graph: whether gradients have a graph of their own.
     """
 
-    __slots__ = ("forward", "may_skip", "scale")
+    __slots__ = ("create_graph", "forward", "may_skip", "scale")
 
     def __init__(
         self,
         forward: Step,
         scale: Callable[[TrainState], Tensor] | None = None,
         may_skip: bool = False,
+        create_graph: bool = False,
     ) -> None:
         self.forward, self.scale, self.may_skip = forward, scale, may_skip
+        self.create_graph = create_graph
 
     def root(self, state: TrainState, out: Output, relative_weight: Weight | None) -> Tensor:
         """Return the number that backward starts from: loss × relative weight × scale."""
@@ -41,6 +59,20 @@ class LossRoot:
         if relative_weight is not None:
             root = root * relative_weight
         return root if self.scale is None else at_least_float32(root) * self.scale(state)
+
+    def backward(self, state: TrainState, out: Output) -> Output:
+        __tracebackhide__ = True
+        if out.skip is not None:
+            return attrs.evolve(out, loss=out.loss.detach())
+        relative = None
+        if isinstance(out.weight, Tensor):  # on the device: 1, or 0 for a batch without items
+            relative = in_wide_dtype(valid_weight(out.weight) > 0, out.loss)
+        root = self.root(state, out, relative)
+        if self.create_graph:
+            _backward_with_graph(root)
+        else:
+            root.backward()
+        return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
 
 
 def stash_gradients(state: TrainState) -> list[Tensor | None] | None:
@@ -61,15 +93,20 @@ def restore_gradients(state: TrainState, stashed: list[Tensor | None] | None) ->
             p.grad = gradient if p.grad is None else p.grad + gradient
 
 
+def _backward_with_graph(root: Tensor) -> None:
+    with warnings.catch_warnings():
+        # The warning is of a leak of memory. The gradients are removed after the update.
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+        root.backward(create_graph=True)
+
+
 class NoGradientError(ValueError):
     """The loss has no gradient because gradients are disabled while the step runs."""
 
 
 def _fail_without_gradient(state: TrainState) -> None:
     if not torch.is_grad_enabled():
-        raise NoGradientError(
-            "the loss has no gradient: gradients are switched off while the step runs"
-        )
+        raise NoGradientError(f"{NO_GRADIENT}: gradients are switched off while the step runs")
     if any(p.requires_grad for p in state.model.parameters()):
         hint = (
             "it was computed without the model's parameters, or detached "
@@ -77,4 +114,15 @@ def _fail_without_gradient(state: TrainState) -> None:
         )
     else:
         hint = "every parameter of the model has requires_grad=False"
-    raise ValueError(f"the loss has no gradient: {hint}")
+    raise ValueError(f"{NO_GRADIENT}: {hint}")
+
+
+def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients together, including the parts in other processes."""
+    sharded = [grad for grad in grads if local_part(grad) is not grad]
+    if not sharded:
+        return utils.get_total_norm(grads, norm_type)
+    norms = [full(utils.get_total_norm(sharded, norm_type))]
+    if whole := [grad for grad in grads if local_part(grad) is grad]:
+        norms.append(utils.get_total_norm(whole, norm_type))
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

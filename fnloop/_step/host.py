@@ -13,7 +13,7 @@ from torch import Tensor
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 
-__all__ = ["EagerHost", "Host", "Judge", "host_decision", "replace_host"]
+__all__ = ["EagerHost", "Host", "Judge", "host_decision", "is_recorded", "replace_host"]
 
 Judge = Callable[[TrainState, bool], str | None]
 
@@ -59,6 +59,11 @@ def host_decision(
     """
     skip = _current.host.decide(state, out, flag, judge)
     return state, out if skip is None else attrs.evolve(out, skip=skip)
+
+
+def is_recorded() -> bool:
+    """Return whether the update is being recorded: then numbers of the host become constants."""
+    return not isinstance(_current.host, EagerHost)
 
 
 @contextlib.contextmanager

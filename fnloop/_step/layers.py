@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import NamedTuple
 
 import torch
 
-from fnloop._core.types import Step
 from fnloop._step.gradients import NoGradientError
 
 __all__ = ["STEP", "Layers"]
@@ -41,8 +40,14 @@ class Layers:
         self._layers: list[_Layer] = []
         self._names: dict[CodeType, str] = {}
 
-    def add(self, step: Step, name: str, is_users: bool = False) -> None:
-        """Add a layer around those that are there.
+    def add(
+        self,
+        step: Callable[..., object],
+        name: str,
+        is_users: bool = False,
+        in_training: bool = True,
+    ) -> None:
+        """Add a layer around those that are there; or give it a name, if it is not in training.
 
         A function decorated with ``torch.no_grad()`` is looked into, because all decorated
         functions have the same code.
@@ -55,7 +60,8 @@ class Layers:
             return
         known = self._names.get(code)  # two middleware of one factory share their code
         self._names[code] = name if known in (None, name) else f"{known} or {name}"
-        self._layers.append(_Layer(code, name, is_users))
+        if in_training:
+            self._layers.append(_Layer(code, name, is_users))
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the innermost layer in which an exception was raised."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnloop._core.metrics import Mean
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Metric, Output
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
 from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
-from fnloop._step.weighted_sum import WeightedSum, in_wide_dtype, valid_weight
+from fnloop._step.weighted_sum import WeightedSum
 
 __all__ = ["LocalEngine"]
 
@@ -31,11 +30,18 @@ class LocalEngine:
 
     def begin_run(self, state: TrainState) -> None: ...
 
-    def take(self, state: TrainState, batch: Batch, source: Source, window: int) -> Batch:
-        return batch
+    def read_from(self, source: Source, step: Step, window: int) -> Step:
+        return step
 
-    def start_batch(self, loss: LossRoot, state: TrainState) -> LocalBatch:
-        return LocalBatch(loss)
+    def start_turn(
+        self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice
+    ) -> None: ...
+
+    def mark_draws(self) -> Callable[[], None]:
+        return lambda: None  # they draw from where the generators are
+
+    def start_batch(self, loss: LossRoot, state: TrainState) -> LossRoot:
+        return loss
 
     def start_window(self, loss: LossRoot, state: TrainState, batches: int) -> LocalWindow:
         return LocalWindow(loss, state)
@@ -55,35 +61,13 @@ class LocalEngine:
     def start_evaluation(self, state: TrainState) -> LocalEvaluation:
         return LocalEvaluation()
 
+    def share_buffers(self, model: nn.Module) -> None: ...
+
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return dict(metrics)
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
         return dict(report)
-
-
-class LocalBatch:
-    """Forward and backward of one batch."""
-
-    __slots__ = ("_loss", "_out", "forward")
-
-    def __init__(self, loss: LossRoot) -> None:
-        self._loss, self.forward = loss, loss.forward
-
-    def backward(self, state: TrainState, out: Output) -> None:
-        __tracebackhide__ = True
-        self._out = out
-        if out.skip is None:
-            relative = None
-            if isinstance(out.weight, Tensor):  # on the device: 1, or 0 for a batch without items
-                relative = in_wide_dtype(valid_weight(out.weight) > 0, out.loss)
-            self._loss.root(state, out, relative).backward()
-
-    def finish(self, state: TrainState) -> Output:
-        out = self._out
-        if out.skip is not None:
-            return attrs.evolve(out, loss=out.loss.detach())
-        return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
 
 
 class LocalWindow:
@@ -95,7 +79,7 @@ class LocalWindow:
         self._loss, self.forward = loss, loss.forward
         self._total, self._stashed = WeightedSum(), stash_gradients(state)
 
-    def backward(self, state: TrainState, out: Output) -> None:
+    def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
         if out.skip is None:
             self._loss.root(state, out, self._total.relative_weight(out)).backward()

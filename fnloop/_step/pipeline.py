@@ -11,32 +11,47 @@ listed first is innermost.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import attrs
 import toolz
 
 from fnloop._backend.transfer import to_device
+from fnloop._core.average import check_not_averaged
 from fnloop._core.call import name_of
+from fnloop._core.carry import TBPTT, with_carry
 from fnloop._core.middleware import Middleware
+from fnloop._core.monitor import check_loaders
 from fnloop._core.rng import isolated
-from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import RINGS, Batch, LossFn, Output, Step
+from fnloop._core.state import TrainState, check_not_stale, clear_parameter_cache, consume
+from fnloop._core.types import EVALUATION, Batch, LossFn, Output, Step
 from fnloop._display import html
 from fnloop._display.checks import describe
 from fnloop._step.backward import Backward
-from fnloop._step.composition import check_loss_fn, check_middleware, check_step_reply, is_ours
+from fnloop._step.carry import carrying
+from fnloop._step.composition import (
+    check_loss_fn,
+    check_middleware,
+    in_order,
+    is_ours,
+    rings_of,
+    window_in,
+)
 from fnloop._step.engine import engine_of
 from fnloop._step.evaluation import evaluating
+from fnloop._step.first_reply import Replaceable, calls_noted, checked_once
 from fnloop._step.forward import forward
 from fnloop._step.layers import Layers
-from fnloop._step.slots import init_slots
-from fnloop._step.update import OPTIMIZER, consume, update
+from fnloop._step.optimizer_modes import evaluation_weights, to_training
+from fnloop._step.reports import add_reported
+from fnloop._step.slots import init_slots, renew_slots
+from fnloop._step.update import CLOSURE, CREATE_GRAPH, OPTIMIZER, update
 
-__all__ = ["Pipeline", "PipelineStep", "pipeline"]
+__all__ = ["LossStep", "Pipeline", "PipelineStep", "pipeline"]
 
 
 @attrs.frozen(repr=False)
@@ -52,13 +67,14 @@ class Pipeline:
         return f"pipeline({', '.join(map(repr, self.middleware))})"
 
     def _repr_html_(self) -> str:
-        return html.diagram("loss_fn(model, batch)", _rings(self))
+        return html.diagram("loss_fn(model, batch)", rings_of(self.middleware))
 
-    def __call__(self, loss_fn: LossFn, *batch: Batch) -> PipelineStep:
-        """Return the step of a loss function.
+    def __call__(self, loss_fn: LossFn | PipelineStep, *batch: Batch) -> PipelineStep:
+        """Return the step of a loss function, or that of ``raw`` with middleware around it.
 
         Args:
-            loss_fn: ``(model, batch) -> loss`` or ``-> (loss, aux)``.
+            loss_fn: ``(model, batch) -> loss`` or ``-> (loss, aux)``; with ``tbptt``,
+                ``(model, batch, carry) -> (loss, aux, carry)``. Or what ``raw(fn)`` returns.
 
         Raises:
             TypeError: it is not such a function.
@@ -67,8 +83,10 @@ class Pipeline:
             raise TypeError(
                 f"a pipeline takes a loss function first: write {self!r}(loss_fn)(state, batch)"
             )
-        check_loss_fn(loss_fn)
-        return PipelineStep(self, loss_fn)
+        if isinstance(loss_fn, PipelineStep):
+            return loss_fn.inside(self)
+        check_loss_fn(loss_fn, any(m.name == TBPTT for m in self.middleware))
+        return LossStep(self, loss_fn)
 
 
 def pipeline(*middleware: Middleware) -> Pipeline:
@@ -104,72 +122,75 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     return Pipeline(middleware)
 
 
-def _rings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
-    """Return what acts in each ring, in its order, the innermost ring first."""
-    own = {"gradient": ["backward"], "update": [OPTIMIZER]}
-    acting = {
-        ring: [repr(m) for m in pipeline.middleware if getattr(m, ring) is not None]
-        for ring in RINGS
-    }
-    return [
-        (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
-    ]
-
-
-class PipelineStep:
+class PipelineStep(abc.ABC):
     """A step: ``step(state, batch) -> (state, Output)``. One call is one update.
 
     With ``accumulate(n)`` it takes a sequence of up to n batches instead of one. A bare call draws
     from the global generators as any PyTorch code does; ``fit`` positions them.
 
     Args:
-        pipeline: the middleware.
-        loss_fn: the loss function.
+        pipeline: the middleware around what a kind of step does by itself.
     """
 
-    def __init__(self, pipeline: Pipeline, loss_fn: LossFn) -> None:
-        self.pipeline, self.loss_fn = pipeline, loss_fn
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self._layers = Layers()
-        listed = any(m.name == "amp" for m in pipeline.middleware)
-        name = name_of(loss_fn)
-        innermost = forward(self._wrapped_loss_fn(), name, amp_listed=listed)
-        self._layers.add(innermost, f"the loss function {name}")
-        self._innermost: Any = (
+        self.is_timed = any(m.name == "timings" for m in pipeline.middleware)
+        self.carries = any(m.name == TBPTT for m in pipeline.middleware)
+        innermost = self._compose_innermost()
+        self._innermost: Replaceable | None = (
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
         )
         self.forward = self._ring("forward", self._innermost or innermost)
+        self._passes: list[Callable[[TrainState, bool], AbstractContextManager[object]]] = []
+        # Of a loader that is evaluated, without the checks of a bare call.
+        self.evaluation = self._ring(EVALUATION, self.forward)
+        self._reporting = tuple(m for m in pipeline.middleware if m.report is not None)
         # Without the checks of a bare call: what the loop calls.
-        self.train = toolz.pipe(
-            self.forward,
-            functools.partial(self._ring, "loss"),
-            self._backward,
-            functools.partial(self._ring, "gradient"),
-            self._update,
-            functools.partial(self._ring, "update"),
-            functools.partial(self._ring, "device"),
-            functools.partial(self._ring, "step"),
-        )
+        self.train = self._compose_training()
 
-    def _wrapped_loss_fn(self) -> LossFn:
-        wraps = [m.loss_fn for m in self.pipeline.middleware if m.loss_fn is not None]
-        return toolz.pipe(self.loss_fn, *wraps)
+    @abc.abstractmethod
+    def _compose_innermost(self) -> Step:
+        """Return what the forward ring is around: what evaluates a batch."""
 
-    def _backward(self, step: Step) -> Step:
-        backward = Backward(step, may_skip=self._may_skip("forward", "loss"))
-        self._layers.add(backward, "backward")
-        return backward
+    @abc.abstractmethod
+    def _compose_training(self) -> Step:
+        """Return what makes an update, with all rings around it."""
 
-    def _update(self, step: Step) -> Step:
-        updating = update(step, may_skip=self._may_skip("gradient"))
-        self._layers.add(updating, OPTIMIZER)
-        return updating
+    @abc.abstractmethod
+    def inside(self, pipeline: Pipeline) -> PipelineStep:
+        """Return the same step with more middleware around it, if it can have any."""
+
+    @abc.abstractmethod
+    def _repr_html_(self) -> str: ...
+
+    @property
+    def precision(self) -> str | None:
+        """What ``amp`` computes in, "bf16" or "fp16"; None without it."""
+        for m in self.pipeline.middleware:
+            if m.name == "amp" and m.call is not None:
+                return str((*m.call.args, m.call.kwargs.get("precision"))[0] or "") or None
+        return None
+
+    def check_loaders(self, loaders: Sequence[str]) -> None:
+        """Raise KeyError if a middleware is for a loader that a run does not have."""
+        for member in self.pipeline.middleware:
+            check_loaders(repr(member), member.loaders, loaders)
+
+    def check_evaluation(self, loaders: Sequence[str]) -> None:  # noqa: B027
+        """Raise ValueError if it cannot evaluate these loaders."""
 
     def _ring(self, ring: str, step: Step) -> Step:
-        for member in self.pipeline.middleware:
+        members = self.pipeline.middleware
+        if ring == EVALUATION:  # what evaluates more than once is around all others
+            members = sorted(members, key=lambda m: getattr(m.evaluation, "around", 0))
+        for member in in_order(members) if ring == "step" else members:
             wrap = getattr(member, ring)
             if wrap is not None:
                 inside, step = step, wrap(step)
+                if (evaluation_pass := getattr(wrap, "evaluation_pass", None)) is not None:
+                    self._passes.append(evaluation_pass)
                 if not callable(step):
                     raise TypeError(
                         f"{member!r} must wrap a step into a step, but its {ring} ring returned "
@@ -177,50 +198,15 @@ class PipelineStep:
                     )
                 if step is not inside:
                     is_users = not is_ours(member)
-                    self._layers.add(step, repr(member), is_users)
-                    step = self._checked_once(step, member, ring) if is_users else step
+                    self._layers.add(step, repr(member), is_users, ring != EVALUATION)
+                    if is_users:
+                        step = checked_once(step, member, ring, self._calls_noted)
         return step
 
-    def _checked_once(self, step: Step, member: Middleware, ring: str) -> Step:
-        """Return a user's step whose first reply is checked.
-
-        From then on it is called without a frame in between.
-        """
-
-        def first(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            with self._calls_noted() as calls:
-                reply = step(state, batch)
-            check_step_reply(reply, f"{member!r}, in its {ring} ring,")
-            if not calls and reply[1].skip is None and engine_of(state).calls_every_batch:
-                raise ValueError(
-                    f"{member!r} did not call the step that it wraps, so nothing was trained: "
-                    "write state, out = step(state, batch); or, to skip an update, return an "
-                    'Output with skip="why"'
-                )
-            checked.__setstate__((step, (), {}, vars(checked)))
-            return reply
-
-        checked: Any = functools.partial(first)
-        vars(checked).update(getattr(step, "__dict__", {}))
-        return checked
-
-    @contextlib.contextmanager
-    def _calls_noted(self) -> Iterator[list[int]]:
+    def _calls_noted(self) -> AbstractContextManager[list[int]]:
         """Note the calls of the loss function, within a ``with`` block."""
-        calls: list[int] = []
-        called = self._innermost.func
-
-        def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            calls.append(1)
-            return called(state, batch)
-
-        self._innermost.__setstate__((noting, (), {}, None))
-        try:
-            yield calls
-        finally:
-            self._innermost.__setstate__((called, (), {}, None))
+        assert self._innermost is not None
+        return calls_noted(self._innermost)
 
     def _may_skip(self, *rings: str) -> bool:
         """Return whether third-party middleware in these rings may skip a batch or an update."""
@@ -239,25 +225,64 @@ class PipelineStep:
         """Add to an exception what the layers know about it: which middleware is to blame."""
         self._layers.explain(error)
 
-    def __repr__(self) -> str:
-        return f"{self.pipeline!r}({name_of(self.loss_fn)})"
+    def begin_run(self, state: TrainState) -> None:
+        """Forget what was found out in an earlier run, and prepare the optimizers for training."""
+        clear_parameter_cache(state)
+        engine_of(state).begin_run(state)
+        to_training(state)
 
-    def __str__(self) -> str:
-        return html.diagram_text(f"{name_of(self.loss_fn)}(model, batch)", _rings(self.pipeline))
-
-    def _repr_html_(self) -> str:
-        return html.diagram(f"{name_of(self.loss_fn)}(model, batch)", _rings(self.pipeline))
-
-    def __reduce__(self) -> tuple[Pipeline, tuple[LossFn]]:
-        return self.pipeline, (self.loss_fn,)
-
-    def init_slots(self, state: TrainState, ring: str | None = None) -> TrainState:
-        """Return the state with the slots that the middleware need, of a ring or of all."""
+    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
+        """Return the state with the slots that the middleware need, for an evaluation or at all."""
         __tracebackhide__ = True
         members = self.pipeline.middleware
-        return init_slots(
-            state, [m for m in members if ring is None or getattr(m, ring) is not None]
-        )
+        if evaluation:
+            members = tuple(m for m in members if m.forward is not None or m.evaluation is not None)
+        return init_slots(state, members)
+
+    def window_in(self, epoch: int) -> int:
+        """Return how many batches one call takes in an epoch, counted from that of the phase."""
+        return window_in(epoch, self.pipeline.middleware, self.window)
+
+    def renew_slots(self, state: TrainState) -> TrainState:
+        """Return the state without the slots that are made again when a phase begins."""
+        return renew_slots(state, self.pipeline.middleware)
+
+    @contextlib.contextmanager
+    def evaluating(self, state: TrainState, *, together: bool) -> Iterator[TrainState]:
+        """Evaluation mode, within a ``with`` block; middleware prepare what they evaluate.
+
+        It gives the state with which a pass over a loader begins: nothing is carried into it.
+
+        Args:
+            state: the state, with its slots.
+            together: whether every process is here.
+        """
+        with evaluating(state.model), evaluation_weights(state), contextlib.ExitStack() as stack:
+            for evaluation_pass in self._passes:
+                stack.enter_context(evaluation_pass(state, together))
+            yield with_carry(state, None) if self.carries else state
+
+    def derive(
+        self,
+        values: Mapping[str, float],
+        loaders: Iterable[str] | None = None,
+        known: Container[str] = (),
+    ) -> dict[str, float]:
+        """Return the numbers of a report with those that middleware add to them.
+
+        Args:
+            values: name to number; the names begin with that of a loader.
+            loaders: the names of the loaders that the run evaluates; None: names have no prefix.
+            known: the names of the numbers of earlier reports.
+
+        Raises:
+            KeyError: no loader has a number that a middleware needs.
+            ValueError, TypeError: a middleware adds what is there already, or not a number.
+        """
+        __tracebackhide__ = True
+        if not self._reporting:
+            return dict(values)
+        return add_reported(self._reporting, values, loaders, known)
 
     def __call__(
         self, state: TrainState, batch: Batch | Sequence[Batch]
@@ -276,6 +301,8 @@ class PipelineStep:
         """
         __tracebackhide__ = True
         check_not_stale(state, "step")
+        to_training(state)
+        check_not_averaged("step", state)
         try:
             state, out = self.train(self.init_slots(state), to_device(batch, state.backend.device))
         except Exception as error:
@@ -297,6 +324,76 @@ class PipelineStep:
         __tracebackhide__ = True
         check_not_stale(state, "step.evaluate")
         device = state.backend.device
-        with isolated(device), evaluating(state.model):
-            ready = self.init_slots(state, "forward")
-            return self.forward(ready, to_device(batch, device))[1]
+        with isolated(device):
+            ready = self.init_slots(state, evaluation=True)
+            with self.evaluating(ready, together=False) as ready:
+                out = self.evaluation(ready, to_device(batch, device))[1]
+        return attrs.evolve(out, loss=out.loss.detach())
+
+
+class LossStep(PipelineStep):
+    """The step of a loss function.
+
+    Args:
+        pipeline: the middleware.
+        loss_fn: the loss function.
+    """
+
+    def __init__(self, pipeline: Pipeline, loss_fn: LossFn) -> None:
+        self.loss_fn = loss_fn
+        super().__init__(pipeline)
+
+    def _compose_innermost(self) -> Step:
+        members = in_order(self.pipeline.middleware)
+        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
+        name, amp_listed = name_of(self.loss_fn), any(m.name == "amp" for m in members)
+        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, amp_listed)
+        innermost = carrying(innermost) if self.carries else innermost
+        self._layers.add(innermost, f"the loss function {name}")
+        return innermost
+
+    def _compose_training(self) -> Step:
+        return toolz.pipe(
+            self.forward,
+            functools.partial(self._ring, "loss"),
+            self._backward,
+            functools.partial(self._ring, "gradient"),
+            self._update,
+            functools.partial(self._ring, "update"),
+            functools.partial(self._ring, "device"),
+            functools.partial(self._ring, "step"),
+        )
+
+    def _backward(self, step: Step) -> Step:
+        again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
+        skips = self._may_skip("forward", "loss")
+        backward = Backward(step, may_skip=skips, create_graph=again)
+        self._layers.add(backward, "backward")
+        return backward
+
+    def _update(self, step: Step) -> Step:
+        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
+        updating = update(step, self._may_skip("gradient"), by_closure)
+        self._layers.add(updating, OPTIMIZER)
+        return updating
+
+    def inside(self, pipeline: Pipeline) -> PipelineStep:
+        raise TypeError(
+            f"a pipeline takes a loss function, but {self!r} is a step already: list all "
+            f"middleware in one pipeline(...)({name_of(self.loss_fn)})"
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.pipeline!r}({name_of(self.loss_fn)})"
+
+    def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
+        return f"{name_of(self.loss_fn)}(model, batch)", rings_of(self.pipeline.middleware)
+
+    def __str__(self) -> str:
+        return html.diagram_text(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return html.diagram(*self._shown())
+
+    def __reduce__(self) -> tuple[Pipeline, tuple[LossFn]]:
+        return self.pipeline, (self.loss_fn,)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fnloop._backend.collectives import start_all_reduce_sum
 from fnloop._backend.fsdp import roots
 from fnloop._backend.join import parameters_beside
+from fnloop._core.optimizers import optimizers_of
 from fnloop._core.state import TrainState
 
 __all__ = ["ShardReducer"]
@@ -41,7 +42,7 @@ class ShardReducer:
         return root
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
-        for p in parameters_beside(state.model, state.optimizer):
+        for p in parameters_beside(state.model, optimizers_of(state).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 p.grad.copy_(start_all_reduce_sum(p.grad)() / self._processes)

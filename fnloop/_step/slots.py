@@ -6,14 +6,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import attrs
 from torch import Tensor
 
 from fnloop._core.middleware import Middleware
+from fnloop._core.optimizers import groups_of
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import TrainState, with_slot
 
-__all__ = ["init_slots"]
+__all__ = ["init_slots", "renew_slots"]
 
 
 def init_slots(state: TrainState, members: Iterable[Middleware]) -> TrainState:
@@ -32,6 +34,13 @@ def init_slots(state: TrainState, members: Iterable[Middleware]) -> TrainState:
     return state
 
 
+def renew_slots(state: TrainState, members: Iterable[Middleware], prefix: str = "") -> TrainState:
+    """Return the state without the slots that are made again when a phase begins."""
+    old = {prefix + m.name for m in members if m.per_phase}
+    kept = {name: slot for name, slot in state.slots.items() if name not in old}
+    return attrs.evolve(state, slots=kept)
+
+
 def _make(init: Callable[[TrainState], object], name: str, state: TrainState) -> object:
     """Make a middleware's slot. Its draws are a function of the seed, the same in every process."""
     __tracebackhide__ = True
@@ -44,11 +53,11 @@ def _make(init: Callable[[TrainState], object], name: str, state: TrainState) ->
 
 @contextmanager
 def _kept_group_settings(state: TrainState) -> Iterator[None]:
-    """Restore the settings of the optimizer's groups afterwards.
+    """Restore the settings of all parameter groups afterwards.
 
     A new torch scheduler changes them, those that are tensors in place.
     """
-    groups = state.optimizer.param_groups
+    groups = groups_of(state)
     before = [
         {key: (v, v.clone() if isinstance(v, Tensor) else v) for key, v in group.items()}
         for group in groups

@@ -1,59 +1,58 @@
-"""The outermost of the three steps, the optimizer's step, and what becomes of its output."""
+"""The outermost of the three steps, that of the optimizers, and what becomes of its output."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
-from fnloop._core.metrics import update_, update_loss_
+from fnloop._core.optimizers import Optimizers, optimizers_of, wants_closure
 from fnloop._core.state import (
     TrainState,
     advance,
-    after_batches,
-    all_parameters,
-    check_not_stale,
+    begin_update,
     give_up_ownership,
     parameters,
 )
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
 
-__all__ = ["OPTIMIZER", "consume", "report", "skip_together", "update", "wants_closure"]
+__all__ = ["CLOSURE", "CREATE_GRAPH", "OPTIMIZER", "report", "skip_together", "update"]
 
+CLOSURE, CREATE_GRAPH = "closure", "closure(create_graph)"  # names of middleware
 OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
 
 
-def update(step: Step, may_skip: bool = False) -> Step:
+def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step:
     """Return the step that applies the gradients and then clears them.
 
     Args:
         step: the gradient step.
         may_skip: whether an inner step may skip an update on some processes only. Then all skip it.
+        by_closure: whether to give the optimizer a closure that it could do without.
     """
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        check_not_stale(state)
-        params = all_parameters(state)
+        params = begin_update(state)
         for p in params:
             p.grad = None  # of an earlier batch, if any
         try:
-            if wants_closure(type(state.optimizer)):
+            if by_closure or wants_closure(type(state.optimizer)):  # then there is only one
                 return _by_closure(step, state, batch)
             new, out = step(state, batch)
             if may_skip:
                 out = skip_together(state, out)
             applied = out.skip is None
             if applied:
-                give_up_ownership(new)  # until the optimizer has changed all of the parameters
-                apply_optimizer(new.optimizer)
+                give_up_ownership(new)  # until all of the parameters have changed
+                for optimizer in optimizers_of(new).values():
+                    apply_optimizer(optimizer)
         finally:
             for p in params:
                 p.grad = None
@@ -70,10 +69,16 @@ def skip_together(state: TrainState, out: Output) -> Output:
 
 
 @functools.cache
-def wants_closure(optimizer: type[Optimizer]) -> bool:
-    """Return whether an optimizer evaluates the loss by itself."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def _check_takes_closure(optimizer: type[Optimizer | Optimizers]) -> None:
+    if issubclass(optimizer, Optimizers):
+        raise TypeError(
+            "closure() calls the step of one optimizer, but this state has several: give all "
+            "parameters to one, or leave closure() out of the pipeline"
+        )
+    if "closure" not in inspect.signature(optimizer.step).parameters:
+        raise TypeError(
+            f"{optimizer.__name__}.step takes no closure: leave closure() out of the pipeline"
+        )
 
 
 def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -82,6 +87,7 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
     The first evaluation is reported.
     """
     __tracebackhide__ = True
+    _check_takes_closure(type(state.optimizer))
     replies: list[tuple[TrainState, Output]] = []
 
     def closure() -> Tensor:
@@ -97,7 +103,7 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
 
     # The optimizer may change the parameters before, between and after its evaluations.
     give_up_ownership(state)
-    state.optimizer.step(closure)  # type: ignore[arg-type]
+    state.optimizer.step(closure)
     new, out = replies[0]
     return advance(new, applied=True), out
 
@@ -115,18 +121,3 @@ def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
             "already: rename one"
         )
     return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
-
-
-def consume(state: TrainState, out: Output, batches: int, samples: int = 0) -> TrainState:
-    """Return the state with a step's batches counted and its metrics combined into the epoch's.
-
-    A skipped update does not count in the metrics.
-    """
-    __tracebackhide__ = True
-    running = state.metrics
-    if out.skip is not None:
-        return after_batches(state, batches, samples, running)
-    metrics = update_(running, out.metrics) if out.metrics else {**running}
-    loss: Any = running.get("loss")
-    metrics["loss"] = update_loss_(loss, out.loss, out.weight)
-    return after_batches(state, batches, samples, metrics)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fnloop._core.call import name_of
 from fnloop._display import checks
-from fnloop._display.plot import draw, grid
+from fnloop._display import plot as figures
 from fnloop.schedules._schedule import Factor, check_schedule
 
 if TYPE_CHECKING:
@@ -46,16 +46,16 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
         raise ValueError("plot expects at least one schedule, such as cosine(); got none")
     for schedule in named.values():
         check_schedule("plot", schedule)
-    figure, (axis,) = grid("schedules.plot", 1)
-    curves = {
-        name: [(i, schedule(i, total_steps)) for i in range(total_steps)]
-        for name, schedule in named.items()
-    }
-    draw(axis, "factor on the initial value", "update", curves)
-    if (legend := axis.get_legend()) is not None:
-        legend.remove()  # a schedule crosses the whole axis, so the legend goes below it
+    figure, (axis,) = figures.panels("schedules.plot", [figures.LARGE])
+    colors = figures.palette("schedules.plot", len(named))
+    curves = [
+        figures.Curve([(i, schedule(i, total_steps)) for i in range(total_steps)], name, color)
+        for color, (name, schedule) in zip(colors, named.items(), strict=True)
+    ]
+    figures.draw(axis, "factor on the initial value", "update", curves, known=None)
     figure.set_figheight(3.0 + 0.22 * len(curves))
-    figure.legend(loc="outside lower center", frameon=False)
+    # A schedule crosses the whole axis, so the legend goes below it.
+    figure.legend(loc="outside lower center", frameon=False, labelcolor=figures.GREY)
     return figure
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from fnloop._backend.containers import SEQUENCES
 from fnloop._core.state import TrainState
 from fnloop._display import checks
 
 __all__ = ["assert_equal", "assert_same"]
 
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
+COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "updates", "seed", "stop")
 
 
 def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
@@ -38,8 +38,10 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     for field in COUNTERS:
         mine, other = getattr(a, field), getattr(b, field)
         assert mine == other, f"{field}: {mine!r} != {other!r}"
+    phases = [[(p.name, p.step, p.epoch, p.stop, p.done) for p in s.phases] for s in (a, b)]
+    assert phases[0] == phases[1], f"phases: {a.phases} != {b.phases}"
     assert_equal(a.model.state_dict(), b.model.state_dict(), "model", rtol)
-    assert_equal(a.optimizer.state_dict(), b.optimizer.state_dict(), "optimizer", rtol)
+    assert_equal(a.optimizer, b.optimizer, "optimizer", rtol)
     assert_equal(dict(a.slots), dict(b.slots), "slots", rtol)
     one, two = ([record for record in state.history if not record.closing] for state in (a, b))
     assert len(one) == len(two), f"history: {len(one)} records != {len(two)}"
@@ -55,7 +57,7 @@ def assert_equal(a: object, b: object, path: str, rtol: float = 0.0) -> None:
         assert list(a) == list(b), f"{path}: keys {list(a)} != {list(b)}"
         for key in a:
             assert_equal(a[key], b[key], f"{path}.{key}", rtol)
-    elif isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
+    elif isinstance(a, SEQUENCES) and isinstance(b, SEQUENCES):
         assert len(a) == len(b), f"{path}: {len(a)} items != {len(b)}"
         for i, (mine, other) in enumerate(zip(a, b, strict=True)):
             assert_equal(mine, other, f"{path}[{i}]", rtol)

@@ -56,6 +56,12 @@ def _updates(pipe: Pipeline, problem: Problem) -> int:
     return -(-len(problem.batches) // pipe(problem.loss_fn).window)
 
 
+def _calls(pipe: Pipeline, problem: Problem, state: TrainState) -> int:
+    """Return how often a run has called its step: once for each update, or more rarely."""
+    in_epoch = -(-state.batch // pipe(problem.loss_fn).window)
+    return state.epoch * _updates(pipe, problem) + in_epoch
+
+
 def law_fold(pipe: Pipeline, problem: Problem) -> None:
     """Assert that a run stopped at any update and continued equals one never stopped, bit for bit.
 
@@ -74,11 +80,11 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
     _check_arguments("law_fold", pipe, problem)
     whole = _fit(pipe, problem, problem.state())
     for split in range(1, 2 * _updates(pipe, problem)):
-        pause = when(lambda state, split=split: state.step + state.skipped == split)(
+        pause = when(lambda state, split=split: _calls(pipe, problem, state) == split)(
             lambda state: attrs.evolve(state, stop="paused")
         )
         paused = _fit(pipe, problem, problem.state(), hooks=(pause,))
-        assert paused.step + paused.skipped == split, (
+        assert _calls(pipe, problem, paused) == split, (
             f"law_fold: asked to stop at update {split}, stopped at {paused.step}"
         )
         resumed = _fit(pipe, problem, attrs.evolve(paused, stop=None))
@@ -212,7 +218,7 @@ def law_accumulation(
 def law_no_host_reads(pipe: Pipeline, problem: Problem) -> None:
     """Assert that no update reads a tensor to the host.
 
-    The problem's optimizer must not read one either.
+    The problem's optimizers must not read one either.
 
     Args:
         pipe: what ``pipeline(...)`` returns.
@@ -277,13 +283,15 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
             f"{one.skipped} updates were skipped instead of {len(kept) - 1}"
         )
         assert_equal(one.model.state_dict(), two.model.state_dict(), "model", 0.0)
-        assert_equal(one.optimizer.state_dict(), two.optimizer.state_dict(), "optimizer", 0.0)
+        assert_equal(one.optimizer, two.optimizer, "optimizer", 0.0)
         assert_equal(dict(one.slots), dict(two.slots), "slots", 0.0)
         assert one.step == two.step, f"step: {one.step} != {two.step}"
+        assert one.updates == two.updates, f"updates: {one.updates} != {two.updates}"
 
 
 def _windows(step: PipelineStep, problem: Problem) -> list[Batch]:
-    return list(windows(open_source(list(problem.batches), 0), step.window, torch.device("cpu")))
+    window = None if step.window == 1 else step.window
+    return list(windows(open_source(list(problem.batches), 0), window, torch.device("cpu")))
 
 
 def _skip_every_second(step: Step[TrainState]) -> Step[TrainState]:

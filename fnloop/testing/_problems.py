@@ -29,7 +29,7 @@ class Problem:
         model: a function that makes the module; the law seeds torch before the call.
         loss_fn: the loss function.
         batches: batches of one structure, not all of one size.
-        optimizer: a function that makes the optimizer from parameters.
+        optimizer: a function that makes the optimizer from parameters, or a mapping of several.
         cat: a function that joins batches into one, for the law of accumulation; or None.
 
     Raises:
@@ -45,7 +45,7 @@ class Problem:
     model: Callable[[], nn.Module]
     loss_fn: LossFn
     batches: Sequence[Batch]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _sgd
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer | Mapping[str, Optimizer]] = _sgd
     cat: Callable[[Sequence[Batch]], Batch] | None = None
 
     def __attrs_post_init__(self) -> None:

@@ -29,11 +29,8 @@ def diverge(folder, way, hold=2):
     def hook(state):
         if state.step == 5 and rank() == 1:
             (folder / "diverged").write_text(str(time.time()))
-            return (
-                attrs.evolve(state, skipped=1)
-                if way == "skip"
-                else attrs.evolve(state, stop="mine")
-            )
+            change = {"ends": "epoch"} if way == "epoch" else {"stop": "mine"}
+            return attrs.evolve(state, **change)
         return state
 
     torch.manual_seed(0)
@@ -63,7 +60,7 @@ def waited(folder, found):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("way", ["skip", "stop", "buffers", "weights"])
+@pytest.mark.parametrize("way", ["epoch", "stop", "buffers", "weights"])
 def test_processes_that_diverge_fail(tmp_path, way, n):
     found = launch.launch(tmp_path, n, diverge, way, timeout=60)
     assert all(found.codes), found  # 1, or another one from gloo's threads

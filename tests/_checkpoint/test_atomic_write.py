@@ -28,6 +28,7 @@ def train(folder, state, steps, every=1, **settings):
     return fl.fit(step, state, [ONE] * 100, steps=steps, hooks=(hook,))
 
 
+@pytest.mark.slow
 def test_leftovers_are_removed_by_the_next_run(tmp_path):
     for name in (".step-00000001.writing-0123456789ab", ".step-00000009.removing"):
         (tmp_path / name).mkdir()

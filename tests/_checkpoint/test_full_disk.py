@@ -25,7 +25,7 @@ def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
     call, background, tmp_path, monkeypatch
 ):
     problem = stochastic()
-    whole, every, last = toy_fit(problem, problem.state()), 3, 14
+    whole, every, last = toy_fit(problem, problem.state()), 5, 14
     saves = [*range(every, last, every), last]
 
     def run(n):
@@ -72,7 +72,7 @@ def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
         # In the background: at the first boundary after the writer failed
         surfaces = error.state.step
         assert saves[place] <= surfaces <= saves[min(place + background, len(saves) - 1)]
-        where = ("while in the end of the run", "while in every(steps=3)(checkpoint(")
+        where = ("while in the end of the run", "while in every(steps=5)(checkpoint(")
         assert any(
             text.startswith(where) and f"step {surfaces}" in text for text in error.__notes__
         )

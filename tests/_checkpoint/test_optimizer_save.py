@@ -54,5 +54,6 @@ def test_a_sharded_model_is_refused_if_the_optimizer_has_its_own_state_dict():
         match="CountingSaved has its own state_dict and the model is sharded",
     ):
         encode_optimizer(
-            NamedOptimizer(state.optimizer, NamedOptimizer.of_state(state).names, sharded=True), {}
+            NamedOptimizer(state.optimizer, NamedOptimizer.of_state(state)[""].names, sharded=True),
+            {},
         )

@@ -121,7 +121,9 @@ RUNS = {
     ),
 }
 SLOW_RUNS = (
-    *("workers", "persistent workers", "accumulated, workers, fp16"),
+    "generator function",
+    "fp16 that skips, under a schedule of the whole run",
+    *("plain", "workers", "persistent workers", "accumulated, workers, fp16"),
     *("clip and schedule", "torch scheduler", "bf16", "fp16", "list"),
 )
 

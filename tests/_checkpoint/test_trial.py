@@ -126,7 +126,7 @@ def test_the_trial_copies_little():
     state = fl.fit(
         fl.pipeline()(lambda model, x: model(x).mean()), state, [torch.ones(2, 300)], hooks=()
     )
-    twin = copy_small(NamedOptimizer.of_state(state), torch.Generator()).optimizer
+    twin = copy_small(NamedOptimizer.of_state(state)[""], torch.Generator()).optimizer
     # One of each kind
     assert [tuple(p.shape) for p in twin.param_groups[0]["params"]] == [
         (4, 4),

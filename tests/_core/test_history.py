@@ -1,7 +1,6 @@
 """History: records that never change, and the ways to read them."""
 
 import copy
-import io
 import math
 import pickle
 import sys
@@ -235,9 +234,11 @@ def test_closing_records_are_shown_and_compared():
     made = History(
         [Record(0, 5, {"valid/loss": 2}, closing=True), Record(1, 10, {"valid/loss": 1})]
     )
-    assert [row.split() for row in repr(made).splitlines()[1:]] == [
-        ["0", "5", "2", "0.0"],
-        ["1", "10", "1", "0.0"],
+    assert repr(made).splitlines() == [
+        "            │ valid",
+        "epoch  step │   loss  │ time",
+        "    0     5 │ 2.0000  │ 0.0s",
+        "    1    10 │ 1.0000* │ 0.0s",
     ]
     assert [row.get("closing") for row in made.to_dicts()] == [True, None]
     assert Record(0, 5, {}) != Record(0, 5, {}, closing=True)
@@ -410,15 +411,16 @@ def test_repr_is_a_table_with_a_gap_where_a_record_lacks_a_metric():
         ]
     )
     assert repr(made).splitlines() == [
-        "epoch  step  train/loss  valid/acc  seconds",
-        "    0     5         1.5                 0.2",
-        "    1    10     0.12346        nan     61.0",
+        "            │ valid │ train",
+        "epoch  step │  acc  │   loss │  time",
+        "    0     5 │       │ 1.5000 │  0.2s",
+        "    1    10 │  nan  │ 0.1235 │ 60.8s",
     ]
 
 
 def test_repr_of_a_long_history_leaves_out_the_middle():
     def steps(n):
-        rows = [row.split() for row in repr(history(*range(n))).splitlines()[1:]]
+        rows = [row.split() for row in repr(history(*range(n))).splitlines()[2:]]
         return [row[1] for row in rows]
 
     assert steps(40) == [str(10 * i) for i in range(1, 41)]
@@ -432,15 +434,6 @@ def test_repr_of_a_long_history_leaves_out_the_middle():
 def test_an_empty_history_shows_as_the_call_that_makes_one():
     assert repr(History()) == "History()"
     assert History()._repr_html_() == "<code>History()</code>"
-
-
-def test_html_is_a_table_in_which_names_are_escaped():
-    made = History([Record(1, 10, {"<b>&": 0.5}, 2.0)])
-    assert made._repr_html_() == (
-        '<div style="overflow-x:auto"><table style="text-align:right">'
-        "<tr><th>epoch</th><th>step</th><th>&lt;b&gt;&amp;</th><th>seconds</th></tr>"
-        "<tr><td>1</td><td>10</td><td>0.5</td><td>2.0</td></tr></table></div>"
-    )
 
 
 # --- as data
@@ -482,147 +475,3 @@ def test_a_missing_dependency_is_an_error_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(ImportError, match=message):
         call(history(0.5))
-
-
-# --- as a plot
-
-
-def plot(made, **settings):
-    pytest.importorskip("matplotlib")
-    return made.plot(**settings)
-
-
-def lines(axis):
-    """Return the drawn curves: label to points."""
-    return {
-        line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
-        for line in axis.lines
-    }
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
-def test_a_plot_has_one_visible_axis_per_metric(n):
-    names = ["loss", "accuracy", "lr", "a", "b", "c", "d"][:n]
-    metrics = {f"{loader}/{name}": 0.5 for loader in ("train", "valid") for name in names}
-    figure = plot(History([Record(1, 10, metrics), Record(2, 20, metrics)]))
-    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == names
-
-
-def test_a_plot_has_a_line_per_loader_and_marks_the_best_evaluation():
-    made = History(
-        [
-            Record(1, 10, {"train/loss": 3, "valid/loss": 2}),
-            Record(2, 20, {"train/loss": 2, "valid/loss": 1}),
-            Record(3, 30, {"train/loss": 0.5, "valid/loss": 4}),
-        ]
-    )
-    (axis,) = plot(made).axes
-    assert lines(axis) == {
-        "train": [(10, 3.0), (20, 2.0), (30, 0.5)],
-        "valid": [(10, 2.0), (20, 1.0), (30, 4.0)],
-        "best 1": [(20, 1.0)],
-    }
-
-
-@pytest.mark.parametrize(
-    ("metric", "settings", "best"),
-    [
-        ("loss", {}, "best 1"),
-        ("accuracy", {}, "best 2"),
-        ("F1_macro", {}, "best 2"),
-        ("loss", {"mode": "max"}, "best 2"),
-        ("accuracy", {"mode": {"accuracy": "min"}}, "best 1"),
-        ("error", {}, "best 1"),
-        ("bleu", {}, None),  # its name suggests nothing
-        ("loss_of_accuracy", {}, None),  # or both
-        ("score", {"mode": {"score": "max"}}, "best 2"),
-        ("score", {"mode": {"valid/score": "max"}}, "best 2"),  # by its whole name
-        ("accuracy", {"mode": {"valid/accuracy": "min"}}, "best 1"),
-        ("accuracy", {"mode": {"loss": "min"}}, "best 2"),  # not in the mapping: by its name
-    ],
-)
-def test_a_plot_marks_the_lowest_or_the_highest_value_by_mode_or_name(metric, settings, best):
-    (axis,) = plot(history(1, 2, key=f"valid/{metric}"), **settings).axes
-    assert [label for label in lines(axis) if label.startswith("best")] == [best] * (
-        best is not None
-    )
-
-
-@pytest.mark.parametrize("mode", ["low", {"loss": "low"}, {"valid/loss": "low"}])
-def test_a_plot_in_an_unknown_mode_is_an_error(mode):
-    with pytest.raises(ValueError, match=r'mode expects "min" .* or "max" .*got \'low\''):
-        plot(history(1, 2), mode=mode)
-
-
-@pytest.mark.parametrize("x", ["step", "epoch"])
-def test_a_plot_labels_its_x_axis(x):
-    (axis,) = plot(history(1, 2), x=x).axes
-    assert axis.get_xlabel() == x
-    assert [at for at, _ in lines(axis)["valid"]] == {"step": [10, 20], "epoch": [1.0, 2.0]}[x]
-
-
-def test_evaluations_within_an_epoch_are_at_fractions_of_it():
-    seen = [(0, 5), (1, 10), (1, 12), (2, 20), (2, 25)]  # epochs completed, steps: an epoch has ten
-    (axis,) = plot(
-        History([Record(epoch, step, {"valid/loss": step}) for epoch, step in seen]), x="epoch"
-    ).axes
-    assert lines(axis)["valid"] == [(0.5, 5), (1.0, 10), (1.2, 12), (2.0, 20), (2.5, 25)]
-
-
-def test_within_the_first_epoch_the_length_of_an_epoch_is_unknown():
-    (axis,) = plot(
-        History([Record(0, 5, {"valid/loss": 5}), Record(0, 7, {"valid/loss": 7})]), x="epoch"
-    ).axes
-    assert lines(axis)["valid"] == [(0.0, 5), (0.0, 7)]
-
-
-def test_another_x_axis_is_an_error():
-    with pytest.raises(ValueError, match='x expects "step" or "epoch"; got \'seconds\''):
-        history(1).plot(x="seconds")
-
-
-def test_a_loader_has_one_colour_in_all_axes():
-    made = plot(History([Record(1, 10, {"train/loss": 3, "valid/loss": 2, "valid/accuracy": 0.5})]))
-    loss, accuracy = made.axes
-    assert [line.get_color() for line in loss.lines] == ["C0", "C1", "C1"]
-    assert [line.get_color() for line in accuracy.lines] == ["C1", "C1"]
-
-
-def test_a_plot_marks_the_points_of_short_curves_only():
-    for n, shown in ((40, True), (41, False)):
-        (axis,) = plot(history(*range(n))).axes
-        assert (axis.lines[0].get_marker() == ".") is shown
-
-
-def test_a_plot_of_one_record_has_whole_numbers_on_its_x_axis():
-    (axis,) = plot(history(1)).axes
-    assert axis.get_xlim() == (9, 11)
-
-
-def test_a_notebook_shows_a_plot_in_its_own_size():
-    figure = plot(history(1, 2))
-    data, size = figure._repr_png_()
-    assert data.startswith(b"\x89PNG")
-    assert size == {"width": 520, "height": 300}
-    assert int.from_bytes(data[16:20]) == 2 * 520  # its pixels: twice as many
-    assert (
-        "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
-    )  # none is left open
-
-
-def test_a_plot_can_be_pickled():
-    assert pickle.loads(pickle.dumps(plot(history(1, 2))))._repr_png_()[1]["width"] == 520
-
-
-def test_a_plot_with_nan_and_infinity_can_be_saved():
-    file = io.BytesIO()
-    plot(history(NAN, INF, 1.0)).savefig(file, format="png")
-    assert file.getvalue().startswith(b"\x89PNG")
-
-
-def test_an_empty_history_cannot_be_plotted():
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match="nothing to plot: the history is empty"):
-        History().plot()
-    with pytest.raises(ValueError, match="nothing to plot: the history has no metric"):
-        History([Record(1, 10, {})]).plot()

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
-from fnloop._core.metrics import read, update_, update_loss_
+from fnloop._core.metrics import read
+from fnloop._core.running import update_, update_loss_
 from fnloop.testing import toy, toy_loss
 
 NAN = math.nan
@@ -198,6 +199,7 @@ def test_losses_of_half_precision_are_summed_in_double_precision(dtype, window, 
     assert state.history[0].metrics == {
         "train/loss": 10,
         "train/ten": 10,
+        "train/lr": 1,
         "valid/loss": 10,
         "valid/ten": 10,
     }
@@ -279,6 +281,7 @@ def test_a_skipped_update_or_batch_does_not_count_in_the_metrics(window):
         "train/mean": 3,
         "train/sum": 6,
         "train/max": 4,
+        "train/lr": 0,
     }
 
 

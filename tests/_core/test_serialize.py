@@ -3,7 +3,7 @@
 import enum
 import json
 import math
-from collections import deque
+from collections import Counter, deque
 
 import attrs
 import numpy as np
@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fnloop as fl
 from fnloop._checkpoint.compare import find_difference
-from fnloop._core.serialize import decode, encode
+from fnloop._core.serialize import decode, encode, has_pending, materialize
 from fnloop.testing import toy
 
 
@@ -74,6 +74,24 @@ def test_dtypes_deques_and_complex_tensors_are_decoded_as_they_were(value):
     encoded = json.loads(json.dumps(encode(value, tensors, "x")))
     back = decode(encoded, {name: tensor.contiguous() for name, tensor in tensors.items()})
     assert find_difference(value, back, "") is None and getattr(back, "maxlen", 3) == 3
+
+
+@attrs.frozen
+class Seen:
+    """A record with containers of every kind."""
+
+    counts: Counter
+    recent: deque
+
+
+def test_objects_in_a_deque_are_materialized_and_a_counter_stays_one():
+    saved = Seen(Counter("aab"), deque([Seen(Counter("c"), deque())], maxlen=2))
+    template = Seen(Counter("b"), deque([Seen(Counter(), deque())], maxlen=2))
+    decoded = decode(json.loads(json.dumps(encode([deque([saved])], {}, "x"))), {})
+    assert has_pending(decoded)
+    back = materialize([deque([template])], decoded)
+    assert back == [deque([saved])]
+    assert type(back[0][0].counts) is Counter and back[0][0].recent.maxlen == 2
 
 
 class Level(enum.IntEnum):

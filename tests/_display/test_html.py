@@ -104,12 +104,12 @@ def test_html_is_well_formed_and_escaped_and_has_no_assets_and_colours(value):
         "fill",
         "stroke",
         "opacity",
-    } | {"stroke-width"}
+    } | {"stroke-width", "colspan"}
     looks = " ".join(
         str(v) for _, attributes in page.tags for k, v in attributes.items() if k != "xmlns"
     )
     assert not re.search(
-        r"url\(|http|#[0-9a-f]{3}|rgb\(|white|black", looks
+        r"url\(|http|#[0-9a-f]{3}|rgb\(|white(?!-space)|black", looks
     )  # no asset and no colour
 
 
@@ -242,41 +242,9 @@ def test_the_rings_of_a_long_pipeline_fit_a_terminal():
 # --- history
 
 
-def test_a_wide_history_is_broken_into_parts_that_fit_a_terminal():
-    made = History([Record(1, 10, {f"valid/metric_number_{i}": i for i in range(12)})])
-    parts = [part.splitlines() for part in repr(made).split("\n\n")]
-    assert len(parts) == 4
-    assert max(len(line) for part in parts for line in part) <= 100
-    assert all(
-        part[0].split()[:2] == ["epoch", "step"] and part[1].split()[:2] == ["1", "10"]
-        for part in parts
-    )
-    assert [name for part in parts for name in part[0].split()[2:]] == [*made.keys(), "seconds"]
-
-
-def test_the_parts_of_a_wide_history_have_similar_widths():
-    made = History(
-        [
-            Record(
-                1,
-                10,
-                {f"{loader}/{'m' * 20}{i}": i for loader in ("train", "valid") for i in range(2)},
-            )
-        ]
-    )
-    assert [line.split()[2:] for line in repr(made).splitlines() if "epoch" in line] == [
-        ["train/mmmmmmmmmmmmmmmmmmmm0", "train/mmmmmmmmmmmmmmmmmmmm1"],
-        ["valid/mmmmmmmmmmmmmmmmmmmm0", "valid/mmmmmmmmmmmmmmmmmmmm1", "seconds"],
-    ]
-
-
-def test_a_column_that_is_too_wide_is_shown_anyway():
-    assert repr(History([Record(1, 10, {"m" * 120: 1})])).count("m") == 120
-
-
 def test_a_long_history_leaves_out_the_middle_in_html():
     made = History([Record(i, i, {"loss": i}) for i in range(1, 101)])
-    epochs = re.findall(r"<tr><td>(.*?)</td>", made._repr_html_())
+    epochs = re.findall(r"<tr><td[^>]*>(.*?)</td>", made._repr_html_())
     assert epochs == [*map(str, range(1, 21)), "…", *map(str, range(81, 101))]
 
 

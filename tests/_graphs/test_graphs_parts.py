@@ -1,5 +1,7 @@
 """The parts: signatures of batches, capturable optimizers, the host's state, tracked slots."""
 
+from collections import OrderedDict, UserDict, namedtuple
+
 import attrs
 import pytest
 import torch
@@ -43,8 +45,6 @@ def test_signatures_differ_where_a_graph_could_not_be_reused():
 
 
 def test_a_batch_is_rebuilt_with_other_tensors():
-    from collections import OrderedDict, namedtuple
-
     Pair = namedtuple("Pair", "x y")
     batch = Pair({"a": torch.ones(1), "n": 3}, [torch.zeros(2), (torch.ones(2), None)])
     tensors = []
@@ -57,7 +57,16 @@ def test_a_batch_is_rebuilt_with_other_tensors():
         [6.0, 6.0],
         None,
     )
-    assert type(rebuild(OrderedDict(x=torch.ones(1)), iter([torch.zeros(1)]))) is OrderedDict
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, UserDict, type("Named", (dict,), {})])
+def test_a_mapping_is_rebuilt_with_its_class(kind):
+    batch, tensors = kind(x=torch.ones(1), n=3), []
+    key = signature(batch, tensors)
+    again = rebuild(batch, iter([torch.zeros(1)]))
+    assert type(again) is kind and dict(again) == {"x": torch.zeros(1), "n": 3}
+    assert signature(again, []) == key
+    assert [t.item() for t in (*tensors, batch["x"])] == [1.0, 1.0]
 
 
 def test_an_optimizer_is_made_capturable_and_restored():
@@ -65,11 +74,11 @@ def test_an_optimizer_is_made_capturable_and_restored():
     for make, changed in ((torch.optim.AdamW, "capturable"), (torch.optim.SGD, "fused")):
         optimizer = make(model.parameters(), lr=0.1)
         before = optimizer.state_dict()["param_groups"]
-        given = make_capturable(optimizer, torch.device("cpu"))
+        given = make_capturable([optimizer], torch.device("cpu"))
         (group,) = optimizer.param_groups
         assert (group["lr"].item(), group[changed]) == (pytest.approx(0.1), True)
         group["lr"].fill_(0.25)
-        undo_capturable(optimizer, given)
+        undo_capturable(given)
         assert optimizer.state_dict()["param_groups"] == [before[0] | {"lr": 0.25}]
 
 
@@ -78,7 +87,7 @@ def test_groups_that_share_a_learning_rate_get_one_each():
     optimizer = torch.optim.SGD(
         [{"params": a.parameters()}, {"params": b.parameters()}], lr=rate, fused=True
     )
-    make_capturable(optimizer, torch.device("cpu"))
+    make_capturable([optimizer], torch.device("cpu"))
     first, second = (group["lr"] for group in optimizer.param_groups)
     assert first is not second
     assert rate is not first
@@ -87,7 +96,7 @@ def test_groups_that_share_a_learning_rate_get_one_each():
 def test_a_learning_rate_that_was_given_as_a_tensor_stays_a_tensor():
     model, rate = nn.Linear(1, 1), torch.tensor(0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    undo_capturable(optimizer, make_capturable(optimizer, torch.device("cpu")))
+    undo_capturable(make_capturable([optimizer], torch.device("cpu")))
     assert optimizer.param_groups[0]["lr"] is rate
 
 

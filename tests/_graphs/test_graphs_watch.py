@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from graph_problems import done, fused_sgd, net, ones
+from graph_problems import capturable_adam, done, fused_sgd, net, ones
 from sample_middleware import average
 from torch import nn
 
@@ -254,3 +254,32 @@ def test_eager_updates_count_from_the_last_replay(recorders, caplog):
     )
     assert done(recorders).count("run") == 120
     assert not caplog.messages
+
+
+def thaw(state):
+    return fl.unfreeze(state, "0.weight", lr=0.5)
+
+
+@pytest.mark.parametrize("optimizer", [fused_sgd, capturable_adam])
+@pytest.mark.parametrize("change", [lambda state: fl.freeze(state, "0.weight"), thaw])
+def test_what_is_trained_may_change_between_two_updates(recorders, change, optimizer):
+    log = stopping(recorders, change, optimizer=optimizer)
+    assert log.count("run") == 2 and any(entry.startswith("replay") for entry in log)
+
+
+def test_phases_that_train_more_and_more_are_captured_each(recorders):
+    problem = net()
+
+    def run(*members):
+        step = fl.pipeline(fl.schedule(schedules.linear()), *members)(problem.loss_fn)
+        state = fl.freeze(problem.state(), "0")
+        state = fl.fit(step, state, problem.batches, epochs=3, hooks=(), phase="head")
+        state = fl.unfreeze(state, "0", lr=0.01)
+        return fl.fit(step, state, problem.batches, epochs=3, hooks=(), phase="all")
+
+    captured, plain = run(fl.cuda_graph(warmup=1)), run()
+    assert [float(g["lr"]) for g in captured.optimizer.param_groups] == [
+        float(g["lr"]) for g in plain.optimizer.param_groups
+    ]
+    for a, b in zip(captured.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)

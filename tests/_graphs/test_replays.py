@@ -1,5 +1,6 @@
 """Which updates are captured, and what their replays return."""
 
+import attrs
 import pytest
 import torch
 from fake_recorder import FakeRecorder
@@ -115,6 +116,27 @@ def test_a_metric_of_the_users_own_is_copied(recorders):
         step, toy(lr=0.0), ones(1, 2, 3, 4), epochs=2, hooks=()
     )  # the second epoch begins with a replay
     assert state.history["train/count"] == (10.0, 10.0)
+
+
+def test_tensors_in_a_dict_of_a_metric_are_copied(recorders):
+    @attrs.frozen
+    class ByName:
+        sums: dict
+
+        def combine(self, other):
+            return ByName({name: value + other.sums[name] for name, value in self.sums.items()})
+
+        def compute(self):
+            return self.sums["batch"]
+
+    step = fl.pipeline(
+        fl.metric(named=lambda aux, batch: ByName({"batch": batch.sum()})), fl.cuda_graph(warmup=1)
+    )(toy_loss)
+    state, kept = toy(lr=0.0), []
+    for batch in ones(1, 2, 3, 4):
+        state, out = step(state, batch)
+        kept.append(out.metrics["named"])
+    assert [metric.compute().item() for metric in kept] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_loss_function_may_take_the_gradient_of_its_input(recorders):

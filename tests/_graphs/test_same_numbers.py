@@ -31,6 +31,10 @@ TABLE = [
     (noise(0.01), fl.accumulate(2)),
     (weight_penalty(0.01), average(0.9), fl.schedule(schedules.linear())),
     (fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
+    (fl.ema(0.9),),
+    (fl.ema(0.9, start=9, every=2), fl.accumulate(2)),
+    (fl.ema(0.9, start=0.25), fl.swa(0.5), fl.schedule(schedules.linear())),
+    (fl.swa(5, every=3, evaluate="only"), fl.metric(mean=output_mean)),
 ]
 
 
@@ -69,6 +73,7 @@ def single_precision(problem):
         (SCALED, fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2))),
         (fl.accumulate(3), SCALED, fl.metric(mean=output_mean), average(0.9)),
         (SCALED, fl.torch_scheduler(decay)),
+        (SCALED, fl.ema(0.9, start=11, every=2), fl.swa(0.5)),
     ],
     ids=repr,
 )
@@ -111,6 +116,27 @@ def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
     step = fl.pipeline(SCALED, fl.cuda_graph(warmup=1))(problem.loss_fn)
     state = fl.fit(step, problem.state(), problem.batches[:1] * 30, hooks=())
     assert done(recorders)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(recorders)
+
+
+@pytest.mark.parametrize("member", [fl.ema(0.5, start=4, every=2), fl.swa(4, every=2)], ids=repr)
+def test_one_graph_serves_every_update_of_an_average(member, recorders):
+    found = []
+
+    def note(state):
+        found.append(state.slots[member.name]["w"].item())
+        return state
+
+    def run(*members):
+        found.clear()
+        step = fl.pipeline(member, *members)(toy_loss)
+        fl.fit(step, toy(lr=1.0), ones(*[1] * 10), hooks=(note,))
+        return [*found]
+
+    captured = run(fl.cuda_graph(warmup=1))
+    assert done(recorders) == ["run", "record 0", *["replay 0"] * 9]
+    assert captured == run()
+    after = {"ema": [-5, -5, -6.5, -6.5], "swa": [-6, -6, -7, -7]}[member.name]
+    assert captured[:4] == [-1, -2, -3, -4] and captured[5:9] == after
 
 
 def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(recorders):
@@ -201,7 +227,8 @@ def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, r
 
 
 def test_graphs_keep_the_laws_of_fold_and_purity(recorders):
-    pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.05), average(0.9), fl.cuda_graph(warmup=1))
+    averages = (average(0.9), fl.ema(0.9, start=2), fl.swa(3, every=2))
+    pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.05), *averages, fl.cuda_graph(warmup=1))
     for problem in PROBLEMS:
         law_fold(pipe, problem)
         law_purity(pipe, problem)

@@ -106,7 +106,7 @@ def test_changes_by_a_later_hook_at_the_last_boundary_are_saved(tmp_path):
 def test_an_unknown_best_metric_is_an_error_that_names_the_known_ones(tmp_path):
     hooks = (fl.every(epochs=1)(fl.checkpoint(tmp_path, best="valid/losses")),)
     with pytest.raises(
-        KeyError, match="no metric 'valid/losses'; there are: train/loss, valid/loss"
+        KeyError, match="no metric 'valid/losses'; there are: train/loss, train/lr, valid/loss"
     ) as error:
         fl.fit(step, toy(), ([ONE] * 2, [ONE]), epochs=3, hooks=hooks)
     assert error.value.state.epoch == 1
@@ -197,6 +197,34 @@ def test_a_save_between_evaluations_is_repeated_at_the_next_evaluation(tmp_path)
     # Evaluations at 4, 8 and 10
     assert names(tmp_path) == [f"step-{n:08d}" for n in (3, 4, 6, 8, 9, 10)]
     assert fl.best(tmp_path).name == "step-00000008"
+
+
+FROM_THE_START = fl.at_start() | fl.every(epochs=1)  # when to evaluate
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved", "best"),
+    [
+        (fl.every(epochs=1), [1, 3], 1),  # it is not due at the start: nothing to rank there
+        (fl.every(steps=2), [2, 3], 2),
+        (FROM_THE_START, [0, 3], 0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_the_untrained_model_can_be_the_best(moment, saved, best, background, tmp_path):
+    """The loss of valid is 0 at first, and rises with each update."""
+    loaders = {"train": [ONE], "valid": [-ONE]}
+    settings = {"epochs": 3, "evaluate_every": FROM_THE_START}
+    hook = moment(fl.checkpoint(tmp_path, keep=1, best="valid/loss", background=background))
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), loaders, hooks=(hook,), **settings)
+    assert state.history["valid/loss"] == (0.0, 1.0, 2.0, 3.0)
+    assert fl.best(tmp_path).name == f"step-{best:08d}"
+    assert names(tmp_path) == [f"step-{n:08d}" for n in saved]
+    back = fl.restore(fl.best(tmp_path), toy())
+    assert (back.step, len(back.history)) == (best, best + 1)
+    resumed = fl.fit(fl.pipeline()(toy_loss), back, loaders, hooks=(), **settings)
+    assert resumed.history == state.history
 
 
 def test_a_resumed_run_still_saves_the_next_evaluation(tmp_path):

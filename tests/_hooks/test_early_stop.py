@@ -435,7 +435,8 @@ def test_an_unknown_metric_is_an_error_at_the_first_evaluation(key):
     right = key.replace("lss", "loss")
     with pytest.raises(
         KeyError,
-        match=rf"there is no metric '{key}'; .*: train/loss, valid/loss\. Did you mean '{right}'\?",
+        match=rf"there is no metric '{key}'; .*: train/loss, train/lr, valid/loss\. "
+        rf"Did you mean '{right}'\?",
     ) as caught:
         fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=(early_stop(key, mode="min"),))
     assert caught.value.state.step == 1

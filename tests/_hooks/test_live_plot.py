@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop import History, live_plot
+from fnloop import History, Record, live_plot
 from fnloop._backend.launch import Backend
 from fnloop._hooks import live_plot as live_plot_module
 from fnloop.testing import no_host_reads, toy, toy_loss
@@ -65,6 +65,39 @@ def test_it_draws_as_often_as_refresh_allows_and_at_the_end(tmp_path, drawn, clo
     drawn.clear()
     run(live_plot(tmp_path / "run.svg"))  # the clock stands still
     assert records(drawn) == [1, 5]
+
+
+def test_it_draws_a_tenth_of_the_time_at_most(tmp_path, monkeypatch, clock):
+    began = []
+    plot = History.plot
+
+    def slow(self, **settings):
+        began.append(clock.now)
+        clock.now += 2.0
+        return plot(self, **settings)
+
+    def second(state):
+        clock.now += 1.0
+        return state
+
+    monkeypatch.setattr(History, "plot", slow)
+    hook = live_plot(tmp_path / "run.svg")
+    fl.fit(STEP, toy(), [ONE], epochs=45, hooks=(hook, second))
+    assert [at - 1000 for at in began] == [0, 20, 40, 51]  # and at the end
+
+
+def test_it_draws_the_intervals_of_an_epoch(tmp_path, monkeypatch):
+    figures = []
+    plot = History.plot
+    monkeypatch.setattr(
+        History, "plot", lambda self, **kwargs: figures.append(plot(self, **kwargs)) or figures[-1]
+    )
+    hook, state = live_plot(tmp_path / "run.svg", refresh=0), toy()
+    for step in (1, 2, 3):
+        record = Record(0, step, {"recent/loss": 1.0 / step})
+        state = hook(attrs.evolve(state, history=state.history.append(record)))
+    assert [len(figure.axes[0].lines[0].get_xdata()) for figure in figures] == [1, 2, 3]
+    assert figures[0].axes[0].lines[0].get_label() == "recent"
 
 
 def test_it_draws_each_history_once(tmp_path, drawn, clock):

@@ -157,14 +157,83 @@ def test_rows_are_appended_and_the_file_is_replaced_only_for_a_new_column(tmp_pa
     )  # before and after step 2, where "valid/loss" appears
     assert (tmp_path / "a.csv").read_text().splitlines()[
         0
-    ] == "epoch,step,seconds,train/loss,valid/loss"
+    ] == "epoch,step,seconds,train/loss,train/lr,valid/loss"
     assert rows(tmp_path / "a.csv") == [
         {k: v for k, v in row.items() if v == v} for row in state.history.to_dicts()
-    ] and [len(row) for row in rows(tmp_path / "a.csv")] == [5, 4, 4]  # fmt: skip
+    ] and [len(row) for row in rows(tmp_path / "a.csv")] == [6, 5, 5]  # fmt: skip
 
     nodes, state = files(fl.to_jsonl(tmp_path / "a.jsonl"))
     assert len(set(nodes)) == 1
     assert rows(tmp_path / "a.jsonl") == state.history.to_dicts()
+
+
+MIXED = {
+    "loaders": {"train": ONE * 5, "valid": ONE},
+    "evaluate_every": fl.at_start() | fl.every(epochs=1),
+    "record_every": fl.every(steps=2),
+}
+
+
+def without_times(path):
+    """Return the lines of a CSV file without the column of seconds."""
+    with path.open(newline="") as file:
+        return [",".join([*row[:2], *row[3:]]) for row in csv.reader(file)]
+
+
+def test_records_have_different_metrics_and_names_may_appear_at_any_time(tmp_path):
+    csv_file, jsonl = fl.to_csv(tmp_path / "a.csv"), fl.to_jsonl(tmp_path / "a.jsonl")
+    seen = {}
+
+    def look(state):
+        seen[state.step] = without_times(csv_file.path)
+        assert rows(jsonl.path) == state.history.to_dicts()
+        return state
+
+    state = train(None, hooks=(csv_file, jsonl, look), steps=7, epochs=None, **MIXED)
+    assert seen[1] == ["epoch,step,valid/loss", "0,0,0.0"]
+    assert seen[2] == ["epoch,step,valid/loss,recent/loss,recent/lr", "0,0,0.0,,", "0,2,,-0.5,1.0"]
+    assert without_times(csv_file.path) == [
+        "epoch,step,valid/loss,recent/loss,recent/lr,train/loss,train/lr,closing",
+        "0,0,0.0,,,,,",
+        "0,2,,-0.5,1.0,,,",
+        "0,4,,-2.5,1.0,,,",
+        "1,5,-5.0,-4.0,1.0,-2.0,1.0,",
+        "1,6,,-5.0,1.0,,,",
+        "1,7,-7.0,-6.0,1.0,-5.5,1.0,1",
+    ]
+    assert rows(csv_file.path) == rows(jsonl.path) == state.history.to_dicts()
+
+
+@pytest.mark.parametrize("saved", [1, 3, 5, 6])
+def test_a_resume_has_the_columns_and_rows_of_an_uninterrupted_run(writer, tmp_path, saved):
+    kind = writer.path.suffix[1:]
+    whole = WRITERS[kind](tmp_path / f"whole.{kind}")
+    train(whole, epochs=2, **MIXED)
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path / "run", keep=None))
+    train(None, hooks=(writer, saves), epochs=2, **MIXED)
+    state = fl.restore(tmp_path / "run" / f"step-{saved:08}", toy())
+    again = WRITERS[kind](writer.path)
+    state = train(again, state, epochs=2, **MIXED)
+    assert rows(again.path) == state.history.to_dicts()
+    one, other = rows(whole.path), rows(again.path)
+    assert [row | {"seconds": 0} for row in one] == [row | {"seconds": 0} for row in other]
+    if kind == "csv":
+        assert without_times(again.path) == without_times(whole.path)
+
+
+def test_several_new_rows_are_appended_at_once(writer):
+    """A hook that is called rarely, or a boundary that makes two records, replaces no file."""
+    nodes = []
+
+    def look(state):
+        nodes.append(writer.path.stat().st_ino if writer.path.exists() else None)
+        return state
+
+    rarely = fl.every(steps=3)(writer)
+    state = train(None, hooks=(rarely, look), record_every=fl.every(steps=1), epochs=9)
+    assert len(set(nodes[2:])) == 1
+    assert rows(writer.path) == state.history.to_dicts()
+    assert len(rows(writer.path)) == 9
 
 
 def test_rows_after_the_restored_state_are_cut_off(writer, tmp_path):
@@ -185,20 +254,17 @@ def test_rows_after_the_restored_state_are_cut_off(writer, tmp_path):
     assert rows(writer.path) == state.history.to_dicts()
 
 
-def test_a_rollback_to_a_snapshot_within_a_run_cuts_off_the_rows(writer):
-    kept = []
-
-    def back_once(state):
-        if state.step == 1 and not kept:
-            kept.append(fl.snapshot(state))
-        elif state.step == 3 and len(kept) == 1:
-            kept.append(None)
-            return kept[0]
-        return state
-
+def test_a_rollback_to_a_snapshot_within_a_run_cuts_off_the_rows(writer, back_once):
     state = train(writer, hooks=(writer, back_once))
     assert [row["step"] for row in rows(writer.path)] == [1, 2, 3]
     assert rows(writer.path) == state.history.to_dicts()
+
+
+def test_a_rollback_between_two_calls_of_the_hook_replaces_the_rows(writer, back_once):
+    third = fl.when(lambda state: state.step == 3)(writer)
+    state = train(writer, hooks=(third, back_once), epochs=4)
+    assert rows(writer.path) == state.history.to_dicts()
+    assert [row["step"] for row in rows(writer.path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("cut", [1, 9, 20])

@@ -114,11 +114,12 @@ def test_every_metric_of_a_record_is_sent():
     seen = {"train": ONE * 3, "valid": ONE, "test": ONE}
     step = fl.pipeline(fl.clip(9.0), fl.metric(twice=lambda aux, batch: 2 * batch.mean()))(toy_loss)
     state = fl.fit(step, toy(), seen, epochs=1, hooks=(fl.track(Fake),))
-    assert (3, {**state.history[0].metrics, "train/lr": 1.0}) in CALLS
+    assert (3, dict(state.history[0].metrics)) in CALLS
     names = {
         "train/loss",
         "train/twice",
         "train/grad_norm",
+        "train/lr",
         "valid/loss",
         "valid/twice",
         "test/loss",
@@ -325,6 +326,112 @@ def test_the_logger_of_accelerate_is_restored():
     assert tracking.logger is before
 
 
+# --- records of different names
+
+
+def test_records_of_intervals_and_of_the_start_are_sent_with_their_steps():
+    fl.fit(
+        fl.pipeline()(toy_loss),
+        toy(),
+        (ONE * 3, ONE),
+        epochs=2,
+        hooks=(fl.track(Fake),),
+        evaluate_every=fl.at_start() | fl.every(epochs=1),
+        record_every=fl.every(steps=2),
+    )
+    sent = [call for call in CALLS if isinstance(call[0], int)]
+    rates = {"recent/lr": 1.0}
+    assert sent == [
+        (0, {"valid/loss": 0.0}),
+        (2, {"recent/loss": -0.5, **rates}),
+        (
+            3,
+            {"train/loss": -1.0, "train/lr": 1.0, "recent/loss": -2.0, **rates, "valid/loss": -3.0},
+        ),
+        (4, {"recent/loss": -3.0, **rates}),
+        (
+            6,
+            {"train/loss": -4.0, "train/lr": 1.0, "recent/loss": -4.5, **rates, "valid/loss": -6.0},
+        ),
+    ]
+
+
+def test_two_records_of_one_boundary_are_both_sent():
+    state = fl.fit(
+        fl.pipeline()(toy_loss),
+        toy(),
+        ONE * 5,
+        steps=2,
+        hooks=(fl.track(Fake),),
+        record_every=fl.every(steps=1),
+    )
+    sent = [call for call in CALLS if isinstance(call[0], int)]
+    assert [step for step, _ in sent] == [1, 2, 2]
+    assert [dict(metrics) for _, metrics in sent] == [dict(r.metrics) for r in state.history]
+    assert state.history[-1].closing
+
+
+def test_called_rarely_it_sends_the_record_of_the_start_too():
+    fl.fit(
+        fl.pipeline()(toy_loss),
+        toy(),
+        (ONE, ONE),
+        epochs=5,
+        hooks=(fl.every(epochs=2)(fl.track(Fake)),),
+        evaluate_every=fl.at_start(),
+    )
+    assert [call[0] for call in CALLS if isinstance(call[0], int)] == [0, 2, 4]
+
+
+def test_after_a_rollback_to_a_snapshot_the_new_records_are_sent(back_once):
+    train(None, hooks=(fl.track(Fake), back_once), epochs=4)
+    assert [call[0] for call in CALLS if isinstance(call[0], int)] == [1, 2, 3, 2, 3, 4]
+
+
+# --- also: pictures, histograms, the graph
+
+
+class WithClient(Fake):
+    tracker = CALLS  # what also= is given
+
+
+def test_also_is_called_with_the_client_after_each_record():
+    def also(client, state):
+        client.append(("also", state.step, len(state.history)))
+
+    train(fl.track(WithClient, also=also), epochs=2)
+    assert [call[:1] if isinstance(call[0], int) else call for call in CALLS[2:]] == [
+        (1,), ("also", 1, 1), (2,), ("also", 2, 2), "finish",
+    ]  # fmt: skip
+
+
+def test_also_is_called_for_the_closing_record_of_a_stopped_run():
+    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    seen = []
+    hook = fl.track(WithClient, also=lambda client, state: seen.append(state.step))
+    fl.fit(fl.pipeline()(toy_loss), toy(), ONE * 5, hooks=(hook, stop))
+    assert seen == [2]
+
+
+def test_also_is_called_only_on_the_process_that_sends():
+    seen = []
+    hook = fl.track(WithClient, also=lambda client, state: seen.append(state.step))
+    train(hook, attrs.evolve(toy(), backend=Backend("cpu", rank=1, world_size=1)))
+    assert seen == []
+
+
+def test_an_exception_of_also_names_it_and_closes_the_tracker():
+    def pictures(client, state):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train(fl.track(WithClient, also=pictures))
+    assert "while in pictures(client, state) of track('fake', also=pictures)" in (
+        caught.value.__notes__
+    )
+    assert CALLS[-1] == "finish" and CALLS[-2][0] == 1  # the numbers were sent
+
+
 # --- wrong arguments
 
 
@@ -366,6 +473,8 @@ def test_the_logger_of_accelerate_is_restored():
             TypeError,
             r"config as a mapping, such as {'lr': 0.1}; got \[1\]",
         ),
+        ((Fake,), {"also": 3}, TypeError, r"also as a function \(client, state\); got 3"),
+        ((Fake,), {"also": lambda state: 0}, TypeError, r"<lambda> takes \(state\)"),
         ((Fake,), {"config": ()}, TypeError, r"config as a mapping"),
         (
             (Fake,),
@@ -446,12 +555,53 @@ def test_tensorboard_gets_metrics_and_configuration(tmp_path):
         "train/lr": [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))],
         "valid/loss": [(1, -1.0), (2, -1.5), (3, pytest.approx(-1.5 - 1 / 3))],
     }
-    (written,) = tmp_path.rglob("hparams.yml")
-    assert written.read_text().split("\n")[:3] == [
+    assert (tmp_path / "hparams.yml").read_text().split("\n")[:3] == [
         "lr: 1.0",
         "model.bias: null",
         "model.layers: '[4, 4]'",
     ]
+
+
+def test_tensorboard_has_one_run_with_one_file_that_also_writes_to(tmp_path):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+
+    def weights(writer, state):
+        writer.add_histogram("w", state.model.w, state.step)
+        writer.add_image("black", torch.zeros(3, 2, 2), state.step)
+
+    train(fl.track("tensorboard", tmp_path, {"lr": 1.0, "name": "a"}, also=weights))
+    names = sorted(path.name for path in tmp_path.rglob("*"))
+    assert len(names) == 2 and names[0].startswith("events.out.tfevents.")
+    assert names[1] == "hparams.yml"
+    everything = {"histograms": 0, "images": 0, "scalars": 0}
+    events = event_accumulator.EventAccumulator(str(tmp_path), size_guidance=everything)
+    events.Reload()
+    assert [event.step for event in events.Histograms("w")] == [1, 2]
+    assert [event.step for event in events.Images("black")] == [1, 2]
+    assert events.Tags()["scalars"] == ["train/loss", "train/lr"]
+    assert set(events.PluginTagToContent("hparams")) == {
+        "_hparams_/experiment",
+        "_hparams_/session_start_info",
+        "_hparams_/session_end_info",
+    }
+    start = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    assert b"name" in start and b"lr" in start
+
+
+def test_a_run_that_begins_again_overwrites_its_record_of_the_start_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    for _ in range(2):
+        fl.fit(
+            fl.pipeline()(toy_loss),
+            toy(),
+            (ONE, ONE),
+            epochs=1,
+            hooks=(fl.track("tensorboard", tmp_path),),
+            evaluate_every=fl.at_start() | fl.every(epochs=1),
+        )
+    assert scalars(tmp_path)["valid/loss"] == [(0, 0.0), (1, -1.0)]
 
 
 def test_a_resumed_run_overwrites_later_steps_in_tensorboard(tmp_path):
@@ -471,6 +621,7 @@ def test_a_resumed_run_overwrites_later_steps_in_tensorboard(tmp_path):
     assert scalars(tmp_path)["train/loss"] == [(1, 0.0), (2, -1.0), (3, -4.0), (4, -8.0)]
 
 
+@pytest.mark.slow
 def test_the_state_of_accelerate_is_not_created(tmp_path):
     pytest.importorskip("tensorboard")
     code = f"""
@@ -488,6 +639,7 @@ print(torch.distributed.is_initialized())
     assert list(Path(tmp_path).glob("events*"))
 
 
+@pytest.mark.slow
 def test_an_existing_state_of_accelerate_is_kept(tmp_path):
     pytest.importorskip("tensorboard")
     code = f"""

@@ -3,7 +3,6 @@
 import math
 import time
 from fractions import Fraction
-from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import fnloop as fl
 from fnloop import every, once, when
-from fnloop._core import state
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])
@@ -188,14 +186,6 @@ def test_a_hook_in_two_triggers_runs_when_both_are_due():
 
 
 # --- every: seconds
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that stands still until a test moves it."""
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(state, "time", clock)
-    return clock
 
 
 @pytest.mark.parametrize(

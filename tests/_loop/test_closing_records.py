@@ -138,6 +138,7 @@ def test_a_closing_record_is_marked_in_tables_and_files(tmp_path):
         "epoch": 0,
         "step": 2,
         "train/loss": -0.5,
+        "train/lr": 1.0,
         "seconds": row["seconds"],
         "closing": True,
     }
@@ -170,7 +171,7 @@ def test_a_target_at_the_end_of_an_epoch_needs_no_closing_record(target):
     """The epoch ends with a record of its own. It has no evaluation, because none is due."""
     loaders, moment = {"train": [ONE] * 2, "valid": [ONE]}, fl.every(epochs=2)
     state = fl.fit(step, toy(), loaders, **target, hooks=(), evaluate_every=moment)
-    assert state.history.records == (fl.Record(1, 2, {"train/loss": -0.5}),)
+    assert state.history.records == (fl.Record(1, 2, {"train/loss": -0.5, "train/lr": 1.0}),)
 
 
 def test_the_seconds_of_a_resumed_run_continue(monkeypatch, tmp_path):

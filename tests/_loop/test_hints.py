@@ -35,8 +35,8 @@ def test_parameters_that_fused_can_not_take_and_optimizers_of_others_are_left_al
 
 def test_the_hint_comes_once_and_on_cuda_only(caplog):
     optimizer = torch.optim.NAdam(parameters(), foreach=False)
-    suggest_fused(optimizer, CPU)
+    suggest_fused([optimizer], CPU)
     assert not caplog.messages
-    suggest_fused(optimizer, CUDA)
-    suggest_fused(torch.optim.NAdam(parameters(), foreach=False), CUDA)
+    suggest_fused([optimizer], CUDA)
+    suggest_fused([torch.optim.NAdam(parameters(), foreach=False)], CUDA)
     assert len(caplog.messages) == 1

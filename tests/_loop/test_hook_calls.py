@@ -128,6 +128,11 @@ def test_a_hook_that_rolls_back_rolls_back_the_data_too(at):
             "a hook takes the state and nothing else, but <lambda> takes",
         ),
         ((3,), TypeError, "a hook is a function state -> state; got 3"),
+        (
+            (fl.plateau("valid/loss"),),
+            TypeError,
+            r"got plateau\('valid/loss'\), which is middleware: write pipeline\(plateau\(",
+        ),
         ((lambda state: None,), TypeError, "returned None. Did you forget 'return state'"),
     ],
 )
@@ -139,4 +144,4 @@ def test_bad_hooks_are_refused_by_name(hooks, error, message):
 def test_the_default_hooks_report_and_halt(capsys):
     state = fl.fit(step, toy(), [ONE * float("nan")] * 3, epochs=5)
     assert state.stop.startswith("halt_on_nonfinite: the training loss became nan")
-    assert "epoch 1  step 3  train/loss nan" in capsys.readouterr().err
+    assert "epoch 1/5  step 3  train/loss nan" in capsys.readouterr().err

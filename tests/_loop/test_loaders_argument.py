@@ -11,11 +11,14 @@ from fnloop.testing import toy
 @pytest.mark.parametrize(
     ("loaders", "keys"),
     [
-        ([ONE, ONE], ("train/loss",)),
-        (([ONE], [ONE]), ("train/loss", "valid/loss")),
-        (([ONE], None), ("train/loss",)),
-        ({"train": [ONE], "dev": [ONE], "test": [ONE]}, ("train/loss", "dev/loss", "test/loss")),
-        (lambda: (ONE for _ in range(2)), ("train/loss",)),
+        ([ONE, ONE], ("train/loss", "train/lr")),
+        (([ONE], [ONE]), ("train/loss", "train/lr", "valid/loss")),
+        (([ONE], None), ("train/loss", "train/lr")),
+        (
+            {"train": [ONE], "dev": [ONE], "test": [ONE]},
+            ("train/loss", "train/lr", "dev/loss", "test/loss"),
+        ),
+        (lambda: (ONE for _ in range(2)), ("train/loss", "train/lr")),
         (range(0), None),
     ],
 )
@@ -25,6 +28,12 @@ def test_loaders_come_in_many_forms(loaders, keys):
             fit(loaders=loaders)
     else:
         assert fit(loaders=loaders).history.keys() == keys
+
+
+@pytest.mark.parametrize("name", ["recent", "time", "throughput", "memory"])
+def test_a_name_with_which_other_metrics_begin_is_refused(name):
+    with pytest.raises(ValueError, match=f'a loader cannot be named "{name}", with which'):
+        fit(loaders={"train": [ONE], name: [ONE]})
 
 
 @pytest.mark.parametrize(

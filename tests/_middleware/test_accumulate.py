@@ -163,3 +163,97 @@ def test_n_is_an_int(n):
 def test_a_step_that_accumulates_wants_a_window(window, error, message):
     with pytest.raises(error, match=message):
         fl.pipeline(fl.accumulate(2))(toy_loss)(toy(), window)
+
+
+# --- another window in later epochs
+
+
+def by_epoch(n, state=None, batches=10, **kwargs):
+    """Return how many batches each update of a run took, and the state."""
+    taken, calls = [], []
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        return toy_loss(model, batch)
+
+    def note(state):
+        if "update" in state.events:
+            taken.append(len(calls))
+            calls.clear()
+        return state
+
+    step = fl.pipeline(fl.accumulate(n))(loss_fn)
+    ones = [torch.ones(1)] * batches
+    state = toy() if state is None else state
+    return taken, fl.fit(step, state, ones, **{"hooks": (note,), "epochs": 1, **kwargs})
+
+
+def test_a_mapping_says_the_window_from_an_epoch_on():
+    taken, state = by_epoch({1: 4, 3: 2}, epochs=4, batches=6)
+    assert taken == [1] * 6 + [4, 2] + [4, 2] + [2, 2, 2]
+    assert (state.step, state.model.w.item()) == (13, -13.0)
+
+
+def test_the_epochs_of_a_mapping_are_those_of_the_phase():
+    taken, state = by_epoch({0: 2, 1: 1}, epochs=2, batches=4, phase="a")
+    more, state = by_epoch({0: 2, 1: 1}, state, epochs=2, batches=4, phase="b")
+    assert taken == more == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_schedule_knows_the_length_of_a_run_whose_windows_vary():
+    totals, lengths = [], []
+
+    def factor(i, total):
+        totals.append((i, total))
+        return 1.0
+
+    def note(state):
+        lengths.append((state.run.window, state.run.steps_per_epoch))
+        return state
+
+    step = fl.pipeline(fl.accumulate({0: 3, 1: 2}), fl.schedule(factor))(toy_loss)
+    ones = [torch.ones(1)] * 6
+    half = fl.fit(step, toy(), ones, epochs=3, hooks=(note, lambda s: attrs_stop(s, 4)))
+    fl.fit(step, attrs.evolve(half, stop=None), ones, epochs=3, hooks=(note,))
+    assert totals == [(i, 8) for i in range(8)]  # 2 + 3 + 3
+    assert lengths == [(3, 2)] * 2 + [(2, 3)] * 6
+
+
+def attrs_stop(state, step):
+    return attrs.evolve(state, stop="pause") if state.step == step else state
+
+
+def test_a_fraction_of_an_epoch_knows_its_window():
+    seen = []
+    note = fl.every(epochs=0.5)(lambda state: seen.append(state.step) or state)
+    by_epoch({0: 2, 1: 1}, epochs=2, batches=8, hooks=(note,))
+    assert seen == [2, 4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("n", "error", "message"),
+    [
+        ({}, ValueError, "at least one epoch"),
+        ({0: 0}, ValueError, "n as an int >= 1"),
+        ({-1: 2}, ValueError, "an epoch of n"),
+        ({0.5: 2}, TypeError, "an epoch of n"),
+        ({0: "4"}, TypeError, "n as an int"),
+    ],
+)
+def test_a_wrong_mapping_is_refused(n, error, message):
+    with pytest.raises(error, match=message):
+        fl.accumulate(n)
+    assert repr(fl.accumulate({0: 8, 4: 4})) == "accumulate({0: 8, 4: 4})"
+
+
+def test_a_run_that_ends_before_its_window_changes_has_the_length_of_its_epochs():
+    stop = fl.once(lambda state: attrs.evolve(state, stop=f"{state.run.total_steps}"))
+    _, state = by_epoch({0: 2, 5: 1}, epochs=2, batches=4, hooks=(stop,))
+    assert state.stop == "4"
+
+
+@pytest.mark.parametrize("n", [2, {0: 2, 3: 1}])
+def test_the_length_of_a_run_without_end_is_known_at_once(n):
+    stop = fl.once(lambda state: attrs.evolve(state, stop=f"{state.run.total_steps}"))
+    _, state = by_epoch(n, epochs=10**9, batches=4, hooks=(stop,))
+    assert state.stop == ("2000000000" if n == 2 else f"{3 * 2 + (10**9 - 3) * 4}")

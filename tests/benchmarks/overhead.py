@@ -1,8 +1,9 @@
 """What a training loop costs per batch: fnloop, its peers, and the same loop written by hand.
 
     pip install 'fnloop[bench]'              # the peers; those that are missing are left out
-    python tests/benchmarks/overhead.py      # two tables, and the raw numbers as JSON beside this
+    python tests/benchmarks/overhead.py      # the tables, and the raw numbers as JSON beside this
     file
+    python tests/benchmarks/overhead.py --only records      # those of record_every alone
 
 The model is tiny (784-128-64-10, batches of 32, SGD with momentum, one CPU thread), so that the
 loop shows. Every contender trains on one list of tensors from the same first weights, and has to
@@ -25,6 +26,11 @@ epoch. Their
 What becomes of the loss differs. By hand, fnloop and accelerate sum it on the device and read it
 once per epoch. pytorch-ignite and pytorch-accelerated read it every batch, as they do by default,
 which is cheap on a CPU. lightning drops it in barebones mode.
+
+Then what ``record_every`` costs: fnloop with a record every 50 updates and at every update,
+relative to fnloop without; by itself, with accumulation, with a metric, and with a collection of
+two. All train one model in turn. "no records, again" is the same thing twice: how far its ratio is
+from 1 is the noise. Here the time of the thread is taken, so that other processes disturb it less.
 """
 
 from __future__ import annotations
@@ -68,11 +74,13 @@ WARM_UP = 40  # batches, after which weights are compared
 class Clock:
     """A stopwatch. Its methods fit the peers' hooks."""
 
+    now: Callable[[], float] = staticmethod(time.perf_counter)
+
     def start(self, *_: Any) -> None:
-        self.began = time.perf_counter()
+        self.began = self.now()
 
     def stop(self, *_: Any) -> None:
-        self.seconds = time.perf_counter() - self.began
+        self.seconds = self.now() - self.began
 
 
 CLOCK = Clock()  # one for all, as they take turns
@@ -129,7 +137,11 @@ def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
 
 
 def with_fnloop(
-    model: nn.Module, optimizer: Optimizer, setting: str, hooks: Sequence[Any] = ()
+    model: nn.Module,
+    optimizer: Optimizer,
+    setting: str,
+    hooks: Sequence[Any] = (),
+    **settings: Any,
 ) -> Train:
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -142,7 +154,7 @@ def with_fnloop(
     def train(batches: Batches) -> None:
         nonlocal state
         CLOCK.start()
-        state = fl.fit(step, state, batches, hooks=hooks)
+        state = fl.fit(step, state, batches, hooks=hooks, **settings)
         CLOCK.stop()
 
     return train
@@ -295,6 +307,63 @@ CONTENDERS = {  # name -> (distribution, how to build it)
 }
 
 
+# --- records: what fnloop is given -> train
+# -------------------------------------------------------------------------------------------------
+
+
+def with_records(middleware: Sequence[Any]) -> dict[str, Train]:
+    """fnloop with records and without: one model, trained in turn."""
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        x, y = batch
+        output = model(x)
+        return cross_entropy(output, y), {"output": output}
+
+    step = fl.pipeline(*middleware)(loss_fn)
+    state = fl.TrainState.create(*make_model(), seed=0)
+
+    def contender(steps: int | None) -> Train:
+        moment = None if steps is None else fl.every(steps=steps)
+
+        def train(batches: Batches) -> None:
+            nonlocal state
+            CLOCK.start()
+            state = fl.fit(step, state, batches, hooks=(), record_every=moment)
+            CLOCK.stop()
+
+        return train
+
+    return {name: contender(steps) for name, steps in RECORDS.items()}
+
+
+def correct(aux: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (aux["output"].argmax(1) == batch[1]).double().mean()
+
+
+def collection() -> Any:
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+    kinds = (MulticlassAccuracy, MulticlassF1Score)
+    metrics = MetricCollection([kind(10, validate_args=False) for kind in kinds])
+    return fl.metric(fl.from_torchmetrics(metrics, lambda aux, batch: (aux["output"], batch[1])))
+
+
+NO_RECORDS = "no records"
+RECORDS = {
+    NO_RECORDS: None,
+    "no records, again": None,
+    "a record every 50": 50,
+    "a record every update": 1,
+}
+RECORDED = {  # what a pipeline has -> (distribution, how to make it)
+    PLAIN: ("fnloop", lambda: ()),
+    f"accumulate({WINDOW})": ("fnloop", lambda: (fl.accumulate(WINDOW),)),
+    "one metric": ("fnloop", lambda: (fl.metric(correct=correct),)),
+    "a MetricCollection": ("torchmetrics", lambda: (collection(),)),
+}
+
+
 # --- the measurement
 # ----------------------------------------------------------------------------------------
 
@@ -336,17 +405,24 @@ def measure(contenders: dict[str, Train], batches: Batches, rounds: int) -> dict
     return times
 
 
-def show(setting: str, times: dict[str, list[float]], names: Iterable[str] = ()) -> None:
+def show(
+    setting: str,
+    times: dict[str, list[float]],
+    names: Iterable[str] = (),
+    *,
+    to: str = HAND,
+    digits: int = 2,
+) -> None:
     print(f"\n{setting:<28}{'µs/batch':>10}{'ratio':>8}{'25–75 %':>15}")
     for name in names or CONTENDERS:
         if name not in times:
             print(f"{name:<28}not installed: pip install 'fnloop[bench]'")
             continue
-        ratios = [theirs / hand for theirs, hand in zip(times[name], times[HAND], strict=True)]
+        ratios = [theirs / hand for theirs, hand in zip(times[name], times[to], strict=True)]
         low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        print(
-            f"{name:<28}{statistics.median(times[name]):>10.1f}{ratio:>8.2f}{f'{low:.2f}–{high:.2f}':>15}"
-        )
+        middle = f"{low:.{digits}f}–{high:.{digits}f}"
+        median = statistics.median(times[name])
+        print(f"{name:<28}{median:>10.1f}{ratio:>8.{digits}f}{middle:>15}")
 
 
 def version(distribution: str) -> str | None:
@@ -373,6 +449,7 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=beside, help="where numbers go; default: %(default)s"
     )
+    parser.add_argument("--only", choices=("peers", "records"), help="default: both")
     args = parser.parse_args()
     if args.rounds < 2 or args.batches < WARM_UP or args.batches % WINDOW:
         parser.error(
@@ -393,9 +470,20 @@ def main() -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(32, 784), torch.randint(10, (32,))) for _ in range(args.batches)]
     results = {}
-    for setting in (PLAIN, ACCUMULATED):
+    for setting in (PLAIN, ACCUMULATED) if args.only != "records" else ():
         results[setting] = measure(build(setting, names, batches[:WARM_UP]), batches, args.rounds)
         show(setting, results[setting])
+    CLOCK.now = time.thread_time
+    for setting, (distribution, middleware) in RECORDED.items() if args.only != "peers" else ():
+        if version(distribution) is None:
+            print(f"\n{setting}: not installed: pip install 'fnloop[bench]'")
+            continue
+        contenders = with_records(middleware())
+        for train in contenders.values():
+            train(batches[:WARM_UP])
+        times = measure(contenders, batches, args.rounds)
+        show(setting, times, RECORDS, to=NO_RECORDS, digits=3)
+        results[f"records: {setting}"] = times
     facts = {
         "cpu": cpu(),
         "python": platform.python_version(),

@@ -133,7 +133,8 @@ def main_alone(folder):
         called.append(state.step)
         return state
 
-    fitted(loader(), hooks=(fl.every(steps=2)(fl.on_main(note)), fl.progress(file=file)))
+    table = fl.on_main(fl.to_csv(folder / "a.csv"))  # its begin needs all processes
+    fitted(loader(), hooks=(fl.every(steps=2)(fl.on_main(note)), fl.progress(file=file), table))
     with (
         pytest.raises(ValueError, match="must return the state that it is given")
         if rank() == 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from process_problems import (
     COUNTS,
     SIZE,
+    adam_and_sgd,
     batches,
     come_to,
     count,
@@ -50,23 +51,33 @@ def noisy(model, batch):
 HALF = 10  # updates until it is saved, of 4 in an epoch
 
 
-KINDS = ("plain", "sharded", "noisy")
+KINDS = ("plain", "sharded", "noisy", "several", "several, sharded")
 
 
 def resumable(kind, folder=None, until=None):
     """Train a state, or resume from a folder."""
     torch.manual_seed(0)
     model = Noisy() if kind == "noisy" else network()
-    if kind == "sharded" and world() > 1:
+    if kind.endswith("sharded") and world() > 1:
         fully_shard(model)
-    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=0.05), seed=0)
+    several = kind.startswith("several")
+    optimizer = (adam_and_sgd if several else adamw)(model.parameters())
+    state = fl.TrainState.create(model, optimizer, seed=0)
     state = state if folder is None else fl.resume(folder, state)
-    pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.5), fl.schedule(fl.schedules.cosine(warmup=0.1)))
+    schedule = fl.schedule(fl.schedules.cosine(warmup=0.1), only="rest" if several else None)
+    pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.5), schedule)
     step, train = pipe(noisy if kind == "noisy" else entropy), loader(shuffle=True)
     enough = fl.when(lambda state: state.step == until)(
         lambda state: attrs.evolve(state, stop="enough")
     )
-    return attrs.evolve(fl.fit(step, state, train, epochs=6, hooks=(enough,)), stop=None)
+    return attrs.evolve(
+        fl.fit(step, state, train, epochs=6, hooks=(enough,), record_every=fl.every(steps=3)),
+        stop=None,
+    )
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05)
 
 
 def counted(batch_size, folder=None, steps=None):
@@ -101,6 +112,9 @@ def resumes(folder):
                 ("plain", "sharded"),
                 ("sharded", "plain"),
                 ("sharded", "sharded"),
+                ("several", "several"),
+                ("several", "several, sharded"),
+                ("several, sharded", "several"),
             ):
                 found[f"{before} on {n}, then {after}"] = come_to(resumable(after, saved / before))
             if n == world():
@@ -127,10 +141,11 @@ def resumed(request, launched):
 
 def test_a_run_saved_on_any_number_of_processes_resumes_on_any_other(launched, resumed):
     _, found = resumed
-    expected = launched(saves, 1)[0]["plain"]
     for mine in found:
         assert mine == found[0]
         for name in [name for name in mine if "then" in name]:
+            expected = launched(saves, 1)[0]["several" if "several" in name else "plain"]
+            assert mine[name]["updates"] == expected["updates"], name
             assert mine[name]["counters"] == expected["counters"] == [24, 6, 0], name
             assert difference(expected["weights"], mine[name]["weights"]) < 1e-11, name
             assert difference(expected["history"], mine[name]["history"]) < 1e-11, name

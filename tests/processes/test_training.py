@@ -19,6 +19,7 @@ from process_problems import (
     BATCH,
     SIZE,
     Stream,
+    adam_and_sgd,
     batches,
     by_tokens,
     default_dtype,
@@ -34,6 +35,7 @@ from process_problems import (
     whole,
     world,
 )
+from several import muon_and_adamw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import (
@@ -174,6 +176,20 @@ def without(sample):
     return wrap
 
 
+@fl.middleware("evaluation")
+def doubled():
+    """A middleware of the user's, which is checked when it is called first."""
+
+    def wrap(step):
+        def doubling(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, loss=2 * out.loss)
+
+        return doubling
+
+    return wrap
+
+
 def freezing(state):
     if state.step in (3, 7):
         state.model[0].requires_grad_(state.step == 7)
@@ -190,9 +206,10 @@ class Case:
         train: makes the loader to train on.
         optimizer: makes the optimizer.
         hooks: of the run.
-        evaluated: whether a loader is evaluated after every update.
+        evaluated: whether a loader is evaluated.
         close: the relative difference that is allowed.
         settings: of DistributedDataParallel.
+        evaluate_every, record_every: of the run.
     """
 
     pipeline: object = lambda: fl.pipeline()
@@ -204,6 +221,8 @@ class Case:
     close: float = 1e-12
     model: object = network
     settings: object = None
+    evaluate_every: object = fl.every(steps=1)
+    record_every: object = None
     dtype: torch.dtype = torch.float64
 
 
@@ -218,6 +237,12 @@ CASES = {
     "accumulate 3": Case(lambda: fl.pipeline(fl.accumulate(3))),
     "accumulate, clip": Case(lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1))),
     "clip": Case(lambda: fl.pipeline(fl.clip(0.1))),
+    "sam": Case(lambda: fl.pipeline(fl.sam(0.5))),
+    "accumulate, sam": Case(lambda: fl.pipeline(fl.accumulate(2), fl.sam(0.5))),
+    "sam, accumulate": Case(  # with padding
+        lambda: fl.pipeline(fl.sam(0.5), fl.accumulate(2)),
+        train=lambda: loader(TensorDataset(*samples()[:32])),
+    ),
     "clip, accumulate": Case(lambda: fl.pipeline(fl.clip(0.1), fl.accumulate(2))),
     "tokens": Case(loss=by_tokens),
     "tokens, accumulate": Case(lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1)), by_tokens),
@@ -282,14 +307,56 @@ CASES = {
     "frozen for a while": Case(hooks=(freezing,)),
     "criterion": Case(loss=Temperature),
     "LBFGS": Case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), close=1e-11),
+    "several optimizers": Case(
+        lambda: fl.pipeline(
+            fl.accumulate(2),
+            fl.clip(0.1),
+            fl.schedule(fl.schedules.cosine(), only="rest"),
+        ),
+        optimizer=adam_and_sgd,
+    ),
+    "several optimizers, guard": Case(
+        lambda: fl.pipeline(guard(3), fl.clip(0.1)), optimizer=adam_and_sgd
+    ),
+    "several optimizers, criterion": Case(loss=Temperature, optimizer=adam_and_sgd),
+    # It rounds to bfloat16, so that differences in the last bit grow.
+    "Muon": Case(
+        optimizer=muon_and_adamw, dtype=torch.float32, close=0.05, record_every=fl.every(steps=3)
+    ),
     "torchmetrics": Case(lambda: fl.pipeline(fl.metric(**torchmetrics())), evaluated=True),
     "metrics": Case(lambda: fl.pipeline(kinds(), fl.accumulate(2), measured(0)), evaluated=True),
+    "recent": Case(
+        lambda: fl.pipeline(kinds(), fl.accumulate(2), measured(0)),
+        evaluated=True,
+        evaluate_every={"valid": fl.at_start() | fl.every(epochs=1)},
+        record_every=fl.every(steps=3),
+    ),
+    "recent, tokens, guard": Case(
+        lambda: fl.pipeline(guard(3), fl.accumulate(2)),
+        by_tokens,
+        evaluate_every=fl.every(epochs=1),
+        record_every=fl.every(steps=2) & ~fl.every(steps=4),
+    ),
     "guard": Case(lambda: fl.pipeline(guard(3))),
     "guard, accumulate": Case(lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.clip(0.1))),
     "without one": Case(
         lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)
     ),
     "bf16": Case(lambda: fl.pipeline(fl.amp("bf16")), dtype=torch.float32, close=0.05),
+    "averages": Case(
+        lambda: fl.pipeline(fl.ema(0.9), fl.swa(0.5, every=2), kinds(), guard(3), doubled()),
+        evaluated=True,
+    ),
+    "the average alone": Case(
+        lambda: fl.pipeline(fl.ema(0.9, start=0.25, evaluate="only"), fl.accumulate(2)),
+        evaluated=True,
+    ),
+    "averages that are not evaluated": Case(
+        lambda: fl.pipeline(
+            fl.ema(0.9, evaluate=False), fl.swa(0.5, every=2, evaluate=False), fl.clip(0.1)
+        ),
+        evaluated=True,
+    ),
 }
 
 
@@ -300,6 +367,9 @@ SHARDED = (  # those that run on a model under fully_shard too
         "accumulate",
         "accumulate, clip",
         "clip",
+        "sam",
+        "accumulate, sam",
+        "sam, accumulate",
         "clip, accumulate",
         "tokens, clip, accumulate",
         "bf16",
@@ -314,7 +384,8 @@ SHARDED = (  # those that run on a model under fully_shard too
         "criterion",
         "torchmetrics",
     ),
-    *("guard, accumulate", "without one"),
+    *("guard, accumulate", "without one", "averages that are not evaluated"),
+    *("several optimizers", "several optimizers, criterion", "Muon"),
 )
 
 
@@ -356,9 +427,12 @@ def train(case, sharded=False):
             loaders,
             epochs=2,
             hooks=case.hooks,
-            evaluate_every=fl.every(steps=1),
+            evaluate_every=case.evaluate_every,
+            record_every=case.record_every,
         )
-        weights = torch.cat([whole(p).detach().flatten() for p in parameters]).tolist()
+        averages = [t for slot in ("ema", "swa") for t in state.slots.get(slot, {}).values()]
+        weights = torch.cat([whole(t).detach().flatten() for t in (*parameters, *averages)])
+        weights = weights.tolist()
     return {
         "history": [[r.epoch, r.step, r.metrics] for r in state.history],
         "seconds": [r.seconds for r in state.history],
@@ -369,6 +443,7 @@ def train(case, sharded=False):
             state.batch,
             state.samples,
             state.skipped,
+            dict(state.updates),
             state.stop,
         ],
     }

@@ -1,0 +1,41 @@
+"""The counters of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fnloop._checkpoint.format import COUNTERS
+from fnloop._core.phase import decode_phases
+from fnloop._core.rng import SEED_BITS
+from fnloop._core.serialize import Json
+from fnloop._core.state import TrainState
+
+__all__ = ["check_counters", "updates_by_name"]
+
+
+def updates_by_name(facts: Mapping[str, Json], state: TrainState) -> dict[str, int]:
+    """Return the updates of each optimizer of a state; those of all, if it had another name."""
+    saved = facts.get("updates", {})
+    return {name: _check_count(name, saved.get(name, facts["step"])) for name in state.updates}
+
+
+def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise TypeError(f"{name} is {value!r:.60}")
+    return value
+
+
+def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
+    """Return the saved counters.
+
+    Raises:
+        TypeError: one of them cannot be a counter.
+    """
+    counters: dict[str, object] = {name: facts[name] for name in COUNTERS}
+    for name, value in counters.items():
+        if name != "stop":
+            _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
+        elif not (value is None or isinstance(value, str)):
+            raise TypeError(f"{name} is {value!r:.60}")
+    ends = "epoch" if facts.get("ends") else None
+    return counters | {"phases": decode_phases(facts.get("phases", [])), "ends": ends}

@@ -1,0 +1,13 @@
+"""What happened at a boundary: the values of ``TrainState.events``."""
+
+from __future__ import annotations
+
+__all__ = ["AGAIN", "END", "EPOCH", "PENDING", "RECORD", "START", "UPDATE"]
+
+UPDATE = "update"  # an update was applied, not skipped
+EPOCH = "epoch"  # an epoch was completed
+RECORD = "record"  # a record was appended to the history
+START = "start"  # no update was tried yet
+END = "end"  # the boundary is the last one: the target is reached, or a hook has stopped the run
+AGAIN = "again"  # a hook has stopped the run, and what is due at its end is asked now
+PENDING = "pending"  # the run stopped before this boundary's record: the next run begins with it

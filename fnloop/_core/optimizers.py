@@ -1,0 +1,319 @@
+"""The optimizers of a state: one, or several by name.
+
+One optimizer has no name; here its name is "". So callers loop, and need not know how many there
+are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fnloop._display.checks import describe, join_names
+
+__all__ = [
+    "SCHEDULED",
+    "UNFROZEN",
+    "Group",
+    "Handle",
+    "Optimizers",
+    "begin_again",
+    "check_optimizers",
+    "check_shares",
+    "groups_of",
+    "in_form",
+    "initial_value",
+    "labelled_groups",
+    "named_in",
+    "note_set",
+    "optimizers_of",
+    "selected",
+    "set_by_torch",
+    "set_initial_value",
+    "wants_closure",
+    "was_scheduled",
+]
+
+Group = dict[str, Any]  # a parameter group of an optimizer
+Handle = Any  # what state.optimizer is: an Optimizer, or Optimizers
+EXAMPLE = '{"matrices": muon, "rest": adamw}'
+
+
+class _Holder(Protocol):
+    """A state."""
+
+    @property
+    def optimizer(self) -> Handle: ...
+
+
+class Optimizers(Mapping[str, Optimizer]):
+    """Several optimizers by name, in the order in which they update. It cannot be changed.
+
+    Args:
+        named: name to optimizer.
+
+    Example:
+        >>> import torch
+        >>> weights = [torch.nn.Parameter(torch.ones(2, 2))]
+        >>> Optimizers({"matrices": torch.optim.Muon(weights)})
+        {'matrices': Muon}
+    """
+
+    __slots__ = ("_named",)
+
+    def __init__(self, named: Mapping[str, Optimizer]) -> None:
+        self._named = dict(named)
+
+    def __getitem__(self, name: str) -> Optimizer:
+        if name not in self._named:
+            raise KeyError(f"there is no optimizer {name!r}; those are: {', '.join(self._named)}")
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __repr__(self) -> str:
+        shown = (f"{name!r}: {type(one).__name__}" for name, one in self._named.items())
+        return f"{{{', '.join(shown)}}}"
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        of_one = hasattr(Optimizer, attribute) or attribute in ("param_groups", "state", "defaults")
+        if of_one:
+            raise AttributeError(
+                f"the state has several optimizers: write state.optimizer[name].{attribute}, with "
+                f"one of the names {', '.join(self._named)}"
+            )
+        raise AttributeError(f"'Optimizers' object has no attribute {attribute!r}")
+
+
+# --- what callers loop over
+
+
+def named_in(optimizer: Handle) -> Mapping[str, Optimizer]:
+    """Return optimizers by name, from what ``state.optimizer`` is."""
+    # Not isinstance, which is slow for a class with an abstract base.
+    return optimizer if type(optimizer) is Optimizers else {"": optimizer}
+
+
+def optimizers_of(state: _Holder) -> Mapping[str, Optimizer]:
+    """Return the optimizers of a state by name; one that is alone has the name ""."""
+    return named_in(state.optimizer)
+
+
+def groups_of(state: _Holder) -> Sequence[Group]:
+    """Return the parameter groups of all optimizers of a state."""
+    optimizer = state.optimizer
+    if type(optimizer) is Optimizers:
+        return [group for one in optimizer.values() for group in one.param_groups]
+    return optimizer.param_groups
+
+
+def in_form(given: object, optimizers: Collection[Optimizer]) -> Handle:
+    """Return optimizers in the form of what was given: the only one, or several by name."""
+    if isinstance(given, Mapping):
+        return Optimizers(dict(zip(given, optimizers, strict=True)))
+    (only,) = optimizers
+    return only
+
+
+def selected(state: _Holder, only: Collection[str] | None, owner: str) -> Mapping[str, Optimizer]:
+    """Return the optimizers of a state by name, all of them or those that are named.
+
+    Raises:
+        ValueError: the state has no optimizer of such a name.
+    """
+    named = named_in(state.optimizer)
+    if only is None:
+        return named
+    for name in only:
+        if "" in named:
+            raise ValueError(
+                f"{owner} names the optimizer {name!r}, but this state has one optimizer, without "
+                "a name: leave out only="
+            )
+        if name not in named:
+            raise ValueError(
+                f"{owner} names the optimizer {name!r}, but this state has "
+                f"{join_names([*named], 5)}"
+            )
+    return {name: named[name] for name in only}
+
+
+def labelled_groups(named: Mapping[str, Optimizer]) -> dict[str, Group]:
+    """Return parameter groups by what follows the name of a number of them in a report.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([{"params": torch.ones(1)}, {"params": torch.ones(1)}])
+        >>> [*labelled_groups({"": sgd})], [*labelled_groups({"a": sgd})]
+        (['', '/1'], ['/a', '/a/1'])
+    """
+    found: dict[str, Group] = {}
+    for name, one in named.items():
+        label = f"/{name}" if name else ""
+        for i, group in enumerate(one.param_groups):
+            found[f"{label}/{i}" if i else label] = group
+    return found
+
+
+@functools.cache
+def wants_closure(optimizer: type) -> bool:
+    """Return whether optimizers of a class evaluate the loss by themselves."""
+    if issubclass(optimizer, Optimizers):
+        return False
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+# --- what schedules change
+
+UNFROZEN = "unfrozen"  # group["unfrozen"]: True in the groups that unfreeze has made
+SCHEDULED = "set_by_schedule_"  # group["set_by_schedule_lr"]: what a schedule set group["lr"] to
+_CYCLED = ("lr", "momentum", "betas")  # what schedulers of torch change
+_BEFORE, _SET = "_before_scheduler", "_set_by_scheduler"  # group["lr_before_scheduler"]
+
+
+def was_scheduled(group: Group, key: str) -> bool:
+    """Return whether a schedule, ours or torch's, has set a number of a group."""
+    return SCHEDULED + key in group or key + _SET in group
+
+
+def set_by_torch(group: Group, key: str) -> bool:
+    """Return whether a number of a group is as a scheduler of torch has left it."""
+    value, last = group[key], group.get(key + _SET)
+    if last is None or isinstance(value, Tensor):
+        return last is not None and last is value
+    return bool(last == value)
+
+
+def initial_value(group: Group, key: str) -> Any:
+    """Return what a number of a group was before its first schedule, or was set to since."""
+    value = group[key]
+    as_set = {key + _BEFORE: group.get(key + _SET), f"initial_{key}": group.get(SCHEDULED + key)}
+    for initial, last in as_set.items():
+        # No tensor is read: one that is there is as its schedule has left it.
+        if last is not None and (last is value or isinstance(value, Tensor) or last == value):
+            return group[initial]
+    return value
+
+
+def set_initial_value(group: Group, key: str, value: object) -> None:
+    """Set a number of a group; for one that a schedule has set, what the schedule multiplies."""
+    scheduled, marks = was_scheduled(group, key), (f"initial_{key}", key + _BEFORE)
+    for name in (key, *(mark for mark in (*marks, f"{SCHEDULED}initial_{key}") if mark in group)):
+        held = group.get(name)
+        if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
+            held.fill_(value)
+        else:
+            group[name] = value.clone() if isinstance(value, Tensor) else value
+    if scheduled:
+        for mark in (SCHEDULED + key, key + _SET):
+            if mark in group:
+                group[mark] = group[key]
+
+
+def begin_again(groups: Iterable[Group]) -> None:
+    """Set what schedulers of torch change to its initial values, before one is made."""
+    for group in groups:
+        for key in _CYCLED:
+            if key not in group:
+                continue
+            initial = initial_value(group, key)
+            if isinstance(initial, Tensor):
+                initial = initial.clone()
+                group[key].copy_(initial)
+            else:
+                group[key] = initial
+            group[key + _BEFORE] = initial
+            if f"initial_{key}" in group:  # torch's schedulers take it for the rate to begin with
+                group[f"initial_{key}"] = initial
+
+
+def note_set(groups: Iterable[Group]) -> None:
+    """Note what a scheduler of torch has set, so that a change by someone else is noticed."""
+    for group in groups:
+        for key in _CYCLED:
+            if key in group:
+                group[key + _SET] = group[key]
+
+
+# --- what may be given
+
+
+def check_optimizers(given: object) -> None:
+    """Raise unless this is an optimizer, or a mapping of several by name.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: the mapping is empty, a name cannot be one, or one of several evaluates the loss
+            by itself.
+    """
+    if isinstance(given, Optimizer):
+        return
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            "TrainState.create expects an optimizer second, such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1), or a mapping of several by name, "
+            f"{EXAMPLE}; got {describe(given)}"
+        )
+    if not given:
+        raise ValueError(
+            f"TrainState.create expects at least one optimizer, such as {EXAMPLE}; got an empty "
+            "mapping"
+        )
+    for name, one in given.items():
+        _check_name(name)
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"TrainState.create expects optimizers in the mapping; got {describe(one)} under "
+                f"{name!r}"
+            )
+        if wants_closure(type(one)):
+            kind = type(one).__name__
+            raise ValueError(
+                f"{kind} ({name!r}) evaluates the loss by itself, so it cannot be one of several "
+                f"optimizers: give all parameters to it, TrainState.create(model, {kind}(...))"
+            )
+
+
+def _check_name(name: object) -> None:
+    expected = f"TrainState.create expects names of optimizers, as in {EXAMPLE}"
+    if not isinstance(name, str):
+        raise TypeError(f"{expected}; got {describe(name)}")
+    if not name.strip() or "/" in name:
+        raise ValueError(
+            f'{expected}, without "/", which separates the parts of a name such as '
+            f"train/lr/rest; got {describe(name)}"
+        )
+
+
+def check_shares(model: nn.Module, named: Mapping[str, Optimizer]) -> None:
+    """Raise ValueError if a parameter is in two optimizers, or if one to be trained is in none."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[int, str] = {}
+    for owner, one in named.items():
+        for i, group in enumerate(one.param_groups):
+            for j, p in enumerate(group["params"]):
+                if (other := found.setdefault(id(p), owner)) != owner:
+                    name = names.get(id(p), f"param_groups[{i}]['params'][{j}] of {owner!r}")
+                    raise ValueError(
+                        f"the parameter {name} is in two optimizers, {other!r} and {owner!r}, and "
+                        "both would change it: leave it out of one"
+                    )
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in found]
+    if left:
+        many = len(left) > 1
+        raise ValueError(
+            f"{'these parameters are' if many else 'this parameter is'} in no optimizer: "
+            f"{join_names(left)}. Give {'them' if many else 'it'} to one, or freeze "
+            f"{'them' if many else 'it'}: requires_grad_(False). Make the optimizers after the "
+            "model, and after any change of its parameters"
+        )

@@ -1,0 +1,18 @@
+"""Why a run has ended before its target: values of ``TrainState.stop`` with a meaning."""
+
+from __future__ import annotations
+
+__all__ = ["INTERRUPTED", "JOB_LIMIT", "RUN_LIMIT", "TERMINATED", "ends_phase", "is_interruption"]
+
+INTERRUPTED, TERMINATED = "interrupted", "SIGTERM"
+JOB_LIMIT, RUN_LIMIT = "time_limit: this job", "time_limit: the run"  # how these begin
+
+
+def is_interruption(stop: str | None) -> bool:
+    """Return whether a run has only ended for now: the same script, started again, continues it."""
+    return stop is not None and (stop in (INTERRUPTED, TERMINATED) or stop.startswith(JOB_LIMIT))
+
+
+def ends_phase(stop: str | None) -> bool:
+    """Return whether a phase that ends for this reason, or at its target, is done."""
+    return stop is None or not (is_interruption(stop) or stop.startswith(RUN_LIMIT))

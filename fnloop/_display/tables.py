@@ -1,0 +1,183 @@
+"""Tables whose columns stand in groups: as lines of text and as HTML.
+
+A table is made of columns and of rows of cells. Its head has two lines: the groups, and the titles
+of the columns.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+__all__ = [
+    "HTML_WIDTH",
+    "Cell",
+    "Column",
+    "head_lines",
+    "row_line",
+    "shorten",
+    "table_html",
+    "table_lines",
+    "terminal_width",
+    "width_of",
+]
+
+HTML_WIDTH = 100  # characters of a row that fits a cell of a notebook
+LONGEST_TITLE = 32
+_RULE = "border-left:1px solid color-mix(in srgb, currentColor 30%, transparent)"
+_FAINT = "opacity:.6"
+
+
+@attrs.frozen
+class Cell:
+    """The text of a cell, and whether it is marked as the best of its column."""
+
+    text: str
+    best: bool = False
+
+
+@attrs.frozen
+class Column:
+    """A column of numbers.
+
+    Args:
+        title: its name within its group.
+        group: the name of its group; "" for none. Columns of one group stand side by side.
+        width: how many characters its widest cell has, without a mark.
+        marks: whether a cell may be marked, which needs another character.
+    """
+
+    title: str
+    group: str = ""
+    width: int = 1
+    marks: bool = False
+
+
+def terminal_width() -> int:
+    """Return how many characters a line of the terminal has now; 80 if that is unknown."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def shorten(title: str) -> str:
+    """Leave out the middle of a title that is too long for a column."""
+    if len(title) <= LONGEST_TITLE:
+        return title
+    half = (LONGEST_TITLE - 1) // 2
+    return f"{title[:half]}…{title[-half:]}"
+
+
+def width_of(columns: Sequence[Column]) -> int:
+    """Return how many characters a line of a table has."""
+    return len(_join(columns, [" " * width for width in _widths(columns)]))
+
+
+def head_lines(columns: Sequence[Column]) -> list[str]:
+    """Return the lines above the rows: the groups, if there are any, and the titles.
+
+    Example:
+        >>> columns = [Column("epoch", "", 5), Column("loss", "valid", 6), Column("f1", "valid", 6)]
+        >>> print(*head_lines(columns), sep="\\n")
+              │ valid
+        epoch │   loss      f1
+    """
+    widths = _widths(columns)
+    titles = [
+        shorten(column.title).rjust(width - column.marks) + " " * column.marks
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    lines = [_join(columns, titles).rstrip()]
+    if any(column.group for column in columns):
+        groups = []
+        for group, indices in _groups(columns):
+            room = sum(widths[i] for i in indices) + 2 * (len(indices) - 1)
+            groups.append(group.ljust(room))
+        lines.insert(0, " │ ".join(groups).rstrip(" │") if groups else "")
+    return lines
+
+
+def row_line(columns: Sequence[Column], cells: Sequence[Cell]) -> str:
+    """Return a row as a line of text. The best cell of a column has a star.
+
+    Example:
+        >>> columns = [Column("epoch", "", 5), Column("loss", "valid", 6, marks=True)]
+        >>> row_line(columns, [Cell("1"), Cell("0.5000", best=True)])
+        '    1 │ 0.5000*'
+    """
+    texts = [
+        cell.text.rjust(width - column.marks) + ("*" if cell.best else " " * column.marks)
+        for column, cell, width in zip(columns, cells, _widths(columns), strict=True)
+    ]
+    return _join(columns, texts).rstrip()
+
+
+def table_lines(
+    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "", width: int = 80
+) -> list[str]:
+    """Return a table as lines of text, with a note below it that is wrapped to a width."""
+    rows_text = [row_line(columns, cells) for cells in rows]
+    notes = textwrap.wrap(note, width, break_on_hyphens=False, break_long_words=False)
+    return [*head_lines(columns), *rows_text, *notes]
+
+
+def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "") -> str:
+    """Return a table as HTML. The best cells are bold."""
+    groups = _groups(columns)
+    begins = {indices[0] for _, indices in groups[1:]}  # the columns with a rule to their left
+
+    def style(i: int, align: str = "right") -> str:
+        return f"text-align:{align};white-space:nowrap" + (f";{_RULE}" if i in begins else "")
+
+    head = ""
+    if any(column.group for column in columns):
+        head = "".join(
+            f'<th colspan="{len(indices)}" style="{style(indices[0], "left")}">'
+            f"{html.escape(group)}</th>"
+            for group, indices in groups
+        )
+        head = f"<tr>{head}</tr>"
+    head += _html_row(
+        f'<th style="{style(i)}">{html.escape(shorten(column.title))}</th>'
+        for i, column in enumerate(columns)
+    )
+    body = "".join(
+        _html_row(f'<td style="{style(i)}">{_html_cell(cell)}</td>' for i, cell in enumerate(cells))
+        for cells in rows
+    )
+    below = f'<div style="{_FAINT}"><small>{html.escape(note)}</small></div>' if note else ""
+    numbers = "font-variant-numeric:tabular-nums"
+    return (
+        f'<div style="overflow-x:auto"><table style="{numbers}">{head}{body}</table></div>{below}'
+    )
+
+
+def _html_row(cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _html_cell(cell: Cell) -> str:
+    text = html.escape(cell.text)
+    return f"<b>{text}</b>" if cell.best else text
+
+
+def _groups(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
+    """Return the name of each group, and the indices of its columns."""
+    found = itertools.groupby(range(len(columns)), lambda i: columns[i].group)
+    return [(group, [*indices]) for group, indices in found]
+
+
+def _widths(columns: Sequence[Column]) -> list[int]:
+    """Return how many characters each column has; the last of a group has room for its name."""
+    widths = [max(column.width, len(shorten(column.title))) + column.marks for column in columns]
+    for group, indices in _groups(columns):
+        room = sum(widths[i] for i in indices) + 2 * (len(indices) - 1)
+        widths[indices[-1]] += max(len(group) - room, 0)
+    return widths
+
+
+def _join(columns: Sequence[Column], texts: Sequence[str]) -> str:
+    return " │ ".join("  ".join(texts[i] for i in indices) for _, indices in _groups(columns))

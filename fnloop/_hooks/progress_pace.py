@@ -1,0 +1,218 @@
+"""How far a run is, how fast it is, and how long it will still take."""
+
+from __future__ import annotations
+
+import time
+
+import attrs
+
+from fnloop._core.events import EPOCH
+from fnloop._core.history import records_since
+from fnloop._core.history_table import is_evaluated, is_row
+from fnloop._core.record import Record
+from fnloop._core.run_info import RunInfo
+from fnloop._core.state import TrainState
+
+__all__ = ["Entry", "Pace", "Position", "is_over", "is_stream"]
+
+
+@attrs.frozen
+class Entry:
+    """A new record.
+
+    Args:
+        record: the record.
+        epoch: the number, from 1, of its epoch; 0 before the first update.
+        epochs: the number of the last epoch, or None if there is no such target.
+        seconds: the time since the row above it, or since the run began.
+    """
+
+    record: Record
+    epoch: int
+    epochs: int | None
+    seconds: float
+
+
+@attrs.frozen
+class Position:
+    """Where a run is.
+
+    Args:
+        epoch: the number, from 1, of the epoch that is running or has just ended.
+        epochs: the number of the last one, or None if there is no such target.
+        step: updates applied.
+        done: updates of this epoch, including skipped ones.
+        total: updates of this epoch at its end, or None if that is unknown.
+        rate: updates per second of this epoch, without evaluations and hooks; None if unknown.
+        left: the seconds until the end of the run; None if that is unknown.
+    """
+
+    epoch: int
+    epochs: int | None
+    step: int
+    done: int
+    total: int | None
+    rate: float | None = None
+    left: float | None = None
+
+
+class Pace:
+    """Follows a run from its first boundary to its last.
+
+    Args:
+        state: a state of the run, of before its first update.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.began = time.monotonic()
+        self._first = self._count(state)
+        self._known = len(state.history)  # how many records are taken into account
+        self._is_stream = is_stream(state)
+        self._ended = state.epoch
+        # Where the running epoch began, or a later step of it.
+        self._ended_at = state.step - bool(state.batch)
+        rows = (record.seconds for record in reversed(state.history) if is_row(record))
+        self._row_at = next(rows, 0.0)  # the seconds of the newest row
+        self._length: int | None = None  # of an epoch, if it is not known beforehand
+        self._evaluated: list[int] = [self._first]  # the updates at the two newest evaluations
+        self._evaluation = 0.0  # seconds of the newest evaluation
+        self._evaluations = 0.0  # seconds of all of them
+        self._begin_epoch(state, _done(state))
+
+    def look(self, state: TrainState) -> Position:
+        """Return the position at a boundary. After the end of an epoch, measure the next one."""
+        run, ended = _run(state), EPOCH in state.events
+        if state.epoch - ended != self._epoch or (not ended and _done(state) < self._initial):
+            self._begin_epoch(state, 0 if ended else _done(state))  # of a snapshot, or not seen
+        made = self._count(state) - self._epoch_first
+        done = (run.steps_per_epoch or self._initial + made) if ended else _done(state)
+        made, seconds = done - self._initial, self._active(state)
+        position = Position(
+            state.epoch + (not ended),
+            run.epochs,
+            state.step,
+            done,
+            done if ended else self._total(state, done),
+            made / seconds if made > 0 and seconds > 0 else None,
+            self._left(state, 0 if ended else done),
+        )
+        if ended:
+            self._length = self._length if self._initial else done
+            self._begin_epoch(state, 0)
+        return position
+
+    def _begin_epoch(self, state: TrainState, done: int) -> None:
+        """Measure the rate from here on; ``done`` updates of the epoch were made before."""
+        self._epoch, self._initial = state.epoch, done
+        self._epoch_first = self._count(state)
+        self._trained = _run(state).stopwatch.trained
+        self._epoch_began: float | None = None  # when it was, as far as hooks can know
+        self._evaluations_before = self._evaluations
+
+    def _active(self, state: TrainState) -> float:
+        """Return the seconds of this epoch without evaluations and hooks.
+
+        On an accelerator, hooks count: the device may still be at work on updates, and it is a hook
+        that waits for it.
+        """
+        now, trained = time.monotonic(), _run(state).stopwatch.trained - self._trained
+        if self._epoch_began is None:
+            self._epoch_began = now - trained
+        if state.backend.device.type == "cpu":
+            return trained
+        return now - self._epoch_began - (self._evaluations - self._evaluations_before)
+
+    def _count(self, state: TrainState) -> int:
+        return state.step + state.skipped
+
+    def left_in_evaluation(
+        self, before: Position, trained: float, passed: float, rest: float | None
+    ) -> float | None:
+        """Return how many seconds the rest of a run takes that is evaluating, if that is known.
+
+        Args:
+            before: the position at the last boundary that was looked at.
+            trained: the seconds from then to the beginning of the evaluation.
+            passed: the seconds since it began.
+            rest: the seconds that the rest of it takes, or None.
+        """
+        if before.left is None:
+            return None
+        left = max(before.left - trained, 0.0)
+        if self._evaluation:  # this one is a part of the estimate
+            return max(left - passed, rest or 0.0)
+        return None if rest is None else left + rest
+
+    def read_records(self, state: TrainState) -> list[Entry]:
+        """Return the new records. Call this before :meth:`look`."""
+        history, epochs = state.history, _run(state).epochs
+        self._known = min(self._known, len(history))  # a hook may have returned a snapshot
+        new = []
+        for record in records_since(history, self._known):
+            ends = record.epoch > self._ended  # each end of an epoch has one record, its first
+            within = record.step > self._ended_at  # an epoch that is not complete
+            number = record.epoch + (within and not ends)
+            new.append(Entry(record, number, epochs, max(record.seconds - self._row_at, 0.0)))
+            if ends:
+                self._ended, self._ended_at = record.epoch, record.step
+            self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at
+            if any(map(is_evaluated, record.metrics)):
+                self._evaluated = [*self._evaluated, self._count(state)][-2:]
+                self._evaluation = _run(state).stopwatch.evaluated or 0.0
+                self._evaluations += self._evaluation
+        self._known = len(history)
+        return new
+
+    def _total(self, state: TrainState, done: int) -> int | None:
+        """Return the updates of the epoch, or those until the target, if it is reached before."""
+        run, length = _run(state), _run(state).steps_per_epoch or self._length
+        if run.total_steps is None:
+            return length
+        until = done + max(run.total_steps - state.step, 0)
+        return until if length is None else min(length, until)
+
+    def _left(self, state: TrainState, done: int) -> float | None:
+        """Return how many seconds the rest of the run takes, if that is known."""
+        made, updates = self._count(state) - self._first, self._updates_left(state, done)
+        if updates is None or made <= 0:
+            return None
+        passed = time.monotonic() - self.began - self._evaluations
+        seconds = updates * passed / made
+        *_, before, newest = (self._first, *self._evaluated)
+        if newest > before:
+            more = (self._count(state) + updates - newest) // (newest - before)
+            seconds += more * self._evaluation
+        return max(seconds, 0.0)
+
+    def _updates_left(self, state: TrainState, done: int) -> int | None:
+        """Return how many updates the run will still make, if that is known."""
+        run, left = _run(state), []
+        length = run.steps_per_epoch or self._length
+        if run.epochs is not None and length is not None:
+            left.append((run.epochs - state.epoch) * length - done)
+        if run.total_steps is not None:
+            left.append(run.total_steps - state.step)
+        return max(min(left), 0) if left else None
+
+
+def is_over(state: TrainState) -> bool:
+    """Return whether a run is at its end."""
+    run = _run(state)
+    reached = run.epochs is not None and state.epoch >= run.epochs
+    made = run.total_steps is not None and state.step >= run.total_steps
+    return state.stop is not None or reached or made
+
+
+def _run(state: TrainState) -> RunInfo:
+    return state.run or RunInfo()
+
+
+def _done(state: TrainState) -> int:
+    """Return the updates of the running epoch, including skipped ones."""
+    return -(-state.batch // _run(state).window)
+
+
+def is_stream(state: TrainState) -> bool:
+    """Return whether there may be no other records than those of intervals."""
+    run = state.run
+    return run is not None and run.batches_per_epoch is None and not run.evaluated

@@ -1,0 +1,167 @@
+"""Progress in a terminal: a table that grows above a bar."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import TextIO
+
+import attrs
+from tqdm.utils import disp_len
+
+from fnloop._core.events import EPOCH, RECORD
+from fnloop._core.history_table import Layout, is_row, lay_out
+from fnloop._core.state import TrainState
+from fnloop._display.screen import Screen, columns_of, has_colors, paint
+from fnloop._display.tables import width_of
+from fnloop._hooks.progress_pace import Entry, Position, is_over, is_stream
+from fnloop._hooks.progress_text import (
+    format_count_of,
+    format_epoch,
+    format_left,
+    format_rate,
+    format_value,
+    running_values,
+)
+
+__all__ = ["TerminalView"]
+
+SPARE = 3  # columns at the end of the line, where a terminal writes "^C"
+SHORTEST, LONGEST = 10, 40  # bars, in columns
+NUMBERS = 68  # columns for what stands beside the bar
+_PLAIN = str.maketrans("━─│…", "#-|.")
+
+
+class TerminalView:
+    """A line per record, and below them the bar of what is running: an epoch or an evaluation.
+
+    Args:
+        file: the terminal.
+        refresh: the least time between two drawings that read from the device, in seconds.
+    """
+
+    def __init__(self, file: TextIO, refresh: float) -> None:
+        self.screen, self.refresh = Screen(file), refresh
+        self.colors = has_colors(file)
+        self.is_plain = not _can_encode(file, "━─│…")
+        self.layout: Layout | None = None  # of the lines so far
+        self.names: dict[str, None] = {}  # of their metrics, in order
+        self.width = 0  # of the terminal that the layout was made for
+        self.last_step = 0  # the greatest that is expected
+        self.is_stream = False  # whether there may be no other records than those of intervals
+        self.next = 0.0  # when to draw the bar of an epoch again
+
+    def start(self, state: TrainState, parts: list[str]) -> None:
+        self.last_step = (state.run and state.run.total_steps) or 0
+        self.is_stream = is_stream(state)
+        lines, width = [""], columns_of(self.screen.file) - 1
+        for part in parts:  # broken only between two parts
+            longer = f"{lines[-1]}, {part}" if lines[-1] else part
+            lines[-1:] = [longer] if len(longer) < width else [f"{lines[-1]},", part]
+        self.print(*(self.paint(line, "dim") for line in lines))
+        self.screen.draw("")  # from here on, also before a loader forks workers that may print
+
+    def add(self, entry: Entry, best: set[str]) -> None:
+        if not is_row(entry.record) and not self.is_stream:
+            return
+        record = attrs.evolve(entry.record, epoch=entry.epoch)
+        head = self.layout and self.layout.head()
+        layout = self.lay_out(entry, best)
+        line = layout.line(record, entry.seconds, best)
+        above = [] if layout.head() == head else layout.head()
+        for sign, styles in {"*": ("bold", "green"), "│": ("dim",)}.items():
+            line = line.replace(sign, self.paint(sign, *styles))
+        self.print(*(self.paint(title, "dim") for title in above), line)
+
+    def lay_out(self, entry: Entry, best: set[str]) -> Layout:
+        """Return the columns for a record: those of the lines above it, if it fits them."""
+        record, layout = entry.record, self.layout
+        width = columns_of(self.screen.file) - 1
+        self.names.update(dict.fromkeys(record.metrics))
+        hidden = () if self.is_stream else ("recent/",)
+        names = [name for name in self.names if not name.startswith(hidden)]
+        if (
+            layout is None
+            or width != self.width
+            or not layout.names.issuperset(names)
+            or len(layout.line(record, entry.seconds, best)) > width_of(layout.columns)
+        ):
+            layout = lay_out([record], names, width, max(self.last_step, record.step))
+            self.layout, self.width = layout, width
+        return layout
+
+    def show(self, state: TrainState, position: Position) -> float:
+        """Draw the bar of the epoch, or that of the next one if it has ended."""
+        now = time.monotonic()
+        if now < self.next and not (RECORD in state.events and is_row(state.history[-1])):
+            return self.next
+        self.next = now + self.refresh
+        if EPOCH in state.events:
+            if is_over(state):
+                return self.next
+            following = attrs.evolve(position, epoch=position.epoch + 1, done=0)
+            self.draw(format_epoch(following), following, [])
+            return self.next
+        parts = [format_count_of(position.done, position.total)]
+        parts += [format_rate(position.rate)] if position.rate else []
+        values = running_values(state)
+        parts += [f"{name} {format_value(name, value)}" for name, value in values.items()]
+        self.draw(format_epoch(position), position, parts)
+        return self.next
+
+    def evaluate(
+        self, position: Position, loader: str, done: int, total: int | None, rate: float | None
+    ) -> None:
+        """Draw the bar of an evaluation."""
+        parts = [format_count_of(done, total)]
+        parts += [format_rate(rate, "batch")] if rate else []
+        position = attrs.evolve(position, done=done, total=total)
+        self.draw(f"{format_epoch(position)}  {loader}", position, parts)
+
+    def draw(self, label: str, position: Position, parts: list[str]) -> None:
+        """Draw a bar and what stands beside it. What does not fit goes, the last first.
+
+        The time left stays longest.
+        """
+        width = columns_of(self.screen.file) - SPARE
+        left = [] if position.left is None else [format_left(position.left)]
+        bar = self.bar(position.done, position.total, width - NUMBERS)
+        while parts and disp_len("  ".join([label, bar, *parts, *left])) > width:
+            parts = parts[:-1]
+        line = "  ".join(part for part in (label, bar, *parts, *left) if part)
+        if disp_len(line) > width:
+            line = "  ".join([label, *left])[:width]
+        self.screen.draw(line.translate(_PLAIN) if self.is_plain else line)
+
+    def bar(self, done: int, total: int | None, width: int) -> str:
+        """Return a percentage and a bar; nothing if the total is not known."""
+        if not total:
+            return ""
+        length = min(max(width, SHORTEST), LONGEST)
+        part = min(done / total, 1.0)
+        filled = int(part * length)
+        drawn = self.paint("━" * filled, "cyan") + self.paint("─" * (length - filled), "dim")
+        return f"{int(part * 100):3}% {drawn}"
+
+    def finish(self, text: str) -> None:
+        """Remove the bar, and write the last line."""
+        self.screen.close()
+        self.print(*textwrap.wrap(text, columns_of(self.screen.file) - 1, break_on_hyphens=False))
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self.screen.close()
+
+    def paint(self, text: str, *styles: str) -> str:
+        return paint(text, *styles) if self.colors else text
+
+    def print(self, *lines: str) -> None:
+        self.screen.print(*(line.translate(_PLAIN) if self.is_plain else line for line in lines))
+
+
+def _can_encode(file: TextIO, text: str) -> bool:
+    try:
+        text.encode(getattr(file, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""Stop a run when its time is up."""
+
+from __future__ import annotations
+
+import attrs
+
+from fnloop._core.call import Call
+from fnloop._core.run_info import now
+from fnloop._core.state import TrainState, with_slot
+from fnloop._core.stops import JOB_LIMIT, RUN_LIMIT
+from fnloop._display import checks
+from fnloop._hooks.progress_text import format_duration
+
+__all__ = ["time_limit"]
+
+SLOT = "time_limit"  # holds the seconds that the run has taken, in a list
+
+
+@attrs.frozen(repr=False, eq=False)
+class time_limit:
+    """Stop when the run, or this job, has taken its time.
+
+    The run ends after the update in which the time is up. Evaluations and hooks count, and so does
+    what an earlier job of the run has taken; what lies between two runs does not.
+
+    Args:
+        hours, minutes, seconds: the limit is their sum.
+        per: "run" counts all of the run. The time is saved with the state, so a script that is
+            started again does not get more, and continues only if the limit was raised. "job"
+            counts what this process has taken, and stops as a signal does: without a last
+            evaluation, and the same script, started again, continues. Several runs of a job have
+            one limit if they share one hook.
+
+    Returns:
+        A hook. List it before ``checkpoint``.
+
+    Raises:
+        TypeError: none of the three is given.
+        ValueError: one of them is below 0, their sum is 0, or ``per`` is something else.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, ones = fl.pipeline()(toy_loss), [torch.ones(1)]
+        >>> state = fl.fit(step, toy(), ones, epochs=10**9, hooks=(time_limit(seconds=1e-9),))
+        >>> state.step, state.stop
+        (1, 'time_limit: the run has taken its 0.0s')
+    """
+
+    hours: float = attrs.field(default=0.0, kw_only=True)
+    minutes: float = attrs.field(default=0.0, kw_only=True)
+    seconds: float = attrs.field(default=0.0, kw_only=True)
+    per: str = attrs.field(default="run", kw_only=True)
+    _began: list[float] = attrs.field(factory=list, init=False)  # what the clock said at time 0
+    _taken: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # so far
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("hours", "minutes", "seconds"):
+            checks.number("time_limit", name, getattr(self, name), "a time", least=0)
+        checks.choice("time_limit", "per", self.per, ("run", "job"))
+        if not self.limit:
+            raise TypeError("time_limit expects a time above 0, such as time_limit(hours=8)")
+
+    @property
+    def limit(self) -> float:
+        """The limit, in seconds."""
+        return 3600 * self.hours + 60 * self.minutes + self.seconds
+
+    def __repr__(self) -> str:
+        fields = [f for f in attrs.fields(time_limit) if f.init]
+        given = {f.name: getattr(self, f.name) for f in fields}
+        return repr(Call(time_limit, (), {k: v for k, v in given.items() if v not in (0.0, "run")}))
+
+    def take_back(self, state: TrainState) -> TrainState:
+        """Return the state without a stop of this hook, if the limit was raised since."""
+        stopped = (state.stop or "").startswith(RUN_LIMIT)
+        raised = self.per == "run" and state.slots.get(SLOT, [0.0])[0] < self.limit
+        return attrs.evolve(state, stop=None) if stopped and raised else state
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run: the clock continues from the time that was taken so far."""
+        if self.per == "run":
+            self._taken[:] = state.slots.get(SLOT, [0.0])
+        self._began[:] = [now(state.run) - self._taken[0]]
+        return state
+
+    def __call__(self, state: TrainState) -> TrainState:
+        if not self._began:  # it is called outside of a run
+            self.begin(state)
+        self._taken[0] = now(state.run) - self._began[0]
+        if self.per == "run":
+            if SLOT not in state.slots:
+                state = with_slot(state, SLOT, [0.0])
+            state.slots[SLOT][0] = self._taken[0]
+        if self._taken[0] < self.limit:
+            return state
+        what = RUN_LIMIT if self.per == "run" else JOB_LIMIT
+        return attrs.evolve(state, stop=f"{what} has taken its {format_duration(self.limit)}")

@@ -1,0 +1,87 @@
+"""Phases: a run made of stretches, each with targets of its own, that can be started again."""
+
+from __future__ import annotations
+
+import attrs
+
+from fnloop._core.left_out import begin_count
+from fnloop._core.phase import Phase, unfinished
+from fnloop._core.state import TrainState
+from fnloop._core.stops import ends_phase
+from fnloop._display import checks
+
+__all__ = ["absolute_targets", "begin_phase", "check_phase", "end_phase", "phase_of"]
+
+
+def check_phase(name: str | None, state: TrainState) -> None:
+    """Raise if a run of this phase cannot begin, or continue, with a state.
+
+    Args:
+        name: the name of the phase, or None.
+        state: the state.
+
+    Raises:
+        TypeError: the name is not a str.
+        ValueError: it is empty, or another phase has not ended, and no hook has stopped it.
+    """
+    if name is not None:
+        checks.text("fit", "phase", name, "the name of a phase, or None")
+    running, ended = unfinished(state.phases), state.stop is not None and ends_phase(state.stop)
+    if running is None or phase_of(state, name) is not None or (ended and name is not None):
+        return
+    why = "" if state.stop is None else f" ({state.stop})"
+    wanted = "fit was called without a phase" if name is None else f"{name!r} cannot begin"
+    raise ValueError(
+        f"the phase {running.name!r}, begun at step {running.step}, has not ended{why}, so "
+        f"{wanted}. To continue it, call fit(..., phase={running.name!r}). To end it here, pass "
+        'attrs.evolve(state, stop="enough") to the fit of the next phase'
+    )
+
+
+def phase_of(state: TrainState, name: str | None) -> Phase | None:
+    """Return the phase of a state with a name; None if it has not begun."""
+    return next((phase for phase in state.phases if phase.name == name), None)
+
+
+def absolute_targets(
+    state: TrainState, name: str, epochs: int | None, steps: int | None
+) -> tuple[int | None, int | None]:
+    """Return the targets of a phase, counted from where it began, as targets for the state.
+
+    With neither, it is one epoch.
+    """
+    begun = phase_of(state, name)
+    epoch = state.epoch + (state.batch > 0) if begun is None else begun.epoch
+    step = state.step if begun is None else begun.step
+    if epochs is None and steps is None:
+        epochs = 1
+    return None if epochs is None else epoch + epochs, None if steps is None else step + steps
+
+
+def begin_phase(state: TrainState, name: str) -> TrainState:
+    """Return the state at the beginning of a phase: that of a new epoch.
+
+    A phase that was stopped is over, and so is an epoch that was left in the middle: it counts.
+    """
+    if (running := unfinished(state.phases)) is not None:
+        state = end_phase(state, running.name)
+    left = state.batch > 0
+    epoch = state.epoch + left
+    counts = {"skipped": state.skipped, "updates": dict(state.updates)}
+    phase = Phase(name, state.step, epoch, len(state.history), **counts)
+    phases = (*state.phases, phase)
+    state = attrs.evolve(begin_count(state), phases=phases, stop=None, events=frozenset())
+    if not left:
+        return state
+    return attrs.evolve(
+        state, epoch=epoch, batch=0, samples=0, metrics={}, generators=None, saved_on=None
+    )
+
+
+def end_phase(state: TrainState, name: str | None) -> TrainState:
+    """Return the state with a phase ended, unless the run was only interrupted."""
+    running = unfinished(state.phases)
+    if running is None or running.name != name or not ends_phase(state.stop):
+        return state
+    ended = attrs.evolve(running, done=True, stop=state.stop)
+    return attrs.evolve(state, phases=(*state.phases[:-1], ended))

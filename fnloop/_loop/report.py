@@ -1,0 +1,93 @@
+"""The metrics of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from fnloop._core.call import name_of
+from fnloop._core.elapsed import wait_and_read_clock
+from fnloop._core.metrics import Last, Max
+from fnloop._core.optimizers import labelled_groups, optimizers_of
+from fnloop._core.rng import isolated
+from fnloop._core.running import RECENT
+from fnloop._core.state import TrainState
+from fnloop._core.types import Metric, Output
+from fnloop._data.source import Source
+from fnloop._loop.evaluate import gather_outputs, measure
+from fnloop._step.pipeline import PipelineStep
+
+__all__ = ["evaluation_metrics", "recent_metrics", "train_metrics"]
+
+
+def train_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics since the epoch began, by their names in a record."""
+    named = {f"train/{name}": m for name, m in running.items() if not name.startswith(RECENT)}
+    return _with_rates("train/", state, named)
+
+
+def recent_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics since the last record, by their names in a record."""
+    named = {name: m for name, m in running.items() if name.startswith(RECENT)}
+    return _with_rates(RECENT, state, named)
+
+
+def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dict[str, Metric]:
+    """Return metrics, the loss first; and the learning rates, where none is known.
+
+    A middleware that sets the rates reports what an update used.
+    """
+    if not named:
+        return {}
+    if (loss := f"{prefix}loss") in named:
+        named = {loss: named[loss], **named}
+    for label, group in labelled_groups(optimizers_of(state)).items():
+        name, rate = f"{prefix}lr{label}", group.get("lr")
+        if name not in named and (rate.__class__ is float or isinstance(rate, Tensor | Real)):
+            named[name] = Last(rate)
+    return named
+
+
+def evaluation_metrics(
+    step: PipelineStep,
+    state: TrainState,
+    loader: str,
+    source: Source,
+    watch: Callable[[TrainState, str, int, int | None], object] | None,
+    collectors: Sequence[Any] = (),
+) -> dict[str, Metric]:
+    """Evaluate a loader. Return its metrics by their names in a record.
+
+    ``watch`` is called with the state, the name, the number of batches that this process has
+    evaluated, from 0, and how many there are, if that is known. ``collectors`` are the hooks that
+    may ask for the outputs.
+    """
+    __tracebackhide__ = True
+    run = None if state.run is None else attrs.evolve(state.run, loader=loader)
+    share = None if source.length is None else -(-source.length // state.backend.world_size)
+    tell = None if watch is None else lambda done: watch(state, loader, done, share)
+    asking = [hook for hook in collectors if _asks(hook, state, loader)]
+    outputs: list[list[Output]] | None = [] if asking else None
+    device = state.backend.device
+    began = wait_and_read_clock(device) if step.is_timed else 0.0
+    with isolated(device):
+        found = measure(step, attrs.evolve(state, run=run), source, True, tell, outputs)
+    if step.is_timed:
+        found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
+    gathered = [] if outputs is None else gather_outputs(outputs)
+    for hook in asking:
+        hook.receive(state, gathered)
+    return {f"{loader}/{name}": metric for name, metric in found.items()}
+
+
+def _asks(hook: Any, state: TrainState, loader: str) -> bool:
+    """Return whether a hook asks for the outputs of a loader."""
+    try:
+        return hook.collects(state, loader)
+    except Exception as error:
+        error.add_note(f"while in {name_of(hook)}")
+        raise

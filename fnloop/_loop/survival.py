@@ -1,0 +1,82 @@
+"""What becomes of a run in which an exception is raised: no update that was made is lost."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import attrs
+
+from fnloop._core.events import EPOCH, PENDING
+from fnloop._core.state import newest, owns_handles
+from fnloop._core.stops import INTERRUPTED
+from fnloop._loop.errors import explain, tell_hooks
+from fnloop._loop.peers import is_alone
+from fnloop._loop.run import LOADER, Run
+from fnloop._step.layers import STEP
+
+__all__ = ["Survival"]
+
+
+class Survival:
+    """Ends a run normally on an interruption; adds a note to any other exception.
+
+    The note says where it happened; the exception also gets the state that was reached.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        __tracebackhide__ = True
+        return error is not None and _survive(self._run, error)
+
+
+def _survive(run: Run, error: BaseException) -> bool:
+    """Return whether the run ends as it would without this error: after a signal."""
+    __tracebackhide__ = True
+    state, phase = run.state, run.phase
+    if phase is None:  # the step may have applied its update already
+        state = newest(state, run.taken, run.taken * (run.source.batch_size or 0))
+    applied = state is not run.state
+    if applied or (phase is not None and run.before_record):
+        state = attrs.evolve(state, events=state.events | {PENDING})
+    # With several processes, fail: the others cannot know of it, and the launcher ends them.
+    alone = is_alone(state)
+    interrupted = _is_interruption(run, error) and owns_handles(state)
+    if alone and (interrupted or _has_lost_its_workers(run, error)):
+        run.interrupts.done, run.rolled_back = True, False
+        stop = state.stop or run.interrupts.stop or INTERRUPTED
+        run.state = attrs.evolve(state, stop=stop)
+        run.flush_hooks()
+        return True
+    batch = run.batches_in_epoch if EPOCH in state.events else state.batch
+    last = explain(error, state, run.plan.step, phase, batch)
+    run.peers.explain(error)
+    if last is not None and applied:
+        error.add_note(
+            "the update was applied before this; middleware around it may not have finished "
+            "their work"
+        )
+    elif last is not None and alone and isinstance(error, Exception):
+        tell_hooks(run.plan.hooks, last, error)
+    return False
+
+
+def _is_interruption(run: Run, error: BaseException) -> bool:
+    """Return whether Ctrl-C came where no handler could be installed."""
+    return isinstance(error, KeyboardInterrupt) and run.interrupts.stop is None
+
+
+def _has_lost_its_workers(run: Run, error: BaseException) -> bool:
+    """Return whether the signal that stops the run has killed the workers of a loader.
+
+    No further batch is needed then.
+    """
+    loading = isinstance(run.phase, str) and run.phase in (LOADER, *run.evaluated)
+    if not (loading and isinstance(error, Exception) and run.interrupts.stop is not None):
+        return False
+    return run.plan.step.layer_of(error) == STEP

@@ -1,0 +1,206 @@
+"""Averages of the weights over the updates of a run: exponential, and of equal weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from fnloop._checkpoint.format import TENSORS
+from fnloop._core.average import AVERAGED, Average
+from fnloop._core.carry import TBPTT
+from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.run_length import explain_unknown_length
+from fnloop._core.state import TrainState
+from fnloop._display import checks
+from fnloop._display.log import log
+from fnloop._step.averaging import Choice, EvaluateAverage, blend, choose_weight, first_average
+from fnloop.schedules._schedule import check_length, updates_in
+
+__all__ = ["ema", "swa"]
+
+_FILES = (*TENSORS, AVERAGED)
+# Middleware that others know by their names.
+_KNOWN = ("amp", "clip", "closure", "cuda_graph", "plateau", TBPTT, "timings")
+
+
+@middleware("update")
+def ema(
+    decay: float = 0.999,
+    *,
+    start: float = 0,
+    every: int = 1,
+    evaluate: bool | str = True,
+    name: str = "ema",
+) -> Middleware:
+    """Keep an exponential moving average of the weights, and evaluate it beside the model.
+
+    Through update ``start`` the average is the weights. Each ``every``-th applied update after it
+    makes it ``decay × average + (1 - decay) × weights``. Training does not depend on it. A skipped
+    update changes nothing.
+
+    The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the statistics of
+    a BatchNorm) by name, in float32 or wider; all other buffers are those of the model.
+    :func:`averaged` returns a state with the average in its model. A checkpoint has
+    ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
+
+    Args:
+        decay: the weight of the average so far, from 0 to 1. It averages over about ``1 / (1 -
+            decay)`` of its updates.
+        start: updates (an int), or a fraction of the run (a float).
+        every: applied updates from one blend to the next; at least 1.
+        evaluate: True evaluates the model and the average: "valid/loss" and "valid/ema/loss", and
+            so with each metric. "only" evaluates the average alone, as "valid/loss"; False the
+            model alone.
+        name: the name of the slot, of the file in a checkpoint, and of the metrics.
+
+    Returns:
+        A middleware of the update ring, and of the step and the evaluation ring.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be. When composing: two averages
+            are to be evaluated alone. When it runs: ``start`` is a fraction, and the length of the
+            run is unknown; or the slot is of another model.
+        NotImplementedError: when a run starts: the average would be evaluated, and the model is
+            under ``fully_shard``. At an evaluation: the model cannot be copied.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, x = fl.pipeline(ema(0.5))(toy_loss), torch.tensor([4.0])
+        >>> state = fl.fit(step, toy(w=0.0, lr=1.0), ([x, x], [x]), hooks=())
+        >>> state.slots["ema"]["w"].item()           # (0 + -4) / 2, then (-2 + -8) / 2
+        -5.0
+        >>> state.history["valid/loss"], state.history["valid/ema/loss"]
+        ((-32.0,), (-20.0,))
+
+    Source: Polyak & Juditsky, 1992, https://doi.org/10.1137/0330046. The same numbers as
+    ``torch.optim.swa_utils.AveragedModel(use_buffers=True)`` and timm's ``ModelEmaV3``.
+    """
+    checks.number("ema", "decay", decay, "the weight of the average so far", least=0, most=1)
+    new = 1 - decay
+    return _make("ema", lambda count: new, start, every, evaluate, name)
+
+
+@middleware("update")
+def swa(
+    start: float = 0.75, *, every: int = 1, evaluate: bool | str = True, name: str = "swa"
+) -> Middleware:
+    """Keep the mean of the weights over the last part of a run, and evaluate it beside the model.
+
+    Through update ``start`` the average is the weights. Each ``every``-th applied update after it
+    counts in the mean. Everything else is as with :func:`ema`. The rate that it is used with is up
+    to ``schedule``: a high and constant one in the last part. The running statistics of BatchNorm
+    are averaged too; :func:`update_batchnorm` computes them for the averaged weights.
+
+    Args:
+        start: updates (an int), or a fraction of the run (a float).
+        every: applied updates from one that counts to the next; at least 1.
+        evaluate: True evaluates the model and the average: "valid/loss" and "valid/swa/loss", and
+            so with each metric. "only" evaluates the average alone, as "valid/loss"; False the
+            model alone.
+        name: the name of the slot, of the file in a checkpoint, and of the metrics.
+
+    Returns:
+        A middleware of the update ring, and of the step and the evaluation ring.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`ema`.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(swa(0.5))(toy_loss)
+        >>> state = fl.fit(step, toy(w=0.0, lr=1.0), [torch.tensor([1.0])] * 4, hooks=())
+        >>> state.model.w.item(), fl.averaged(state, "swa").model.w.item()      # (-3 + -4) / 2
+        (-4.0, -3.5)
+
+    Source: Izmailov et al., 2018, https://arxiv.org/abs/1803.05407. The same numbers as
+    ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``.
+    """
+    return _make("swa", lambda count: 1 / (count + 1), start, every, evaluate, name)
+
+
+def _make(
+    owner: str,
+    weight_of: Callable[[int], float],
+    start: float,
+    every: int,
+    evaluate: bool | str,
+    name: str,
+) -> Middleware:
+    """Return the middleware of an average.
+
+    Args:
+        owner: the name of the factory.
+        weight_of: how many updates were blended in -> how much of the next is.
+        start, every, evaluate, name: as in :func:`ema`.
+    """
+    check_length(owner, "start", start)
+    checks.integer(owner, "every", every, "the applied updates from one blend to the next")
+    if not isinstance(evaluate, bool) and evaluate != "only":
+        raise ValueError(
+            f'{owner} expects evaluate as True (the model and the average), "only" (the average '
+            f"alone) or False (the model alone); got {checks.describe(evaluate)}"
+        )
+    _check_name(owner, name)
+    choose = _choice(owner, weight_of, start, every)
+    return Middleware(
+        name,
+        update=blend(name),
+        step=choose_weight(name, choose),
+        init=lambda state: first_average(state, name, bool(evaluate)),
+        evaluation=EvaluateAverage(name, evaluate == "only") if evaluate else None,
+        check=_check_members,
+    )
+
+
+def _choice(owner: str, weight_of: Callable[[int], float], start: float, every: int) -> Choice:
+    def choose(state: TrainState, average: Average) -> float | None:
+        begin = start if isinstance(start, int) else _updates_in(owner, start, state)
+        after = state.step + 1 - begin
+        if after > 0:
+            return 0.0 if after % every else weight_of(average.count)
+        if average.count and state.backend.main:
+            log.warning(
+                f"{owner}: the run has another length now: the average is the weights again "
+                f"through update {begin}"
+            )
+        return None
+
+    return choose
+
+
+def _updates_in(owner: str, start: float, state: TrainState) -> int:
+    """Return a fraction of the run in updates.
+
+    Raises:
+        ValueError: the length of the run is unknown.
+    """
+    total = state.run.total_steps if state.run else None
+    if total is None and start:
+        raise ValueError(explain_unknown_length(f"{owner}(start={start})", state))
+    return updates_in(start, total or 0)
+
+
+def _check_name(owner: str, name: str) -> None:
+    checks.text(owner, "name", name, "the name of its slot, its file and its metrics")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name) or name.lower() in _FILES:
+        raise ValueError(
+            f"{owner} expects name as letters, digits, _ and -, and none of "
+            f"{', '.join(_FILES)}, because a checkpoint has a file of this name; got {name!r}"
+        )
+    if name in _KNOWN:
+        raise ValueError(
+            f"{owner} expects name as another one than {', '.join(_KNOWN)}, which are names of "
+            f"other middleware; got {name!r}"
+        )
+
+
+def _check_members(members: Sequence[Middleware]) -> None:
+    """Raise if two averages are to be evaluated under the names of the model."""
+    alone = [m for m in members if isinstance(m.evaluation, EvaluateAverage) and m.evaluation.only]
+    if len(alone) > 1:
+        raise ValueError(
+            f"{' and '.join(map(repr, alone))} would both be evaluated alone, under the same "
+            'names: leave out evaluate="only" in one of them'
+        )

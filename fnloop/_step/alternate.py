@@ -1,0 +1,397 @@
+"""Whole steps in turn, each with an optimizer of its own, such as those of a GAN."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import toolz
+
+from fnloop._backend.fsdp import is_sharded
+from fnloop._core.call import Call
+from fnloop._core.carry import TBPTT
+from fnloop._core.middleware import Middleware
+from fnloop._core.optimizers import named_in
+from fnloop._core.running import RECENT
+from fnloop._core.state import TrainState, advance, begin_update
+from fnloop._core.types import Batch, Output, Step
+from fnloop._display import checks, html
+from fnloop._display.checks import describe, join_names
+from fnloop._display.log import log
+from fnloop._step.composition import check_around, is_ours
+from fnloop._step.engine import engine_of
+from fnloop._step.first_reply import Replaceable, calls_noted
+from fnloop._step.gradients import NO_GRADIENT, NoGradientError
+from fnloop._step.layers import STEP
+from fnloop._step.pipeline import Pipeline, PipelineStep
+from fnloop._step.reports import of_turn
+from fnloop._step.slots import renew_slots
+from fnloop._step.turns import Round, Settings, Turns, call, check_with_turns, turn_of
+
+__all__ = ["AlternateStep", "alternate"]
+
+SAME, NEXT = "same", "next"
+# What acts on one backward or one forward: the steps list it themselves.
+_OF_STEPS = ("loss_fn", "forward", "loss", "gradient", "device")
+_EXAMPLE = '{"d": pipeline()(d_loss), "g": pipeline()(g_loss)}'
+
+
+def alternate(
+    steps: Mapping[str, PipelineStep],
+    order: Sequence[str] | None = None,
+    batch: str = SAME,
+    evaluate: str | Sequence[str] | None = None,
+) -> AlternateStep:
+    """Take whole steps in turn, each with its own optimizer, such as those of a GAN.
+
+    Their names are those of the optimizers: ``TrainState.create(model, {"d": ..., "g": ...})``. In
+    a turn only the parameters of its optimizer need gradients; those of the others rest, and what
+    was frozen stays frozen. Each step has its own middleware, such as ``clip``, ``amp`` and
+    ``schedule``, with its own slots and metrics: "train/d/loss", "train/d/grad_norm". The rates are
+    "train/lr/d", ... as in every run with several optimizers. ``aux`` has that of each name. What a
+    middleware of a step is given is a state of that turn: ``state.optimizer`` is its optimizer,
+    ``state.step`` the updates of it, and ``state.slots`` its own.
+
+    One call is a *round*: all turns of ``order``. ``state.step`` counts rounds, and
+    ``state.updates`` the updates of each optimizer; a schedule in a step counts those of its own. A
+    skipped update is that of its turn. The round counts as skipped if all are. If a turn fails
+    after another one has updated, the weights are between two rounds, and the state cannot be used
+    any more.
+
+    The losses without a name, "train/loss" and "valid/loss", are means over the items of all turns,
+    or of all names that are evaluated. Watch those with a name.
+
+    Middleware of the update ring (such as ``ema``), the step ring and the ring "evaluation", and
+    ``derive``, can be put around it, and act once per round:
+    ``pipeline(ema(0.999))(alternate(...))``. All others belong into the steps.
+
+    Args:
+        steps: name to step.
+        order: the names in the order of their turns, such as ``("d",) * 5 + ("g",)``; by default
+            each once.
+        batch: "same" gives all turns of a round one batch; "next" gives each turn the next one. A
+            round never crosses the end of an epoch: in the last one, turns without a batch are left
+            out. With ``accumulate(n)`` a turn takes up to n batches.
+        evaluate: the names whose losses are evaluated, in this order; by default all.
+
+    Returns:
+        A step.
+
+    Raises:
+        TypeError: ``steps`` is not a mapping of steps, or a name is not a str.
+        ValueError: ``order`` or ``evaluate`` has an unknown name, a step has no turn, or a step
+            has a middleware that cannot be in a turn (``tbptt``, ``cuda_graph``, averages). When
+            composing: a middleware around it would be ignored, sets a rate that one in a step sets,
+            or is an average with the name of a step. When a run starts: the state has no optimizer
+            of a name.
+        NotImplementedError: when a run starts: the model is under ``fully_shard``.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> model = torch.nn.ParameterDict({"a": torch.zeros(()), "b": torch.zeros(())})
+        >>> optimizers = {k: torch.optim.SGD([model[k]], lr=1.0) for k in ("a", "b")}
+        >>> state = fl.TrainState.create(model, optimizers)
+        >>> down = fl.pipeline()(lambda model, x: (model["a"] * x).mean())          # gradient: x
+        >>> after = fl.pipeline()(lambda model, x: (model["b"] * model["a"]).mean())   # gradient: a
+        >>> step = alternate({"a": down, "b": after}, order=("a", "a", "b"))
+        >>> state, out = step(state, torch.tensor([1.0]))
+        >>> model["a"].item(), model["b"].item(), state.step, dict(state.updates)
+        (-2.0, 2.0, 1, {'a': 2, 'b': 1})
+
+    Source: Goodfellow et al., 2014, https://arxiv.org/abs/1406.2661
+    """
+    _check_steps(steps)
+    names = [*steps]
+    turns = _names("order", names if order is None else order, names)
+    if idle := [name for name in names if name not in turns]:
+        raise ValueError(
+            f"alternate: order={turns} leaves out {join_names(idle)}: name each step at least "
+            "once, or leave it out of steps"
+        )
+    checks.choice("alternate", "batch", batch, (SAME, NEXT))
+    single = (evaluate,) if isinstance(evaluate, str) else evaluate
+    evaluated = _names("evaluate", names if single is None else single, names)
+    evaluated = tuple(dict.fromkeys(evaluated))
+    if batch == SAME:
+        _check_windows(steps)
+    given = {
+        "order": order if order is None else turns,
+        "batch": None if batch == SAME else batch,
+        "evaluate": evaluate if evaluate is None or isinstance(evaluate, str) else evaluated,
+    }
+    typed = {name: value for name, value in given.items() if value is not None}
+    made = Call(alternate, (dict(steps),), typed)
+    return AlternateStep(Pipeline(()), Settings.of(steps, turns, batch == SAME, evaluated, made))
+
+
+class AlternateStep(PipelineStep):
+    """Steps in turn. See :func:`alternate`.
+
+    Args:
+        pipeline: the middleware around all turns of a round.
+        settings: the steps, and their order.
+    """
+
+    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
+        self._settings, self._turns = settings, Turns(settings.run_of)
+        self._round: Replaceable = functools.partial(self._take_turns)
+        super().__init__(pipeline)
+        self.window = settings.window
+        inner = [
+            of_turn(member, name)
+            for name, step in settings.steps.items()
+            for member in step.pipeline.middleware
+            if member.report is not None
+        ]
+        self._reporting = (*inner, *self._reporting)
+
+    def inside(self, pipeline: Pipeline) -> AlternateStep:
+        """Return the same step with middleware around its rounds.
+
+        Raises:
+            ValueError: it would ignore one of them.
+        """
+        check_around(pipeline.middleware, _OF_STEPS, self._explain)
+        check_with_turns(pipeline.middleware, self._settings.steps)
+        listed = (*self.pipeline.middleware, *pipeline.middleware)
+        return AlternateStep(Pipeline(listed), self._settings)
+
+    def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
+        names, hint = join_names([*self._settings.steps]), ""
+        if [*ignored] == ["forward"] and member.name.startswith("metric"):
+            hint = '; or write metric(..., on="evaluation") for the aux of all, by name'
+        return (
+            f"{member!r} {acts}, but each of the steps {names} runs its own forward, backward and "
+            f"update: list it in their pipelines, {{{next(iter(self._settings.steps))!r}: "
+            f"pipeline({member!r})(...), ...}}{hint}"
+        )
+
+    def _compose_innermost(self) -> Step:
+        return self._evaluate_each
+
+    def _compose_training(self) -> Step:
+        rings = functools.partial(self._ring, "update"), functools.partial(self._ring, "step")
+        return toolz.pipe(self._round, *rings)
+
+    # --- a round
+
+    def _take_turns(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        begin_update(state)  # raises if the state is stale
+        steps, done = self._settings.steps, Round()
+        window = self._window(batch)
+        for turn in self._settings.turns:
+            if turn.batches.start < len(window):
+                step = steps[turn.name]
+                part = window[turn.batches]
+                given = part[0] if step.window == 1 else part
+                state = self._turns.take(turn, step.train, state, given, done)
+        return advance(state, done.applied, state.updates), done.output()
+
+    def _window(self, batch: Batch) -> Sequence[Batch]:
+        """Return the batches of a round."""
+        if self.window == 1:
+            return (batch,)
+        if not isinstance(batch, list | tuple) or not 0 < len(batch) <= self.window:
+            given = f"{len(batch)}" if isinstance(batch, list | tuple) else describe(batch)
+            raise ValueError(
+                f"a round of {self!r} takes a list or a tuple of 1 to {self.window} batches; got "
+                f"{given}"
+            )
+        return batch
+
+    def _evaluate_each(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        done = Round()
+        for name in self._settings.evaluated:
+            own = self._turns.state_of(state, name)
+            done.add(name, call(name, self._settings.steps[name].evaluation, own, batch)[1])
+        return state, done.output()
+
+    @contextlib.contextmanager
+    def _calls_noted(self) -> Iterator[list[int]]:
+        calls: list[int] = []
+        with calls_noted(self._round) as rounds, super()._calls_noted() as evaluations:
+            yield calls
+        calls += rounds + evaluations
+
+    # --- a run
+
+    @property
+    def precision(self) -> str | None:
+        found = {step.precision: None for step in self._settings.steps.values()}
+        return ", ".join(name for name in found if name is not None) or None
+
+    def check_loaders(self, loaders: Sequence[str]) -> None:
+        super().check_loaders(loaders)
+        for step in self._settings.steps.values():
+            step.check_loaders(loaders)
+
+    def check_evaluation(self, loaders: Sequence[str]) -> None:
+        for name in self._settings.evaluated:
+            self._settings.steps[name].check_evaluation(loaders)
+
+    def begin_run(self, state: TrainState) -> None:
+        self._check_state(state)
+        super().begin_run(state)
+        for name, step in self._settings.steps.items():
+            own = self._turns.state_of(state, name)
+            step.begin_run(own)
+            engine_of(state).start_turn(name, engine_of(own), own, state, slice(0))
+        idle = [name for name in state.optimizer if name not in self._settings.steps]
+        if idle and state.backend.main:
+            log.warning(
+                f"alternate: these optimizers have no turn, so their parameters stay as they are: "
+                f"{join_names(idle)}"
+            )
+
+    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
+        __tracebackhide__ = True
+        self._check_state(state)
+        if not evaluation and is_sharded(state.model):
+            raise NotImplementedError(
+                "alternate does not work with fully_shard, which takes the parameters that need "
+                "gradients as they are at first: leave fully_shard out"
+            )
+        state = super().init_slots(state, evaluation=evaluation)
+        for name in self._settings.evaluated if evaluation else self._settings.steps:
+            own = self._turns.state_of(state, name)
+            made = self._settings.steps[name].init_slots(own, evaluation=evaluation)
+            if made is not own:
+                state = self._turns.with_slots(state, name, made)
+        return state
+
+    def renew_slots(self, state: TrainState) -> TrainState:
+        state = super().renew_slots(state)
+        for name, step in self._settings.steps.items():
+            state = renew_slots(state, step.pipeline.middleware, f"{name}/")
+        return state
+
+    def _check_state(self, state: TrainState) -> None:
+        """Raise ValueError if the state lacks an optimizer."""
+        found, wanted = named_in(state.optimizer), [*self._settings.steps]
+        missing = [name for name in wanted if name not in found]
+        if not missing:
+            return
+        has = f"has {join_names([*found])}"
+        if "" in found:
+            has = "has one optimizer, without a name"
+        given = ", ".join(f"{name!r}: ..." for name in wanted)
+        raise ValueError(
+            f"alternate has a step for {join_names(missing)}, but the state {has}. Name an "
+            f"optimizer for each step: TrainState.create(model, {{{given}}})"
+        )
+
+    # --- what an exception is told
+
+    def layer_of(self, error: BaseException) -> str:
+        name = turn_of(error)
+        if name is None:
+            return super().layer_of(error)
+        layer = self._settings.steps[name].layer_of(error)
+        return name if layer == STEP else f"{name}, {layer}"
+
+    def explain(self, error: BaseException) -> None:
+        super().explain(error)
+        if (name := turn_of(error)) is not None:
+            self._settings.steps[name].explain(error)
+            if str(error).startswith(NO_GRADIENT) and not isinstance(error, NoGradientError):
+                error.add_note(
+                    f"in the turn of {name} only the parameters of its optimizer need gradients"
+                )
+
+    # --- how it shows
+
+    def __repr__(self) -> str:
+        shown = repr(self._settings.call)
+        return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
+
+    def _title(self) -> str:
+        around = ", ".join(map(repr, self.pipeline.middleware))
+        return f"in turn: {self._settings.order}" + (f"; around: {around}" if around else "")
+
+    def __str__(self) -> str:
+        parts = (f"{name}:\n{step}" for name, step in self._settings.steps.items())
+        return "\n".join([self._title(), *parts])
+
+    def _repr_html_(self) -> str:
+        parts = [html.line(self._title())]
+        for name, step in self._settings.steps.items():
+            parts += [html.faint(name), step._repr_html_()]
+        return html.stack(*parts)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if self.pipeline.middleware:
+            return self.pipeline, (AlternateStep(Pipeline(()), self._settings),)
+        return self._settings.call, ()
+
+
+# --- what may be given
+
+
+def _check_steps(steps: object) -> None:
+    if not isinstance(steps, Mapping) or not steps:
+        raise TypeError(
+            f"alternate expects steps as a mapping from names to steps, {_EXAMPLE}; got "
+            f"{describe(steps)}"
+        )
+    for name, step in steps.items():
+        checks.text("alternate", "steps", name, "names of optimizers")
+        if "/" in name or f"{name}/" == RECENT:
+            raise ValueError(
+                f'alternate expects names without "/", and none of them "recent"; got {name!r}'
+            )
+        if not isinstance(step, PipelineStep):
+            raise TypeError(
+                f"alternate expects steps, {_EXAMPLE}; got {describe(step)} under {name!r}"
+            )
+        _check_in_turn(name, step)
+
+
+def _check_in_turn(name: str, step: PipelineStep) -> None:
+    """Raise ValueError if a step cannot be that of a turn."""
+    if isinstance(step, AlternateStep):
+        raise ValueError(
+            f"alternate: {name!r} is {step!r}, which takes turns itself: list all steps in one "
+            "alternate, and repeat names in order="
+        )
+    for member in step.pipeline.middleware:
+        if member.windows:
+            why = "changes its window with the epoch: write accumulate(n)"
+        elif member.name == TBPTT:
+            why = "makes several updates in one turn: leave it out"
+        elif member.name == "cuda_graph":
+            why = "would capture which parameters need gradients, and that changes with each turn"
+            why += ": leave it out"
+        elif member.update is not None and is_ours(member):  # ema, swa
+            why = "averages the whole model: list it around all turns, "
+            why += f"pipeline({member!r})(alternate(...))"
+        else:
+            continue
+        raise ValueError(f"alternate: {member!r}, in the step {name!r}, {why}")
+
+
+def _check_windows(steps: Mapping[str, PipelineStep]) -> None:
+    windows = {name: step.window for name, step in steps.items()}
+    if len({*windows.values()}) > 1:
+        takes = ", ".join(f"{name} takes {n}" for name, n in windows.items())
+        raise ValueError(
+            f'alternate: with batch="same" all turns of a round take the same batches, but '
+            f'{takes}: list the same accumulate(n) in each step, or write batch="next"'
+        )
+
+
+def _names(argument: str, given: object, known: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(given, list | tuple) or not given:
+        raise TypeError(
+            f"alternate expects {argument} as names of steps, such as {(*known,)}; got "
+            f"{describe(given)}"
+        )
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"alternate expects {argument} as names of steps, which are "
+                f"{join_names([*known])}; got {describe(name)}"
+            )
+    return tuple(given)

@@ -1,0 +1,319 @@
+"""Runs that freeze and unfreeze, killed and started again, end as if they had never stopped."""
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, lr_scheduler
+from torch.utils.data import DataLoader
+
+import fnloop as fl
+from fnloop._core.serialize import has_pending
+from fnloop.testing import assert_same
+
+NUMBERS = torch.Generator().manual_seed(0)
+DATA = [(x, int(x.sum() > 0)) for x in torch.randn(24, 4, generator=NUMBERS)]
+LOSS = fl.supervised(nn.CrossEntropyLoss())
+FALLING = fl.pipeline(fl.clip(1.0), fl.schedule(fl.schedules.cosine(warmup=1)))(LOSS)
+BY_TORCH = fl.pipeline(
+    fl.torch_scheduler(lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps))
+)(LOSS)
+UPDATES = 9  # in three phases
+
+
+class Killed(BaseException):
+    pass
+
+
+def loaders():
+    return {
+        "train": DataLoader(DATA, batch_size=8, shuffle=True),
+        "valid": [next(iter(DataLoader(DATA, 12)))],
+    }
+
+
+def block():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3))
+
+
+def new_model():
+    torch.manual_seed(0)
+    return nn.Sequential(block(), block(), nn.Linear(4, 2))
+
+
+def of_head(model):
+    return Adam(model[2].parameters(), lr=0.1)
+
+
+def of_all(model):
+    return AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def with_own_state_dict(model):
+    class Own(SGD):
+        def state_dict(self):
+            return super().state_dict()
+
+    return Own(model[2].parameters(), lr=0.1, momentum=0.9)
+
+
+def with_tensor_rates(model):
+    return AdamW(model[2].parameters(), lr=torch.tensor(0.1), foreach=False, capturable=False)
+
+
+def several(model):
+    model[0].requires_grad_(False)
+    return {
+        "head": SGD(model[2].parameters(), lr=0.1, momentum=0.9),
+        "body": AdamW(model[1].parameters(), lr=0.1),
+    }
+
+
+MAKE = [of_head, of_all, with_own_state_dict, with_tensor_rates, several]
+
+
+def new_state(make):
+    model = new_model()
+    return fl.TrainState.create(model, make(model), seed=1)
+
+
+def freeze_body(state):
+    return fl.freeze(state, "0", "1")
+
+
+def last_block(state):
+    return fl.unfreeze(state, "1.*", lr=0.01)
+
+
+def everything(state):
+    more = {} if isinstance(state.optimizer, torch.optim.Optimizer) else {"optimizer": "body"}
+    state = fl.unfreeze(state, "*", **more)
+    return fl.unfreeze(state, "2", "1.0", lr=0.05)
+
+
+PHASES = {"head": freeze_body, "last": last_block, "all": everything}
+
+
+def script(state, make, hooks=(), again="always"):
+    """Train the head, then the last block with it, then everything.
+
+    Args:
+        state: the state to begin or continue with.
+        make: makes the optimizer.
+        hooks: the hooks.
+        again: "always": freeze and unfreeze are called on the way to each phase, as written down;
+            "new": only for phases that have not begun.
+    """
+    begun = {phase.name for phase in state.phases}
+    for name, change in PHASES.items():
+        if again == "always" or name not in begun:
+            state = change(state)
+        step = BY_TORCH if name == "all" and make is not several else FALLING
+        state = fl.fit(step, state, loaders(), epochs=1, hooks=hooks, phase=name)
+    return state
+
+
+def settings(state):
+    optimizers = (
+        state.optimizer.values() if hasattr(state.optimizer, "values") else [state.optimizer]
+    )
+    return [
+        {key: len(v) if key == "params" else v for key, v in sorted(group.items())}
+        for one in optimizers
+        for group in one.param_groups
+    ]
+
+
+def layout(state):
+    return (
+        [name for name, p in state.model.named_parameters() if p.requires_grad],
+        [name for name, module in state.model.named_modules() if not module.training],
+        repr(settings(state)),
+    )
+
+
+def killed(run, at, make, folder):
+    """Run a script that saves every update, and is killed after one of them."""
+
+    def kill(state):
+        if state.step == at:
+            raise Killed
+        return state
+
+    hooks = (fl.every(steps=1)(fl.checkpoint(folder)), kill)
+    with pytest.raises(Killed):
+        run(new_state(make), make, hooks)
+
+
+def assert_ended_the_same(state, expected):
+    if has_pending(state.slots.get("torch_scheduler")):  # no step has met the restored state
+        state, expected = (attrs.evolve(one, slots={}) for one in (state, expected))
+    assert_same(state, expected)
+    assert layout(state) == layout(expected)
+
+
+@pytest.fixture(scope="module", params=MAKE, ids=lambda make: make.__name__)
+def whole(request):
+    state = script(new_state(request.param), request.param)
+    assert state.step == UPDATES
+    return request.param, state
+
+
+@pytest.mark.parametrize("how", ["always", "new", "beforehand"])
+@pytest.mark.parametrize("at", range(1, UPDATES + 1))
+def test_a_script_of_three_phases_ends_the_same_wherever_it_is_killed(at, how, whole, tmp_path):
+    make, expected = whole
+    killed(script, at, make, tmp_path / "run")
+    state = new_state(make)
+    if how == "beforehand":  # with groups that the checkpoint may not have yet
+        state = everything(last_block(freeze_body(state)))
+    state = fl.resume(tmp_path / "run", state)
+    assert state.step == at
+    state = script(
+        state, make, (fl.checkpoint(tmp_path / "run"),), "new" if how == "new" else "always"
+    )
+    assert_ended_the_same(state, expected)
+    again = script(fl.resume(tmp_path / "run", new_state(make)), make)
+    assert_ended_the_same(again, expected)
+
+
+def test_phases_train_what_they_should():
+    state = freeze_body(new_state(of_head))
+    seen = {}
+
+    def note(state):
+        seen[state.phases[-1].name] = layout(state)
+        return state
+
+    script(state, of_head, (note,))
+    assert seen["head"][0] == ["2.weight", "2.bias"]
+    assert seen["head"][1] == ["0.1", "1.1"]
+    assert seen["last"][0][0] == "1.0.weight"
+    assert seen["last"][1] == ["0.1"]
+    assert len(seen["all"][0]) == 10
+    assert seen["all"][1] == []
+
+
+# --- without phases
+
+
+def hooked(state, make, hooks=()):
+    """Train the head, and after the fourth update everything, in one run."""
+
+    @fl.when(lambda state: state.step == 4)
+    def thaw(state):
+        return fl.unfreeze(state, "*", lr=0.01)
+
+    return fl.fit(FALLING, state, loaders(), epochs=3, hooks=(thaw, *hooks))
+
+
+@pytest.mark.parametrize("at", [3, 4, 5, 8])
+def test_a_hook_that_unfreezes_is_not_undone_by_a_restart(at, tmp_path):
+    begin = lambda: freeze_body(new_state(of_head))
+    expected = hooked(begin(), of_head)
+    killed(lambda state, *rest: hooked(freeze_body(state), *rest), at, of_head, tmp_path / "run")
+    state = hooked(fl.resume(tmp_path / "run", begin()), of_head)
+    assert_same(state, expected)
+    assert layout(state) == layout(expected)
+
+
+# --- what a restored state does with freeze
+
+
+def three_updates(folder):
+    killed(script, 5, of_head, folder)
+    return fl.resume(folder, new_state(of_head))
+
+
+def test_a_restored_state_may_be_frozen_in_another_way_for_a_phase_of_another_name(tmp_path):
+    state = three_updates(tmp_path)
+    state = fl.freeze(state, "2")
+    assert layout(state)[0][-1] == "1.1.bias"
+    with pytest.raises(ValueError, match="the phase 'last', begun at step 3, has not ended"):
+        fl.fit(FALLING, state, loaders(), hooks=(), phase="other")
+    state = fl.fit(FALLING, state, loaders(), hooks=(), phase="last")
+    assert layout(state)[0][-1] == "2.bias"  # as the checkpoint says
+    state = fl.fit(FALLING, fl.freeze(state, "2"), loaders(), hooks=(), phase="other")
+    assert layout(state)[0][-1] == "1.1.bias"
+
+
+def test_a_run_that_was_not_restored_may_change_what_a_phase_trains():
+    def press(state):
+        raise KeyboardInterrupt
+
+    state = fl.fit(FALLING, freeze_body(new_state(of_head)), loaders(), hooks=(press,), phase="a")
+    assert state.stop == "interrupted"
+    state = fl.fit(FALLING, last_block(state), loaders(), hooks=(), phase="a")
+    assert layout(state)[0][0] == "1.0.weight"
+
+
+# --- groups in checkpoints
+
+
+def test_groups_that_were_added_are_restored_by_names(tmp_path):
+    state = everything(last_block(freeze_body(new_state(of_head))))
+    path = fl.save(state, tmp_path / "a")
+    new = new_state(of_head)
+    groups, first = new.optimizer.param_groups, new.optimizer.param_groups[0]
+    restored = fl.restore(path, new)
+    assert layout(restored) == layout(state)
+    assert groups is restored.optimizer.param_groups
+    assert groups[0] is first
+    assert [g["lr"] for g in groups] == [0.05, 0.01, 0.1, 0.05]
+
+
+def test_groups_that_the_checkpoint_does_not_have_are_removed(tmp_path):
+    path = fl.save(freeze_body(new_state(of_all)), tmp_path / "a")
+    restored = fl.restore(path, last_block(new_state(of_all)))
+    assert [len(group["params"]) for group in restored.optimizer.param_groups] == [10]
+    assert [id(p) for p in restored.optimizer.param_groups[0]["params"]] == [
+        id(p) for p in restored.model.parameters()
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: Adam([{"params": model[2].parameters()}, {"params": model[1].parameters()}]),
+        lambda model: Adam(model[1].parameters()),
+        lambda model: Adam([*model[2].parameters()][::-1]),
+    ],
+)
+def test_groups_that_unfreeze_does_not_explain_are_refused_as_before(make, tmp_path):
+    path = fl.save(freeze_body(new_state(of_head)), tmp_path / "a")
+    state = new_state(make)
+    before = layout(state)
+    with pytest.raises(fl.CheckpointError, match="Make its groups as they were"):
+        fl.restore(path, state)
+    assert layout(state) == before
+
+
+def test_a_checkpoint_that_cannot_be_loaded_leaves_the_groups(tmp_path, monkeypatch):
+    path = fl.save(everything(last_block(new_state(of_head))), tmp_path / "a")
+    state = new_state(of_head)
+    before = layout(state)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(state.model, "load_state_dict", fail)
+    with pytest.raises(fl.CheckpointError, match="RuntimeError: no"):
+        fl.restore(path, state)
+    assert layout(state) == before
+
+
+def test_partial_checkpoints_hold_what_is_trained(tmp_path):
+    state = fl.fit(FALLING, freeze_body(new_state(of_head)), loaders(), hooks=())
+    path = fl.save(state, tmp_path / "a", only=("trained",))
+    new = freeze_body(new_state(of_head))
+    restored = fl.restore(path, new, only=("trained",))
+    assert torch.equal(restored.model[2].weight, state.model[2].weight)
+    path = fl.save(last_block(state), tmp_path / "b", only=("trained",))
+    restored = fl.restore(path, last_block(freeze_body(new_state(of_head))), only=("trained",))
+    assert torch.equal(restored.model[1][0].weight, state.model[1][0].weight)
+
+
+def test_the_first_line_of_progress_says_how_many_are_trained(capsys):
+    fl.fit(FALLING, freeze_body(new_state(of_head)), loaders(), hooks=(fl.progress(),))
+    shown = capsys.readouterr()
+    assert "66 parameters, 10 trained" in shown.out + shown.err

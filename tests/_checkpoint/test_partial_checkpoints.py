@@ -1,0 +1,398 @@
+"""Checkpoints of some parts of a state: what they hold, and what they are refused for."""
+
+import itertools
+import json
+import os
+
+import attrs
+import pytest
+import torch
+from crafted import craft
+from safetensors.torch import load_file
+from torch import nn
+
+import fnloop as fl
+from fnloop._checkpoint.format import PARTS
+from fnloop.testing import assert_same, toy, toy_loss
+
+ONE = torch.ones(1)
+step = fl.pipeline(fl.schedule(fl.schedules.linear()))(toy_loss)
+
+
+def trained(state=None, **settings):
+    state = toy(w=3.0) if state is None else state
+    settings = {"epochs": 2, "steps": 3, "hooks": (), **settings}
+    return fl.fit(step, state, ([ONE] * 2, [ONE]), **settings)
+
+
+def text_of(path):
+    return json.loads((path / "state.json").read_text())
+
+
+# --- the model alone
+
+
+def test_weights_alone_are_restored_into_a_new_run(tmp_path):
+    state = trained()
+    path = fl.save(state, tmp_path / "a", only=("model",))
+    new = fl.restore(path, toy(lr=0.5), only=("model",))
+    assert (new.model.w.item(), new.step, len(new.history), new.slots) == (
+        *(state.model.w.item(), 0, 0),
+        {},
+    )
+    assert new.run_id != state.run_id
+
+
+def test_weights_alone_load_without_fnloop(tmp_path):
+    path = fl.save(toy(w=3.0), tmp_path / "a", only=("model",))
+    model = fl.testing.Toy()
+    model.load_state_dict(load_file(path / "model.safetensors"))
+    assert model.w.item() == 3.0
+
+
+def test_what_is_not_asked_for_is_not_there(tmp_path):
+    state = attrs.evolve(trained(), extra={"mine": "secret"})
+    path = fl.save(state, tmp_path / "a", only=("model",))
+    assert load_file(path / "optimizer.safetensors") == load_file(path / "slots.safetensors") == {}
+    written = text_of(path)
+    assert written["history"] == [] and "secret" not in json.dumps(written)
+    assert not {"optimizer", "slots", "metrics", "step", "generators"} & {*written}
+
+
+@pytest.mark.parametrize("n", [1, 2, 6])
+def test_any_parts_are_restored_as_from_a_whole_checkpoint(tmp_path, n):
+    state = attrs.evolve(trained(), extra={"mine": [1, 2]})
+    whole = fl.save(state, tmp_path / "whole")
+    for i, only in enumerate(itertools.combinations(PARTS, n)):
+        path = fl.save(state, tmp_path / str(i), only=only)
+        mine, theirs = (fl.restore(p, toy(), only=only) for p in (path, whole))
+        assert_same(mine, theirs)
+        assert (mine.extra, mine.metrics.keys()) == (theirs.extra, theirs.metrics.keys())
+        assert (mine.run_id == state.run_id) == ("counters" in only)
+
+
+def test_all_parts_make_a_whole_checkpoint_in_the_format_of_before(tmp_path):
+    state = trained()
+    path = fl.save(state, tmp_path / "a", only=PARTS[::-1])
+    assert "parts" not in text_of(path) and text_of(path)["format_version"] == 1
+    assert_same(fl.resume(path, toy()), state)
+    partial = fl.save(state, tmp_path / "b", only=PARTS[:-1])
+    assert text_of(partial)["format_version"] == 2  # an older fnloop says that it is too new
+
+
+def test_training_continues_from_all_but_the_frozen_weights(tmp_path):
+    parts = ("trained", *PARTS[1:])
+    state, whole = adapted(), adapted()
+    path = fl.save(run(state, steps=3), tmp_path / "a", only=parts)
+    resumed, whole = run(fl.restore(path, adapted(), only=parts)), run(whole)
+    for name, p in resumed.model.named_parameters():
+        assert torch.equal(p, whole.model.get_parameter(name))
+    assert resumed.step == whole.step == 5 and resumed.run_id == state.run_id
+    assert resumed.history[-1].metrics == whole.history[-1].metrics
+
+
+# --- the parameters that require gradients
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank update, as LoRA has."""
+
+    def __init__(self, n=300, rank=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(n, n).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(n, affine=False)
+        self.down, self.up = nn.Linear(n, rank, bias=False), nn.Linear(rank, n, bias=False)
+        self.again = nn.Linear(n, rank, bias=False)
+        self.again.weight = self.down.weight  # tied
+
+    def forward(self, x):
+        return self.norm(self.base(x) + self.up(self.down(x) + self.again(x)))
+
+
+def adapted(shift=0.0, freeze=True, **settings):
+    model = Adapter(**settings)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(shift)
+    model.base.requires_grad_(not freeze)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return fl.TrainState.create(model, torch.optim.SGD(trained, lr=0.1, momentum=0.9), seed=0)
+
+
+def run(state, **settings):
+    x = [torch.randn(4, 300, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    loss = lambda model, batch: (model(batch) - 1).square().mean()
+    return fl.fit(fl.pipeline()(loss), state, x, epochs=1, **{"hooks": (), **settings})
+
+
+TRAINED = ["again.weight", "down.weight", "up.weight"]
+
+
+def test_trained_parameters_are_kilobytes(tmp_path):
+    state = run(adapted())
+    path = fl.save(state, tmp_path / "a", only=("trained",))
+    assert sorted(load_file(path / "model.safetensors")) == TRAINED
+    assert sum(file.stat().st_size for file in path.iterdir()) < 8000 < 300 * 300
+
+
+def test_trained_parameters_go_into_a_model_with_other_frozen_ones(tmp_path):
+    state = run(adapted())
+    new = fl.restore(
+        fl.save(state, tmp_path / "a", only=("trained",)), adapted(1.0), only=("trained",)
+    )
+    base, mine = adapted(1.0).model.state_dict(), new.model.state_dict()
+    for name, value in mine.items():
+        expected = state.model.state_dict()[name] if name in TRAINED else base[name]
+        assert torch.equal(value, expected), name
+    assert (new.step, new.model.base.weight.requires_grad) == (0, False)
+    assert new.model.again.weight is new.model.down.weight
+
+
+def test_trained_parameters_load_without_fnloop(tmp_path):
+    state = run(adapted())
+    path = fl.save(state, tmp_path / "a", only=("trained",))
+    model = Adapter()
+    found = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    assert found.unexpected_keys == [] and torch.equal(model.up.weight, state.model.up.weight)
+
+
+@pytest.mark.parametrize("only", [None, ("model",)])
+def test_trained_parameters_are_taken_out_of_a_checkpoint_with_all(tmp_path, only):
+    state = run(adapted())
+    path = fl.save(state, tmp_path / "a", only=only)
+    new = fl.restore(path, adapted(1.0, freeze=False), only=("trained",))
+    base = adapted(1.0).model.state_dict()
+    for name, value in new.model.state_dict().items():
+        expected = state.model.state_dict()[name] if name in TRAINED else base[name]
+        assert torch.equal(value, expected), name
+
+
+def test_trained_parameters_of_another_shape_or_name_are_refused(tmp_path):
+    path = fl.save(adapted(), tmp_path / "a", only=("trained",))
+    for other in (adapted(rank=2), toy()):
+        before = fl.snapshot(other)
+        with pytest.raises(
+            fl.CheckpointError, match=r"is of another model .*only=\('trained',\), strict=False"
+        ):
+            fl.restore(path, other, only=("trained",))
+        assert_same(other, before)
+    fl.restore(path, adapted(rank=2), only=("trained",), strict=False)
+
+
+def test_parameters_to_train_that_are_not_there_are_named(tmp_path, caplog):
+    path = fl.save(adapted(), tmp_path / "a", only=("trained",))
+    fl.restore(path, adapted(), only=("trained",))
+    assert not caplog.records
+    fl.restore(path, adapted(freeze=False), only=("trained",))
+    assert "not in the checkpoint, left unchanged: base.weight, base.bias" in caplog.text
+
+
+def test_nothing_to_train_is_nothing_to_save(tmp_path):
+    state = toy()
+    state.model.requires_grad_(False)
+    with pytest.raises(
+        fl.CheckpointError, match="the parameters that require gradients; none does"
+    ):
+        fl.save(state, tmp_path / "a", only=("trained",))
+    assert not (tmp_path / "a").exists()
+
+
+def test_names_of_a_compiled_model(tmp_path):
+    state = adapted()
+    state.model.up = torch.compile(state.model.up, backend="eager")
+    path = fl.save(state, tmp_path / "a", only=("trained",))
+    assert sorted(load_file(path / "model.safetensors")) == TRAINED
+    new = fl.restore(path, adapted(1.0), only=("trained",))
+    assert torch.equal(new.model.up.weight, state.model.up.weight)
+
+
+# --- what a partial checkpoint is refused for
+
+
+def test_restore_without_only_says_what_there_is_and_what_to_write(tmp_path):
+    state = toy(w=7.0)
+    path = fl.save(toy(w=3.0), tmp_path / "a", only=("model", "history"))
+    with pytest.raises(fl.CheckpointError) as error:
+        fl.restore(path, state)
+    assert str(error.value) == (
+        f"{path} is a partial checkpoint, which holds only model, history. To restore that: "
+        f'restore("{path}", state, only=("model", "history"))'
+    )
+    assert state.model.w.item() == 7.0
+    with pytest.raises(fl.CheckpointError, match=r"holds only model, history"):
+        fl.restore(path, state, only=("model", "optimizer"))
+    assert fl.restore(path, state, only=("model",)).model.w.item() == 3.0
+
+
+def test_without_the_model_there_are_no_trained_parameters(tmp_path):
+    path = fl.save(toy(), tmp_path / "a", only=("optimizer",))
+    with pytest.raises(fl.CheckpointError, match="holds only optimizer"):
+        fl.restore(path, toy(), only=("trained",))
+
+
+def test_a_part_of_the_model_is_not_the_model(tmp_path):
+    path = fl.save(toy(), tmp_path / "a", only=("trained",))
+    with pytest.raises(fl.CheckpointError, match=r'holds only trained.*only=\("trained",\)'):
+        fl.restore(path, toy(), only=("model",))
+
+
+@pytest.mark.parametrize("where", [".", "step-00000003"])
+def test_a_run_cannot_be_resumed_from_partial_checkpoints_only(tmp_path, where):
+    trained(hooks=(fl.checkpoint(tmp_path, only=("model",)),))
+    state = toy()
+    with pytest.raises(fl.CheckpointError) as error:
+        fl.resume(tmp_path / where, state)
+    assert "a run cannot be resumed: " in str(error.value)
+    assert 'step-00000003", state, only=("model",))' in str(error.value)
+    assert "checkpoint(folder) without only=" in str(error.value)
+    assert trained(state).step == 3
+
+
+def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
+    state = trained(hooks=(fl.checkpoint(tmp_path),))
+    fl.save(toy(w=9.0), tmp_path / "step-00000004", only=("model",))
+    assert_same(fl.resume(tmp_path, toy()), state)
+    assert fl.latest(tmp_path).name == "step-00000004"
+
+
+def test_resume_skips_partial_and_damaged_ones(tmp_path):
+    state = trained(hooks=(fl.checkpoint(tmp_path),))
+    for n, only in ((4, ("model",)), (5, None), (6, ("trained",))):
+        fl.save(toy(w=9.0), tmp_path / f"step-{n:08d}", only=only)
+    for n in (5, 6):
+        os.truncate(tmp_path / f"step-{n:08d}" / "model.safetensors", 9)
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
+        assert_same(fl.resume(tmp_path, toy()), state)
+
+
+def test_a_partial_checkpoint_is_verified(tmp_path):
+    path = fl.save(toy(), tmp_path / "a", only=("model",))
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(fl.CheckpointError, match=r"the checksum of model\.safetensors is wrong"):
+        fl.restore(path, toy(), only=("model",))
+
+
+@pytest.mark.parametrize("parts", [["weights"], 3, [["model"]]])
+def test_a_crafted_list_of_parts_is_damage(tmp_path, parts):
+    path = fl.save(toy(), tmp_path / "a", only=("model",))
+    craft(path, lambda made: made.update(parts=parts))
+    with pytest.raises(fl.CheckpointError, match=r"manifest\.json is damaged"):
+        fl.restore(path, toy(), only=("model",))
+
+
+@pytest.mark.parametrize("parts", [["model", "optimizer"], 3, None, ["model", "slots", "counters"]])
+def test_a_list_of_parts_that_are_not_there_is_refused(tmp_path, parts):
+    path = fl.save(toy(), tmp_path / "a", only=("model",))
+    craft(path, facts=lambda facts: facts.update(parts=parts))
+    with pytest.raises(fl.CheckpointError, match=r"cannot be restored|holds only"):
+        fl.restore(path, toy(), only=("model", "optimizer"))
+
+
+# --- the hook
+
+
+def test_the_hook_keeps_the_best_weights_and_the_newest(tmp_path):
+    rates = fl.schedule(lambda i, total: (1, 1, -1, -1, -1)[i])  # w is -1, -2, -1, 0, 1
+    saves = fl.every(epochs=1)(fl.checkpoint(tmp_path, keep=1, best="valid/loss", only=("model",)))
+    fl.fit(fl.pipeline(rates)(toy_loss), toy(), ([ONE], [ONE]), epochs=5, hooks=(saves,))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
+    assert (fl.best(tmp_path).name, fl.latest(tmp_path).name) == ("step-00000002", "step-00000005")
+    assert fl.restore(fl.best(tmp_path), toy(), only=("model",)).model.w.item() == -2.0
+
+
+def test_whole_and_partial_checkpoints_of_one_run_side_by_side(tmp_path):
+    def hooks():
+        return (
+            fl.every(steps=1)(fl.checkpoint(tmp_path / "a", keep=1)),
+            fl.when_improved("valid/loss")(fl.checkpoint(tmp_path / "a" / "best", only=("model",))),
+        )
+
+    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    trained(hooks=(*hooks(), stop))
+    state = attrs.evolve(fl.resume(tmp_path / "a", toy()), stop=None)
+    state = trained(state, hooks=hooks())
+    assert_same(state, trained())
+    kept = sorted(path.name for path in (tmp_path / "a" / "best").iterdir())
+    assert kept == ["step-00000002", "step-00000003"]
+
+
+def test_another_run_is_refused_before_the_first_update(tmp_path):
+    trained(hooks=(fl.checkpoint(tmp_path, only=("model",)),))
+    with pytest.raises(fl.CheckpointError, match="has checkpoints of another run"):
+        trained(hooks=(fl.checkpoint(tmp_path, only=("model",)),))
+
+
+def test_in_the_background_and_on_an_exception(tmp_path):
+    def fail(state):
+        raise KeyError("no")
+
+    saves = fl.checkpoint(
+        tmp_path, keep=None, background=True, on_exception=True, only=("trained",)
+    )
+    hooks = (fl.every(steps=2)(saves), fl.when(lambda state: state.step == 3)(fail))
+    with pytest.raises(KeyError):
+        trained(hooks=hooks, steps=None)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000002", "step-00000003-exception_KeyError"]
+    for name in names:
+        assert fl.restore(tmp_path / name, toy(), only=("trained",)).model.w.item() != 0.0
+
+
+class OwnStep(torch.optim.SGD):
+    """An optimizer that does not resume."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.hidden = [0.0]
+
+    def step(self, closure=None):
+        self.hidden[0] += 1.0
+        self.param_groups[0]["lr"] = 1.0 / self.hidden[0]
+        super().step(closure)
+
+
+def test_an_optimizer_that_is_not_saved_need_not_be_resumable(tmp_path, caplog):
+    model = fl.testing.Toy()
+    state = fl.TrainState.create(model, OwnStep(model.parameters(), lr=1.0))
+    fl.save(state, tmp_path / "c", only=("model",))
+    assert not caplog.records
+    with pytest.raises(fl.CheckpointError, match="OwnStep"):
+        fl.fit(fl.pipeline()(toy_loss), state, [ONE], hooks=(fl.checkpoint(tmp_path / "a"),))
+    fl.fit(
+        fl.pipeline()(toy_loss),
+        state,
+        [ONE],
+        hooks=(fl.checkpoint(tmp_path / "b", only=("model",)),),
+    )
+    assert fl.latest(tmp_path / "b").name == "step-00000001"
+
+
+def test_parts_are_held_once_and_in_one_order(tmp_path):
+    path = fl.save(toy(), tmp_path / "a", only=("history", "model", "history"))
+    with pytest.raises(
+        fl.CheckpointError, match=r'only model, history. .* only=\("model", "history"\)'
+    ):
+        fl.restore(path, toy())
+
+
+@pytest.mark.parametrize("call", ["save", "checkpoint", "restore"])
+@pytest.mark.parametrize(
+    "only", ["model", "", (), ("weights",), ("model", 3), 3, 0, [None], {"model": "x", 3: 4}]
+)
+def test_wrong_parts_are_an_error(tmp_path, call, only):
+    expected = rf"{call} expects only= as a tuple of model, .*, extra, trained; got "
+    with pytest.raises(ValueError, match=expected):
+        if call == "save":
+            fl.save(toy(), tmp_path / "a", only=only)
+        elif call == "restore":
+            fl.restore(tmp_path / "a", toy(), only=only)
+        else:
+            fl.checkpoint(tmp_path / "a", only=only)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_repr_is_the_call(tmp_path):
+    hook = fl.checkpoint("runs/a", only=["trained", "model"], named=["valid/loss"])
+    assert repr(hook) == "checkpoint('runs/a', keep=3, only=('model',), named=('valid/loss',))"

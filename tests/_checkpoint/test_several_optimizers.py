@@ -1,0 +1,278 @@
+"""Several optimizers in a checkpoint: kept by name, and loaded all together or not at all."""
+
+import copy
+import json
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load_file
+from sample_optimizers import (
+    ONE,
+    SGD,
+    Adam,
+    Averaging,
+    BothSaved,
+    Counting,
+    CountingSaved,
+    Slow,
+    toy_state,
+    toy_step,
+)
+from several import muon_and_adamw, muon_and_sgd, problem, stopped_after
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop._checkpoint.compare import find_difference
+from fnloop._checkpoint.trial import check_resumable
+from fnloop.testing import Toy, assert_same, small, toy_loss
+
+
+class Pair(nn.Module):
+    def __init__(self, w=0.0):
+        super().__init__()
+        self.first, self.second = Toy(w), Toy(w)
+
+    def forward(self, x):
+        return self.first(x) + self.second(x)
+
+
+def pair(first, second, w=0.0, names=("first", "second")):
+    model = Pair(w)
+    made = first(model.first.parameters()), second(model.second.parameters())
+    return fl.TrainState.create(model, dict(zip(names, made, strict=True)), seed=0)
+
+
+def plain(parameters):
+    return SGD(parameters, lr=1.0, momentum=0.5)
+
+
+def facts_of(path):
+    return json.loads((path / "state.json").read_text())
+
+
+def contents(state):
+    optimizers = {name: o.state_dict() for name, o in state.optimizer.items()}
+    return copy.deepcopy((state.model.state_dict(), optimizers))
+
+
+# --- the format
+
+
+def test_optimizers_are_kept_by_name(tmp_path):
+    one = problem()
+    state = fl.fit(fl.pipeline()(one.loss_fn), one.state(), one.batches, hooks=())
+    path = fl.save(state, tmp_path / "a")
+    facts = facts_of(path)
+    assert facts["format_version"] == 2 and list(facts["optimizer"]) == ["several"]
+    assert {k: v["class"] for k, v in facts["optimizer"]["several"].items()} == {
+        "matrices": "Muon",
+        "rest": "AdamW",
+    }
+    assert facts["updates"] == {"matrices": 7, "rest": 7}
+    names = load_file(path / "optimizer.safetensors").keys()
+    assert "matrices/0.weight.momentum_buffer" in names and "rest/2.bias.exp_avg_sq" in names
+    assert len(names) == 2 + 2 * 3
+
+
+def test_the_format_of_one_optimizer_is_what_it_was(tmp_path):
+    path = fl.save(fl.fit(toy_step, toy_state(Adam), [ONE], hooks=()), tmp_path / "a")
+    facts = facts_of(path)
+    assert list(facts["optimizer"]) == ["class", "param_groups", "state"]
+    assert facts["format_version"] == 1 and "updates" not in facts
+    assert "w.exp_avg" in load_file(path / "optimizer.safetensors")
+
+
+def test_the_order_of_the_names_does_not_matter(tmp_path):
+    state = fl.fit(toy_step, pair(plain, Adam), [ONE] * 2, hooks=())
+    path, model = fl.save(state, tmp_path / "a"), Pair()
+    named = {"second": Adam(model.second.parameters()), "first": plain(model.first.parameters())}
+    restored = fl.restore(path, fl.TrainState.create(model, named))
+    assert restored.updates == {"second": 2, "first": 2}
+    (held,) = restored.optimizer["first"].state.values()
+    assert held["momentum_buffer"].item() == 1.5
+
+
+# --- resumed runs
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (),
+        (fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(), only=("matrices",))),
+        (
+            fl.torch_scheduler(lambda o, run: LinearLR(o, 1.0, 0.1, run.total_steps), only="rest"),
+            fl.schedule(schedules.linear(), only="matrices"),
+        ),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("optimizers", [muon_and_adamw, muon_and_sgd])
+def test_a_resumed_run_equals_one_that_never_stopped(members, optimizers, tmp_path):
+    one = problem(optimizers)
+    step = fl.pipeline(*members)(one.loss_fn)
+    whole = fl.fit(step, one.state(), one.batches, epochs=2, hooks=())
+    for split in (1, 3, 5):
+        half = fl.fit(step, one.state(), one.batches, epochs=2, hooks=(stopped_after(split),))
+        path = fl.save(attrs.evolve(half, stop=None), tmp_path / "half")
+        resumed = fl.restore(path, one.state(seed=1))
+        assert resumed.updates == {"matrices": split, "rest": split}
+        assert find_difference(contents(resumed), contents(half), "") is None
+        assert_same(fl.fit(step, resumed, one.batches, epochs=2, hooks=()), whole)
+
+
+@pytest.mark.parametrize("first", [CountingSaved, BothSaved, Averaging, Slow, plain])
+@pytest.mark.parametrize("second", [CountingSaved, plain])
+def test_optimizers_of_all_kinds_resume_together(first, second, tmp_path):
+    def new(w=0.0):
+        return pair(first, second, w)
+
+    whole = fl.fit(toy_step, new(), [ONE] * 7, hooks=())
+    half = fl.fit(toy_step, new(), [ONE] * 7, hooks=(stopped_after(3),))
+    resumed = fl.restore(fl.save(attrs.evolve(half, stop=None), tmp_path / "a"), new(1.0))
+    assert_same(fl.fit(toy_step, resumed, [ONE] * 7, hooks=()), whole)
+
+
+# --- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("saved", "new", "said"),
+    [
+        (
+            lambda: toy_state(Adam),
+            lambda: pair(plain, Adam),
+            r"has one optimizer without a name \(Adam\), and this state has the optimizers first "
+            r"\(SGD\), second \(Adam\)",
+        ),
+        (
+            lambda: pair(plain, Adam),
+            lambda: toy_state(Adam),
+            r"has the optimizers first \(SGD\), second \(Adam\), and this state has one optimizer "
+            r"without a name \(Adam\)",
+        ),
+        (
+            lambda: pair(plain, Adam),
+            lambda: pair(plain, Adam, names=("first", "rest")),
+            r"first \(SGD\), second \(Adam\), .* has the optimizers first \(SGD\), rest \(Adam\)",
+        ),
+        (
+            lambda: pair(plain, Adam),
+            lambda: pair(Adam, plain),
+            "has the state of SGD, and the optimizer is Adam",
+        ),
+    ],
+)
+def test_other_optimizers_are_refused(saved, new, said, tmp_path):
+    path, state = fl.save(saved(), tmp_path / "a"), new()
+    with pytest.raises(fl.CheckpointError, match=said):
+        fl.restore(path, state, only=("optimizer",))
+    assert fl.fit(toy_step, state, [ONE], hooks=()).step == 1  # it stays as it was
+
+
+def test_counters_alone_count_the_updates_of_optimizers_of_other_names(tmp_path):
+    path = fl.save(fl.fit(toy_step, pair(plain, Adam), [ONE] * 3, hooks=()), tmp_path / "a")
+    other = pair(plain, Adam, names=("first", "rest"))
+    assert fl.restore(path, other, only=("counters",)).updates == {"first": 3, "rest": 3}
+    assert fl.restore(path, toy_state(Adam), only=("counters",)).updates == {}
+
+
+def test_a_partial_checkpoint_may_have_them_or_not(tmp_path):
+    state = fl.fit(toy_step, pair(plain, Adam), [ONE] * 3, hooks=())
+    path = fl.save(state, tmp_path / "a", only=("model", "optimizer"))
+    restored = fl.restore(path, pair(plain, Adam), only=("model", "optimizer"))
+    assert find_difference(contents(state), contents(restored), "") is None
+    assert restored.updates == {"first": 0, "second": 0}
+    weights = fl.save(state, tmp_path / "b", only=("model",))
+    assert fl.restore(weights, toy_state_of_pair(), only=("model",)).updates == {}
+
+
+def toy_state_of_pair():
+    model = Pair()
+    return fl.TrainState.create(model, plain(model.parameters()))
+
+
+@pytest.mark.parametrize("second", [plain, CountingSaved])
+@pytest.mark.parametrize("first", [plain, CountingSaved, Averaging])
+@pytest.mark.parametrize("order", [1, -1])
+def test_if_one_fails_to_load_none_is_loaded(first, second, order, tmp_path):
+    class Breaks(CountingSaved):
+        def load_state_dict(self, saved):
+            super().load_state_dict(saved)
+            if saved["updates"] == 4:
+                raise ZeroDivisionError
+
+    def new(w=0.0):
+        class Three(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.parts = nn.ModuleList([Toy(w), Toy(w), Toy(w)])
+
+            def forward(self, x):
+                return sum(part(x) for part in self.parts)
+
+        model = Three()
+        made = zip((first, second, Breaks)[::order], model.parts, strict=True)
+        named = {f"n{i}": make(part.parameters()) for i, (make, part) in enumerate(made)}
+        for optimizer in named.values():
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        return fl.TrainState.create(model, named)
+
+    path = fl.save(fl.fit(toy_step, new(), [ONE] * 4, hooks=()), tmp_path / "a")
+    state = fl.fit(toy_step, new(7.0), [ONE] * 2, hooks=())
+    for optimizer in state.optimizer.values():
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
+    before = contents(state)
+    with pytest.raises(fl.CheckpointError, match=r"Breaks.load_state_dict does not accept"):
+        fl.restore(path, state)
+    assert find_difference(before, contents(state), "") is None
+
+
+def test_an_optimizer_that_cannot_be_resumed_is_named(tmp_path, caplog):
+    state = pair(plain, Counting)
+    said = r"a run with Counting \('second'\) cannot be resumed bit for bit: its attribute updates"
+    with pytest.raises(fl.CheckpointError, match=said):
+        fl.fit(toy_step, state, [ONE], hooks=(fl.checkpoint(tmp_path / "runs"),))
+    check_resumable(pair(plain, CountingSaved))
+    fl.save(state, tmp_path / "a")
+    fl.save(state, tmp_path / "a")
+    assert caplog.text.count("save: a run with Counting ('second')") == 1
+
+
+def test_parameters_beside_the_model_are_kept_by_the_name_of_their_optimizer(tmp_path):
+    def new(value):
+        model, beside = Toy(), [nn.Parameter(torch.full((2,), value)) for _ in range(2)]
+        named = {
+            "model": plain([*model.parameters(), beside[0]]),
+            "beside": plain([beside[1]]),
+        }
+        return fl.TrainState.create(model, named, seed=0), beside
+
+    (state, beside), (other, others) = new(3.0), new(5.0)
+
+    def loss(model, batch):
+        return toy_loss(model, batch)[0] + beside[0].sum() + 2 * beside[1].sum()
+
+    state = fl.fit(fl.pipeline()(loss), state, [ONE], hooks=())
+    fl.restore(fl.save(state, tmp_path / "a"), other)
+    assert [p.tolist() for p in others] == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_a_damaged_count_of_updates_is_found(tmp_path):
+    state = attrs.evolve(pair(plain, plain), updates={"first": 0, "second": -1})
+    path = fl.save(state, tmp_path / "a")
+    with pytest.raises(fl.CheckpointError, match="TypeError: second is -1"):
+        fl.restore(path, pair(plain, plain))
+
+
+def test_checkpoints_of_one_optimizer_still_resume(tmp_path):
+    one = small()
+    step = fl.pipeline(fl.schedule(schedules.linear()))(one.loss_fn)
+    hooks = (fl.checkpoint(tmp_path / "runs"),)
+    whole = fl.fit(step, one.state(), one.batches, epochs=2, hooks=())
+    fl.fit(step, one.state(), one.batches, epochs=2, hooks=(*hooks, stopped_after(9)))
+    resumed = attrs.evolve(fl.resume(tmp_path / "runs", one.state(1)), stop=None)
+    assert_same(fl.fit(step, resumed, one.batches, epochs=2, hooks=()), whole)

@@ -1,0 +1,473 @@
+"""Figures of histories: ``History.plot`` and ``compare``."""
+
+import io
+import math
+import pickle
+import sys
+
+import pytest
+
+from fnloop import History, Record, compare
+from fnloop._display.plot import thin_out
+from fnloop.testing import toy
+
+matplotlib = pytest.importorskip("matplotlib")
+NAN, INF = math.nan, math.inf
+
+
+def history(*values, key="valid/loss"):
+    """Return a history with one record per value, at steps 10, 20, ..."""
+    return History(Record(i, 10 * i, {key: value}) for i, value in enumerate(values, 1))
+
+
+def plot(made, **settings):
+    return made.plot(**settings)
+
+
+def lines(axis):
+    """Return the drawn curves: label to points."""
+    return {
+        line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        for line in axis.lines
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
+def test_a_plot_has_one_visible_axis_per_metric(n):
+    names = ["loss", "accuracy", "a", "b", "c", "d", "lr"][:n]
+    metrics = {f"{loader}/{name}": 0.5 for loader in ("train", "valid") for name in names}
+    figure = plot(History([Record(1, 10, metrics), Record(2, 20, metrics)]))
+    assert [axis.get_title(loc="left") for axis in figure.axes] == names
+
+
+def test_a_plot_has_a_line_per_loader_and_marks_the_best_evaluation():
+    made = History(
+        [
+            Record(1, 10, {"train/loss": 3, "valid/loss": 2}),
+            Record(2, 20, {"train/loss": 2, "valid/loss": 1}),
+            Record(3, 30, {"train/loss": 0.5, "valid/loss": 4}),
+        ]
+    )
+    (axis,) = plot(made).axes
+    assert lines(axis) == {
+        "train": [(10, 3.0), (20, 2.0), (30, 0.5)],
+        "valid": [(10, 2.0), (20, 1.0), (30, 4.0)],
+        "valid best 1 (epoch 2)": [(20, 1.0)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("metric", "settings", "best"),
+    [
+        ("loss", {}, "valid best 1 (epoch 1)"),
+        ("accuracy", {}, "valid best 2 (epoch 2)"),
+        ("F1_macro", {}, "valid best 2 (epoch 2)"),
+        ("loss", {"mode": "max"}, "valid best 2 (epoch 2)"),
+        ("accuracy", {"mode": {"accuracy": "min"}}, "valid best 1 (epoch 1)"),
+        ("error", {}, "valid best 1 (epoch 1)"),
+        ("bleu", {}, None),  # its name suggests nothing
+        ("loss_of_accuracy", {}, None),  # or both
+        ("score", {"mode": {"score": "max"}}, "valid best 2 (epoch 2)"),
+        ("score", {"mode": {"valid/score": "max"}}, "valid best 2 (epoch 2)"),  # by its whole name
+        ("accuracy", {"mode": {"valid/accuracy": "min"}}, "valid best 1 (epoch 1)"),
+        (
+            "accuracy",
+            {"mode": {"loss": "min"}},
+            "valid best 2 (epoch 2)",
+        ),  # not in the mapping: by its name
+    ],
+)
+def test_a_plot_marks_the_lowest_or_the_highest_value_by_mode_or_name(metric, settings, best):
+    (axis,) = plot(history(1, 2, key=f"valid/{metric}"), **settings).axes
+    assert [label for label in lines(axis) if "best" in label] == [best] * (best is not None)
+
+
+@pytest.mark.parametrize("mode", ["low", {"loss": "low"}, {"valid/loss": "low"}])
+def test_a_plot_in_an_unknown_mode_is_an_error(mode):
+    with pytest.raises(ValueError, match=r'mode expects "min" .* or "max" .*got \'low\''):
+        plot(history(1, 2), mode=mode)
+
+
+@pytest.mark.parametrize("x", ["step", "epoch"])
+def test_a_plot_labels_its_x_axis(x):
+    (axis,) = plot(history(1, 2), x=x).axes
+    assert axis.get_xlabel() == x
+    assert [at for at, _ in lines(axis)["valid"]] == {"step": [10, 20], "epoch": [1.0, 2.0]}[x]
+
+
+def test_evaluations_within_an_epoch_are_at_fractions_of_it():
+    seen = [(0, 5), (1, 10), (1, 12), (2, 20), (2, 25)]  # epochs completed, steps: an epoch has ten
+    (axis,) = plot(
+        History([Record(epoch, step, {"valid/loss": step}) for epoch, step in seen]), x="epoch"
+    ).axes
+    assert lines(axis)["valid"] == [(0.5, 5), (1.0, 10), (1.2, 12), (2.0, 20), (2.5, 25)]
+
+
+def test_within_the_first_epoch_the_length_of_an_epoch_is_unknown():
+    (axis,) = plot(
+        History([Record(0, 5, {"valid/loss": 5}), Record(0, 7, {"valid/loss": 7})]), x="epoch"
+    ).axes
+    assert lines(axis)["valid"] == [(0.0, 5), (0.0, 7)]
+
+
+def test_another_x_axis_is_an_error():
+    with pytest.raises(ValueError, match='x expects "step" or "epoch"; got \'seconds\''):
+        history(1).plot(x="seconds")
+
+
+def test_a_loader_has_one_colour_in_all_axes():
+    made = plot(History([Record(1, 10, {"train/loss": 3, "valid/loss": 2, "valid/accuracy": 0.5})]))
+    loss, accuracy = made.axes
+    assert [line.get_color() for line in loss.lines] == ["C0", "C1", "C1"]
+    assert [line.get_color() for line in accuracy.lines] == ["C1", "C1"]
+
+
+def test_a_plot_marks_the_points_of_short_curves_only():
+    for n, shown in ((40, True), (41, False)):
+        (axis,) = plot(history(*range(n))).axes
+        assert (axis.lines[0].get_marker() == ".") is shown
+
+
+def test_a_plot_of_one_record_has_whole_numbers_on_its_x_axis():
+    (axis,) = plot(history(1)).axes
+    assert axis.get_xlim() == (9, 11)
+
+
+def test_a_notebook_shows_a_plot_in_its_own_size():
+    figure = plot(history(1, 2))
+    data, size = figure._repr_png_()
+    assert data.startswith(b"\x89PNG")
+    assert size == {"width": 600, "height": 340}
+    assert int.from_bytes(data[16:20]) == 2 * 600  # its pixels: twice as many
+    assert (
+        "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    )  # none is left open
+
+
+def test_a_plot_can_be_pickled():
+    assert pickle.loads(pickle.dumps(plot(history(1, 2))))._repr_png_()[1]["width"] == 600
+
+
+def test_a_plot_with_nan_and_infinity_can_be_saved():
+    file = io.BytesIO()
+    plot(history(NAN, INF, 1.0)).savefig(file, format="png")
+    assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_an_empty_history_cannot_be_plotted():
+    with pytest.raises(ValueError, match="nothing to plot: the history is empty"):
+        History().plot()
+    with pytest.raises(ValueError, match="nothing to plot: the history has no metric"):
+        History([Record(1, 10, {})]).plot()
+
+
+def drawn(axis, label):
+    """Return the line of a curve."""
+    (line,) = (line for line in axis.lines if line.get_label() == label)
+    return line
+
+
+def legend(axis):
+    """Return the labels in the legend of an axis."""
+    box = axis.get_legend()
+    return [text.get_text() for text in box.get_texts()] if box else []
+
+
+def area(axis):
+    box = axis.get_position()
+    return box.width * box.height
+
+
+def test_the_intervals_are_a_thin_line_below_the_points_of_training():
+    records = [Record(0, step, {"recent/loss": 1 / step}) for step in (1, 2, 3)]
+    end = Record(1, 4, {"recent/loss": 0.25, "train/loss": 0.5, "valid/loss": 0.75})
+    (axis,) = plot(History([*records, end])).axes
+    recent, train = drawn(axis, "recent"), drawn(axis, "train")
+    assert lines(axis)["recent"] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    assert recent.get_color() == train.get_color() == "C0"
+    assert recent.get_linewidth() < train.get_linewidth()
+    assert recent.get_zorder() < train.get_zorder()
+    assert (recent.get_marker(), train.get_marker()) == ("None", ".")
+    assert legend(axis) == ["train", "recent", "valid", "valid best 0.75 (epoch 1)"]
+
+
+def test_the_best_within_an_epoch_is_named_by_its_step():
+    made = History([Record(0, 5, {"valid/loss": 1}), Record(1, 10, {"valid/loss": 2})])
+    assert legend(plot(made).axes[0]) == ["valid", "valid best 1 (step 5)"]
+
+
+def test_the_loss_comes_first_and_is_larger_than_the_others_and_rates_are_last_and_smaller():
+    names = ["train/lr", "train/grad_norm", "train/accuracy", "train/loss", "valid/f1"]
+    figure = plot(History([Record(1, 10, dict.fromkeys(names, 0.5))]))
+    figure.draw_without_rendering()
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert titles == ["loss", "f1", "accuracy", "lr", "grad_norm"]
+    loss, f1, accuracy, lr, grad_norm = map(area, figure.axes)
+    assert loss > 2 * max(f1, accuracy, lr, grad_norm)
+    figure = plot(History([Record(1, 10, dict.fromkeys(names[:4], 0.5))]))
+    figure.draw_without_rendering()
+    loss, accuracy, lr, grad_norm = map(area, figure.axes)
+    assert loss > 2 * accuracy > 2 * lr and lr == pytest.approx(grad_norm, rel=0.1)
+
+
+@pytest.mark.parametrize("n", range(2, 14))
+def test_no_axis_overlaps_another(n):
+    figure = plot(History([Record(1, 10, {f"valid/metric_{i}": 0.5 for i in range(n)})]))
+    figure.draw_without_rendering()
+    boxes = [axis.get_position() for axis in figure.axes]
+    assert len(boxes) == n
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[i + 1 :])
+
+
+def test_the_rates_of_all_groups_are_in_one_axis():
+    (axis,) = plot(History([Record(1, 10, {"train/lr": 0.5, "train/lr/1": 0.25})])).axes
+    assert axis.get_title(loc="left") == "lr"
+    assert lines(axis) == {"train": [(10, 0.5)], "train 1": [(10, 0.25)]}
+
+
+def test_rates_of_several_optimizers_can_be_told_apart():
+    rates = {"train/lr/d": 0.5, "train/lr/g": 0.25, "recent/lr/d": 0.5, "recent/lr/g": 0.25}
+    (axis,) = plot(History([Record(1, 10, rates), Record(2, 20, rates)])).axes
+    looks = {
+        line.get_label(): (line.get_color(), line.get_linestyle(), line.get_linewidth())
+        for line in axis.get_lines()
+    }
+    assert [*looks] == ["train d", "train g", "recent d", "recent g"]
+    assert len({*looks.values()}) == 4
+    assert {style for _, style, _ in looks.values()} == {"-", "--"}
+
+
+def averaged(*names, **others):
+    """Return two records of a run with averages of these names."""
+    keys = ["valid/loss", *(f"valid/{name}/loss" for name in names)]
+    return [
+        Record(i, 10 * i, {"train/loss": 4.0, **dict.fromkeys(keys, value), **others})
+        for i, value in ((1, 2.0), (2, 1.0))
+    ]
+
+
+def test_an_average_of_the_weights_is_a_line_in_the_axis_of_the_metric():
+    loss, accuracy = plot(History(averaged("ema", "swa", **{"test/accuracy": 0.5}))).axes
+    points, best = [(10, 2.0), (20, 1.0)], [(20, 1.0)]
+    assert loss.get_title(loc="left") == "loss"
+    assert lines(loss) == {
+        "train": [(10, 4.0), (20, 4.0)],
+        "valid": points,
+        "valid best 1 (epoch 2)": best,
+        "valid ema": points,
+        "valid ema best 1 (epoch 2)": best,
+        "valid swa": points,
+        "valid swa best 1 (epoch 2)": best,
+    }
+    # The loaders first, so that a run with averages has the colours of a run without.
+    owners = [drawn(loss, "valid"), drawn(accuracy, "test"), drawn(loss, "valid ema")]
+    assert [line.get_color() for line in owners] == ["C1", "C2", "C3"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "titles"),
+    [
+        (["valid/box/loss", "train/box/loss", "valid/loss"], ["loss", "box/loss"]),
+        (["valid/g/loss", "valid/d/loss"], ["g/loss", "d/loss"]),
+        (["valid/ema/loss", "test/loss"], ["loss", "ema/loss"]),
+        (["train/box/loss", "train/loss"], ["loss", "box/loss"]),
+    ],
+    ids=["a part of the loss", "no model beside it", "of another loader", "training"],
+)
+def test_other_names_with_a_slash_have_an_axis_of_their_own(metrics, titles):
+    axes = plot(History([Record(1, 10, dict.fromkeys(metrics, 0.5))])).axes
+    assert [axis.get_title(loc="left") for axis in axes] == titles
+
+
+def test_the_mode_of_a_metric_is_that_of_its_average():
+    metrics = {"valid/score": 0.5, "valid/ema/score": 0.25}
+    made = History([Record(1, 10, metrics), Record(2, 20, dict.fromkeys(metrics, 0.0))])
+    (axis,) = plot(made, mode={"score": "max"}).axes
+    assert {"valid best 0.5 (epoch 1)", "valid ema best 0.25 (epoch 1)"} < lines(axis).keys()
+
+
+def test_the_mark_of_the_best_point_is_not_cut_off():
+    metrics = {"valid/loss": 2.0, "valid/accuracy": 1.0, "train/grad_norm": 1.0}
+    figure = plot(History([Record(1, 10, metrics), Record(2, 20, dict.fromkeys(metrics, 0.0))]))
+    figure.draw_without_rendering()
+    for axis in figure.axes[:2]:
+        (ring,) = (line for line in axis.lines if "best" in line.get_label())
+        (_, y), radius = axis.transData.transform(ring.get_xydata()[0]), ring.get_markersize() / 2
+        radius *= figure.dpi / 72
+        assert axis.bbox.y0 < y - radius < y + radius < axis.bbox.y1
+
+
+def test_a_loader_keeps_its_colour_whatever_comes_first():
+    made = History([Record(0, 0, {"valid/loss": 3}), Record(1, 10, {"train/loss": 2})])
+    (axis,) = plot(made).axes
+    assert (drawn(axis, "valid").get_color(), drawn(axis, "train").get_color()) == ("C1", "C0")
+
+
+def contrast(one, other):
+    """Return the contrast of two colours, as WCAG 2 defines it."""
+
+    def luminance(color):
+        parts = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+            for part in matplotlib.colors.to_rgb(color)
+        ]
+        return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    high, low = sorted((luminance(one) + 0.05, luminance(other) + 0.05), reverse=True)
+    return high / low
+
+
+def test_text_can_be_read_on_white_and_on_black_pages():
+    figure = plot(History([Record(1, 10, {"valid/loss": 1.0, "valid/accuracy": 0.5})]))
+    shown = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+    assert {"loss", "step", "valid best 1 (epoch 1)"} <= {text.get_text() for text in shown}
+    assert all(
+        contrast(text.get_color(), page) > 4 for text in shown for page in ("white", "#111111")
+    )
+    data, _ = figure._repr_png_()
+    image = matplotlib.image.imread(io.BytesIO(data))
+    assert image[0, 0, 3] == 0  # transparent
+    assert (image[:, :, 3] == 0).mean() > 0.8
+
+
+def test_a_long_curve_is_thinned_out_and_keeps_its_peaks():
+    records = [Record(0, step, {"recent/loss": step % 7}) for step in range(100_000)]
+    records[54_321] = Record(0, 54_321, {"recent/loss": 100.0})
+    records[65_432] = Record(0, 65_432, {"recent/loss": -100.0})
+    (axis,) = plot(History(records)).axes
+    points = lines(axis)["recent"]
+    assert len(points) <= 2000
+    assert (54_321, 100.0) in points
+    assert (65_432, -100.0) in points
+    assert points[0][0] < 100 and points[-1][0] > 99_900
+    assert points == sorted(points)
+
+
+def test_a_gap_in_a_long_curve_stays_a_gap():
+    points = [(i, NAN if 400 <= i < 500 else INF if i == 7 else float(i)) for i in range(1000)]
+    kept = thin_out(points, most=100)
+    assert [x for x, y in kept if math.isnan(y)] == [400, 420, 440, 460, 480]
+    assert kept[:3] == [(0, 0.0), (19, 19.0), (20, 20.0)]
+    assert thin_out(points[:100], most=100) == points[:100]
+
+
+# --- several histories
+
+
+def two():
+    first = [Record(i, 10 * i, {"valid/loss": v, "train/loss": 3.0}) for i, v in ((1, 2), (2, 1))]
+    second = [Record(i, 9 * i, {"train/loss": 4.0, "valid/loss": v}) for i, v in ((1, 3), (2, 4))]
+    return {"a": History(first), "b": History(second)}
+
+
+def test_compare_has_an_axis_for_each_metric_and_a_colour_for_each_run():
+    figure = compare(two())
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["valid/loss", "train/loss"]
+    valid, train = figure.axes
+    assert lines(valid) == {
+        "a: best 1 (epoch 2)": [(10, 2.0), (20, 1.0)],
+        "b: best 3 (epoch 1)": [(9, 3.0), (18, 4.0)],
+        "_": [(9, 3.0)],  # the last mark
+    }
+    assert [line.get_color() for line in valid.lines] == ["C0", "C0", "C1", "C1"]
+    assert lines(train) == {"a": [(10, 3.0), (20, 3.0)], "b": [(9, 4.0), (18, 4.0)]}
+    assert [line.get_color() for line in train.lines] == ["C0", "C1"]
+    assert (legend(valid), legend(train)) == (["a: best 1 (epoch 2)", "b: best 3 (epoch 1)"], [])
+    assert {axis.get_xlabel() for axis in figure.axes} == {"step"}
+
+
+def test_compare_draws_what_all_histories_have_the_losses_first():
+    names = ["train/lr", "train/loss", "valid/f1", "valid/loss", "test/loss", "recent/loss"]
+    full = History([Record(1, 10, dict.fromkeys(names, 0.5))])
+    less = History([Record(1, 10, dict.fromkeys(names[:5], 0.5))])
+    assert [axis.get_title(loc="left") for axis in compare({"a": full, "b": less}).axes] == [
+        "valid/loss", "test/loss", "valid/f1", "train/loss", "train/lr",
+    ]  # fmt: skip
+
+
+def test_compare_draws_the_keys_that_are_asked_for_in_their_order():
+    made = {**two(), "c": History([Record(1, 10, {"test/f1": 0.5})])}
+    figure = compare(made, keys=("train/loss", "test/f1"))
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["train/loss", "test/f1"]
+    train, f1 = figure.axes
+    assert legend(train) == ["a", "b"]
+    assert legend(f1) == ["0.5"]  # the colour says whose it is
+    assert f1.lines[0].get_color() == "C2"
+
+
+def test_compare_draws_the_intervals_of_training_as_thin_lines():
+    intervals = [Record(0, step, {"recent/loss": 1.0}) for step in (1, 2)]
+    made = History([*intervals, Record(1, 3, {"recent/loss": 1.0, "train/loss": 2.0})])
+    (axis,) = compare({"a": made, "b": made}).axes
+    thin = [line for line in axis.lines if line.get_linewidth() < 1]
+    assert [list(line.get_xdata()) for line in thin] == [[1, 2, 3]] * 2
+    assert [line.get_color() for line in thin] == ["C0", "C1"]
+    (axis,) = compare({"a": made[:2]}).axes
+    assert axis.get_title(loc="left") == "recent/loss"
+
+
+def test_compare_names_many_runs_below_the_figure_and_gives_each_its_own_colour():
+    metrics = {"valid/loss": 1.0, "valid/f1": 0.5}
+    for n in (7, 15, 30):
+        made = {f"run {i}": History([Record(1, 10, metrics)]) for i in range(n)}
+        figure = compare(made)
+        loss, f1 = figure.axes
+        assert len({line.get_color() for line in loss.lines}) == n
+        assert not legend(loss)
+        (below,) = figure.legends
+        assert [text.get_text() for text in below.get_texts()] == [
+            f"run {i}: best 1 (epoch 1)" for i in range(n)
+        ]
+        assert legend(f1) == ["run 0: best 0.5 (epoch 1)"]  # the best of all
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (
+            lambda: compare([history(1)]),
+            TypeError,
+            r'compare expects histories as a mapping, such as \{"a": history_a, "b": history_b\}',
+        ),
+        (
+            lambda: compare({"a": toy()}),
+            TypeError,
+            "compare expects a History for 'a', such as state.history; got",
+        ),
+        (lambda: compare({3: history(1)}), TypeError, "histories as names of runs, a str; got 3"),
+        (lambda: compare({}), ValueError, "at least one history; got none"),
+        (
+            lambda: compare({"a": history(1), "b": History()}),
+            ValueError,
+            "compare has nothing to draw for 'b': its history is empty",
+        ),
+        (
+            lambda: compare({"a": History([Record(1, 10, {})])}),
+            ValueError,
+            "nothing to draw for 'a': its history has no metric",
+        ),
+        (
+            lambda: compare({"a": history(1), "b": history(1, key="val/loss")}),
+            ValueError,
+            "no metric that all histories have; there are: a: valid/loss; b: val/loss",
+        ),
+        (
+            lambda: compare(two(), ["valid/los"]),
+            KeyError,
+            "no metric 'valid/los' in these histories; there are: valid/loss, train/loss",
+        ),
+        (lambda: compare(two(), "valid/loss"), TypeError, r'a list of metrics, such as \["valid'),
+        (lambda: compare(two(), []), ValueError, "at least one key; got none"),
+        (lambda: compare(two(), [3]), TypeError, "keys as the name of a metric"),
+    ],
+)
+def test_wrong_arguments_of_compare_are_errors_that_say_what_there_is(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_compare_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"compare needs matplotlib: pip install 'fnloop\[plot\]"):
+        compare(two())

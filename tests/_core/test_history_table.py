@@ -1,0 +1,296 @@
+"""Records as a table: columns, their order and formats, marks, and what is left out."""
+
+import math
+import shutil
+from os import terminal_size
+
+import pytest
+
+from fnloop import History, Record
+from fnloop._core.history_table import is_evaluated, is_row, lay_out, table, update_best
+
+NAN, INF = math.nan, math.inf
+METRICS = {
+    "train/loss": 2.0,
+    "train/accuracy": 0.5,
+    "train/grad_norm": 1.25,
+    "train/lr": 3e-4,
+    "valid/loss": 3.0,
+    "valid/accuracy": 0.25,
+}
+
+LOSSES = ["train/loss", "valid/loss"]
+
+
+def lines(*records, width=80, **settings):
+    return table(records, width=width, **settings).text(width).splitlines()
+
+
+def column(name, *values):
+    """Return the cells of a metric in a table of records with these values, without spaces."""
+    records = [Record(i, i, {name: value}) for i, value in enumerate(values, 1)]
+    layout = lay_out(records)
+    (index,) = (i for i, field in enumerate(layout.fields) if field.name == name)
+    return [layout.cells(record, None)[index].text for record in records]
+
+
+# --- columns
+
+
+def test_evaluated_loaders_come_first_then_train_then_recent_and_each_column_has_one_format():
+    first = {"recent/loss": 1.5, **METRICS, "train/updates": 40}
+    second = {**first, "train/loss": 10.5, "valid/loss": 1.0, "valid/accuracy": 0.125}
+    records = Record(1, 938, first, 12.5), Record(2, 1876, second, 27.75)
+    assert lines(*records, width=110) == [
+        "            │ valid              │ train                                         "
+        " │ recent",
+        "epoch  step │   loss   accuracy  │    loss  accuracy  grad_norm       lr  updates "
+        "│   loss │  time",
+        "    1   938 │ 3.0000     0.2500* │  2.0000    0.5000     1.2500  3.0e-04       40 "
+        "│ 1.5000 │ 12.5s",
+        "    2  1876 │ 1.0000*    0.1250  │ 10.5000    0.5000     1.2500  3.0e-04       40 "
+        "│ 1.5000 │ 15.2s",
+    ]
+
+
+def test_loaders_stand_in_the_order_in_which_they_appear_and_names_without_one_at_the_left():
+    names = ["test/loss", "score", "train/loss", "valid/loss", "time/step", "recent/loss"]
+    layout = lay_out([Record(1, 10, dict.fromkeys(names, 1.0))])
+    assert [field.name for field in layout.fields if field.name] == [
+        "score", "test/loss", "valid/loss", "train/loss", "time/step", "recent/loss",
+    ]  # fmt: skip
+
+
+def test_the_metrics_of_a_loader_stand_together_in_any_order_of_appearance():
+    records = [
+        Record(0, 0, {"valid/loss": 1.0}),
+        Record(1, 10, {"train/loss": 1.0, "test/loss": 1.0, "valid/f1": 0.5}),
+    ]
+    assert lines(*records)[0] == "            │ valid            │ test    │ train"
+
+
+def test_a_column_is_as_wide_as_the_name_of_its_group():
+    assert lines(Record(1, 10, {"validation/f1": 0.5})) == [
+        "            │ validation",
+        "epoch  step │        f1  │ time",
+        "    1    10 │    0.5000* │ 0.0s",
+    ]
+
+
+def test_without_loaders_the_head_has_one_line():
+    assert lines(Record(1, 10, {"loss": 0.5})) == [
+        "epoch  step    loss  time",
+        "    1    10  0.5000  0.0s",
+    ]
+
+
+# --- formats
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("valid/loss", (2.0, 0.03125), ["2.0000", "0.0312"]),
+        ("valid/loss", (150.0, 0.5), ["150.00", "0.50"]),
+        ("valid/loss", (15_000.0, 12_000.4), ["15,000", "12,000"]),
+        ("valid/loss", (2.0, 3.0e-5), ["2.00e+00", "3.00e-05"]),  # 0.0000 would say nothing
+        ("valid/loss", (0.0, 0.5), ["0.0000", "0.5000"]),
+        ("valid/loss", (NAN, INF, -INF, 1.0), ["nan", "inf", "-inf", "1.0000"]),
+        ("valid/loss", (-1.0, -12.5), ["-1.0000", "-12.5000"]),
+        ("valid/accuracy", (1.0, 0.0, 1e-5), ["1.0000", "0.0000", "1.0e-05"]),
+        ("valid/accuracy", (97.5, 98.125), ["97.5000", "98.1250"]),
+        ("train/lr", (1e-3, 7.5536e-4, 0.0), ["1.0e-03", "7.6e-04", "0.0e+00"]),
+        ("train/lr/1", (0.5,), ["5.0e-01"]),
+        ("train/updates", (3.0, 1234.0), ["3", "1,234"]),
+        ("train/updates", (0.0, 0.0), ["0.0000", "0.0000"]),
+        ("train/decay", (1e-4, 1e-4), ["1.00e-04", "1.00e-04"]),
+        ("train/energy", (2e9, 1e12), ["2.00e+09", "1.00e+12"]),
+    ],
+)
+def test_all_values_of_a_column_have_one_format(name, values, shown):
+    assert column(name, *values) == shown
+
+
+def test_a_later_value_that_does_not_suit_the_format_has_the_same_width():
+    """A line per record: the layout is that of the first one."""
+    first = Record(1, 10, {"valid/loss": 2.0, "train/updates": 40})
+    layout = lay_out([first], last_step=1000)
+    assert [
+        *layout.head(),
+        layout.line(first, 1.0, {"valid/loss"}),
+        layout.line(Record(2, 500, {"valid/loss": 0.00002, "train/updates": 60}), 2.5),
+        layout.line(Record(3, 1000, {"valid/loss": 123.456, "train/updates": 1e6}), 65.0),
+        layout.line(Record(4, 1000, {"valid/loss": 1.0}), 90_000.0),
+    ] == [
+        "            │ valid    │ train",
+        "epoch  step │    loss  │ updates │ time",
+        "    1    10 │  2.0000* │      40 │ 1.0s",
+        "    2   500 │ 2.0e-05  │      60 │ 2.5s",
+        "    3  1000 │ 123.456  │ 1.0e+06 │ 65.0s",
+        "    4  1000 │  1.0000  │         │ 25:00:00",
+    ]
+
+
+def test_the_time_is_that_of_each_row_and_not_the_sum():
+    records = [Record(i, i, {"a": 1.0}, 30.0 * i) for i in (1, 2)]
+    assert [line.split()[-1] for line in lines(*records)] == ["time", "30.0s", "30.0s"]
+    records.append(Record(3, 3, {"a": 1.0}, 60.0 + 3723.0))
+    assert [line.split()[-1] for line in lines(*records)] == ["time", "0:30", "0:30", "1:02:03"]
+
+
+def test_the_time_of_the_first_row_of_a_later_part_is_unknown_without_the_record_before():
+    first, second = (Record(i, i, {"a": 1.0}, 30.0 * i) for i in (1, 2))
+    assert lines(second)[1].split() == ["2", "2", "1"]
+    assert lines(second, before=first)[1].split() == ["2", "2", "1", "30.0s"]
+
+
+# --- marks
+
+
+def test_the_best_of_each_evaluated_metric_is_marked_once():
+    rows = [
+        {"valid/loss": NAN, "valid/acc": 0.5, "valid/bleu": 1.5, "train/loss": 9.0},
+        {"valid/loss": 2.0, "valid/acc": 0.75, "valid/bleu": 2.5, "train/loss": 1.0},
+        {"valid/loss": 2.0, "valid/acc": 0.25, "valid/bleu": 3.5, "train/loss": 5.0},
+    ]
+    never = {"valid/error": NAN}
+    records = [Record(i, i, {**metrics, **never}) for i, metrics in enumerate(rows, 1)]
+    made = table(records)
+    marked = [
+        (field.name, i)
+        for i, row in enumerate(made.rows, 1)
+        for field, cell in zip(made.layout.fields, row, strict=True)
+        if cell.best
+    ]
+    assert marked == [("valid/loss", 2), ("valid/acc", 2)]  # of equal values, the oldest
+    assert made.html().count("<b>") == 2
+    assert "<b>2.0000</b>" in made.html()
+
+
+def test_the_best_so_far_is_found_one_record_at_a_time():
+    best = {}
+    for step, value in enumerate((3.0, NAN, 2.0, 2.5), 1):
+        best = update_best(best, Record(0, step, {"valid/loss": value}))
+    assert {name: record.step for name, record in best.items()} == {"valid/loss": 3}
+
+
+def test_which_names_are_evaluated():
+    names = ["valid/loss", "val/ema/loss", "train/loss", "recent/lr", "loss", "time/data"]
+    assert [is_evaluated(name) for name in names] == [True, True, False, False, False, False]
+
+
+# --- rows
+
+
+def interval(step, **more):
+    return Record(0, step, {"recent/loss": 1 / step, "recent/lr": 0.5, **more}, float(step))
+
+
+def test_records_of_intervals_are_no_rows_beside_others():
+    epoch = Record(1, 4, {"train/loss": 0.5, "recent/loss": 0.25, "recent/lr": 0.5}, 4.0)
+    assert [is_row(record) for record in (interval(1), epoch, Record(0, 1, {}))] == [
+        False, True, True,
+    ]  # fmt: skip
+    assert lines(interval(1), interval(2), epoch) == [
+        "            │ train",
+        "epoch  step │   loss │ time",
+        "    1     4 │ 0.5000 │ 4.0s",
+        "not shown: 2 records with recent/... only",
+    ]
+
+
+def test_records_of_intervals_are_rows_if_there_are_no_others():
+    assert lines(interval(1), interval(2)) == [
+        "            │ recent",
+        "epoch  step │   loss       lr │ time",
+        "    0     1 │ 1.0000  5.0e-01 │ 1.0s",
+        "    0     2 │ 0.5000  5.0e-01 │ 1.0s",
+    ]
+
+
+# --- width
+
+
+@pytest.mark.parametrize(
+    ("width", "kept"),
+    [
+        (78, ["step", *METRICS, "time"]),
+        (77, ["step", *(name for name in METRICS if name != "train/grad_norm"), "time"]),
+        (66, ["step", *LOSSES, "train/accuracy", "valid/accuracy", "time"]),
+        (57, [*LOSSES, "train/accuracy", "valid/accuracy", "time"]),
+        (51, [*LOSSES, "valid/accuracy", "time"]),
+        (41, [*LOSSES, "valid/accuracy"]),
+        (34, LOSSES),
+        (23, ["valid/loss"]),
+        (1, ["valid/loss"]),  # something is shown anyway
+    ],
+)
+def test_the_least_important_columns_are_left_out_first(width, kept):
+    made = table([Record(1, 10, METRICS)], width=width)
+    names = [field.name or field.column.title for field in made.layout.fields]
+    assert set(names) == {"epoch", *kept}
+    left_out = [name for name in ("step", "time", *METRICS) if name not in kept]
+    assert set(made.layout.left_out) == set(left_out)
+    assert (f"left out: {', '.join(made.layout.left_out)}" if left_out else "") == made.note
+
+
+def test_what_a_run_costs_is_less_important_than_its_other_metrics():
+    names = ["train/time/data", "train/throughput/samples", "train/size", "train/lr", "valid/f1"]
+    made = lay_out([Record(1, 10, dict.fromkeys(names, 2.0))], width=36)
+    assert [field.name for field in made.fields if field.name] == ["valid/f1", "train/size"]
+    assert made.left_out == ("step", "train/time/data", "train/throughput/samples", "train/lr")
+
+
+@pytest.mark.parametrize("width", range(20, 130))
+def test_no_line_is_longer_than_the_terminal(width):
+    names = [f"{loader}/{name}" for loader in ("a", "bb", "train") for name in ("loss", "f1", "x")]
+    records = [Record(i, i, dict.fromkeys((*names, "train/lr"), i / 3)) for i in (1, 2)]
+    text = table(records, width=width).text(width)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_within_an_epoch_the_step_is_more_important_than_losses_of_training():
+    records = [Record(0, step, METRICS) for step in (5, 10)]
+    assert [line.split()[1] for line in lines(*records, width=35)[1:3]] == ["step", "5"]
+    assert "step" not in "".join(lines(Record(1, 10, METRICS), width=30)[:2])
+
+
+def test_the_width_is_that_of_the_terminal_when_it_is_printed(monkeypatch):
+    made = History([Record(1, 10, METRICS)])
+    columns = 200
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda _: terminal_size((columns, 24)))
+    assert "left out" not in repr(made)
+    columns = 60
+    assert repr(made).splitlines()[-1] == "left out: train/grad_norm, train/lr"
+    assert max(map(len, repr(made).splitlines())) <= 60
+
+
+def test_a_long_name_is_shortened_in_its_middle():
+    head = lines(Record(1, 10, {f"valid/{'m' * 30}{'n' * 30}": 1.0}), width=80)[1]
+    assert head.split()[3] == f"{'m' * 15}…{'n' * 15}"
+
+
+# --- HTML
+
+
+def test_html_has_a_head_of_groups_and_no_more_columns_than_fit():
+    made = History([Record(1, 10, {"<b>&/loss": 0.5, "train/loss": 2.0}, 2.0)])
+    cell, rule = "text-align:right;white-space:nowrap", ""
+    rule = ";border-left:1px solid color-mix(in srgb, currentColor 30%, transparent)"
+    left = "text-align:left;white-space:nowrap"
+    assert made._repr_html_() == (
+        '<div style="overflow-x:auto"><table style="font-variant-numeric:tabular-nums">'
+        f'<tr><th colspan="2" style="{left}"></th>'
+        f'<th colspan="1" style="{left}{rule}">&lt;b&gt;&amp;</th>'
+        f'<th colspan="1" style="{left}{rule}">train</th>'
+        f'<th colspan="1" style="{left}{rule}"></th></tr>'
+        f'<tr><th style="{cell}">epoch</th><th style="{cell}">step</th>'
+        f'<th style="{cell}{rule}">loss</th><th style="{cell}{rule}">loss</th>'
+        f'<th style="{cell}{rule}">time</th></tr>'
+        f'<tr><td style="{cell}">1</td><td style="{cell}">10</td>'
+        f'<td style="{cell}{rule}"><b>0.5000</b></td><td style="{cell}{rule}">2.0000</td>'
+        f'<td style="{cell}{rule}">2.0s</td></tr></table></div>'
+    )
+    wide = History([Record(1, 10, {f"valid/metric_{i:02}": 1.0 for i in range(30)})])
+    assert wide._repr_html_().count("<td") < 12
+    assert "<small>left out: step, time, valid/metric_0" in wide._repr_html_()

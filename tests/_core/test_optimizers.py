@@ -1,0 +1,462 @@
+"""Several optimizers: what may be given, and runs that equal a loop by hand, bit for bit."""
+
+import copy
+import pickle
+import re
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from several import muon_and_adamw, problem, single_precision, stopped_after
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import StepLR
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop.testing import Toy, assert_same, toy, toy_loss
+
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+HALF, LINEAR = schedules.exponential(0.5), schedules.linear()
+
+
+class Pair(nn.Module):
+    """The gradient of ``a`` is x, and that of ``b`` is -x."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return (self.a - self.b) * x
+
+
+def pair(a=1.0, b=10.0):
+    model = Pair()
+    optimizers = {"first": SGD([model.a], lr=a), "second": SGD([model.b], lr=b)}
+    return fl.TrainState.create(model, optimizers, seed=0)
+
+
+def weights(state):
+    return state.model.a.item(), state.model.b.item()
+
+
+def batches(*values):
+    return [torch.tensor([float(v)]) for v in values]
+
+
+# --- what may be given
+
+
+def bad(make):
+    """Return what TrainState.create says of ``make(model)``."""
+    model = nn.Linear(2, 2)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        fl.TrainState.create(model, make(model))
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def of(*parameters):
+    return SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda m: {}, "ValueError: TrainState.create expects at least one optimizer, such as"),
+        (
+            lambda m: [of(m.weight), of(m.bias)],
+            "TypeError: TrainState.create expects an optimizer second, such as .*"
+            r'{"matrices": muon, .*; got \[SGD \( Parameter Group 0 .*\.\.\.$',
+        ),
+        (
+            lambda m: {"a": of(m.weight), "b": of(m.bias, m.weight)},
+            "ValueError: the parameter weight is in two optimizers, 'a' and 'b', and both would",
+        ),
+        (
+            lambda m: {"a": of(*m.parameters(), p := nn.Parameter(torch.ones(1))), "b": of(p)},
+            r"ValueError: the parameter param_groups\[0\]\['params'\]\[0\] of 'b' is in two opt",
+        ),
+        (
+            lambda m: {"a": of(m.weight)},
+            r"ValueError: this parameter is in no optimizer: bias. Give it to one, or freeze it: "
+            r"requires_grad_\(False\)",
+        ),
+        (
+            lambda m: {"a": of(*nn.Linear(2, 2).parameters())},
+            "ValueError: these parameters are in no optimizer: weight, bias. .* after the model",
+        ),
+        (
+            lambda m: {"a": of(m.weight), "b": m.bias},
+            "TypeError: TrainState.create expects optimizers in the mapping; got .* under 'b'",
+        ),
+        (lambda m: {"a": SGD}, "TypeError: .* in the mapping; got the class SGD under 'a'"),
+        (
+            lambda m: {1: of(*m.parameters())},
+            "TypeError: TrainState.create expects names of optimizers, as in .*; got 1$",
+        ),
+        (lambda m: {"": of(*m.parameters())}, "ValueError: .* names of optimizers.*; got ''"),
+        (lambda m: {" ": of(*m.parameters())}, "ValueError: .* names of optimizers.*; got ' '"),
+        (lambda m: {"a/b": of(*m.parameters())}, "ValueError: .* without \"/\".*; got 'a/b'"),
+        (
+            lambda m: {"a": torch.optim.LBFGS(m.parameters())},
+            r"ValueError: LBFGS \('a'\) evaluates the loss by itself, so it cannot be one of",
+        ),
+    ],
+)
+def test_a_wrong_mapping_says_what_to_write(make, said):
+    found = bad(make)
+    assert re.search(said, found, re.DOTALL), found
+
+
+def test_a_frozen_parameter_may_be_in_none():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    state = fl.TrainState.create(model, {"a": of(model.weight)})
+    state, _ = fl.pipeline()(lambda m, x: m(x).sum())(state, torch.ones(1, 2))
+    assert state.updates == {"a": 1}
+
+
+def test_tied_weights_belong_to_one():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    assert fl.TrainState.create(model, {"a": of(model[1].weight)}).updates == {"a": 0}
+
+
+def test_the_mapping_can_be_read_only():
+    state = pair()
+    given = state.optimizer
+    assert list(given) == ["first", "second"] and given["second"].param_groups[0]["lr"] == 10.0
+    assert repr(given) == "{'first': SGD, 'second': SGD}"
+    with pytest.raises(TypeError):
+        given["first"] = given["second"]
+    with pytest.raises(AttributeError, match=r"write state.optimizer\[name\].param_groups, with"):
+        given.param_groups  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        given.colour  # noqa: B018
+    for again in (copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
+        assert list(again) == ["first", "second"]
+        assert again["first"] is not given["first"]
+        assert again["second"].state_dict() == given["second"].state_dict()
+
+
+def test_later_changes_of_what_was_given_are_without_effect():
+    model = Pair()
+    given = {"first": SGD([model.a], lr=1.0), "second": SGD([model.b], lr=1.0)}
+    state = fl.TrainState.create(model, given)
+    del given["second"]
+    assert list(state.optimizer) == ["first", "second"]
+
+
+def test_a_state_shows_the_classes_of_its_optimizers():
+    state = problem().state()
+    assert "optimizer=Muon, AdamW" in repr(state) and "Muon, AdamW" in state._repr_html_()
+
+
+def test_one_optimizer_is_kept_as_it_is_and_its_updates_have_no_name():
+    state, _ = fl.pipeline()(toy_loss)(toy(), torch.ones(1))
+    assert isinstance(state.optimizer, SGD) and (state.updates, state.step) == ({}, 1)
+
+
+# --- updates
+
+
+def test_all_of_them_update_and_are_counted_by_name():
+    state = fl.fit(fl.pipeline()(toy_loss), pair(), batches(1, 2), hooks=())
+    assert weights(state) == (-3.0, 30.0)
+    assert (state.updates, state.step) == ({"first": 2, "second": 2}, 2)
+    rates = {k: v for k, v in state.history[-1].metrics.items() if "lr" in k}
+    assert rates == {"train/lr/first": 1.0, "train/lr/second": 10.0}
+
+
+def test_they_update_in_the_order_given():
+    model, calls = Pair(), []
+    named = {"b": SGD([model.b], lr=1.0), "a": SGD([model.a], lr=1.0)}
+    for name, optimizer in named.items():
+        optimizer.register_step_post_hook(lambda *_, name=name: calls.append(name))
+    fl.pipeline()(toy_loss)(fl.TrainState.create(model, named), torch.ones(1))
+    assert calls == ["b", "a"]
+
+
+def test_an_optimizer_that_fails_leaves_no_state_to_continue_with():
+    state = pair()
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    state.optimizer["second"].register_step_pre_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        fl.pipeline()(toy_loss)(state, torch.ones(1))
+    with pytest.raises(fl.StaleStateError, match="failed half-way"):
+        fl.pipeline()(toy_loss)(state, torch.ones(1))
+
+
+def test_further_groups_are_numbered_after_the_name():
+    model = Pair()
+    groups = [{"params": [model.a], "lr": 1.0}, {"params": [model.b], "lr": 2.0}]
+    state = fl.TrainState.create(model, {"all": SGD(groups, lr=0.0)})
+    state = fl.fit(fl.pipeline(fl.schedule(HALF))(toy_loss), state, batches(1, 1, 1), hooks=())
+    rates = {k: v for k, v in state.history[-1].metrics.items() if "lr" in k}
+    assert rates == {"train/lr/all": 0.25, "train/lr/all/1": 0.5}
+
+
+def test_a_group_that_is_added_later_is_trained():
+    state = pair()
+    state.optimizer["first"].add_param_group({"params": [nn.Parameter(torch.ones(()))], "lr": 0.5})
+    state = fl.fit(fl.pipeline()(toy_loss), state, batches(1), hooks=())
+    assert state.history[-1].metrics["train/lr/first/1"] == 0.5
+
+
+def test_clipping_is_over_all_parameters_together():
+    state, out = fl.pipeline(fl.clip(1.0))(toy_loss)(pair(1.0, 1.0), torch.tensor([4.0]))
+    assert out.metrics["grad_norm"].compute() == pytest.approx(32**0.5)
+    assert weights(state) == (pytest.approx(-(0.5**0.5)), pytest.approx(0.5**0.5))
+
+
+def test_an_overflow_in_one_skips_all():
+    """Scaled, the gradient of a is infinite and that of b is not."""
+
+    def loss(model, batch):
+        return model.a * (batch.sum() * 1e35) - model.b * batch.sum()
+
+    step = fl.pipeline(fl.amp("fp16"), fl.schedule(LINEAR, only="second"))(loss)
+    state = fl.fit(step, pair(), batches(1), hooks=())
+    assert (state.skipped, state.updates) == (1, {"first": 0, "second": 0})
+    assert weights(state) == (0.0, 0.0)
+    state = fl.fit(step, pair(), batches(1e-35, 1e-35), hooks=())
+    assert state.updates == {"first": 2, "second": 2}
+
+
+def test_parameters_beside_the_model_are_trained_with_a_warning(caplog):
+    model, beside = Toy(), nn.Parameter(torch.ones(()))
+    named = {"model": SGD(model.parameters(), lr=1.0), "beside": SGD([beside], lr=1.0)}
+    state = fl.TrainState.create(model, named)
+    assert "the optimizer 'beside' has parameters that are not in this Toy" in caplog.text
+    fl.fit(fl.pipeline()(lambda m, x: toy_loss(m, x)[0] + beside), state, batches(1), hooks=())
+    assert beside.item() == 0.0
+
+
+def test_a_snapshot_copies_model_and_optimizers_together():
+    one = problem().state()
+    step = fl.pipeline(fl.accumulate(2), fl.torch_scheduler(lambda o, r: StepLR(o, 1), only="rest"))
+    step, data = step(problem().loss_fn), problem().batches
+    one = fl.fit(step, one, data, steps=3, hooks=())
+    kept = fl.snapshot(one)
+    assert_same(one, kept)
+    own = {id(p) for p in kept.model.parameters()}
+    trained = [p for o in kept.optimizer.values() for g in o.param_groups for p in g["params"]]
+    assert {id(p) for p in trained} == own
+    assert kept.slots["torch_scheduler(rest)"].optimizer is kept.optimizer["rest"]
+    one = fl.fit(step, one, data, epochs=2, hooks=())
+    assert_same(fl.fit(step, kept, data, epochs=2, hooks=()), one)
+
+
+# --- schedules
+
+
+def test_a_schedule_acts_on_all_or_on_those_named():
+    for only, expected in [(None, (-3.5, 35.0)), (("first",), (-3.5, 40.0)), ("second", (-4, 35))]:
+        step = fl.pipeline(fl.schedule(lambda i, total: 1 - i // 3 / 2, only=only))(toy_loss)
+        assert weights(fl.fit(step, pair(), batches(1, 1, 1, 1), hooks=())) == expected
+
+
+def test_two_schedules_act_on_different_optimizers():
+    pipe = fl.pipeline(
+        fl.schedule(lambda i, total: 1 - i, only=("first",)),
+        fl.schedule(lambda i, total: i, only=("second",)),
+    )
+    state = fl.fit(pipe(toy_loss), pair(), batches(1, 1), hooks=())
+    assert weights(state) == (-1.0, 10.0)
+    assert list(state.slots) == ["schedule(lr, first)", "schedule(lr, second)"]
+
+
+def halve(optimizer, run):
+    return StepLR(optimizer, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (fl.schedule(HALF), fl.schedule(LINEAR, only="second")),
+        (fl.schedule(HALF, only=("first", "second")), fl.schedule(LINEAR, "lr", "second")),
+        (fl.schedule(HALF), fl.torch_scheduler(halve)),
+        (fl.torch_scheduler(halve, "first"), fl.schedule(HALF, only="first")),
+    ],
+    ids=repr,
+)
+def test_two_schedules_of_one_optimizer_are_refused_when_composing(members):
+    with pytest.raises(ValueError, match=r"both set lr of one optimizer: name others with only="):
+        fl.pipeline(*members)
+    other = fl.schedule(LINEAR, field="weight_decay", only="second")
+    fl.pipeline(members[0], other)  # another field is another number
+    fl.pipeline(fl.torch_scheduler(halve, "first"), other, fl.schedule(LINEAR, only="second"))
+
+
+@pytest.mark.parametrize("only", [3, (), "", ("first", 3), ("first", ""), {"first"}])
+def test_names_that_are_none_are_refused_when_composing(only):
+    with pytest.raises(TypeError, match=r'expects only as names of optimizers, such as \("rest",'):
+        fl.schedule(HALF, only=only)
+    with pytest.raises(TypeError, match="expects only as the name of one optimizer, a str"):
+        fl.torch_scheduler(lambda o, r: StepLR(o, 1), only=("first",))
+
+
+@pytest.mark.parametrize(
+    ("member", "state", "said"),
+    [
+        (fl.schedule(HALF, only="third"), pair, "names the optimizer 'third', but .* first, sec"),
+        (fl.schedule(HALF, only="first"), toy, "one optimizer, without a name: leave out only="),
+        (
+            fl.torch_scheduler(lambda o, r: StepLR(o, 1), only="third"),
+            pair,
+            "torch_scheduler names the optimizer 'third'",
+        ),
+        (
+            fl.torch_scheduler(lambda o, r: StepLR(o, 1)),
+            pair,
+            r'is for one optimizer, but .* first, second: name one, .*only="first"\)',
+        ),
+    ],
+)
+def test_unknown_names_are_refused_before_the_first_update(member, state, said):
+    model = (one := state()).model
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=said):
+        fl.fit(fl.pipeline(member)(toy_loss), one, batches(1), hooks=())
+    assert model.state_dict() == before
+
+
+def test_a_slot_of_another_state_does_not_hide_an_unknown_name():
+    state = attrs.evolve(pair(), slots={"schedule(lr, third)": None})
+    with pytest.raises(ValueError, match="names the optimizer 'third'"):
+        fl.fit(fl.pipeline(fl.schedule(HALF, only="third"))(toy_loss), state, batches(1), hooks=())
+
+
+def test_torch_schedulers_act_on_the_optimizer_that_they_name():
+    members = (
+        fl.torch_scheduler(lambda o, run: StepLR(o, 1, 0.5), only="first"),
+        fl.torch_scheduler(lambda o, run: StepLR(o, 1, 0.1), only="second"),
+    )
+    state = fl.fit(fl.pipeline(*members)(toy_loss), pair(), batches(1, 1), hooks=())
+    assert weights(state) == (-1.5, 11.0)
+    assert state.history["train/lr/first"] == (0.5,)
+    assert list(state.slots) == ["torch_scheduler(first)", "torch_scheduler(second)"]
+
+
+def test_a_torch_scheduler_of_another_length_says_how_to_make_a_new_one():
+    def decay(optimizer, run):
+        return StepLR(optimizer, run.total_steps)
+
+    step = fl.pipeline(fl.torch_scheduler(decay, only="second"))(toy_loss)
+    state = fl.fit(step, pair(), batches(1), hooks=())
+    with pytest.raises(ValueError, match="begin a phase, which has a scheduler of its own"):
+        fl.fit(step, state, batches(1), epochs=3, hooks=())
+
+
+# --- equal to a loop by hand
+
+
+def by_hand(problem, epochs, *, n=1, clip=None, factor=None, scale=None):
+    """Train with Muon and AdamW. ``factor`` schedules AdamW; ``scale`` is fp16's, 3 to grow."""
+    torch.manual_seed(0)
+    model = problem.model()
+    muon, adamw = muon_and_adamw(model.parameters()).values()
+    losses, step, streak, total = [], 0, 0, epochs * -(-len(problem.batches) // n)
+    for _ in range(epochs):
+        loss_sum = items = 0
+        for start in range(0, len(problem.batches), n):
+            window = problem.batches[start : start + n]
+            sizes = [len(batch[0]) for batch in window]
+            if factor is not None:
+                adamw.param_groups[0]["lr"] = 0.01 * factor(step, total)
+            muon.zero_grad(), adamw.zero_grad()
+            found, seen = 0, 0
+            for batch, size in zip(window, sizes, strict=True):
+                with torch.autocast("cpu", torch.float16, enabled=scale is not None):
+                    loss, _ = problem.loss_fn(model, batch)
+                (loss * (size / sizes[0]) * (scale or 1.0)).backward()
+                found, seen = found + loss.detach().double() * size, seen + size
+            for p in model.parameters():
+                p.grad /= seen / sizes[0] if n > 1 else 1.0
+                p.grad /= scale or 1.0
+            if not all(p.grad.isfinite().all() for p in model.parameters()):
+                scale, streak = scale / 2, 0
+                continue
+            if clip is not None:
+                clip_grad_norm_(model.parameters(), clip)
+            muon.step(), adamw.step()
+            step, streak = step + 1, streak + 1
+            loss_sum, items = loss_sum + found, items + seen
+            if scale is not None and streak == 3:
+                scale, streak = scale * 2, 0
+        losses.append((loss_sum / items).item())
+    return SimpleNamespace(model=model, losses=losses, step=step)
+
+
+RUNS = {
+    "plain": ((), {}),
+    "clip": ((fl.clip(0.05),), {"clip": 0.05}),
+    "schedule": ((fl.schedule(LINEAR, only="rest"),), {"factor": LINEAR}),
+    "accumulate, clip, schedule": (
+        (fl.accumulate(3), fl.clip(0.05), fl.schedule(LINEAR, only=("rest",))),
+        {"n": 3, "clip": 0.05, "factor": LINEAR},
+    ),
+    "fp16": (
+        (fl.amp("fp16", init_scale=2.0**17, growth_interval=3), fl.clip(0.05)),
+        {"scale": 2.0**17, "clip": 0.05},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_muon_and_adamw_equal_a_loop_by_hand_bit_for_bit(name, tmp_path):
+    members, settings = RUNS[name]
+    one = single_precision() if "scale" in settings else problem()
+    step = fl.pipeline(*members)(one.loss_fn)
+    state = fl.fit(step, one.state(), one.batches, epochs=3, hooks=())
+    half = fl.fit(step, one.state(), one.batches, epochs=3, hooks=(stopped_after(4),))
+    path = fl.save(attrs.evolve(half, stop=None), tmp_path / "half")
+    resumed = fl.fit(step, fl.restore(path, one.state(1)), one.batches, epochs=3, hooks=())
+    hand = by_hand(one, 3, **settings)
+    for found in (state, resumed):
+        for mine, theirs in zip(found.model.parameters(), hand.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert found.updates == {"matrices": hand.step, "rest": hand.step}
+        close = 1e-14 if settings.get("n", 1) > 1 else 0
+        losses = [r.metrics["train/loss"] for r in found.history if not r.closing]
+        assert losses == pytest.approx(hand.losses, rel=close, abs=0)
+    assert name != "fp16" or state.skipped > 0
+    assert_same(resumed, state)
+
+
+class Four(nn.Module):
+    """The gradient of each parameter is x."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(()) for _ in range(4))
+
+    def forward(self, x):
+        return sum(self.parts) * x
+
+
+def test_all_groups_of_all_optimizers_are_trained_and_clipped():
+    """The norm of four gradients of 3 is 6; clipped to 2, each is 1."""
+    a, b, c, d = (model := Four()).parts
+    optimizers = {"x": SGD([{"params": [p]} for p in (a, b)], lr=1.0), "y": SGD([c], lr=1.0)}
+    optimizers["y"].add_param_group({"params": [d], "lr": 10.0})
+    state = fl.TrainState.create(model, optimizers, seed=0)
+    state = fl.fit(fl.pipeline(fl.clip(2.0))(toy_loss), state, batches(3), hooks=())
+    assert state.history["train/grad_norm"] == (6.0,)
+    assert [p.item() for p in model.parts] == pytest.approx([-1.0, -1.0, -1.0, -10.0])
+    rates = {k: v for k, v in state.history[-1].metrics.items() if "/lr" in k}
+    assert rates == {
+        "train/lr/x": 1.0, "train/lr/x/1": 1.0, "train/lr/y": 1.0, "train/lr/y/1": 10.0,
+    }  # fmt: skip
+
+
+def test_an_unknown_optimizer_is_named():
+    optimizers = pair().optimizer
+    with pytest.raises(KeyError, match="no optimizer 'third'; those are: first, second"):
+        optimizers["third"]
+    assert "third" not in optimizers and optimizers.get("third") is None

@@ -1,0 +1,219 @@
+"""The bottom line of a terminal, and what is printed above it."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+
+import pytest
+from fake_terminal import Terminal
+from tqdm import tqdm
+
+from fnloop._display.screen import Screen, columns_of
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    return Terminal()
+
+
+@contextlib.contextmanager
+def on(terminal):
+    """A screen on a terminal that stdout and stderr write to."""
+    screen = Screen(terminal)
+    with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
+        try:
+            yield screen
+        finally:
+            screen.close()
+        assert sys.stdout is sys.stderr is terminal
+
+
+def test_a_shorter_line_leaves_nothing_of_the_longer_one(terminal):
+    with on(terminal) as screen:
+        screen.draw("a long line")
+        screen.draw("short")
+        assert terminal.lines() == ["short"]
+
+
+def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_as_a_whole(terminal, monkeypatch):
+    with on(terminal) as screen:
+        screen.draw("x" * 50)
+        monkeypatch.setenv("COLUMNS", "20")  # it is on three rows now
+        before = len(terminal.getvalue())
+        screen.draw("short")
+        assert terminal.getvalue()[before:].startswith("\x1b[2A\r\x1b[Jshort")
+        screen.draw("shorter")
+        assert terminal.getvalue().endswith("\rshorter\x1b[K")
+
+
+def test_what_is_printed_appears_above(terminal):
+    with on(terminal) as screen:
+        screen.draw("the bar")
+        print("first")
+        print("second", file=sys.stderr)
+        sys.stdout.writelines(["third\n", "fourth\n"])
+        screen.print("a record")
+        assert terminal.lines() == ["first", "second", "third", "fourth", "a record", "the bar"]
+
+
+def test_a_part_of_a_line_is_not_torn(terminal):
+    with on(terminal) as screen:
+        screen.draw("the bar")
+        print(1, 2, end="", flush=True)
+        assert terminal.lines() == ["1 2"]
+        print(" 3")
+        assert terminal.lines() == ["1 2 3", "the bar"]
+        print("50%", end="\r")
+        print("99%", end="\r")
+        assert terminal.lines() == ["1 2 3", "99%"]
+        screen.draw("the next")
+        assert terminal.lines() == ["1 2 3", "99%", "the next"]
+        print("open", end="")
+        screen.print("a record")
+    assert terminal.lines() == ["1 2 3", "99%", "a record", "open", ""]
+
+
+def test_log_messages_appear_above(terminal):
+    with on(terminal) as screen:
+        handler, logger = logging.StreamHandler(terminal), logging.getLogger("some.program")
+        logger.addHandler(handler)
+        try:
+            screen.draw("the bar")
+            logger.warning("a message")
+            assert handler.stream is not terminal
+            screen.close()
+            assert handler.stream is terminal
+        finally:
+            logger.removeHandler(handler)
+        assert terminal.lines()[0] == "a message"
+        assert terminal.lines()[-1] == ""
+
+
+def test_a_prompt_gets_an_empty_line(terminal, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    with on(terminal) as screen:
+        monkeypatch.setattr(terminal, "fileno", lambda: 7, raising=False)
+        screen.draw("the bar")
+        assert sys.stdout.fileno() == 7  # as input() and a debugger do before they write the prompt
+        assert terminal.lines() == [""]
+        screen.draw("the bar")
+        with tqdm(bar_format="own", dynamic_ncols=True):  # asks for it, too
+            assert terminal.lines() == ["the bar", "own"]
+
+
+def test_several_threads_may_print(terminal):
+    with on(terminal) as screen:
+
+        def work(name):
+            for i in range(20):
+                print(f"{name}{i}")
+
+        screen.draw("the bar")
+        threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        *printed, bar, end = (line for line in [*terminal.lines(), "end"])
+        assert (bar, end) == ("the bar", "end")
+        assert sum(line.startswith(tuple("abcd")) for line in printed) >= 1
+        assert sum(terminal.getvalue().count(f"{name}19") for name in "abcd") == 4
+
+
+def test_a_file_is_left_alone(terminal, monkeypatch, tmp_path):
+    with (tmp_path / "log").open("w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        screen = Screen(terminal)
+        screen.draw("the bar")
+        assert sys.stdout is file
+        assert sys.stderr is not terminal
+        screen.close()
+
+
+def test_a_stream_that_was_replaced_meanwhile_is_left_alone(terminal):
+    screen, theirs = Screen(terminal), Terminal()
+    screen.draw("the bar")
+    sys.stdout = theirs
+    screen.close()
+    assert sys.stdout is theirs
+    sys.stdout = terminal
+
+
+def test_a_screen_in_a_screen(terminal):
+    """A hook may call fit."""
+    with on(terminal) as screen:
+        screen.draw("the outer bar")
+        inner = Screen(sys.stderr)
+        inner.draw("the inner bar")
+        assert columns_of(inner.file) == 80
+        assert terminal.lines() == ["the outer bar", "the inner bar"]
+        print("a message")
+        assert terminal.lines() == ["a message", "the outer bar", "the inner bar"]
+        inner.print("a record")
+        inner.close()
+        screen.draw("the next bar")
+        assert terminal.lines() == ["a message", "a record", "the next bar", ""]
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_bar_of_tqdm_is_drawn_below(terminal, monkeypatch, leave):
+    """A hook may show its own progress, where tqdm writes by default."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    with on(terminal) as screen:
+        screen.draw("the bar")
+        own = {"desc": "own", "leave": leave, "bar_format": "{desc} {n}/{total}"}
+        for i in tqdm(range(2), mininterval=0, **own):
+            print("printed", i)
+            tqdm.write(f"written {i}")
+            above = [f"{how} {j}" for j in range(i + 1) for how in ("printed", "written")]
+            assert terminal.lines() == [*above, "the bar", f"own {i}/2"]
+        screen.draw("the bar")
+        assert terminal.lines()[4:6] == (["own 2/2", "the bar"] if leave else ["the bar", ""])
+    assert not any("the bar" in line for line in terminal.lines())
+
+
+def test_no_thread_watches_the_bar(terminal):
+    with on(terminal) as screen:
+        screen.draw("the bar")
+        watching = [thread for thread in threading.enumerate() if thread.name == "tqdm_monitor"]
+        assert all(thread is tqdm.monitor for thread in watching)  # for a bar of another program
+
+
+def test_a_child_process_draws_nothing(terminal, monkeypatch):
+    """A worker of a loader has a copy of the screen, whose line it removes."""
+    with on(terminal) as screen:
+        screen.draw("the bar")
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            print("a", 1)
+        assert terminal.lines() == ["a 1", ""]
+        screen.draw("the bar")
+        assert terminal.lines() == ["a 1", "the bar"]
+
+
+def test_a_terminal_that_is_gone_raises_nothing():
+    class Gone(Terminal):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    screen = Screen(Gone())
+    screen.draw("the bar")
+    screen.print("a line")
+    screen.close()
+
+
+def test_the_width_of_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "33")
+    assert columns_of(Terminal()) == 33
+    primary, replica = os.openpty()
+    with os.fdopen(primary), os.fdopen(replica, "w") as file:
+        import fcntl
+        import struct
+        import termios
+
+        for columns in (120, 40):
+            fcntl.ioctl(replica, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+            assert columns_of(file) == columns

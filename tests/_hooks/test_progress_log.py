@@ -1,0 +1,188 @@
+"""progress in a log: exact lines."""
+
+import io
+
+import attrs
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop import progress
+from fnloop.testing import toy, toy_loss
+
+ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
+STEP = fl.pipeline()(toy_loss)
+
+
+class Flushed(io.StringIO):
+    """A log that knows how many of its lines can be read by now."""
+
+    flushed = 0
+
+    def flush(self):
+        self.flushed = self.getvalue().count("\n")
+
+
+def logged(step, loaders, state=None, hooks=(), **settings):
+    """Return the lines of a run."""
+    file = Flushed()
+    fl.fit(step, state or toy(), loaders, hooks=(progress(file=file), *hooks), **settings)
+    lines = file.getvalue().splitlines()
+    assert file.flushed == len(lines)
+    return lines
+
+
+def test_a_line_per_record(clock):
+    step, loaders = fl.pipeline()(clock.timed(toy_loss, 1.0, 0.5)), ([ONE] * 3, [ONE])
+    assert logged(step, loaders, epochs=2, evaluate_every=fl.every(steps=2)) == [
+        "Toy on cpu, 1 parameter, float32, 2 epochs of 3 updates, evaluated on valid",
+        "epoch 1/2  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  2.5s",
+        "epoch 1/2  step 3  train/loss -1.0000  train/lr 1.0e+00  1.0s",  # an epoch's end
+        "epoch 2/2  step 4  valid/loss -4.0000*  train/loss -3.0000  train/lr 1.0e+00  1.5s",
+        "epoch 2/2  step 6  valid/loss -6.0000*  train/loss -4.0000  train/lr 1.0e+00  2.5s",
+        "done: epoch 2/2, step 6, after 7.5s; best valid/loss -6.0000 at step 6",
+    ]
+
+
+def test_a_heartbeat_when_there_is_no_record(clock):
+    step = fl.pipeline()(clock.timed(toy_loss, 8.0))
+    assert logged(step, [ONE] * 10, epochs=90)[1:4] == [
+        "epoch 1/90  40%  step 4  loss -1.5000  lr 1.0e+00  8.00 s/step  1h 59m left",
+        "epoch 1/90  80%  step 8  loss -3.5000  lr 1.0e+00  8.00 s/step  1h 58m left",
+        "epoch 1/90  step 10  train/loss -4.5000  train/lr 1.0e+00  1m 20s",
+    ]
+
+
+def test_a_heartbeat_during_an_evaluation(clock):
+    step = fl.pipeline()(clock.timed(toy_loss, 1.0, 16.0))
+    assert logged(step, ([ONE] * 2, [ONE] * 4))[1:4] == [
+        "epoch 1/1  step 2  valid 2/4  16.0 s/batch  32s left",
+        "epoch 1/1  step 2  valid 4/4  16.0 s/batch  0s left",
+        "epoch 1/1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  1m 06s",
+    ]
+
+
+def test_records_of_record_every_are_a_line_every_ten_seconds(clock):
+    step = fl.pipeline()(clock.timed(toy_loss, 4.0))
+    lines = logged(step, [ONE] * 8, record_every=fl.every(steps=1))
+    assert lines[1:4] == [
+        "epoch 1/1  37%  step 3  loss -2.0000  lr 1.0e+00  4.00 s/step  20s left",
+        "epoch 1/1  75%  step 6  loss -5.0000  lr 1.0e+00  4.00 s/step  8s left",
+        "epoch 1/1  step 8  train/loss -3.5000  train/lr 1.0e+00  32s",
+    ]
+
+
+def test_a_stream_has_neither_percentages_nor_a_time_left(clock):
+    step = fl.pipeline()(clock.timed(toy_loss, 16.0))
+    lines = logged(step, lambda: iter([ONE] * 3))
+    assert lines[:2] == [
+        "Toy on cpu, 1 parameter, float32, 1 epoch",
+        "epoch 1/1  step 2  loss -0.5000  lr 1.0e+00  16.0 s/step",
+    ]
+
+
+def test_what_a_run_works_with(clock):
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 1))
+    model[0].requires_grad_(False)
+    state = fl.TrainState.create(model, torch.optim.SGD(model[1].parameters(), lr=0.1), seed=0)
+    step = fl.pipeline(fl.amp("bf16"))(lambda model, batch: model(batch).mean())
+    head = logged(step, {"train": [torch.ones(1, 30)], "test": [torch.ones(1, 30)]}, state)[0]
+    assert head == (
+        "Sequential on cpu, 1,281 parameters, 41 trained, amp bf16, 1 epoch of 1 update, "
+        "evaluated on test"
+    )
+
+
+@pytest.mark.parametrize("stops_first", [True, False], ids=["before", "after"])
+def test_the_closing_record_of_a_stopped_run_is_printed_once(clock, stops_first):
+    file = io.StringIO()
+    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    show = progress(file=file)
+    fl.fit(STEP, toy(), ([ONE] * 4, [ONE]), hooks=(stop, show) if stops_first else (show, stop))
+    assert file.getvalue().splitlines()[1:] == [
+        "epoch 1/1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  0.0s",
+        "stopped: enough; epoch 1/1, step 2, after 0.0s; best valid/loss -2.0000 at step 2",
+    ]
+
+
+def test_the_closing_record_of_a_finished_run_is_printed_once(clock):
+    assert logged(STEP, ([ONE] * 4, [ONE]), steps=2)[1:] == [
+        "epoch 1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  0.0s",
+        "done: epoch 1, step 2, after 0.0s; best valid/loss -2.0000 at step 2",
+    ]
+
+
+def test_nan_says_why_it_stopped(clock):
+    lines = logged(STEP, [ONE * float("nan")] * 3, epochs=9, hooks=(fl.halt_on_nonfinite(),))
+    assert lines[-1].startswith("stopped: halt_on_nonfinite: the training loss became nan")
+
+
+def test_an_exception_leaves_a_last_line(clock):
+    file = io.StringIO()
+    with pytest.raises(ZeroDivisionError):
+        fl.fit(
+            STEP,
+            toy(),
+            [ONE] * 3,
+            hooks=(progress(file=file), lambda state: (state.step < 2 and state) or 1 / 0),
+        )
+    assert file.getvalue().splitlines()[1:] == ["ended early: epoch 1/1, step 2, after 0.0s"]
+
+
+def test_a_resumed_run_knows_the_best_of_before(clock):
+    state = fl.fit(STEP, toy(), ([ONE] * 2, [ONE]), hooks=())
+    lines = logged(STEP, ([ONE] * 2, [-ONE]), state, epochs=2)
+    assert lines[0].endswith("from step 2")
+    assert lines[1].startswith("epoch 2/2  step 4  valid/loss 4.0000  train")  # no star
+    assert lines[2].endswith("; best valid/loss -2.0000 at step 2")
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(clock):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    assert fl.fit(STEP, toy(), [ONE] * 2, hooks=(progress(file=Full()),)).step == 2
+
+
+def test_sigusr1_is_not_the_end(clock):
+    """A hook's flush is called then, too."""
+    file = io.StringIO()
+    hook = progress(file=file)
+    middle = fl.when(lambda state: state.step == 2)(hook.flush)
+    fl.fit(STEP, toy(), [ONE] * 4, hooks=(hook, middle))
+    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["Toy", "epoch", "done:"]
+
+
+def test_sigusr1_at_the_end_does_not_end_it_twice(clock):
+    file = io.StringIO()
+    hook = progress(file=file)
+    last = fl.when(lambda state: state.step == 4)(hook.flush)
+    fl.fit(STEP, toy(), [ONE] * 4, hooks=(hook, last))
+    assert file.getvalue().count("done") == 1
+
+
+def test_there_are_no_escape_codes(clock):
+    file = io.StringIO()
+    fl.fit(STEP, toy(), ([ONE], [ONE]), epochs=3, hooks=(progress(file=file),))
+    assert file.getvalue().isascii()
+    assert not {"\x1b", "\r"} & set(file.getvalue())
+
+
+def test_it_writes_to_the_current_stderr(clock, capsys):
+    hook = progress()
+    fl.fit(STEP, toy(), [ONE], hooks=(hook,))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "Toy on cpu, 1 parameter, float32, 1 epoch of 1 update",
+        "epoch 1/1  step 1  train/loss 0.0000  train/lr 1.0e+00  0.0s",
+        "done: epoch 1/1, step 1, after 0.0s",
+    ]
+
+
+def test_it_is_one_of_the_default_hooks(capsys):
+    fl.fit(STEP, toy(), [ONE])
+    assert "epoch 1/1  step 1  train/loss 0.0000" in capsys.readouterr().err
+    fl.fit(STEP, toy(), [ONE], hooks=())
+    assert capsys.readouterr().err == ""

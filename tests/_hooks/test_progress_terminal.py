@@ -1,0 +1,338 @@
+"""progress in a terminal: the lines that a user sees."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from fake_terminal import Terminal
+
+import fnloop as fl
+from fnloop import progress
+from fnloop.testing import toy, toy_loss
+
+ROOT = str(Path(__file__).parents[2])
+ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
+STEP = fl.pipeline()(toy_loss)
+
+
+def drawings(file):
+    """Return each state of the bottom line, in order."""
+    return [part for part in file.drawings() if "━" in part]
+
+
+def accuracy(aux, batch):
+    return torch.tensor(0.5)
+
+
+# --- the table
+
+
+def test_a_line_per_record_below_what_the_run_works_with(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0, 2.0))
+    loaders = {"train": [ONE] * 3, "valid": [ONE]}
+    fl.fit(step, toy(), loaders, epochs=2, hooks=(progress(file=file),))
+    assert file.lines() == [
+        "Toy on cpu, 1 parameter, float32, 2 epochs of 3 updates, evaluated on valid",
+        "            │ valid    │ train",
+        "epoch  step │    loss  │    loss       lr │ time",
+        "    1     3 │ -3.0000* │ -1.0000  1.0e+00 │ 5.0s",
+        "    2     6 │ -6.0000* │ -4.0000  1.0e+00 │ 5.0s",
+        "done: epoch 2/2, step 6, after 10s; best valid/loss -6.0000 at step 6",
+        "",
+    ]
+
+
+def test_the_best_so_far_has_a_star(clock):
+    file = Terminal()
+    loaders = {"train": [ONE], "valid": [ONE], "test": [-ONE]}
+    fl.fit(STEP, toy(), loaders, epochs=2, hooks=(progress(file=file),))
+    assert file.lines()[-4:-2] == [
+        "    1     1 │ -1.0000* │  1.0000* │  0.0000  1.0e+00 │ 0.0s",
+        "    2     2 │ -2.0000* │  2.0000  │ -1.0000  1.0e+00 │ 0.0s",
+    ]
+
+
+def test_the_columns_that_do_not_fit_are_left_out(clock, monkeypatch):
+    step = fl.pipeline(fl.metric(accuracy=accuracy), fl.clip(1.0))(toy_loss)
+    heads = {}
+    for width in (100, 80, 60, 40, 20):
+        monkeypatch.setenv("COLUMNS", str(width))
+        file = Terminal()
+        fl.fit(step, toy(), ([ONE] * 3, [ONE]), hooks=(progress(file=file),))
+        lines = file.lines()
+        heads[width] = next(line for line in lines if line.startswith("epoch ")).split()
+        assert all(len(line) < width for line in lines if "│" in line)
+    assert [*map(len, heads.values())] == sorted(map(len, heads.values()), reverse=True)
+    everything = "epoch step │ loss accuracy │ loss accuracy grad_norm lr │ time"
+    assert heads[100] == everything.split()
+    assert heads[80] == everything.replace(" grad_norm", "").split()
+    assert not {"grad_norm", "lr"} & {*heads[60]}
+    assert heads[20] == ["epoch", "│", "loss"]
+
+
+def test_new_columns_have_a_new_head(clock):
+    file = Terminal()
+    seldom = fl.every(epochs=2)
+    loaders = ([ONE] * 2, [ONE])
+    fl.fit(STEP, toy(), loaders, epochs=3, hooks=(progress(file=file),), evaluate_every=seldom)
+    assert [line.split("│")[0].strip() for line in file.lines()[1:-2]] == [
+        *("", "epoch  step", "1     2"),
+        *("", "epoch  step", "2     4", "3     6"),
+    ]
+
+
+def test_a_record_between_two_epochs_has_the_number_of_the_running_one(clock):
+    file = Terminal()
+    loaders, twice = ([ONE] * 4, [ONE]), fl.every(epochs=0.5)
+    fl.fit(STEP, toy(), loaders, epochs=2, hooks=(progress(file=file),), evaluate_every=twice)
+    rows = [line.split()[:2] for line in file.lines()[3:7]]
+    assert rows == [["1", "2"], ["1", "4"], ["2", "6"], ["2", "8"]]
+
+
+def test_a_record_at_the_start_is_a_line(clock):
+    file, moments = Terminal(), fl.every(epochs=1) | fl.at_start()
+    fl.fit(
+        STEP, toy(), ([ONE] * 2, [ONE]), hooks=(progress(file=file),), evaluate_every=moments
+    )  # fmt: skip
+    assert [line.split()[:2] for line in file.lines() if line.startswith("    ")][1:] in (
+        [["0", "0"], ["│", "valid"], ["1", "2"]],
+        [["0", "0"], ["1", "2"]],
+    )
+
+
+def test_records_of_record_every_update_the_bar_only(clock):
+    file, often = Terminal(), fl.every(steps=1)
+    step = fl.pipeline()(clock.timed(toy_loss, 1.0))
+    fl.fit(step, toy(), [ONE] * 5, hooks=(progress(file=file),), record_every=often)
+    assert len([line for line in file.lines() if "│" in line]) == 3  # a head and the epoch
+    assert [line.split("loss ")[1].split()[0] for line in drawings(file)[:4]] == [
+        *("0.0000", "-1.0000", "-2.0000", "-3.0000"),  # the loss of that update
+    ]
+
+
+# --- the bar
+
+
+def test_a_stream_that_evaluates_nothing_has_a_line_per_interval(clock):
+    def stream():
+        while True:
+            yield ONE
+
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
+    moment = fl.every(steps=2)
+    fl.fit(step, toy(), stream, steps=4, hooks=(progress(file=file),), record_every=moment)
+    assert [line.split("│")[::2] for line in file.lines()[3:5]] == [
+        ["    1     2 ", " 2.0s"],
+        ["    1     4 ", " 2.0s"],
+    ]
+
+
+def test_the_bar_has_the_rate_of_the_updates_and_the_time_left_of_the_run(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.5, 2.0))
+    slow = fl.every(steps=5)(clock.takes(3.0))
+    loaders = {"train": [ONE] * 10, "valid": [ONE] * 2}
+    fl.fit(step, toy(), loaders, epochs=3, hooks=(progress(file=file), slow))
+    shown = [line for line in drawings(file) if "valid" not in line]
+    bar = "━" * 1 + "─" * 9
+    # 30 updates of 0.5 s: nothing is known of hooks and evaluations yet
+    assert shown[0] == (f"epoch 1/3   10% {bar}   1/10  2.00 step/s  loss 0.0000  14s left")
+    rates = {line.split("step/s")[0].split()[-1] for line in shown if "step/s" in line}
+    assert rates == {"2.00"}
+    # 9 updates are left, and an update takes 0.5 s and 3 s of every fifth; and an evaluation of 4 s
+    (last,) = [line for line in shown if line.startswith("epoch 3/3   10%")]
+    assert last.endswith("14s left")
+
+
+def test_after_a_resume_the_rate_is_that_of_the_new_updates(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.5))
+    state = fl.fit(step, toy(), [ONE] * 10, steps=4, hooks=())
+    fl.fit(step, state, [ONE] * 10, epochs=1, hooks=(progress(file=file),))
+    assert drawings(file)[0].startswith("epoch 1/1   50% ━━━━━─────   5/10  2.00 step/s")
+    assert drawings(file)[0].endswith("3s left")
+    assert "from step 4" in file.lines()[0]
+
+
+def test_the_rate_counts_updates_not_batches(clock):
+    file, step = Terminal(), fl.pipeline(fl.accumulate(2))(clock.timed(toy_loss, 0.5))
+    fl.fit(step, toy(), [ONE] * 5, hooks=(progress(file=file),))
+    assert drawings(file)[0].startswith("epoch 1/1   33% ━━━───────  1/3  1.00 step/s")
+
+
+def test_an_evaluation_has_a_bar_of_its_own(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0, 4.0))
+    loaders = {"train": [ONE] * 2, "valid": [ONE] * 4}
+    fl.fit(step, toy(), loaders, hooks=(progress(file=file),))
+    shown = [line for line in drawings(file) if "valid " in line]
+    assert shown[0] == "epoch 1/1  valid   25% ━━────────  1/4  4.00 s/batch  12s left"
+    parts = dict.fromkeys(line.split("%")[0][-3:] for line in shown)
+    assert [*parts] == [" 25", " 50", " 75", "100"]
+
+
+def test_the_bar_of_a_run_to_a_step_ends_there(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
+    fl.fit(step, toy(), lambda: iter([ONE] * 10), steps=4, hooks=(progress(file=file),))
+    assert drawings(file)[0].startswith("epoch 1   25% ")
+    assert drawings(file)[0].endswith("3s left")
+    assert file.lines()[0] == "Toy on cpu, 1 parameter, float32, to step 4"
+
+
+def test_the_length_of_an_epoch_is_known_after_the_first(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
+    fl.fit(step, toy(), lambda: iter([ONE] * 10), epochs=2, hooks=(progress(file=file),))
+    first, *_, last = [line for line in file.drawings() if "step/s" in line]
+    assert first == "epoch 1/2  1  1.00 step/s  loss 0.0000  lr 1.0e+00"
+    assert last.startswith("epoch 2/2   90% ━━━━━━━━━─   9/10  1.00 step/s")
+
+
+@pytest.mark.parametrize("width", [79, 60, 50, 40, 30, 20, 10])
+def test_a_bar_is_never_wider_than_the_terminal(clock, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0, 1.0))
+    fl.fit(step, toy(), ([ONE] * 10, [ONE] * 2), epochs=3, hooks=(progress(file=file),))
+    shown = [part for part in file.drawings() if "\n" not in part]
+    assert all(len(line) <= width - 3 for line in shown)
+
+
+def test_the_width_follows_the_terminal(clock, monkeypatch):
+    def grow(state):
+        monkeypatch.setenv("COLUMNS", "160")
+        return state
+
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
+    hooks = progress(file=file), fl.when(lambda state: state.step == 2)(grow)
+    fl.fit(step, toy(), [ONE] * 4, hooks=hooks)
+    assert [line.count("━") + line.count("─") for line in drawings(file)[:3]] == [10, 10, 40]
+
+
+def test_a_hook_that_is_called_rarely_shows_the_position_in_the_epoch(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
+    hook = fl.every(steps=4)(progress(file=file))
+    fl.fit(step, toy(), [ONE] * 10, epochs=2, hooks=(hook,))
+    counts = dict.fromkeys(re.findall(r"\d+/10 ", file.getvalue()))
+    assert [*counts] == ["4/10 ", "8/10 ", "2/10 ", "6/10 "]
+    rows = [line.split()[:2] for line in file.lines() if line.startswith("    ") and "." in line]
+    assert rows == [["1", "10"], ["2", "20"]]
+
+
+# --- how it ends
+
+
+def test_the_reason_of_a_stop_is_the_last_line(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
+    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    fl.fit(step, toy(), [ONE] * 4, epochs=3, hooks=(progress(file=file), stop))
+    assert file.lines()[-2:] == ["stopped: enough; epoch 1/3, step 2, after 2.0s", ""]
+    assert "    1     2 │ -0.5000  1.0e+00 │ 2.0s" in file.lines()
+
+
+def test_an_exception_leaves_no_bar(clock):
+    def fail(state):
+        if state.step == 3:
+            raise RuntimeError("a bad hook")
+        return state
+
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.1))
+    with pytest.raises(RuntimeError, match="a bad hook") as raised:
+        fl.fit(step, toy(), [ONE] * 4, epochs=2, hooks=(progress(file=file), fail))
+    assert file.lines()[1:] == ["ended early: epoch 1/2, step 3, after 0.3s", ""]
+    assert "epoch 1, batch 3, step 3" in raised.value.__notes__[0]  # the same numbers
+
+
+def test_a_run_that_is_abandoned_leaves_no_bar(clock):
+    file = Terminal()
+    states = fl.run(STEP, toy(), [ONE] * 3, epochs=3, hooks=(progress(file=file),))
+    next(states)
+    assert file.lines()[-1].startswith("epoch 2/3    0% ─")
+    states.close()
+    assert file.lines()[-2:] == ["ended early: epoch 1/3, step 3, after 0.0s", ""]
+
+
+def test_the_next_run_of_a_hook_begins_again(clock):
+    file = Terminal()
+    hook = progress(file=file)
+    state = fl.fit(STEP, toy(), [ONE] * 2, hooks=(hook,))
+    fl.fit(STEP, state, [ONE] * 2, epochs=2, hooks=(hook,))
+    assert [line.split()[0] for line in file.lines()[:-1]] == [
+        *("Toy", "│", "epoch", "1", "done:"),
+        *("Toy", "│", "epoch", "2", "done:"),
+    ]
+
+
+# --- colors
+
+
+def test_colors_unless_there_is_no_color(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for value, colored in ((None, True), ("1", False), ("", True)):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        if value is not None:
+            monkeypatch.setenv("NO_COLOR", value)
+        file = Terminal()
+        fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(progress(file=file),))
+        assert bool(re.search(r"\x1b\[\d+m", file.getvalue())) is colored
+
+
+def test_a_terminal_without_unicode_gets_ascii(clock):
+    class Ascii(Terminal):
+        encoding = "ascii"
+
+    file = Ascii()
+    fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(progress(file=file),))
+    assert file.getvalue().isascii()
+    assert "    1     1 | -1.0000* |  0.0000  1.0e+00 | 0.0s" in file.lines()
+
+
+# --- in a terminal of the system
+
+WORKERS = """
+import logging, torch, fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        print("loads", i)
+        logging.warning("loads %d", i)
+        return torch.ones(())
+
+def ask(state):
+    print("hello", input("your name? "))
+    return state
+
+loader = torch.utils.data.DataLoader(Data(), num_workers=2)
+hooks = fl.progress(), fl.when(lambda state: state.step == 4)(ask)
+fl.fit(fl.pipeline()(toy_loss), toy(), loader, hooks=hooks)
+"""
+
+
+@pytest.mark.slow
+def test_workers_print_and_a_hook_asks():
+    primary, replica = os.openpty()
+    command = [sys.executable, "-c", WORKERS]
+    variables = {"PYTHONPATH": ROOT, "TQDM_DISABLE": "1", "TQDM_NCOLS": "3"}  # of other bars
+    streams = {"stdin": replica, "stdout": replica, "stderr": replica}
+    with subprocess.Popen(command, **streams, env={**os.environ, **variables}) as process:
+        os.close(replica)
+        terminal = Terminal()
+        with contextlib.suppress(OSError):  # the end
+            while text := os.read(primary, 1024):
+                terminal.write(text.decode())
+                if text.endswith(b"name? "):
+                    os.write(primary, b"Ann\n")
+    os.close(primary)
+    lines = [line for line in terminal.lines() if line]
+    printed = [line for i in range(4) for line in (f"WARNING:root:loads {i}", f"loads {i}")]
+    assert process.returncode == 0
+    assert sorted(line for line in lines if "loads" in line) == sorted(printed)
+    assert "epoch 1/1   25% ━━────────  1/4  " in terminal.getvalue()
+    asked = lines.index("your name? Ann")
+    assert lines[asked + 1] == "hello Ann"
+    assert lines[-1].startswith("done: epoch 1/1, step 4")

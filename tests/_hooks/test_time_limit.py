@@ -1,0 +1,92 @@
+"""Limits on the time of a run and of a job, by a clock that a test moves."""
+
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+ONES = [torch.ones(1)] * 4
+
+
+def fit(state, clock, *hooks, seconds=10, loaders=ONES, **kwargs):
+    """Train; each update takes these seconds."""
+
+    settings = {"epochs": 2, **kwargs}
+    return fl.fit(
+        fl.pipeline()(toy_loss), state, loaders, hooks=(clock.takes(seconds), *hooks), **settings
+    )
+
+
+def test_the_run_ends_after_the_update_in_which_its_time_is_up(clock):
+    state = fit(toy(), clock, fl.time_limit(seconds=25))
+    assert (state.step, state.stop) == (3, "time_limit: the run has taken its 25s")
+    assert [record.closing for record in state.history] == [True]
+
+
+def test_a_limit_is_the_sum_of_its_parts():
+    assert fl.time_limit(hours=1, minutes=2, seconds=3).limit == 3723
+    assert repr(fl.time_limit(hours=1, per="job")) == "time_limit(hours=1, per='job')"
+
+
+def test_the_time_of_a_run_is_saved_and_a_raised_limit_continues(clock, tmp_path, caplog):
+    def resumed():
+        return fl.resume(tmp_path / "run", toy())
+
+    saving = fl.checkpoint(tmp_path / "run")
+    fit(toy(), clock, fl.time_limit(seconds=25), saving)
+    assert resumed().slots["time_limit"] == [30.0]
+    assert fit(resumed(), clock, fl.time_limit(seconds=25), saving).step == 3
+    assert "nothing to do: the run was stopped (time_limit" in caplog.text
+    assert "To continue, raise the limit: time_limit(...)" in caplog.text
+    state = fit(resumed(), clock, fl.time_limit(seconds=50), saving)
+    assert (state.step, state.slots["time_limit"]) == (5, [50.0])
+
+
+def test_a_job_has_its_time_again_and_makes_no_closing_record(clock):
+    state = fit(toy(), clock, fl.time_limit(seconds=25, per="job"))
+    assert (state.step, len(state.history)) == (3, 0)
+    assert state.stop == "time_limit: this job has taken its 25s"
+    state = fit(state, clock, fl.time_limit(seconds=25, per="job"))
+    assert (state.step, state.stop) == (6, "time_limit: this job has taken its 25s")
+    state = fit(state, clock, fl.time_limit(seconds=25, per="job"))
+    assert (state.step, state.stop) == (8, None)
+    assert "time_limit" not in state.slots
+
+
+def test_a_job_of_several_runs_has_one_limit(clock):
+    limit = fl.time_limit(seconds=45, per="job")
+    state = fit(toy(), clock, limit, epochs=1)
+    clock.now += 1000  # between two runs
+    assert fit(state, clock, limit, epochs=2).step == 5
+
+
+@pytest.mark.parametrize("per", ["run", "job"])
+def test_a_time_limit_does_not_end_a_phase(clock, per):
+    state = fit(toy(), clock, fl.time_limit(seconds=25, per=per), phase="a")
+    assert not state.phases[0].done
+    state = fit(state, clock, fl.time_limit(seconds=1000, per=per), phase="a")
+    assert (state.step, state.phases[0].done) == (8, True)
+
+
+def test_evaluation_counts(clock):
+    loss_fn = clock.timed(toy_loss, train=10.0, valid=10.0)
+    loaders = {"train": ONES[:1], "valid": ONES[:2]}  # 30 seconds an epoch
+    limit = fl.time_limit(seconds=60)
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, epochs=9, hooks=(limit,))
+    assert (state.step, len(state.history)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({}, TypeError, r"a time above 0, such as time_limit\(hours=8\)"),
+        ({"hours": 0}, TypeError, "a time above 0"),
+        ({"hours": -1}, ValueError, "hours"),
+        ({"minutes": "ten"}, ValueError, "minutes"),
+        ({"hours": 1, "per": "epoch"}, ValueError, "per"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        fl.time_limit(**settings)

@@ -1,0 +1,240 @@
+"""The method ``begin`` of a hook: when it is called, and what a run starts with."""
+
+import attrs
+import pytest
+import torch
+from loop_cases import ONE, fit
+from torch import nn
+
+import fnloop as fl
+from fnloop.testing import assert_same, toy, toy_loss
+
+
+class Hook:
+    """A hook with a method ``begin``, which notes its calls."""
+
+    def __init__(self, begin=lambda state: state):
+        self.change, self.calls = begin, []
+
+    def begin(self, state):
+        self.calls.append(("begin", state.step, state.run.total_steps))
+        return self.change(state)
+
+    def __call__(self, state):
+        self.calls.append(state.step)
+        return state
+
+    def __repr__(self):
+        return "hook"
+
+
+WRAPS = {
+    "bare": (lambda hook: hook, [1, 2, 3]),
+    "every": (fl.every(steps=2), [2]),
+    "when": (fl.when(lambda state: state.step == 3), [3]),
+    "compound": (fl.at_start() | fl.every(steps=3), [0, 3]),
+    "when_improved": (fl.when_improved("train/loss"), [3]),
+    "once": (fl.once, [1]),
+    "on_main": (fl.on_main, [1, 2, 3]),
+    "nested": (lambda hook: fl.every(steps=2)(fl.once(fl.on_main(hook))), [2]),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_it_is_called_before_the_first_update_through_every_wrapper(name):
+    wrap, steps = WRAPS[name]
+    hook = Hook()
+    fit(hooks=(wrap(hook),))
+    assert hook.calls == [("begin", 0, 3), *steps]
+
+
+@pytest.mark.parametrize("name", [name for name in WRAPS if name not in ("on_main", "nested")])
+def test_what_it_returns_is_what_training_starts_with(name):
+    wrap, _ = WRAPS[name]
+    hook = Hook(lambda state: attrs.evolve(state, slots={"mine": [1]}, extra={"a": 2}))
+    state = fit(hooks=(wrap(hook),))
+    assert (state.slots["mine"], state.extra) == ([1], {"a": 2})
+
+
+def test_hooks_begin_in_the_listed_order():
+    first = Hook(lambda state: attrs.evolve(state, extra={"a": 1}))
+    second = Hook(lambda state: attrs.evolve(state, extra={**state.extra, "b": 2}))
+    assert fit(hooks=(first, fl.every(steps=2)(second))).extra == {"a": 1, "b": 2}
+
+
+def test_it_is_called_in_every_run():
+    hook, once = Hook(), Hook()
+    state = fit(hooks=(hook, fl.once(once)))
+    fit(state, hooks=(hook, fl.once(once)), epochs=2)
+    assert [call for call in hook.calls if isinstance(call, tuple)] == [
+        ("begin", 0, 3),
+        ("begin", 3, 6),
+    ]
+    assert once.calls == [("begin", 0, 3), 1]  # it has had its one call
+
+
+def test_not_where_there_is_nothing_to_do():
+    hook = Hook()
+    state = fit(hooks=())
+    assert fit(state, hooks=(hook,), epochs=1) is state and hook.calls == []
+
+
+def two_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    return fl.TrainState.create(model, optimizer, seed=0)
+
+
+def freeze(state):
+    state.model[0].requires_grad_(False)
+    return state
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def test_a_frozen_module_stays_as_it_is():
+    start = two_layers()
+    before = {name: value.clone() for name, value in start.model.state_dict().items()}
+    batches = [torch.ones(3, 2)] * 3
+    state = fl.fit(fl.pipeline()(loss_fn), start, batches, hooks=(Hook(freeze),))
+    for name, value in state.model.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith("0."), name
+    by_hand = freeze(two_layers())
+    assert_same(state, fl.fit(fl.pipeline()(loss_fn), by_hand, batches, hooks=()))
+
+
+def test_a_changed_slot_is_the_one_of_the_first_update():
+    calls = fl.Middleware(
+        "calls",
+        step=lambda step: (
+            lambda state, batch: (state.slots["calls"].append(1), step(state, batch))[1]
+        ),
+        init=lambda state: [],
+    )
+    hook = Hook(lambda state: attrs.evolve(state, slots={"calls": [9]}))
+    state = fl.fit(fl.pipeline(calls)(toy_loss), toy(), [ONE] * 2, hooks=(hook,))
+    assert state.slots["calls"] == [9, 1, 1]
+
+
+def test_a_parameter_that_is_added_is_trained_from_the_first_update():
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.bias)
+    state = fl.TrainState.create(model, torch.optim.SGD([model.weight], lr=1.0))
+
+    def add(state):
+        state.optimizer.add_param_group({"params": [model.bias]})
+        return state
+
+    loss = lambda model, batch: model(batch).mean()
+    fl.fit(fl.pipeline()(loss), state, [torch.ones(1, 1)] * 3, hooks=(Hook(add),))
+    assert model.bias.item() == -3.0
+
+
+def test_weights_may_be_restored(tmp_path):
+    path = fl.save(toy(w=5.0), tmp_path / "a")
+    load = Hook(lambda state: fl.restore(path, state, only=("model",)))
+    assert fit(hooks=(load,)).model.w.item() == 2.0
+
+
+def test_a_snapshot_may_be_the_start():
+    kept = fl.snapshot(toy(w=5.0))
+    state = fit(hooks=(Hook(lambda state: kept), fl.once(Hook())))
+    assert (state.model.w.item(), state.model) == (2.0, kept.model)
+    halving = fl.pipeline(fl.schedule(lambda i, total: i / total))(toy_loss)
+    hooks = (Hook(lambda state: fl.snapshot(state)),)
+    assert fl.fit(halving, toy(lr=3.0), [ONE] * 3, hooks=hooks).model.w.item() == -3.0
+
+
+def test_it_may_stop_the_run_before_its_first_update():
+    hook = Hook(lambda state: attrs.evolve(state, stop="not now"))
+    state = fit(hooks=(hook,))
+    assert (state.step, state.stop, state.model.w.item()) == (0, "not now", 0.0)
+
+
+def test_another_position_is_refused(tmp_path):
+    path = fl.save(fit(hooks=()), tmp_path / "a")
+    with pytest.raises(ValueError) as error:
+        fit(hooks=(fl.every(steps=2)(Hook(lambda state: fl.restore(path, state))),), epochs=3)
+    assert str(error.value) == (
+        "the method begin of every(steps=2)(hook) changed state.step from 0 to 3, but the run is "
+        "planned already: restore before fit"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda state: None,
+            TypeError,
+            r"but the method begin of every\(steps=2\)\(hook\) returned None\. Did you forget",
+        ),
+        (lambda state: (state, 1), TypeError, r"the method begin of .* returned \(TrainState\("),
+        (lambda state: stale(state), fl.StaleStateError, "has been advanced"),
+        (lambda state: 1 / 0, ZeroDivisionError, "division by zero"),
+    ],
+)
+def test_a_wrong_return_and_an_exception_name_the_hook(change, error, message):
+    state = toy()
+    with pytest.raises(error, match=message) as raised:
+        fit(state, hooks=(fl.every(steps=2)(Hook(change)),))
+    assert raised.value.__notes__ == ["while in every(steps=2)(hook), before the first update"]
+
+
+def stale(state):
+    fl.pipeline()(toy_loss)(state, ONE)
+    return state
+
+
+def test_other_methods_are_named_too():
+    hook = Hook()
+    hook.flush = lambda state: None
+    with pytest.raises(TypeError, match="but the method flush of hook returned None"):
+        fit(hooks=(hook,))
+    hook.settle = lambda state: None
+    state = fit(hooks=())
+    with pytest.raises(TypeError, match="but the method settle of hook returned None"):
+        fit(state, hooks=(hook,), epochs=1)
+
+
+def test_on_main_may_only_observe():
+    hook = Hook(lambda state: attrs.evolve(state, extra={"a": 1}))
+    with pytest.raises(ValueError, match=r"on_main\(hook\) must return the state that it is given"):
+        fit(hooks=(fl.on_main(hook),))
+
+
+@pytest.mark.parametrize("method", ["begin", "poll", "flush", "settle"])
+def test_on_main_calls_no_method_elsewhere(method, monkeypatch):
+    calls = []
+    hook = Hook()
+    for name in ("begin", "poll", "flush", "settle"):
+        setattr(hook, name, lambda state, name=name: calls.append(name) or state)
+    other = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, rank=1, world_size=2))
+    state = getattr(fl.on_main(hook), method)(other)
+    assert state is other and calls == []
+    hook.evaluating = lambda state, *progress: calls.append(progress)
+    fl.on_main(hook).evaluating(other, "valid", 0, 1)
+    here = toy()
+    assert getattr(fl.on_main(hook), method)(here) is here and calls == [method]
+    fl.on_main(hook).evaluating(here, "valid", 0, 1)
+    assert calls == [method, ("valid", 0, 1)]
+
+
+@pytest.mark.parametrize("wrap", [lambda hook: hook, fl.every(steps=2)])
+@pytest.mark.parametrize("begin", [3, lambda: None, lambda state, run: state])
+def test_a_method_of_another_form_is_refused_when_composing(wrap, begin):
+    hook = Hook()
+    hook.begin = begin
+    with pytest.raises(TypeError, match=r"hook expects begin as a method \(state\) -> state; "):
+        fl.run(fl.pipeline()(toy_loss), toy(), [ONE], hooks=(wrap(hook),))
+
+
+def test_a_hook_has_to_be_called_too():
+    class OnlyBegins:
+        begin = Hook.begin
+
+    with pytest.raises(TypeError, match=r"a method begin, but no method __call__\(state\)"):
+        fit(hooks=(OnlyBegins(),))

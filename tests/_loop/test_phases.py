@@ -1,0 +1,356 @@
+"""Runs made of phases: targets that count from where a phase began, and scripts started again."""
+
+import attrs
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import fnloop as fl
+from fnloop._core.phase import decode_phases
+from fnloop.testing import assert_same, toy, toy_loss
+
+ONES = [torch.ones(1)] * 4  # the gradient is 1
+ENDED = {"name": "a", "step": 0, "epoch": 0, "records": 0, "stop": None, "done": True, "skipped": 0}
+PLAIN = fl.pipeline()(toy_loss)
+
+
+def fit(state, phase, step=PLAIN, batches=ONES, hooks=(), **targets):
+    return fl.fit(step, state, batches, hooks=hooks, phase=phase, **targets)
+
+
+# --- targets and counters
+
+
+def test_targets_count_from_where_a_phase_began():
+    state = fit(toy(), "a", epochs=2)
+    state = fit(state, "b", steps=3)
+    state = fit(state, "c", epochs=1, steps=10)
+    assert [(p.name, p.step, p.epoch, p.records, p.done) for p in state.phases] == [
+        ("a", 0, 0, 0, True),
+        ("b", 8, 2, 2, True),
+        ("c", 11, 3, 3, True),
+    ]
+    assert (state.step, state.epoch, state.batch, state.model.w.item()) == (15, 4, 0, -15.0)
+
+
+def test_a_phase_is_one_epoch_without_targets_and_begins_after_a_run_without_one():
+    state = fl.fit(PLAIN, toy(), ONES, steps=2, hooks=())
+    state = fit(state, "a")
+    assert (state.step, state.epoch, state.batch) == (6, 2, 0)  # the epoch that was left counts
+    state = fl.fit(PLAIN, state, ONES, epochs=3, hooks=())  # absolute again
+    assert (state.step, state.epoch) == (10, 3)
+
+
+def test_a_phase_begins_with_other_draws_than_the_epoch_that_was_left():
+    loader = torch.utils.data.DataLoader(torch.arange(64.0), batch_size=8, shuffle=True)
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(batch.tolist())
+        return toy_loss(model, batch)
+
+    step = fl.pipeline()(loss_fn)
+    state = fit(toy(), "a", step, loader, steps=2)
+    fit(state, "b", step, loader, steps=2)
+    assert len({tuple(batch) for batch in seen}) == 4
+    # that of the second epoch of any run with this seed
+    ordered, seen[:] = seen[2:], []
+    fl.fit(step, toy(), loader, epochs=2, hooks=())
+    assert seen[8:10] == ordered
+
+
+def test_metrics_of_an_epoch_that_was_left_are_not_of_the_phase():
+    batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+    state = fit(toy(lr=0.0, w=1.0), "a", batches=batches, steps=3)
+    state = fit(state, "b", batches=batches, steps=1)
+    assert [r.metrics["train/loss"] for r in state.history] == [2.0, 1.0]
+
+
+# --- schedules
+
+
+def rates(step, state, *phases):
+    """Return the learning rates that the updates of phases used."""
+    before = len(state.history)
+    for name, epochs in phases:
+        state = fit(state, name, step, epochs=epochs, record_every=fl.every(steps=1))
+    return [round(r.metrics["recent/lr"], 4) for r in state.history[before:]], state
+
+
+def test_a_schedule_counts_from_where_its_phase_began(caplog):
+    step = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+    seen, state = rates(step, toy(), ("a", 1), ("b", 2))
+    assert seen == [1.0, 0.75, 0.5, 0.25, *(1 - i / 8 for i in range(8))]
+    assert not caplog.records
+    assert (state.slots["schedule(lr)"], state.history[-1].step) == (8, 12)
+
+
+def test_skipped_updates_of_an_earlier_phase_do_not_lengthen_a_schedule():
+    @fl.middleware("gradient")
+    def skip_first():
+        def wrap(step):
+            def skipping(state, batch):
+                state, out = step(state, batch)
+                skip = "first" if state.step == 0 and not state.skipped else None
+                return state, attrs.evolve(out, skip=skip)
+
+            return skipping
+
+        return wrap
+
+    totals = []
+    factor = lambda i, total: totals.append((i, total)) or 1.0
+    step = fl.pipeline(skip_first(), fl.schedule(factor))(toy_loss)
+    state = fit(toy(), "a", step, epochs=1)
+    assert (state.step, state.skipped, state.phases[0].skipped) == (3, 1, 0)
+    totals.clear()
+    state = fit(state, "b", step, epochs=1)
+    assert totals == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert state.phases[1].skipped == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps),
+        lambda opt, run: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=run.total_steps),
+        lambda opt, run: lr_scheduler.StepLR(opt, run.steps_per_epoch, gamma=0.1),
+    ],
+)
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_scheduler_of_torch_is_made_again_for_each_phase(make, saved, tmp_path):
+    step = fl.pipeline(fl.torch_scheduler(make))(toy_loss)
+    first, state = rates(step, toy(), ("a", 2))
+    if saved:
+        state = fl.restore(fl.save(state, tmp_path / "a"), toy())
+    second, _ = rates(step, state, ("b", 2))
+    assert first == second
+    assert len(set(first)) > 1
+
+
+def test_a_rate_that_was_set_between_two_phases_is_that_of_the_next():
+    step = fl.pipeline(fl.torch_scheduler(lambda opt, _: lr_scheduler.ExponentialLR(opt, 0.5)))
+    step = step(toy_loss)
+    seen, state = rates(step, toy(), ("a", 1))
+    state.optimizer.param_groups[0]["lr"] = 8.0
+    more, state = rates(step, state, ("b", 1), ("c", 1))
+    assert seen + more == [1.0, 0.5, 0.25, 0.125, 8.0, 4.0, 2.0, 1.0, 8.0, 4.0, 2.0, 1.0]
+
+
+def test_schedules_of_both_kinds_take_turns():
+    ours = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+    theirs = fl.torch_scheduler(lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.0, 4))
+    step, (state, seen) = fl.pipeline(theirs)(toy_loss), (toy(), [])
+    for name, one in zip("abcde", (ours, step, ours, step, step), strict=True):
+        found, state = rates(one, state, (name, 1))
+        seen.append(found)
+    assert seen == [[1.0, 0.75, 0.5, 0.25]] * 5
+
+
+@pytest.mark.parametrize("changed", ["lr", "initial_lr"])
+def test_a_schedule_takes_a_rate_that_was_set_between_two_phases(changed):
+    step = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+    _, state = rates(step, toy(), ("a", 1))
+    state.optimizer.param_groups[0][changed] = 8.0
+    assert rates(step, state, ("b", 1))[0] == [8.0, 6.0, 4.0, 2.0]
+
+
+# --- scripts that are started again
+
+
+def script(state, hooks=(), loader=None):
+    """Three phases: one ends in mid-epoch, one is stopped by a hook."""
+    loader = loader or ONES
+    by_torch = fl.torch_scheduler(lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.5, 4))
+    scheduled = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+    state = fit(state, "a", scheduled, loader, hooks, steps=6)
+
+    @fl.when(lambda state: state.step == 9)
+    def stop(state):
+        return attrs.evolve(state, stop="enough")
+
+    state = fit(state, "b", PLAIN, loader, (stop, *hooks), epochs=10)
+    return fit(state, "c", fl.pipeline(by_torch)(toy_loss), loader, hooks, epochs=1)
+
+
+@pytest.mark.parametrize("killed_at", range(1, 13))
+def test_a_script_that_is_killed_anywhere_and_started_again_ends_the_same(killed_at, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def kill(state):
+        if state.step == killed_at:
+            raise Killed
+        return state
+
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)
+    saving = fl.every(steps=1)(fl.checkpoint(tmp_path / "run"))
+    with pytest.raises(Killed):
+        script(toy(), (saving, kill), loader)
+    state = fl.resume(tmp_path / "run", toy())
+    assert state.step == killed_at
+    resumed, whole = script(state, (saving,), loader), script(toy(), (), loader)
+    assert_same(resumed, whole)
+    assert [p.stop for p in whole.phases] == [None, "enough", None]
+    assert whole.step == 13
+    again = script(fl.resume(tmp_path / "run", toy()), (saving,), loader)
+    assert (again.step, again.phases) == (13, resumed.phases)
+
+
+def test_a_phase_that_has_ended_is_passed_over(caplog):
+    state = fit(toy(), "a", epochs=1)
+    again = fit(state, "a", epochs=3)
+    assert again.step == 4
+    assert "nothing to do: the phase 'a' has ended" in caplog.text
+
+
+def test_the_last_checkpoint_says_that_the_phase_has_ended(tmp_path):
+    fit(toy(), "a", epochs=1, hooks=(fl.checkpoint(tmp_path / "run"),))
+    (phase,) = fl.resume(tmp_path / "run", toy()).phases
+    assert phase == fl.Phase("a", 0, 0, 0, done=True)
+
+
+def test_ctrl_c_does_not_end_a_phase():
+    def press(state):
+        if state.step == 2:
+            raise KeyboardInterrupt
+        return state
+
+    state = fit(toy(), "a", hooks=(press,), epochs=1)
+    assert (state.stop, state.phases[0].done) == ("interrupted", False)
+    with pytest.raises(
+        ValueError, match=r"'a', begun at step 0, has not ended \(interrupted\), so 'b' cannot"
+    ):
+        fit(state, "b", epochs=1)
+    with pytest.raises(ValueError, match=r"so fit was called without a phase|without a phase"):
+        fl.fit(PLAIN, state, ONES, hooks=())
+    assert fit(state, "a", epochs=1).step == 4
+
+
+def test_a_phase_can_be_ended_by_hand():
+    stop = fl.when(lambda state: state.step == 2)(lambda s: attrs.evolve(s, stop="interrupted"))
+    state = fit(toy(), "a", hooks=(stop,), epochs=1)
+    branch = fl.snapshot(attrs.evolve(state, stop="enough"))
+    state = fit(attrs.evolve(state, stop="enough"), "a", epochs=1)
+    assert (state.step, state.phases[0].stop, state.phases[0].done) == (2, "enough", True)
+    assert fit(state, "b", epochs=1).step == 6
+    state = fit(branch, "b", epochs=1)  # without the detour
+    assert [(p.name, p.stop, p.done) for p in state.phases] == [
+        ("a", "enough", True),
+        ("b", None, True),
+    ]
+    assert state.step == 6
+
+
+def test_a_new_phase_may_begin_where_another_was_ended_by_hand(tmp_path):
+    saving = fl.every(steps=2)(fl.checkpoint(tmp_path / "run", keep=9))
+    fit(toy(), "stable", hooks=(saving,), epochs=1)
+    state = fl.restore(tmp_path / "run" / "step-00000002", toy())
+    with pytest.raises(ValueError, match=r"has not ended, so .decay. cannot.*the next phase"):
+        fit(state, "decay", steps=1)
+    state = fit(attrs.evolve(state, stop="enough"), "decay", steps=1)
+    assert (state.step, state.stop) == (3, None)
+    assert [(p.name, p.step, p.stop, p.done) for p in state.phases] == [
+        ("stable", 0, "enough", True),
+        ("decay", 2, None, True),
+    ]
+
+
+def test_a_phase_at_its_target_says_so_in_its_own_numbers(caplog):
+    state = fit(toy(), "a", epochs=2)
+    fit(state, "b", epochs=0, steps=3)
+    assert (
+        "nothing to do: the phase 'b' began at epoch 2, step 8, and is at its target, epochs=0, "
+        "steps=3. It ends here"
+    ) in caplog.text
+    assert "absolute" not in caplog.text
+
+
+def test_a_rolled_back_state_is_in_the_phase_of_its_snapshot():
+    kept = []
+
+    def back(state):
+        if state.step == 5 and len(kept) == 1:
+            kept.append(None)
+            return kept[0]
+        if state.step == 4 and not kept:
+            kept.append(fl.snapshot(state))
+        return state
+
+    state = fit(toy(), "a", epochs=1)
+    state = fit(state, "b", hooks=(back,), epochs=1)
+    assert (state.step, [p.name for p in state.phases]) == (8, ["a", "b"])
+
+
+# --- hooks
+
+
+def test_early_stop_counts_the_evaluations_of_its_phase_or_of_the_run():
+    def run(since, losses):
+        values = iter(losses)
+        step = fl.pipeline()(lambda model, batch: model.w * 0 + next(values))
+        hook = fl.early_stop("train/loss", patience=2, since=since)
+        state = fit(toy(), "a", step, ONES[:1], (hook,), epochs=2)
+        return fit(state, "b", step, ONES[:1], (hook,), epochs=3)
+
+    losses = [1.0, 1.0, 2.0, 1.5, 1.2]
+    assert (run("phase", losses).epoch, run("run", losses).epoch) == (5, 3)
+    assert "2 evaluations (best 1, epoch 1)" in run("run", losses).stop
+
+
+@pytest.mark.parametrize("phase", ["", 3])
+def test_a_name_that_is_none_is_refused(phase):
+    with pytest.raises((TypeError, ValueError), match="fit expects phase as the name of a phase"):
+        fit(toy(), phase)
+
+
+@pytest.mark.parametrize(
+    "saved", [3, [3], [{"name": "a"}], [{**ENDED, "step": -1}], [{**ENDED, "done": 1}]]
+)
+def test_damaged_phases_are_refused(saved):
+    with pytest.raises((TypeError, ValueError)):
+        decode_phases(saved)
+    assert decode_phases([ENDED]) == (fl.Phase("a", 0, 0, 0, done=True),)
+
+
+def test_progress_says_which_phase_it_is_and_how_long(capsys):
+    state = fit(toy(), "a", epochs=2)
+    fit(state, "b", hooks=(fl.progress(),), epochs=3)
+    shown = capsys.readouterr()
+    assert "phase b" in shown.out + shown.err
+    assert "3 epochs of 4 updates" in shown.out + shown.err
+    assert "3/5" in shown.out + shown.err  # those of the state
+
+
+BY_EPOCH = fl.schedule(lambda i, total: (2, -1)[i])  # w is -2, -1, -3, -2
+
+
+def two_phases(*hooks):
+    step, loaders = fl.pipeline(BY_EPOCH)(toy_loss), {"train": ONES[:1], "valid": ONES[:1]}
+    state = fit(toy(), "a", step, loaders, hooks, epochs=2)
+    reached = state.model.w.item()
+    state = fl.fit(step, state, loaders, hooks=hooks, phase="b", epochs=2)
+    return reached, state
+
+
+def test_the_best_weights_are_those_of_the_phase_or_of_the_run():
+    rising = {"mode": "max"}  # the values are -2, -1; then from -1: -3, -2
+    reached, state = two_phases(fl.restore_best("valid/loss", **rising))
+    assert (reached, state.model.w.item()) == (-1.0, -2.0)
+    reached, state = two_phases(fl.restore_best("valid/loss", **rising, since="run"))
+    assert (reached, state.model.w.item()) == (-1.0, -1.0)
+
+
+@pytest.mark.parametrize(("since", "expected"), [("phase", [1, 2, 3, 4]), ("run", [1, 2])])
+def test_an_improvement_is_one_of_the_phase_or_of_the_run(since, expected):
+    seen = []
+    note = lambda state: seen.append(state.epoch) or state
+    two_phases(fl.when_improved("valid/loss", "max", since=since)(note))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("make", [fl.restore_best, fl.when_improved, fl.early_stop])
+def test_since_is_the_phase_or_the_run(make):
+    with pytest.raises(ValueError, match="since"):
+        make("valid/loss", since="epoch")
+    assert repr(make("valid/loss", since="run")).endswith("('valid/loss', since='run')")

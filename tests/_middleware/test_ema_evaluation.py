@@ -1,0 +1,366 @@
+"""The evaluation of an average beside the model, and states that hold an average."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fnloop as fl
+from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
+
+ONE = torch.tensor([1.0])
+
+
+def mean_output(aux, batch):
+    return aux["output"].mean()
+
+
+def tripled(aux, batch):
+    return fl.Max(3 * aux["output"].max())
+
+
+def fitted(*members, problem=None, state=None, hooks=(), epochs=2):
+    problem = problem or small()
+    step = fl.pipeline(*members)(problem.loss_fn)
+    loaders = {"train": problem.batches, "valid": problem.batches[:3]}
+    return step, fl.fit(step, state or problem.state(), loaders, epochs=epochs, hooks=hooks)
+
+
+def row(state):
+    """Return the numbers of "valid" in the newest record, by their names in it."""
+    found = state.history[-1].metrics
+    return {k.removeprefix("valid/"): v for k, v in found.items() if k.startswith("valid/")}
+
+
+# --- which numbers there are
+
+
+@pytest.mark.parametrize("problem", [small(), stochastic()], ids=["small", "stochastic"])
+@pytest.mark.parametrize(
+    "members",
+    [
+        (fl.metric(mean=mean_output, top=tripled), fl.ema(0.9)),
+        (fl.ema(0.9), fl.metric(mean=mean_output, top=tripled)),
+        (fl.metric(mean=mean_output, top=tripled, on="evaluation"), fl.ema(0.9)),
+        (fl.ema(0.9), fl.metric(mean=mean_output, top=tripled, on="evaluation")),
+        (fl.ema(0.9), fl.metric(mean=mean_output, top=tripled, loaders=("valid",))),
+        (fl.amp("bf16"), fl.ema(0.9), fl.metric(mean=mean_output, top=tripled)),
+        (fl.compiled(backend="eager"), fl.ema(0.9), fl.metric(mean=mean_output, top=tripled)),
+    ],
+    ids=repr,
+)
+def test_loss_and_metrics_are_there_of_both(members, problem):
+    step, state = fitted(*members, problem=problem)
+    found = row(state)
+    assert list(found) == ["loss", "mean", "top", "ema/loss", "ema/mean", "ema/top"]
+    averaged = fl.evaluate(step, fl.averaged(state), problem.batches[:3])
+    for name, value in averaged.items():
+        assert found[f"ema/{name}"] == pytest.approx(value, rel=1e-14)
+    assert all(found[name] != found[f"ema/{name}"] for name in averaged)
+    assert fl.evaluate(step, state, problem.batches[:3]) == found
+
+
+def test_only_the_average_under_the_plain_names():
+    metric = fl.metric(mean=mean_output)
+    both = row(fitted(metric, fl.ema(0.9))[1])
+    only = row(fitted(fl.ema(0.9, evaluate="only"), metric)[1])
+    assert only == pytest.approx({"loss": both["ema/loss"], "mean": both["ema/mean"]}, rel=1e-14)
+    plain = row(fitted(metric, fl.ema(0.9, evaluate=False))[1])
+    assert plain == {"loss": both["loss"], "mean": both["mean"]}
+
+
+def test_two_averages_stand_beside_each_other():
+    one, two = (row(fitted(member)[1]) for member in (fl.ema(0.9), fl.swa(0.5)))
+    for members in ((fl.ema(0.9), fl.swa(0.5)), (fl.swa(0.5), fl.ema(0.9))):
+        assert row(fitted(*members)[1]) == {**one, **two}
+    expected = {"loss": one["ema/loss"], "swa/loss": two["swa/loss"]}
+    only = fl.ema(0.9, evaluate="only")
+    for members in ((only, fl.swa(0.5)), (fl.swa(0.5), only)):
+        assert row(fitted(*members)[1]) == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_bare_evaluation_has_them_too():
+    step, state = fl.pipeline(fl.ema(0.5), fl.metric(mean=mean_output))(toy_loss), toy(w=2.0)
+    out = step.evaluate(state, ONE)
+    assert out.loss.item() == 2.0
+    assert {name: m.compute() for name, m in out.metrics.items()} == {
+        "mean": 2.0, "ema/loss": 2.0, "ema/mean": 2.0,
+    }  # fmt: skip
+    state, _ = step(state, ONE)
+    found = step.evaluate(state, 2 * ONE).metrics["ema/loss"].compute()
+    assert found == 2 * state.slots["ema"]["w"].item() != 2 * state.model.w.item()
+
+
+def test_items_are_weighted_as_in_the_loss():
+    step = fl.pipeline(fl.ema(1.0))(lambda model, x: ((model.w * x).mean(), {"weight": x.sum()}))
+    state = fl.fit(step, toy(w=1.0), ([ONE], [ONE, 3 * ONE]), hooks=())
+    assert state.history["valid/ema/loss"] == (2.5,)  # (1 × 1 + 3 × 3) / 4
+
+
+def test_names_of_derived_numbers_and_early_stop():
+    double = fl.derive(double=lambda numbers: 2 * numbers["ema/loss"])
+    step = fl.pipeline(fl.ema(1.0), double)(toy_loss)
+    stop = fl.early_stop("valid/ema/loss", patience=2)
+    state = fl.fit(step, toy(w=1.0), ([ONE], [ONE]), epochs=9, hooks=(stop,))
+    assert (state.epoch, state.history["valid/double"]) == (3, (2.0, 2.0, 2.0))
+    assert state.stop.startswith("early_stop: valid/ema/loss has not improved for 2 evaluations")
+    with pytest.raises(KeyError, match="its first part is not the name of a loader"):
+        fl.fit(step, toy(), ([ONE], [ONE]), hooks=(fl.early_stop("ema/valid/loss"),))
+    with pytest.raises(KeyError, match="Did you mean 'valid/ema/loss'"):
+        fl.fit(step, toy(), ([ONE], [ONE]), hooks=(fl.early_stop("valid/eam/loss"),))
+
+
+@pytest.mark.parametrize("members", [(), (fl.ema(evaluate=False),), (fl.ema(evaluate="only"),)])
+def test_a_hook_that_monitors_an_average_which_is_not_evaluated_says_what_is_missing(members):
+    stop = fl.early_stop("valid/ema/loss")
+    with pytest.raises(KeyError) as caught:
+        fl.fit(fl.pipeline(*members)(toy_loss), toy(), ([ONE], [ONE]), hooks=(stop,))
+    assert caught.value.args[0] == (
+        "early_stop: there is no metric 'valid/ema/loss'; there are: train/loss, train/lr, "
+        'valid/loss. An average reports it beside "valid/loss" if the pipeline has '
+        'ema(name="ema"), evaluated beside the model'
+    )
+
+
+def test_the_best_checkpoint_by_the_average(tmp_path):
+    def accuracy(aux, batch):
+        return -(aux["output"] + 3).abs().mean()  # best where the average is -3
+
+    step = fl.pipeline(fl.metric(accuracy=accuracy), fl.ema(0.5))(toy_loss)
+    save = fl.every(epochs=1)(fl.checkpoint(tmp_path, keep=1, best="valid/ema/accuracy"))
+    state = fl.fit(step, toy(lr=1.0), ([ONE], [ONE]), epochs=8, hooks=(save,))
+    values = state.history["valid/ema/accuracy"]
+    assert values.index(max(values)) == 3 and fl.best(tmp_path).name == "step-00000004"
+    assert fl.restore(fl.best(tmp_path), toy()).slots["ema"]["w"].item() == -3.0625
+
+
+# --- how they are computed
+
+
+class Curious(nn.Module):
+    """Draws, notes its flags and what it is called with, and keeps what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.temperature, self.notes = 1.0, []
+        self.inner = nn.Dropout(0.5)
+
+    def forward(self, x):
+        self.kept = self.w * x
+        flags = (self.training, self.inner.training, torch.is_grad_enabled())
+        notes.append((flags, self.w.item(), torch.rand(()).item()))
+        return self.kept / self.temperature
+
+
+notes = []
+
+
+def curious_loss(model, batch):
+    return model(batch).mean()
+
+
+def curious(*members, **settings):
+    notes.clear()
+    model = Curious()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
+    step = fl.pipeline(*members)(curious_loss)
+    return step, fl.fit(step, state, ([ONE] * 2, [ONE] * 2), hooks=(), **settings)
+
+
+def test_both_have_the_same_flags_and_draw_the_same():
+    curious()
+    plain = [note[2] for note in notes]
+    _, state = curious(fl.ema(0.5))
+    assert [note[2] for note in notes[:2]] == plain[:2]  # training
+    evaluated = notes[2:]
+    assert [note[0] for note in evaluated] == [(False, False, False)] * 4
+    assert [note[1] for note in evaluated] == [-1.25, -2.0] * 2
+    assert [note[2] for note in evaluated] == [plain[2], plain[2], plain[3], plain[3]]
+    assert state.model.training and state.model.inner.training
+
+
+def test_the_average_alone_draws_as_the_model_would():
+    curious()
+    plain = [note[2] for note in notes]
+    curious(fl.swa(1, evaluate="only"))
+    assert [note[2] for note in notes] == plain
+    assert [note[1] for note in notes[2:]] == [-2.0, -2.0]
+
+
+def test_what_changes_in_the_model_changes_in_the_next_evaluation():
+    step, state = curious(fl.ema(0.5))
+    first = fl.evaluate(step, state, [ONE])
+    state.model.temperature = 4.0
+    assert fl.evaluate(step, state, [ONE]) == {name: v / 4 for name, v in first.items()}
+
+
+def test_nothing_is_left_of_an_evaluation():
+    made = []
+
+    def remembering(model, batch):
+        if not model.training:
+            made.append(weakref.ref(model))
+        return toy_loss(model, batch)
+
+    step = fl.pipeline(fl.ema(0.5))(remembering)
+    state = fl.fit(step, toy(), ([ONE], [ONE]), hooks=())
+    gc.collect()
+    assert [found() is state.model for found in made] == [False, True] and made[0]() is None
+
+
+def test_an_evaluation_writes_into_no_average():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(()))
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, x):
+            self.total += 1
+            return self.w * x
+
+    model = Writing()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
+    step = fl.pipeline(fl.ema(0.5))(curious_loss)
+    state = fl.fit(step, state, ([ONE], [ONE] * 3), hooks=())
+    assert state.slots["ema"]["total"].item() == 0.5
+    assert model.total.item() == 4.0  # as without the average
+
+
+def test_an_error_in_the_evaluation_of_an_average_is_placed():
+    def loss_fn(model, batch):
+        if not model.training and model.w != -1:
+            raise OSError("no")
+        return toy_loss(model, batch)
+
+    step = fl.pipeline(fl.ema(0.5))(loss_fn)
+    with pytest.raises(OSError, match="no") as caught:
+        fl.fit(step, toy(lr=1.0), ([ONE], [ONE]), hooks=())
+    assert caught.value.__notes__ == [
+        "while in the loss function loss_fn, valid, epoch 1, batch 1, step 1"
+    ]
+    assert caught.value.state.model.training
+    step = fl.pipeline(fl.ema(0.5))(toy_loss)
+    assert fl.evaluate(step, toy(w=1.0), [ONE]) == {"loss": 1.0, "ema/loss": 1.0}
+
+
+def test_a_model_that_cannot_be_copied():
+    class Single(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise OSError("there is one of it")
+
+    model = Single(1, 1)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
+    loss, data = lambda model, batch: model(batch).mean(), [torch.ones(1, 1)]
+    message = r"Single cannot be copied.*there is one of it.*ema\(..., evaluate=False\)"
+    with pytest.raises(NotImplementedError, match=message):
+        fl.fit(fl.pipeline(fl.ema())(loss), state, (data, data), hooks=())
+    step = fl.pipeline(fl.ema(evaluate=False))(loss)
+    found = fl.fit(step, fl.TrainState.create(model, state.optimizer), (data, data), hooks=())
+    assert list(found.slots["ema"]) == ["weight", "bias"]
+
+
+def test_a_user_s_evaluation_is_of_both():
+    @fl.middleware("evaluation")
+    def doubled():
+        def wrap(step):
+            def both(state, batch):
+                state, out = step(state, 2 * batch)
+                return state, out
+
+            return both
+
+        return wrap
+
+    step = fl.pipeline(fl.ema(1.0), doubled())(toy_loss)
+    state = fl.fit(step, toy(w=1.0, lr=2.0), ([ONE], [ONE]), hooks=())
+    assert row(state) == {"loss": -2.0, "ema/loss": 2.0}
+
+
+# --- averaged
+
+
+def test_averaged_is_a_copy_that_is_evaluated_predicted_and_exported(tmp_path):
+    _, state = fitted(fl.ema(0.9), problem=stochastic())
+    before, averaged = fl.snapshot(state), fl.averaged(state)
+    assert averaged.model is not state.model and averaged.step == state.step
+    assert averaged.history == state.history and averaged.model.training
+    for name, value in state.slots["ema"].items():
+        assert torch.equal(averaged.model.state_dict()[name], value)
+    batch = stochastic().batches[0]
+    (found,) = fl.predict(lambda model, b: model(b["x"]), averaged, [batch])
+    assert torch.equal(found, averaged.model.eval()(batch["x"]))
+    averaged.model[0].weight.data.zero_()
+    assert_same(state, before)
+
+
+def test_averaged_can_be_saved_and_is_still_not_trained(tmp_path):
+    step, state = fitted(fl.ema(0.9))
+    path = fl.save(fl.averaged(state), tmp_path / "a")
+    assert not (path / "ema.safetensors").exists()
+    restored = fl.restore(path, small().state())
+    assert torch.equal(restored.model[0].weight, state.slots["ema"]["0.weight"])
+    with pytest.raises(ValueError, match=r'fit: this state is averaged\(state, "ema"\)'):
+        fl.fit(step, restored, small().batches)
+    weights = fl.restore(path, small().state(), only=("model",))
+    assert fl.fit(step, weights, small().batches, hooks=()).step == 7
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda step, state: fl.fit(step, state, [ONE]),
+        lambda step, state: next(fl.run(step, state, [ONE])),
+        lambda step, state: step(state, ONE),
+    ],
+    ids=["fit", "run", "step"],
+)
+def test_averaged_is_not_trained(train):
+    step = fl.pipeline(fl.ema(0.5))(toy_loss)
+    state = fl.averaged(fl.fit(step, toy(lr=1.0), [ONE], hooks=()))
+    with pytest.raises(ValueError, match=r"make a new state: TrainState.create\(state.model"):
+        train(step, state)
+    fresh = fl.TrainState.create(state.model, torch.optim.SGD(state.model.parameters(), lr=1.0))
+    assert fl.fit(step, fresh, [ONE], hooks=()).model.w.item() == -1.5
+
+
+def test_averaged_names_the_averages_that_there_are():
+    step, state = fitted(fl.swa(0.5), fl.ema(name="slow"))
+    with pytest.raises(KeyError, match="no average 'ema'; those are: swa, slow"):
+        fl.averaged(state)
+    with pytest.raises(KeyError, match=r"it has none: list ema\(\) or swa\(\)"):
+        fl.averaged(toy())
+    later = fl.fit(step, state, small().batches, epochs=3, hooks=())
+    with pytest.raises(fl.StaleStateError):
+        fl.averaged(state, "swa")
+    assert fl.averaged(later, "slow").slots == {"averaged": "slow"}
+    with pytest.raises(ValueError, match=r'averaged: this state is averaged\(state, "slow"\)'):
+        fl.averaged(fl.averaged(later, "slow"), "slow")
+
+
+def test_the_optimizer_of_averaged_has_no_state():
+    _, state = fitted(fl.ema(0.9), problem=stochastic())
+    averaged = fl.averaged(state)
+    assert state.optimizer.state and not averaged.optimizer.state
+    assert averaged.optimizer.param_groups[0]["params"][0] is averaged.model[0].weight
+
+
+def test_averaged_with_several_optimizers(tmp_path):
+    def state():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        one, two = (torch.optim.Adam(part.parameters(), lr=0.1) for part in model)
+        return fl.TrainState.create(model, {"one": one, "two": two}, seed=0)
+
+    step = fl.pipeline(fl.ema(0.5))(lambda model, batch: model(batch).square().mean())
+    data = [torch.ones(1, 2)] * 3
+    trained = fl.fit(step, state(), (data, data), hooks=())
+    averaged = fl.averaged(trained)
+    assert all(found.state for found in trained.optimizer.values())
+    assert not any(found.state for found in averaged.optimizer.values())
+    assert torch.equal(averaged.model[1].weight, trained.slots["ema"]["1.weight"])
+    restored = fl.restore(fl.save(trained, tmp_path / "a"), state())
+    assert_same(restored, trained)

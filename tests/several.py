@@ -1,0 +1,71 @@
+"""Problems with several optimizers."""
+
+import attrs
+import torch
+
+import fnloop as fl
+from fnloop.testing import small
+
+
+def muon_and_adamw(parameters, muon=0.02, adamw=0.01):
+    """Muon for matrices, AdamW for the rest, as in ``TrainState.create(model, {...})``."""
+    parameters = list(parameters)
+    return {
+        "matrices": torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=muon),
+        "rest": torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=adamw),
+    }
+
+
+def muon_and_sgd(parameters):
+    """The same with SGD, since AdamW on the CPU reads its count of updates to the host."""
+    parameters = list(parameters)
+    return {
+        "matrices": torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.02),
+        "rest": torch.optim.SGD([p for p in parameters if p.ndim != 2], lr=0.05, momentum=0.9),
+    }
+
+
+def fused_sgd_twice(parameters):
+    """Two that a graph can capture."""
+    parameters = list(parameters)
+    settings = {"momentum": 0.9, "fused": True}
+    return {
+        "matrices": torch.optim.SGD(
+            [p for p in parameters if p.ndim == 2], lr=torch.tensor(0.05), **settings
+        ),
+        "rest": torch.optim.SGD(
+            [p for p in parameters if p.ndim != 2], lr=torch.tensor(0.02), **settings
+        ),
+    }
+
+
+def problem(optimizers=muon_and_adamw):
+    return attrs.evolve(small(), optimizer=optimizers)
+
+
+def alternating(matrices=(), rest=(), problem=None, **settings):
+    """The same loss in turn for each of two optimizers, with middleware of its own."""
+    one = problem or attrs.evolve(small(), optimizer=muon_and_sgd)
+    steps = {
+        "matrices": fl.pipeline(*matrices)(one.loss_fn),
+        "rest": fl.pipeline(*rest)(one.loss_fn),
+    }
+    return attrs.evolve(one, loss_fn=fl.alternate(steps, **settings))
+
+
+def single_precision(optimizers=muon_and_adamw):
+    """fp16 unscales float32 gradients."""
+
+    def loss_fn(model, batch):
+        output = model(batch[0].float())
+        return torch.nn.functional.mse_loss(output.float(), batch[1].float()), {"output": output}
+
+    one = problem(optimizers)
+    return attrs.evolve(one, model=lambda: one.model().float(), loss_fn=loss_fn)
+
+
+def stopped_after(updates):
+    """Return a hook that stops a run there."""
+    return fl.when(lambda state: state.step + state.skipped == updates)(
+        lambda state: attrs.evolve(state, stop="enough")
+    )
