@@ -1,13 +1,18 @@
 """Run a function in several processes on this machine, and collect its results.
 
-A job is a function of a test file: ``job(folder, *arguments) -> plain data``. ``launch`` runs it in
-n processes, with the environment variables that torchrun sets, or through a launcher. Each process
-runs this file as a script. Importing torch takes seconds, so a job does as much as it can.
+A job is a function of a test file: ``job(folder, *arguments) -> plain data``. Both functions run it
+in n processes, with the environment variables that torchrun sets. Importing torch takes seconds,
+so a job does as much as it can.
+
+``launch`` starts Python in each process, directly or through a launcher: for tests of how processes
+begin and end. Each process runs this file as a script. ``results`` forks each process from one that
+has imported torch: for tests of what a job computes.
 """
 
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -39,6 +44,10 @@ ACCELERATE = (
     ),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
 )  # --cpu would start one process; --multi_gpu starts all, which also run without GPUs
+
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["accelerate", "torchmetrics", "fnloop.testing"])
 
 
 class Launched(NamedTuple):
@@ -75,32 +84,25 @@ def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill
     port = free_port()
     run = [__file__, job.__code__.co_filename, job.__name__, str(folder), json.dumps(arguments)]
     command = [sys.executable, *(part.format(n=n, port=port) for part in by), *run]
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
     children = []
-    try:
+
+    def start():
         for rank in range(1 if by else n):
-            launched = {} if by or n == 1 else by_hand(rank, n, port)
             with (folder / f"{rank}.err").open("w") as file:
-                children.append(
-                    subprocess.Popen(
-                        command,
-                        env={**bare(), **ours, **launched},
-                        stdout=file,
-                        stderr=file,
-                        start_new_session=True,
-                    )
+                variables = _variables(0 if by else rank, 1 if by else n, port)
+                child = subprocess.Popen(
+                    command,
+                    env={**variables, **(environment or {})},
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
                 )
-        ended = _ends(children, time.monotonic() + timeout, Path(kill_when or "/nowhere"))
-    finally:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+                children.append(child)
+
+    ended = _run(start, children, timeout, Path(kill_when or "/nowhere"))
     errors = [(folder / f"{rank}.err").read_text() for rank in range(len(children))]
     if ended is None:
-        raise TimeoutError(
-            f"{job.__name__} on {n} took more than {timeout} s:\n" + "\n---\n".join(errors)
-        )
+        raise _too_long(job, n, timeout, errors)
     return Launched(
         [child.returncode for child in children],
         [_result(folder, rank) for rank in range(n)],
@@ -109,13 +111,44 @@ def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill
     )
 
 
-def results(folder, n, job, *arguments, **settings):
+def results(folder, n, job, *arguments, by=(), timeout=60, environment=None):
     """Run a job in n processes, all of which must succeed, and return their results."""
-    launched = launch(folder, n, job, *arguments, **settings)
-    assert not any(launched.codes), f"{job.__name__} on {n}: {launched.codes}\n" + "\n---\n".join(
-        launched.errors
-    )
-    return launched.results
+    if by:
+        found = launch(folder, n, job, *arguments, by=by, timeout=timeout, environment=environment)
+        _check(found.codes, found.errors, job, n)
+        return found.results
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    what = folder, job.__code__.co_filename, job.__name__, json.loads(json.dumps(arguments))
+    children = []
+    for rank in range(n):
+        variables = {**_variables(rank, n, port), **(environment or {})}
+        children.append(_Forked(target=_forked, args=(rank, variables, *what)))
+    ended = _run(lambda: [child.start() for child in children], children, timeout)
+    errors = [(folder / f"{rank}.err").read_text() for rank in range(n)]
+    if ended is None:
+        raise _too_long(job, n, timeout, errors)
+    _check([child.returncode for child in children], errors, job, n)
+    return [_result(folder, rank) for rank in range(n)]
+
+
+class _Forked(_forks.Process):
+    """A forked process, with the methods of subprocess.Popen that are used here."""
+
+    poll = wait = lambda self: self.returncode
+    returncode = property(lambda self: self.exitcode)
+
+
+def _forked(rank, variables, folder, *what):
+    """Run a job in this process, which was forked for it."""
+    os.setsid()
+    with (folder / f"{rank}.err").open("w") as written:
+        os.dup2(written.fileno(), sys.stdout.fileno())
+        os.dup2(written.fileno(), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(variables)
+    run_here(folder, *what)
 
 
 def bare():
@@ -146,6 +179,34 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def _variables(rank, n, port):
+    """Return the environment of a process."""
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return {**bare(), **ours, **(by_hand(rank, n, port) if n > 1 else {})}
+
+
+def _run(start, children, timeout, kill_when=Path("/nowhere")):
+    """Start processes, wait for their ends, and return when each ended; None after the timeout."""
+    try:
+        start()
+        return _ends(children, time.monotonic() + timeout, kill_when)
+    finally:
+        for child in children:
+            if child.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def _check(codes, errors, job, n):
+    assert not any(codes), f"{job.__name__} on {n}: {codes}\n" + "\n---\n".join(errors)
+
+
+def _too_long(job, n, timeout, errors):
+    written = "\n---\n".join(errors)
+    return TimeoutError(f"{job.__name__} on {n} took more than {timeout} s:\n{written}")
+
+
 def _ends(children, deadline, kill_when):
     """Wait for all to end, and return when each did; None after the deadline."""
     ended = {}
@@ -168,11 +229,13 @@ def _result(folder, rank):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-if __name__ == "__main__":
-    file, name, folder, arguments = sys.argv[1:]
-    found = getattr(importlib.import_module(Path(file).stem), name)(
-        Path(folder), *json.loads(arguments)
-    )
-    written = Path(folder) / f"{os.environ.get('RANK', '0')}.json"
+def run_here(folder, file, name, arguments):
+    """Run a job in this process, and write its result."""
+    found = getattr(importlib.import_module(Path(file).stem), name)(folder, *arguments)
+    written = folder / f"{os.environ.get('RANK', '0')}.json"
     written.with_suffix(".part").write_text(json.dumps(found))
     written.with_suffix(".part").rename(written)
+
+
+if __name__ == "__main__":
+    run_here(Path(sys.argv[3]), sys.argv[1], sys.argv[2], json.loads(sys.argv[4]))
