@@ -124,10 +124,10 @@ class TorchMetric:
         __tracebackhide__ = True
         value = self._updated().compute()
         if not isinstance(value, Mapping):
-            (numbers,) = _to_numbers([self._vector(value, repr(self.template), self.names)])
+            (numbers,) = _to_numbers([self._vector(value, self.template, self.names)])
             return numbers[0] if self.names is None else _named(self.names, numbers)
         vectors = [
-            self._vector(part, repr(name), None if _is_number(part) else self.names)
+            self._vector(part, name, None if _is_number(part) else self.names)
             for name, part in value.items()
         ]
         found: dict[str, float] = {}
@@ -138,7 +138,7 @@ class TorchMetric:
                 found |= _named([f"{name}/{element}" for element in self.names], numbers)
         return found
 
-    def _vector(self, value: object, of: str, names: tuple[str, ...] | None) -> Tensor:
+    def _vector(self, value: object, of: object, names: tuple[str, ...] | None) -> Tensor:
         """Return a value that a metric has computed as a vector: of one number, or of the named.
 
         Raises:
@@ -147,7 +147,7 @@ class TorchMetric:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if names is None and not _is_number(value):
             raise ValueError(
-                f"a metric of a run is one number, but {of} computes {shape}. Choose a reduction "
+                f"a metric of a run is one number, but {of!r} computes {shape}. Choose a reduction "
                 'in it, such as average="macro", or give one metric per number; the elements of a '
                 'vector can have names: from_torchmetrics(..., names=("cat", "dog"))'
             )
@@ -162,7 +162,7 @@ class TorchMetric:
                 count = f"an array of shape {shape}"
                 hint = "Choose a reduction in it, or look at it in the hook inspect"
             raise ValueError(
-                f"from_torchmetrics expects names, one for each element of what {of} computes: "
+                f"from_torchmetrics expects names, one for each element of what {of!r} computes: "
                 f"that is {count}; got {len(names)}: {', '.join(names)}. {hint}"
             )
         return vector
@@ -206,6 +206,8 @@ def _named(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
 
 def _to_numbers(vectors: Sequence[Tensor]) -> list[list[float]]:
     """Return the elements of vectors, with one read from the device."""
+    if len(vectors) == 1:
+        return [[float(number) for number in vectors[0].tolist()]]
     device = vectors[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     numbers = torch.cat([vector.detach().to(device, dtype) for vector in vectors]).tolist()
