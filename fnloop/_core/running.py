@@ -16,6 +16,7 @@ from torch import Tensor
 from fnloop._backend.torch_compat import base_of
 from fnloop._core.metrics import Mean, Number, to_accumulator_dtype
 from fnloop._core.serialize import Pending, materialize
+from fnloop._core.torchmetrics import TorchMetric
 from fnloop._core.types import Metric, Output
 
 __all__ = [
@@ -79,6 +80,8 @@ def update_both_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> di
         pair = None
         if isinstance(metric, Mean) and isinstance(epoch, Mean):
             pair = _add_(epoch, recent, metric.total, 1, metric.weight)
+        elif isinstance(metric, TorchMetric):
+            pair = metric.add_to_both_(epoch, recent)
         if pair is None:
             pair = _join(_updated(epoch, metric), _updated(recent, metric))
         merged[name], merged[recent_name] = pair

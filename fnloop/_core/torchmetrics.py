@@ -1,21 +1,29 @@
-"""Metrics of torchmetrics as metrics of fnloop.
-
-Two attributes have no public setter in torchmetrics 1.4 to 1.9, and are set here only: ``_to_sync``
-and ``_update_count``.
-"""
+"""Metrics of torchmetrics as metrics of fnloop."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fnloop._core.call import name_of
+from fnloop._core.torchmetric_objects import (
+    Arguments,
+    absorb_,
+    fresh_copy,
+    key_of,
+    load_states,
+    merge_,
+    merged,
+    merges_exactly,
+    states_of,
+    update_,
+)
 from fnloop._core.types import Aux, Batch
 from fnloop._display.checks import describe, function, metric_name
 
@@ -24,11 +32,9 @@ if TYPE_CHECKING:
 
     Torchmetric = Metric | MetricCollection
 
-__all__ = ["COLLECTION_HINT", "from_torchmetrics", "names_in"]
+__all__ = ["COLLECTION_HINT", "TorchMetric", "from_torchmetrics", "names_in"]
 
 COLLECTION_HINT = ', or give the collection a prefix: MetricCollection(..., prefix="my_")'
-
-Arguments = tuple[object, ...]  # of one call of Metric.update
 
 
 @attrs.frozen(eq=False)
@@ -40,12 +46,17 @@ class TorchMetric:
         inputs: the arguments of the updates still to be made, as long as ``seen`` is None.
         seen: a metric that has been updated with all inputs, owned by this record; or None.
         names: the names of the elements, if a metric computes a vector.
+        exact: whether parts merge with the bits of a whole.
+        later: a metric that has seen what follows on ``seen``, and is yet to be merged into it. It
+            is that of the interval since the last record.
     """
 
     template: Torchmetric
     inputs: tuple[Arguments, ...] = ()
     seen: Torchmetric | None = None
     names: tuple[str, ...] | None = None
+    exact: bool = False
+    later: Torchmetric | None = None
 
     @property
     def key(self) -> str | None:
@@ -68,18 +79,55 @@ class TorchMetric:
         __tracebackhide__ = True
         seen = self._updated()
         if other.seen is not None:
-            _merge(seen, other.seen)
-        _update(seen, other.inputs)
+            merge_(seen, other.seen)
+        update_(seen, other.inputs)
         return self._having(seen)
+
+    def add_to_both_(self, epoch: object, recent: object) -> tuple[TorchMetric, TorchMetric] | None:
+        """Combine with the metrics of an epoch and of an interval, in place, with one update.
+
+        Only that of the interval is updated. It is merged into that of the epoch when the next
+        interval begins.
+
+        Args:
+            epoch: the metric of the epoch; None if it begins.
+            recent: the metric of the interval since the last record; None if it begins.
+
+        Returns:
+            Both; None if each needs an update of its own.
+        """
+        __tracebackhide__ = True
+        if not self.exact or self.seen is not None:
+            return None
+        if recent is None and (epoch is None or isinstance(epoch, TorchMetric)):
+            return self._begin_interval_(epoch)
+        if not isinstance(epoch, TorchMetric) or not isinstance(recent, TorchMetric):
+            return None
+        if epoch.later is None or epoch.later is not recent.seen:
+            return None
+        update_(epoch.later, self.inputs)
+        return epoch, recent
+
+    def _begin_interval_(self, epoch: TorchMetric | None) -> tuple[TorchMetric, TorchMetric]:
+        """Return the metric of an epoch, and that of an interval, which has seen this one alone."""
+        __tracebackhide__ = True
+        if epoch is None or epoch.seen is None or epoch.later is None:
+            later = self._updated()
+            whole = fresh_copy(later) if epoch is None else epoch._updated()
+        else:
+            whole, later = epoch.seen, epoch.later
+            absorb_(whole, later)
+            update_(later, self.inputs)
+        return attrs.evolve(self._having(whole), later=later), self._having(later)
 
     def compute(self) -> Any:  # a float, or floats by name
         __tracebackhide__ = True
         value = self._updated().compute()
         if not isinstance(value, Mapping):
-            (numbers,) = _to_numbers([self._vector(value, repr(self.template), self.names)])
+            (numbers,) = _to_numbers([self._vector(value, self.template, self.names)])
             return numbers[0] if self.names is None else _named(self.names, numbers)
         vectors = [
-            self._vector(part, repr(name), None if _is_number(part) else self.names)
+            self._vector(part, name, None if _is_number(part) else self.names)
             for name, part in value.items()
         ]
         found: dict[str, float] = {}
@@ -90,7 +138,7 @@ class TorchMetric:
                 found |= _named([f"{name}/{element}" for element in self.names], numbers)
         return found
 
-    def _vector(self, value: object, of: str, names: tuple[str, ...] | None) -> Tensor:
+    def _vector(self, value: object, of: object, names: tuple[str, ...] | None) -> Tensor:
         """Return a value that a metric has computed as a vector: of one number, or of the named.
 
         Raises:
@@ -99,7 +147,7 @@ class TorchMetric:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if names is None and not _is_number(value):
             raise ValueError(
-                f"a metric of a run is one number, but {of} computes {shape}. Choose a reduction "
+                f"a metric of a run is one number, but {of!r} computes {shape}. Choose a reduction "
                 'in it, such as average="macro", or give one metric per number; the elements of a '
                 'vector can have names: from_torchmetrics(..., names=("cat", "dog"))'
             )
@@ -114,7 +162,7 @@ class TorchMetric:
                 count = f"an array of shape {shape}"
                 hint = "Choose a reduction in it, or look at it in the hook inspect"
             raise ValueError(
-                f"from_torchmetrics expects names, one for each element of what {of} computes: "
+                f"from_torchmetrics expects names, one for each element of what {of!r} computes: "
                 f"that is {count}; got {len(names)}: {', '.join(names)}. {hint}"
             )
         return vector
@@ -125,38 +173,24 @@ class TorchMetric:
 
     def to_parts(self) -> dict[str, Any]:
         """Return what has been seen, as plain data and tensors."""
-        parts: dict[str, Any] = {}
-        for path, metric, twin in _metrics_in(self._updated()):
-            parts[path] = (
-                {"updates": metric.update_count, "states": dict(metric.metric_state)}
-                if twin is None
-                else {"like": twin}
-            )
-        own = parts.pop("", {})
-        return own | ({"members": parts} if parts else {})
+        return states_of(self._updated())
 
     def from_parts(self, parts: Mapping[str, Any]) -> TorchMetric:
         """Return a metric of the same template that has seen what :meth:`to_parts` returned."""
-        seen = _fresh_copy(self.template)
-        saved = {"": parts, **parts.get("members", {})}
-        for path, metric, _ in _metrics_in(seen):
-            found = saved.get(path, {})
-            found = saved[found["like"]] if "like" in found else found
-            for name, value in copy.deepcopy(found.get("states", {})).items():
-                setattr(metric, name, value)
-            metric._update_count = found.get("updates", 0)
+        seen = fresh_copy(self.template)
+        load_states(seen, parts)
         return self._having(seen)
 
     def _having(self, seen: Torchmetric) -> TorchMetric:
         """Return a metric like this one that has seen what another object has."""
-        return TorchMetric(self.template, seen=seen, names=self.names)
+        return TorchMetric(self.template, seen=seen, names=self.names, exact=self.exact)
 
     def _updated(self) -> Torchmetric:
-        """Return an object that has seen all inputs: the one held, or a new one."""
+        """Return an object that has seen everything: the one held, or a new one."""
         __tracebackhide__ = True
         if self.seen is not None:
-            return self.seen
-        return _update(_fresh_copy(self.template), self.inputs)
+            return self.seen if self.later is None else merged(self.seen, self.later)
+        return update_(fresh_copy(self.template), self.inputs)
 
 
 # --- numbers
@@ -172,6 +206,8 @@ def _named(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
 
 def _to_numbers(vectors: Sequence[Tensor]) -> list[list[float]]:
     """Return the elements of vectors, with one read from the device."""
+    if len(vectors) == 1:
+        return [[float(number) for number in vectors[0].tolist()]]
     device = vectors[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     numbers = torch.cat([vector.detach().to(device, dtype) for vector in vectors]).tolist()
@@ -179,83 +215,11 @@ def _to_numbers(vectors: Sequence[Tensor]) -> list[list[float]]:
     return [numbers[end - len(vector) : end] for vector, end in zip(vectors, ends, strict=True)]
 
 
-# --- objects of torchmetrics
-
-
 def names_in(function: object) -> list[str]:
     """Return the names of a collection's metrics, from a function for ``metric``, if known."""
     if not isinstance(function, from_torchmetrics) or function.names is not None:
         return []
     return [] if function.key is None else function.key.split(", ")
-
-
-def key_of(template: Torchmetric) -> str | None:
-    """Return the names of the metrics of a collection as one, or None for a single metric."""
-    return ", ".join(map(str, template.keys())) if isinstance(template, nn.ModuleDict) else None
-
-
-def _metrics_in(metric: Torchmetric) -> Iterator[tuple[str, Metric, str | None]]:
-    """Yield a metric, or those of a collection or a wrapper.
-
-    Each comes with its path, and with the path of an earlier one whose states it shares, if there
-    is one: they are of one compute group.
-    """
-    from torchmetrics import Metric
-
-    if isinstance(metric, nn.ModuleDict):
-        metric.items(copy_state=False)  # restores what a compute group shares
-    earlier: dict[tuple[int, ...], str] = {}
-    for path, module in metric.named_modules():
-        if isinstance(module, Metric):
-            states = tuple(map(id, module.metric_state.values()))
-            yield path, module, earlier.get(states)
-            if states:
-                earlier.setdefault(states, path)
-
-
-def _fresh_copy(template: Torchmetric) -> Torchmetric:
-    """Return a metric like the template that has seen nothing and does not synchronize."""
-    seen = copy.deepcopy(template)
-    seen.reset()
-    for _, metric, _ in _metrics_in(seen):
-        metric.sync_on_compute = False
-        metric.compute_with_cache = False  # merge_state keeps a value that was computed before
-        metric._to_sync = False
-    return seen
-
-
-def _update(metric: Torchmetric, inputs: tuple[Arguments, ...]) -> Torchmetric:
-    __tracebackhide__ = True
-    for arguments in inputs:
-        for argument in arguments:
-            if isinstance(argument, Tensor) and argument.device != _device_of(metric):
-                metric.to(argument.device)
-        metric.update(*arguments)
-    return metric
-
-
-def _device_of(metric: Torchmetric) -> torch.device:
-    if isinstance(metric, nn.ModuleDict):
-        metric = next(iter(metric.values(copy_state=False)))
-    return metric.device
-
-
-def _merge(metric: Any, other: Any) -> None:
-    """Merge what another metric has seen."""
-    pairs = [(metric, other)]
-    if key_of(metric) is not None:
-        as_they_are = {"keep_base": True, "copy_state": False}
-        others = dict(other.items(**as_they_are))
-        pairs = [(member, others[name]) for name, member in metric.items(**as_they_are)]
-    for member, its_other in pairs:
-        try:
-            member.merge_state(its_other)
-        except RuntimeError as error:
-            error.add_note(
-                f"{member!r} cannot be merged from parts; give fnloop one that can, or evaluate it "
-                "in one process"
-            )
-            raise
 
 
 @attrs.frozen(repr=False)
@@ -297,6 +261,7 @@ class from_torchmetrics:
     metric: Torchmetric = attrs.field(eq=id)  # its own == returns another metric, not a bool
     inputs: Callable[[Aux, Batch], Arguments]
     names: Sequence[str] | None = attrs.field(default=None, kw_only=True)
+    _exact: bool = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -316,6 +281,7 @@ class from_torchmetrics:
         function("from_torchmetrics", "inputs", self.inputs, wanted, 2)
         if self.names is not None:
             object.__setattr__(self, "names", _check_element_names(self.names))
+        object.__setattr__(self, "_exact", merges_exactly(self.metric))
 
     @property
     def key(self) -> str | None:
@@ -337,7 +303,7 @@ class from_torchmetrics:
             )
         detached = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
         names: Any = self.names
-        return TorchMetric(self.metric, (detached,), names=names)
+        return TorchMetric(self.metric, (detached,), names=names, exact=self._exact)
 
 
 def _check_element_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,263 @@
+"""Metrics of torchmetrics over the epoch and over the interval since the last record."""
+
+import copy
+
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop._core.running import RECENT, update_, update_both_, without_recent
+from fnloop._core.serialize import Pending
+from fnloop.testing import assert_same, toy, toy_loss
+
+torchmetrics = pytest.importorskip("torchmetrics")
+classification = pytest.importorskip("torchmetrics.classification")
+
+# of AUROC, in batches without one of the classes
+pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+CLASSES = 3
+
+
+class Counts(torchmetrics.Metric):
+    """The number and the largest of the values."""
+
+    full_state_update = False
+
+    def __init__(self, start=0, reduction="sum"):
+        super().__init__()
+        self.add_state("count", torch.tensor(start), dist_reduce_fx=reduction)
+        self.add_state("most", torch.tensor(-torch.inf), dist_reduce_fx="max")
+
+    def update(self, values, target):
+        self.count += len(values)
+        self.most = torch.maximum(self.most, values.max())
+
+    def compute(self):
+        return self.count * self.most
+
+
+class Dependent(Counts):
+    """A metric whose update may depend on what it has seen."""
+
+    full_state_update = None
+
+
+class Sum(torchmetrics.Metric):
+    """A sum of floating numbers, whose bits depend on the order."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, values, target):
+        self.total += values.sum()
+
+    def compute(self):
+        return self.total
+
+
+class Outer(torchmetrics.Metric):
+    """A metric that counts with another."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Counts()
+
+    def update(self, values, target):
+        self.inner.update(values, target)
+
+    def compute(self):
+        return self.inner.compute()
+
+
+def of_classes(name, **settings):
+    return getattr(classification, f"Multiclass{name}")(CLASSES, validate_args=False, **settings)
+
+
+def collection(**settings):
+    metrics = {name: of_classes(name) for name in ("Recall", "Precision", "AUROC")}
+    return torchmetrics.MetricCollection(metrics, **settings)
+
+
+EXACT = {
+    "counts": lambda: of_classes("Accuracy"),
+    "lists": lambda: of_classes("AUROC"),
+    "extremes": Counts,
+    "a collection": collection,
+    "a collection with a prefix": lambda: collection(prefix="a_", postfix="_b"),
+    "a collection without groups": lambda: collection(compute_groups=False),
+    "a collection with given groups": lambda: collection(
+        compute_groups=[["Recall", "Precision"], ["AUROC"]]
+    ),
+}
+OTHERS = {
+    "a sum of floats": Sum,
+    "a count that begins at 1": lambda: Counts(start=1),
+    "a reduction of the user's": lambda: Counts(reduction=lambda parts: parts.sum(0)),
+    "no reduction": lambda: Counts(reduction=None),
+    "an update that may depend on the state": Dependent,
+    "a metric in a metric": Outer,
+    "a collection with one of them": lambda: torchmetrics.MetricCollection([Counts(), Sum()]),
+}
+KINDS = EXACT | OTHERS
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1 + i % 3 for i in range(count)]
+    return [
+        (
+            torch.rand(n, CLASSES, generator=generator),
+            torch.randint(CLASSES, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+def function(make):
+    return fl.from_torchmetrics(make(), lambda aux, batch: batch)
+
+
+def bits(metrics):
+    """Return what each metric has seen, in the order in which it was seen."""
+    found = {}
+    for name, metric in metrics.items():
+        values = metric.compute()
+        values = values if isinstance(values, dict) else {"": values}
+        updates = metric.to_parts().get("updates")
+        found[name] = updates, {part: float(value).hex() for part, value in values.items()}
+    return found
+
+
+def alone(metric, data, interval):
+    """Return the metric of the epoch, and that of the interval, each updated by itself."""
+    epoch, recent = {}, {}
+    for i, batch in enumerate(data):
+        epoch = update_(epoch, {"m": metric({}, batch)})
+        recent = update_({} if i % interval == 0 else recent, {"m": metric({}, batch)})
+    return {**epoch, RECENT + "m": recent["m"]}
+
+
+def both(metric, data, interval, at=None, change=lambda running: running):
+    """Return both, updated together, and changed before one of the batches."""
+    running = {}
+    for i, batch in enumerate(data):
+        running = without_recent(running) if i % interval == 0 else running
+        running = change(running) if i == at else running
+        running = update_both_(running, {"m": metric({}, batch)})
+        yield running
+
+
+def saved(running):
+    """Return running metrics as a checkpoint holds them."""
+    parts = {name: copy.deepcopy(metric.to_parts()) for name, metric in running.items()}
+    return {name: Pending("fnloop.TorchMetric", part) for name, part in parts.items()}
+
+
+CHANGES = {
+    "a copy": copy.deepcopy,
+    "two copies": lambda running: {name: copy.deepcopy(m) for name, m in running.items()},
+    "a checkpoint": saved,
+}
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_the_epoch_and_the_interval_are_each_as_if_alone(make, interval):
+    metric, data = function(make), batches(5)
+    for i, running in enumerate(both(metric, data, interval)):
+        assert bits(running) == bits(alone(metric, data[: i + 1], interval))
+
+
+@pytest.mark.parametrize("at", [2, 3])  # at a record, and between two
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_they_continue_after_a_copy(make, change, at):
+    metric, data = function(make), batches(5)
+    *_, running = both(metric, data, 2, at, change)
+    assert bits(running) == bits(alone(metric, data, 2))
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_only_what_merges_exactly_is_updated_once(make):
+    metric = function(make)
+    *_, running = both(metric, batches(7), 3)
+    merges = make in EXACT.values()
+    assert (running["m"].later is running[RECENT + "m"].seen) == merges
+
+
+@pytest.mark.parametrize("interval", [1, 2, 6])
+def test_a_metric_is_updated_once_per_batch(monkeypatch, interval):
+    updates = []
+    monkeypatch.setattr(Counts, "update", lambda self, *args: updates.append(args))
+    for _ in both(function(Counts), batches(6), interval):
+        pass
+    assert len(updates) == 6
+
+
+def test_a_copy_continues_by_itself():
+    metric, data = function(collection), batches(6)
+    *_, running = both(metric, data[:4], 3)
+    kept, before = copy.deepcopy(running), bits(running)
+    running = update_both_(without_recent(running), {"m": metric({}, data[4])})
+    assert bits(kept) == before
+    kept = update_both_(without_recent(kept), {"m": metric({}, data[4])})
+    assert bits(kept) == bits(running)
+
+
+def test_to_read_changes_nothing():
+    for running in both(function(collection), batches(5), 2):
+        assert bits(running) == bits(running)
+
+
+def test_the_epoch_continues_without_records():
+    metric, data = function(collection), batches(5)
+    *_, running = both(metric, data[:4], 3)
+    running = update_(without_recent(running), {"m": metric({}, data[4])})
+    assert bits(running) == bits(update_({}, {"m": alone(metric, data, 5)["m"]}))
+
+
+# --- runs
+
+DATA = [torch.tensor(x) for x in ([1.0], [4.0, -4.0], [-10.0], [2.0, 6.0], [7.0])]
+
+
+def train(state=None, **settings):
+    accuracy = fl.from_torchmetrics(
+        classification.BinaryAccuracy(validate_args=False),
+        lambda aux, batch: (batch > 0, torch.ones_like(batch)),
+    )
+    step = fl.pipeline(fl.metric(accuracy=accuracy), *settings.pop("middleware", ()))(toy_loss)
+    settings = {"epochs": 2, "record_every": fl.every(steps=2), "hooks": (), **settings}
+    return fl.fit(step, state or toy(w=1.0, lr=0.0), DATA, **settings)
+
+
+def test_records_have_the_value_over_the_items_since_the_last_one():
+    state = train()
+    assert state.history["recent/accuracy"] == pytest.approx((2 / 3, 2 / 3, 1, 1, 1 / 3, 1))
+    assert state.history["train/accuracy"] == pytest.approx((5 / 7, 5 / 7))
+    assert train(record_every=None).history["train/accuracy"] == state.history["train/accuracy"]
+
+
+def test_under_accumulation_too():
+    state = train(middleware=(fl.accumulate(2),), record_every=fl.every(steps=1))
+    assert state.history["recent/accuracy"] == pytest.approx((2 / 3, 2 / 3, 1.0) * 2)
+
+
+@pytest.mark.parametrize("stop", range(1, 10))
+def test_a_resume_within_an_interval_makes_the_same_records(stop, tmp_path):
+    settings = {"record_every": fl.every(steps=3)}
+    part = train(**settings, steps=stop)
+    resumed = train(fl.restore(fl.save(part, tmp_path / "a"), toy()), **settings)
+    records = [record for record in resumed.history if not record.closing]
+    assert fl.History(records) == train(**settings).history
+
+
+def test_a_snapshot_within_an_interval_makes_the_same_run():
+    part = train(steps=3)
+    copied = fl.snapshot(part)
+    assert_same(train(part), train(copied))
