@@ -282,20 +282,7 @@ def test_a_rolled_back_state_is_in_the_phase_of_its_snapshot():
     assert (state.step, [p.name for p in state.phases]) == (8, ["a", "b"])
 
 
-# --- hooks
-
-
-def test_early_stop_counts_the_evaluations_of_its_phase_or_of_the_run():
-    def run(since, losses):
-        values = iter(losses)
-        step = fl.pipeline()(lambda model, batch: model.w * 0 + next(values))
-        hook = fl.early_stop("train/loss", patience=2, since=since)
-        state = fit(toy(), "a", step, ONES[:1], (hook,), epochs=2)
-        return fit(state, "b", step, ONES[:1], (hook,), epochs=3)
-
-    losses = [1.0, 1.0, 2.0, 1.5, 1.2]
-    assert (run("phase", losses).epoch, run("run", losses).epoch) == (5, 3)
-    assert "2 evaluations (best 1, epoch 1)" in run("run", losses).stop
+# --- names and damage
 
 
 @pytest.mark.parametrize("phase", ["", 3])
@@ -320,37 +307,3 @@ def test_progress_says_which_phase_it_is_and_how_long(capsys):
     assert "phase b" in shown.out + shown.err
     assert "3 epochs of 4 updates" in shown.out + shown.err
     assert "3/5" in shown.out + shown.err  # those of the state
-
-
-BY_EPOCH = fl.schedule(lambda i, total: (2, -1)[i])  # w is -2, -1, -3, -2
-
-
-def two_phases(*hooks):
-    step, loaders = fl.pipeline(BY_EPOCH)(toy_loss), {"train": ONES[:1], "valid": ONES[:1]}
-    state = fit(toy(), "a", step, loaders, hooks, epochs=2)
-    reached = state.model.w.item()
-    state = fl.fit(step, state, loaders, hooks=hooks, phase="b", epochs=2)
-    return reached, state
-
-
-def test_the_best_weights_are_those_of_the_phase_or_of_the_run():
-    rising = {"mode": "max"}  # the values are -2, -1; then from -1: -3, -2
-    reached, state = two_phases(fl.restore_best("valid/loss", **rising))
-    assert (reached, state.model.w.item()) == (-1.0, -2.0)
-    reached, state = two_phases(fl.restore_best("valid/loss", **rising, since="run"))
-    assert (reached, state.model.w.item()) == (-1.0, -1.0)
-
-
-@pytest.mark.parametrize(("since", "expected"), [("phase", [1, 2, 3, 4]), ("run", [1, 2])])
-def test_an_improvement_is_one_of_the_phase_or_of_the_run(since, expected):
-    seen = []
-    note = lambda state: seen.append(state.epoch) or state
-    two_phases(fl.when_improved("valid/loss", "max", since=since)(note))
-    assert seen == expected
-
-
-@pytest.mark.parametrize("make", [fl.restore_best, fl.when_improved, fl.early_stop])
-def test_since_is_the_phase_or_the_run(make):
-    with pytest.raises(ValueError, match="since"):
-        make("valid/loss", since="epoch")
-    assert repr(make("valid/loss", since="run")).endswith("('valid/loss', since='run')")
