@@ -52,8 +52,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
         selectors: what to freeze: modules of the model; globs of names; or functions
             ``(name, parameter) -> bool``. A glob is compared with the names of all parameters and
             modules, and a module stands for all below it: "layer4" and "layer4.*" are the same, and
-            "*" is everything. For layers by their number, take
-            ``*list(state.model.children())[:-1]``.
+            "*" is everything. For layers by their number, take ``*layers(state.model)[:-1]``.
         statistics: "running" leaves the norm layers in training mode, where their statistics
             follow the data. This may be called again to change it.
 
