@@ -36,7 +36,8 @@ def layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
     They are the children of the model that have parameters, in the order in which it defines them.
     A module with one such child and no parameters of its own is opened. So the layers of a wrapper
-    are those of your own module in it, and an ``nn.Sequential`` that is all of a model is no layer.
+    are those of your own module in it, and those of an ``nn.Sequential`` that is all of a model are
+    its elements.
 
     Other libraries count children without parameters too, such as an activation. Parameters of
     the model itself, such as a class token, are in no layer: select them by name.

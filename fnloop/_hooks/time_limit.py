@@ -35,7 +35,7 @@ class time_limit:
         A hook. List it before ``checkpoint``.
 
     Raises:
-        TypeError: none of the three is given.
+        TypeError: none of the three is given, or a time without its name.
         ValueError: one of them is below 0, their sum is 0, or ``per`` is something else.
 
     Example:
@@ -53,6 +53,16 @@ class time_limit:
     per: str = attrs.field(default="run", kw_only=True)
     _began: list[float] = attrs.field(factory=list, init=False)  # what the clock said at time 0
     _taken: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # so far
+
+    def __new__(cls, *given: object, **settings: object) -> time_limit:
+        """Refuse a time without its unit."""
+        if given:
+            typed = ", ".join(map(repr, given))
+            raise TypeError(
+                f"time_limit({typed}) does not say what it counts in: write time_limit(hours="
+                f"{given[0]!r}), minutes= or seconds="
+            )
+        return super().__new__(cls)
 
     def __attrs_post_init__(self) -> None:
         for name in ("hours", "minutes", "seconds"):
