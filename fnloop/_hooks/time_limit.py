@@ -24,6 +24,7 @@ class time_limit:
     what an earlier job of the run has taken; what lies between two runs does not.
 
     Args:
+        *given: nothing; it is an error to give a time without its unit.
         hours, minutes, seconds: the limit is their sum.
         per: "run" counts all of the run. The time is saved with the state, so a script that is
             started again does not get more, and continues only if the limit was raised. "job"
@@ -54,15 +55,21 @@ class time_limit:
     _began: list[float] = attrs.field(factory=list, init=False)  # what the clock said at time 0
     _taken: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # so far
 
-    def __new__(cls, *given: object, **settings: object) -> time_limit:
-        """Refuse a time without its unit."""
+    def __init__(
+        self,
+        *given: object,
+        hours: float = 0.0,
+        minutes: float = 0.0,
+        seconds: float = 0.0,
+        per: str = "run",
+    ) -> None:
         if given:
-            typed = ", ".join(map(repr, given))
             raise TypeError(
-                f"time_limit({typed}) does not say what it counts in: write time_limit(hours="
-                f"{given[0]!r}), minutes= or seconds="
+                f"time_limit({given[0]!r}) does not say in which unit: write "
+                f"time_limit(hours={given[0]!r}), minutes= or seconds="
             )
-        return super().__new__(cls)
+        settings = {"hours": hours, "minutes": minutes, "seconds": seconds, "per": per}
+        self.__attrs_init__(**settings)  # type: ignore[attr-defined]
 
     def __attrs_post_init__(self) -> None:
         for name in ("hours", "minutes", "seconds"):

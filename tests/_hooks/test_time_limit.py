@@ -93,5 +93,7 @@ def test_wrong_settings_are_refused(settings, error, message):
 
 
 def test_a_time_without_its_unit_is_refused():
-    with pytest.raises(TypeError, match=r"time_limit\(8\) does not say .* time_limit\(hours=8\)"):
+    with pytest.raises(
+        TypeError, match=r"time_limit\(8\) does not say .*: write time_limit\(hours=8\)"
+    ):
         fl.time_limit(8)
