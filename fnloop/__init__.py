@@ -13,7 +13,7 @@ are functions of the state, called between updates.
 
 - `TrainState`, `RunInfo`: what a run depends on, and how long it is.
 - `snapshot`, `fork`, `unwrap`: a copy of a state; several, with other rates; your own module.
-- `freeze`, `unfreeze`: which parameters are trained, and in which groups of the optimizer.
+- `freeze`, `unfreeze`, `layers`: which parameters are trained, and in which groups; by number.
 - `pipeline`, `supervised`, `Output`: make a step from a loss function; what a step returns.
 - `alternate`: whole steps in turn, each with an optimizer of its own, such as those of a GAN.
 - `raw`: a step of a function of yours that does its own backward and updates.
@@ -254,6 +254,7 @@ from fnloop._core.ownership import StaleStateError
 from fnloop._core.phase import Phase
 from fnloop._core.record import Record
 from fnloop._core.run_info import RunInfo
+from fnloop._core.selectors import layers
 from fnloop._core.snapshot import snapshot, unwrap
 from fnloop._core.state import TrainState
 from fnloop._core.torchmetrics import from_torchmetrics
@@ -344,6 +345,7 @@ __all__ = [
     "halt_on_nonfinite",
     "inspect",
     "latest",
+    "layers",
     "live_plot",
     "metric",
     "middleware",

@@ -28,7 +28,7 @@ OPTIONAL = {
     *("mlxtend", "sklearn", "accelerate", "tensorboard", "wandb", "mlflow"),
 }
 CONTRACT = {
-    *("TrainState", "RunInfo", "Phase", "fork", "freeze", "unfreeze", "StaleStateError"),
+    *("TrainState", "RunInfo", "Phase", "fork", "freeze", "unfreeze", "layers", "StaleStateError"),
     *("snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
     *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric"),

@@ -152,6 +152,7 @@ STATE = {
     ),
     "snapshot(state)": Entry(fl.snapshot),
     "unwrap(state)": Entry(fl.unwrap),
+    "layers(model)": Entry(fl.layers, "module"),
 }
 
 STEPS = {
@@ -323,6 +324,7 @@ HOOKS = {
     "restore_best(key)": Entry(fl.restore_best),
     "restore_best(mode)": Entry(lambda v: fl.restore_best("valid/loss", v), "None"),
     "halt_on_nonfinite(steps)": Entry(fl.halt_on_nonfinite),
+    "progress(since)": Entry(lambda v: fl.progress(since=v)),
     "progress(refresh)": Entry(fl.progress, "1.5"),
     "progress(file)": Entry(lambda v: fl.progress(file=v), "None"),
     "live_plot(file)": Entry(fl.live_plot),
@@ -343,6 +345,7 @@ CHECKPOINTS = {
     "checkpoint(keep)": Entry(lambda v: fl.checkpoint("x", keep=v), "None"),
     "checkpoint(best)": Entry(lambda v: fl.checkpoint("x", best=v), "None"),
     "checkpoint(mode)": Entry(lambda v: fl.checkpoint("x", best="valid/loss", mode=v), "None"),
+    "checkpoint(since)": Entry(lambda v: fl.checkpoint("x", best="valid/loss", since=v)),
     "checkpoint(only)": Entry(lambda v: fl.checkpoint("x", only=v), "None"),
     "checkpoint(named)": Entry(lambda v: fl.checkpoint("x", named=v), "() []"),
     "save(state)": Entry(lambda v: fl.save(v, "x")),
@@ -354,6 +357,7 @@ CHECKPOINTS = {
     "resume(folder)": Entry(lambda v: fl.resume(v, toy()), "'x' path"),
     "resume(state)": Entry(lambda v: fl.resume("x", v)),
     "latest(folder)": Entry(fl.latest, "'x' path"),
+    "best(since)": Entry(lambda v: fl.best("x", "valid/loss", since=v), "None"),
     "best(folder)": Entry(fl.best, "'x' path"),
 }
 

@@ -75,7 +75,7 @@ def write_checkpoint(
         with ThreadPoolExecutor(2) as pool:
             entries = pool.map(lambda name: _write_file(contents, temporary / name), contents.files)
             files = dict(zip(contents.files, entries, strict=True))
-        names = ("position", "stop", "measured", "run", "blocks", "parts")
+        names = ("position", "stop", "measured", "phase", "run", "blocks", "parts")
         manifest = {
             "format_version": contents.facts["format_version"],
             "serial": _next_serial(path),

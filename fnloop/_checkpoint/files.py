@@ -173,6 +173,8 @@ def _check_manifest(manifest: Mapping[str, Json]) -> None:
         float(value)
     for number in manifest["position"]:
         int(number)
+    if not isinstance(manifest.get("phase"), str | None):
+        raise TypeError("the name of a phase is not text")
     files = [manifest["files"][name] for name in FILES]
     for name, file in manifest["files"].items():
         if not is_file_name(name):

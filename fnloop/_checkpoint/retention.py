@@ -32,6 +32,7 @@ from fnloop._core.serialize import Json
 
 __all__ = [
     "CHECKPOINT_NAME",
+    "by_phase",
     "candidates",
     "claim_folder",
     "is_run_id",
@@ -106,6 +107,17 @@ def _sort_key(path: Path) -> tuple[float, int, str] | None:
     return (serial, number, path.name)
 
 
+def by_phase(
+    oldest_first: Iterable[tuple[Path, Mapping[str, Json]]], since: str
+) -> list[list[tuple[Path, Mapping[str, Json]]]]:
+    """Return checkpoints in the groups that are ranked apart: by "phase", or one for the "run"."""
+    groups: dict[Json, list[tuple[Path, Mapping[str, Json]]]] = {}
+    for path, manifest in oldest_first:
+        phase = manifest.get("phase") if since == "phase" else None
+        groups.setdefault(phase, []).append((path, manifest))
+    return [*groups.values()]
+
+
 def rank(
     oldest_first: Iterable[tuple[Path, Mapping[str, Json]]], key: str, mode: str
 ) -> list[tuple[Path, float]]:
@@ -123,7 +135,13 @@ def rank(
 
 
 def prune(
-    written: Path, run: str, keep: int | None, key: str | None, mode: str, keep_best: int
+    written: Path,
+    run: str,
+    keep: int | None,
+    key: str | None,
+    mode: str,
+    keep_best: int,
+    since: str,
 ) -> None:
     """Remove the checkpoints of a run, except the newest and the best.
 
@@ -138,6 +156,7 @@ def prune(
         keep: how many of the newest to keep, or None for all.
         key, mode: the metric that ranks them, and whether "min" or "max" is best.
         keep_best: how many of the best to keep.
+        since: whether these are the best of each "phase", or of the "run".
     """
     written = written.resolve()
     valid = [
@@ -151,7 +170,8 @@ def prune(
     valid = [(path, manifest) for path, manifest in valid if path not in replaced]
     kept = {written, *(path for path, _ in (valid if keep is None else valid[-keep:]))}
     if key is not None:
-        kept |= {path for path, _ in rank(valid, key, mode)[:keep_best]}
+        for group in by_phase(valid, since):
+            kept |= {path for path, _ in rank(group, key, mode)[:keep_best]}
     unwanted = [*replaced, *(path for path, _ in valid if path not in kept)]
     for path in filter(is_checkpoint, unwanted):
         removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")

@@ -195,6 +195,7 @@ def _encode_identity(state: TrainState, parts: Sequence[str]) -> dict[str, Json]
         "stop": state.stop,
         "processes": state.backend.world_size,
         "measured": _measured(state),
+        **({"phase": state.phases[-1].name} if state.phases else {}),
     }
 
 

@@ -21,10 +21,18 @@ from fnloop._checkpoint.files import (
 from fnloop._checkpoint.format import MANIFEST, PARTS, CheckpointError, Contents, NewerFormatError
 from fnloop._checkpoint.parts import explain_partial, held_parts, is_partial
 from fnloop._checkpoint.restore import check_visible, restore_contents
-from fnloop._checkpoint.retention import candidates, may_be_checkpoint, rank, read_claim, run_of
+from fnloop._checkpoint.retention import (
+    by_phase,
+    candidates,
+    may_be_checkpoint,
+    rank,
+    read_claim,
+    run_of,
+)
 from fnloop._core.monitor import better
+from fnloop._core.phase import SINCE
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._display.checks import folder_path, metric_name
+from fnloop._display.checks import choice, folder_path, metric_name
 
 __all__ = ["best", "latest", "resume"]
 
@@ -57,7 +65,11 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def best(
-    folder: str | os.PathLike[str], key: str | None = None, mode: str | None = None
+    folder: str | os.PathLike[str],
+    key: str | None = None,
+    mode: str | None = None,
+    *,
+    since: str | None = None,
 ) -> Path | None:
     """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
 
@@ -65,12 +77,15 @@ def best(
         folder: what the hook ``checkpoint(folder, best=...)`` writes to.
         key: the metric; the hook's by default.
         mode: "min" or "max"; the hook's by default.
+        since: which checkpoints count, if the run has phases: those of its newest "phase" that has
+            a value, or those of the whole "run"; as the hook's by default.
 
     Returns:
         Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest.
 
     Raises:
-        ValueError: no metric is given and the checkpoints name none; or the mode is unknown.
+        ValueError: no metric is given and the checkpoints name none; or there is no such mode or
+            ``since``.
         TypeError: an argument is not what it should be.
         CheckpointError, OSError: as :func:`latest`.
 
@@ -83,6 +98,8 @@ def best(
         metric_name("best", "key", key)
     if mode is not None:
         better(0.0, 0.0, mode)  # checks it
+    if since is not None:
+        choice("best", "since", since, SINCE, ", or None for the hook's")
     found = [
         (path, manifest)
         for path in reversed(candidates(where, links=True))
@@ -99,7 +116,10 @@ def best(
         raise ValueError(
             f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")'
         )
-    valid = _skip_damaged([path for path, _ in rank(found, key, mode)], verify)
+    since = since or next((str(m["since"]) for m in newest_first if m.get("since")), "phase")
+    groups = reversed(by_phase(found, since))
+    ranked = [path for group in groups for path, _ in rank(group, key, mode)]
+    valid = _skip_damaged(ranked, verify)
     return next((path for path, _ in valid), None)
 
 

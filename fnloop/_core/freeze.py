@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
@@ -52,8 +54,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
         selectors: what to freeze: modules of the model; globs of names; or functions
             ``(name, parameter) -> bool``. A glob is compared with the names of all parameters and
             modules, and a module stands for all below it: "layer4" and "layer4.*" are the same, and
-            "*" is everything. For layers by their number, take
-            ``*list(state.model.children())[:-1]``.
+            "*" is everything. For layers by their number, take ``*layers(state.model)[:-1]``.
         statistics: "running" leaves the norm layers in training mode, where their statistics
             follow the data. This may be called again to change it.
 
@@ -115,8 +116,8 @@ def unfreeze(
         StaleStateError: the state has been advanced.
         TypeError: there is no selector, one is something else, or the optimizer has no such
             setting.
-        ValueError: a selector is for nothing in the model, the learning rate is out of range, or
-            it is open which optimizer takes a parameter.
+        ValueError: a selector is for nothing in the model, a setting is out of range, or it is open
+            which optimizer takes a parameter.
 
     Example:
         >>> import fnloop as fl, torch
@@ -237,8 +238,34 @@ def _check_settings(optimizer: Optimizer, given: Mapping[str, object]) -> None:
                 f"unfreeze: {type(optimizer).__name__} has no setting {key!r}; it has "
                 f"{', '.join(known)}{suggestion(key, known)}"
             )
-        if key == "lr" and not isinstance(value, Tensor):
-            checks.number("unfreeze", "lr", value, "the learning rate", least=0)
+        default, least = optimizer.defaults.get(key), 0 if key == "lr" else -math.inf
+        if isinstance(default, bool):
+            checks.flag("unfreeze", key, value)
+        elif (key == "lr" or isinstance(default, int | float)) and not isinstance(value, Tensor):
+            checks.number("unfreeze", key, value, least=least)
+    # They may fit one of the groups, or the defaults.
+    bases = [base for base in ({}, *optimizer.param_groups) if not _ask(optimizer, base)]
+    errors = [_ask(optimizer, {**base, **given}) for base in bases]
+    if errors and all(errors):
+        name = type(optimizer).__name__
+        raise ValueError(f"unfreeze: {name} refuses these settings: {errors[0]}") from errors[0]
+
+
+def _ask(optimizer: Optimizer, given: Mapping[str, object]) -> Exception | None:
+    """Return why torch's constructor of an optimizer refuses these settings; None if it does not.
+
+    Other classes are not asked, because their constructors may do anything.
+    """
+    kind, known = type(optimizer), inspect.signature(type(optimizer)).parameters
+    if not kind.__module__.startswith("torch.optim."):
+        return None
+    params = [p for group in optimizer.param_groups for p in group["params"]][:1]
+    settings = {k: v for k, v in {**optimizer.defaults, **given}.items() if k in known}
+    try:
+        kind(**{**settings, "params": params})
+    except Exception as error:
+        return error
+    return None
 
 
 def _set_apart(optimizer: Optimizer, chosen: set[int], given: Mapping[str, object]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "begin_again",
     "check_optimizers",
     "check_shares",
+    "forget_schedules",
     "groups_of",
     "in_form",
     "initial_value",
@@ -235,6 +236,26 @@ def begin_again(groups: Iterable[Group]) -> None:
             group[key + _BEFORE] = initial
             if f"initial_{key}" in group:  # torch's schedulers take it for the rate to begin with
                 group[f"initial_{key}"] = initial
+
+
+def forget_schedules(groups: Iterable[Group]) -> None:
+    """Set what schedules have set to its initial values, as if there had been no schedule."""
+    for group in groups:
+        ours = {key.removeprefix(SCHEDULED) for key in group if key.startswith(SCHEDULED)}
+        theirs = {key.removesuffix(_SET) for key in group if key.endswith(_SET)}
+        for key in (ours | theirs) & group.keys():
+            if key.startswith("initial_"):  # a mark of its own, group["set_by_schedule_initial_lr"]
+                continue
+            initial = initial_value(group, key)
+            if isinstance(initial, Tensor):
+                initial = initial.clone()
+                group[key].copy_(initial)
+            else:
+                group[key] = initial
+            if f"initial_{key}" in group:
+                group[f"initial_{key}"] = initial
+            for mark in (SCHEDULED + key, f"{SCHEDULED}initial_{key}", key + _BEFORE, key + _SET):
+                group.pop(mark, None)
 
 
 def note_set(groups: Iterable[Group]) -> None:

@@ -24,6 +24,8 @@ class Phase:
         done: whether it has ended, at its target or by a hook.
         skipped: ``state.skipped`` when it began.
         updates: ``state.updates`` when it began.
+        named: whether a ``fit`` of this program has named it, since the state was restored. It is
+            not saved, and does not matter to ``==``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -43,6 +45,7 @@ class Phase:
     done: bool = False
     skipped: int = attrs.field(default=0, repr=False)
     updates: Mapping[str, int] = attrs.field(factory=dict, repr=False)
+    named: bool = attrs.field(default=False, repr=False, eq=False)
 
 
 def unfinished(phases: Sequence[Phase]) -> Phase | None:
@@ -60,7 +63,8 @@ def first_record(phases: Sequence[Phase], since: str) -> int:
 
 def encode_phases(phases: Sequence[Phase]) -> list[dict[str, object]]:
     """Return phases as JSON."""
-    return [attrs.asdict(phase) for phase in phases]
+    fields = attrs.filters.exclude(attrs.fields(Phase).named)
+    return [attrs.asdict(phase, filter=fields) for phase in phases]
 
 
 def decode_phases(saved: object) -> tuple[Phase, ...]:
@@ -77,7 +81,7 @@ def decode_phases(saved: object) -> tuple[Phase, ...]:
 def _decode(saved: object) -> Phase:
     if not isinstance(saved, Mapping):
         raise TypeError(f"a phase is {saved!r:.60}")
-    phase = Phase(**saved)
+    phase = Phase(**{**saved, "named": False})
     checks.text("Phase", "name", phase.name, "its name")
     counts = {name: getattr(phase, name) for name in ("step", "epoch", "records", "skipped")}
     for name, count in (*counts.items(), *phase.updates.items()):

@@ -10,10 +10,10 @@ import attrs
 from torch import nn
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import describe, instance, join_names
 from fnloop._display.checks import function as check_function
 
-__all__ = ["Selected", "Selector", "select"]
+__all__ = ["Selected", "Selector", "layers", "select"]
 
 Selector = nn.Module | str | Callable[[str, nn.Parameter], bool]
 
@@ -29,6 +29,45 @@ class Selected:
 
     parameters: dict[str, nn.Parameter]
     modules: frozenset[nn.Module]
+
+
+def layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the layers of a model, to choose by number: ``freeze(state, *layers(model)[:-1])``.
+
+    They are the children of the model that have parameters, in the order in which it defines them.
+    A module with one such child and no parameters of its own is opened. So the layers of a wrapper
+    are those of your own module in it, and those of an ``nn.Sequential`` that is all of a model are
+    its elements.
+
+    Other libraries count children without parameters too, such as an activation. Parameters of
+    the model itself, such as a class token, are in no layer: select them by name.
+
+    Args:
+        model: the model, ``state.model``.
+
+    Returns:
+        The layers. A model without such children is its only layer.
+
+    Raises:
+        TypeError: it is not a module.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> len(layers(net)), layers(net)[-1]
+        (2, Linear(in_features=3, out_features=1, bias=True))
+
+    Source: the layer groups of pytorch-accelerated's ``ModelFreezer``.
+    """
+    instance("layers", "model", model, nn.Module, "a module, such as state.model")
+    found = _trained_children(model)
+    while len(found) == 1 and not any(True for _ in model.parameters(recurse=False)):
+        (model,) = found
+        found = _trained_children(model)
+    return found or (model,)
+
+
+def _trained_children(module: nn.Module) -> tuple[nn.Module, ...]:
+    return tuple(child for child in module.children() if any(True for _ in child.parameters()))
 
 
 def select(owner: str, model: nn.Module, selectors: Sequence[Selector]) -> Selected:

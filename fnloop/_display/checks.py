@@ -116,7 +116,7 @@ def number(
     return given
 
 
-def flag(owner: str, name: str, value: bool, meaning: str = "") -> bool:
+def flag(owner: str, name: str, value: object, meaning: str = "") -> bool:
     """Return a value if it is a bool.
 
     Raises:

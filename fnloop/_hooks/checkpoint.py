@@ -28,8 +28,9 @@ from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import RECORD
 from fnloop._core.history import History
 from fnloop._core.monitor import better, check_monitored, mode_of
+from fnloop._core.phase import SINCE
 from fnloop._core.state import TrainState
-from fnloop._display.checks import describe, flag, folder_path, integer, metric_name
+from fnloop._display.checks import choice, describe, flag, folder_path, integer, metric_name
 from fnloop._display.log import log
 
 __all__ = ["checkpoint"]
@@ -60,6 +61,8 @@ class checkpoint:
         mode: "min" if lower is better, "max" if higher is; by default as the name of the metric
             says.
         keep_best: how many of the best to keep; at least 1.
+        since: which are the best: those of each "phase", if the run has phases, or of the whole
+            "run".
         background: copy the state to host memory, and write it while training continues. At most
             one checkpoint is written at a time. An error is raised at the next boundary, and the
             end of the run waits for the writer.
@@ -101,6 +104,7 @@ class checkpoint:
         mode: str | None = None,
         *,
         keep_best: int = 1,
+        since: str = "phase",
         background: bool = False,
         on_exception: bool = False,
         only: Sequence[str] | None = None,
@@ -111,6 +115,7 @@ class checkpoint:
             integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
         self.keep = keep
         self.keep_best = integer("checkpoint", "keep_best", keep_best, "a number of checkpoints")
+        self.since = choice("checkpoint", "since", since, SINCE)
         self.background = flag("checkpoint", "background", background)
         self.on_exception = flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else metric_name("checkpoint", "best", best)
@@ -135,9 +140,10 @@ class checkpoint:
 
     def __repr__(self) -> str:
         best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
+        since = f", since={self.since!r}" if self.since != "phase" else ""
         only = f", only={self.parts!r}" if self.parts != PARTS else ""
         named = f", named={self.named!r}" if self.named else ""
-        return f"checkpoint({self._typed!r}, keep={self.keep}{best}{only}{named})"
+        return f"checkpoint({self._typed!r}, keep={self.keep}{best}{since}{only}{named})"
 
     # --- called by the run
 
@@ -262,10 +268,11 @@ class checkpoint:
                 f"another run has begun in {self.folder}: give each run a folder of its own"
             )
         write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
-        ranking = {"best": self.best, "mode": self.mode} if self.best else {}
+        names = ("best", "mode", "since")
+        ranking = {name: getattr(self, name) for name in names} if self.best else {}
         written = write_checkpoint(contents, path, ranking, in_own_folder=True)
         release_claim(self.folder)
-        prune(written, run, self.keep, self.best, self.mode, self.keep_best)
+        prune(written, run, self.keep, self.best, self.mode, self.keep_best, self.since)
 
 
 def _read_names(named: Sequence[str]) -> tuple[str, ...]:

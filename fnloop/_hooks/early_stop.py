@@ -192,7 +192,8 @@ class halt_on_nonfinite:
 
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
     at every record, with no device reads in between. By then the bad update has reached the
-    parameters: go back to a checkpoint or a snapshot.
+    parameters: go back to a checkpoint or a snapshot. The mean begins again with every epoch, and
+    so with every phase: there is nothing that ``since`` could change.
 
     Args:
         steps: applied updates between two reads; at least 1.
@@ -228,9 +229,10 @@ class halt_on_nonfinite:
         if math.isfinite(loss):
             return state
         # Only the last record is certain: this hook may not have run since then.
-        before = next(
-            (r.step for r in reversed(state.history) if r.step < state.step and not r.closing), 0
-        )
+        recorded = (r.step for r in reversed(state.history) if not r.closing)
+        before = next((step for step in recorded if step < state.step), 0)
+        if state.phases:
+            before = max(before, state.phases[-1].step)
         reason = f"halt_on_nonfinite: the training loss became {loss} "
         if before + 1 == state.step:
             return attrs.evolve(state, stop=f"{reason}at step {state.step}")

@@ -9,7 +9,9 @@ from typing import Protocol, TextIO
 
 import attrs
 
+from fnloop._core.call import Call
 from fnloop._core.events import EPOCH, RECORD
+from fnloop._core.phase import SINCE
 from fnloop._core.state import TrainState
 from fnloop._display import checks, html
 from fnloop._hooks.progress_log import LogView
@@ -52,13 +54,15 @@ class progress:
     Args:
         refresh: the least time between two drawings, in seconds, at least 0.5.
         file: an open text file to write to; by default the notebook, or else stderr.
+        since: which values may be the best: those of the "phase", if there is one, or of the whole
+            "run".
 
     Returns:
         A hook.
 
     Raises:
         TypeError: file is not an open file.
-        ValueError: refresh is below 0.5.
+        ValueError: refresh is below 0.5, or there is no such ``since``.
 
     Example:
         >>> import fnloop as fl, sys, torch
@@ -70,7 +74,9 @@ class progress:
         done: epoch 1/1, step 3, after 0...s
     """
 
-    def __init__(self, refresh: float = 0.5, file: TextIO | None = None) -> None:
+    def __init__(
+        self, refresh: float = 0.5, file: TextIO | None = None, *, since: str = "phase"
+    ) -> None:
         meaning = "the seconds between two drawings, each of which reads from the device"
         checks.number("progress", "refresh", refresh, meaning, least=0.5)
         if file is not None and not (hasattr(file, "write") and hasattr(file, "isatty")):
@@ -79,18 +85,26 @@ class progress:
                 f"got {checks.describe(file)}"
             )
         self.refresh, self.file = refresh, file
+        self.since = checks.choice("progress", "since", since, SINCE)
         self._following: _Following | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
         self._newest: TrainState | None = None  # the state at the newest boundary
 
     def __repr__(self) -> str:
-        return "progress()" if self.refresh == 0.5 else f"progress(refresh={self.refresh})"
+        given = {"refresh": self.refresh, "since": self.since}
+        usual = {"refresh": 0.5, "since": "phase"}
+        changed = {name: value for name, value in given.items() if value != usual[name]}
+        return repr(Call(progress, (), changed))
 
     def begin(self, state: TrainState) -> TrainState:
         """Say what the run works with."""
         if state.backend.main:
-            self._following = _Following(_make_view(self.file, self.refresh), state)
+            self._follow(state)
         return state
+
+    def _follow(self, state: TrainState) -> _Following:
+        self._following = _Following(_make_view(self.file, self.refresh), state, self.since)
+        return self._following
 
     def __call__(self, state: TrainState) -> TrainState:
         self._newest = state
@@ -99,9 +113,8 @@ class progress:
         if not state.backend.main:
             self._next = math.inf
             return state
-        if self._following is None:
-            self._following = _Following(_make_view(self.file, self.refresh), state)
-        self._next = self._following.pass_boundary(state)
+        following = self._following or self._follow(state)
+        self._next = following.pass_boundary(state)
         return state
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
@@ -151,8 +164,8 @@ class _View(Protocol):
 class _Following:
     """A run that is shown."""
 
-    def __init__(self, view: _View, state: TrainState) -> None:
-        self.view, self.pace, self.best = view, Pace(state), Best(state)
+    def __init__(self, view: _View, state: TrainState, since: str) -> None:
+        self.view, self.pace, self.best = view, Pace(state), Best(state, since)
         self.state, self.position = state, self.pace.look(state)  # as they were shown last
         self.looked = self.evaluation_began = time.monotonic()
         self.quiet = 0.0  # until when nothing is shown of an evaluation

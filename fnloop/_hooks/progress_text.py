@@ -8,11 +8,12 @@ from torch import Tensor
 
 from fnloop._core.events import RECORD
 from fnloop._core.handles import count_parameters
+from fnloop._core.history import records_since
 from fnloop._core.history_table import update_best
 from fnloop._core.metrics import Last, read
 from fnloop._core.monitor import mode_by_name
 from fnloop._core.optimizers import optimizers_of
-from fnloop._core.phase import unfinished
+from fnloop._core.phase import first_record, unfinished
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
 from fnloop._display import html
@@ -37,11 +38,12 @@ class Best:
 
     Args:
         state: a state of the run, of before its first update.
+        since: whether the records of the "phase" count, or all of the "run".
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, since: str) -> None:
         self.records: dict[str, Record] = {}
-        for record in state.history:
+        for record in records_since(state.history, first_record(state.phases, since)):
             self.records = update_best(self.records, record)
 
     def update(self, record: Record) -> set[str]:

@@ -24,6 +24,7 @@ class time_limit:
     what an earlier job of the run has taken; what lies between two runs does not.
 
     Args:
+        *given: nothing; it is an error to give a time without its unit.
         hours, minutes, seconds: the limit is their sum.
         per: "run" counts all of the run. The time is saved with the state, so a script that is
             started again does not get more, and continues only if the limit was raised. "job"
@@ -35,7 +36,7 @@ class time_limit:
         A hook. List it before ``checkpoint``.
 
     Raises:
-        TypeError: none of the three is given.
+        TypeError: none of the three is given, or a time without its name.
         ValueError: one of them is below 0, their sum is 0, or ``per`` is something else.
 
     Example:
@@ -53,6 +54,22 @@ class time_limit:
     per: str = attrs.field(default="run", kw_only=True)
     _began: list[float] = attrs.field(factory=list, init=False)  # what the clock said at time 0
     _taken: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # so far
+
+    def __init__(
+        self,
+        *given: object,
+        hours: float = 0.0,
+        minutes: float = 0.0,
+        seconds: float = 0.0,
+        per: str = "run",
+    ) -> None:
+        if given:
+            raise TypeError(
+                f"time_limit({given[0]!r}) does not say in which unit: write "
+                f"time_limit(hours={given[0]!r}), minutes= or seconds="
+            )
+        settings = {"hours": hours, "minutes": minutes, "seconds": seconds, "per": per}
+        self.__attrs_init__(**settings)  # type: ignore[attr-defined]
 
     def __attrs_post_init__(self) -> None:
         for name in ("hours", "minutes", "seconds"):

@@ -22,7 +22,7 @@ from fnloop._core.state import TrainState, check_not_stale, consume
 from fnloop._data.prefetch import windows
 from fnloop._data.window import END
 from fnloop._hooks.wrapper import Hook
-from fnloop._loop.errors import check_returned, warn_on_main
+from fnloop._loop.errors import check_returned, inform_on_main, warn_on_main
 from fnloop._loop.interrupts import Interrupts, handling
 from fnloop._loop.peers import is_alone
 from fnloop._loop.phases import end_phase
@@ -45,8 +45,10 @@ def train_epochs(
         interrupts: where signals are recorded; None handles them during each epoch only.
     """
     __tracebackhide__ = True
+    tell = inform_on_main if plan.passes_over(state) else warn_on_main
     state = plan.begin(state)
     if plan.is_over(state) and PENDING not in state.events:
+        tell(state, plan.why_nothing_to_do(state))
         yield _settle(plan, state)
         return
     run, backend = Run(plan, state), state.backend
@@ -85,8 +87,7 @@ def train_epochs(
 
 
 def _settle(plan: Plan, state: TrainState) -> TrainState:
-    """Say that there is nothing to do, and let hooks complete what a killed process left."""
-    warn_on_main(state, plan.why_nothing_to_do(state))
+    """Let hooks complete what a process left that was killed at the end of this run."""
     state = end_phase(state, plan.phase)
     for hook in plan.hooks:
         if (settle := getattr(hook, "settle", None)) is not None:

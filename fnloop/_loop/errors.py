@@ -26,6 +26,7 @@ __all__ = [
     "check_returned",
     "explain",
     "explain_no_batches",
+    "inform_on_main",
     "tell_hooks",
     "warn_on_main",
 ]
@@ -123,6 +124,12 @@ def explain_no_batches(state: TrainState, source: Source) -> str:
     elif state.epoch:
         why = READ_ONCE
     return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
+
+
+def inform_on_main(state: TrainState, message: str) -> None:
+    """Log an information, on the main process."""
+    if state.backend.main:
+        log.info(message)
 
 
 def warn_on_main(state: TrainState, message: str) -> None:

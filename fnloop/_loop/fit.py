@@ -68,9 +68,12 @@ def fit(
             current one. It changes no number.
         phase: a name for this stretch of the run. Then ``epochs`` and ``steps`` count from where it
             began, as schedules do; it begins with a new epoch, and with neither it is one epoch.
+            Learning rates, and all else that a schedule, a scheduler of torch or ``plateau`` has
+            set before, begin at their initial values again, or at what they were set to since.
             ``state.phases`` keeps what has begun. So a script of several phases can be started
-            again: it passes over those that have ended, and continues the one that has not. A stop
-            by a hook ends a phase; Ctrl-C and signals do not.
+            again: it passes over those that have ended, and continues the one that has not. It
+            names them in the order in which they began. A stop by a hook ends a phase; Ctrl-C and
+            signals do not, and then the next phase is refused.
 
     Returns:
         The state reached. If the run ended before its target, ``state.stop`` says why: the reason
@@ -80,7 +83,8 @@ def fit(
 
     Raises:
         StaleStateError: the state has been advanced already.
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument is not what it should be, or the phase is not the one
+            that comes next.
         KeyError: a hook monitors a metric of a loader that this run neither trains on nor
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.

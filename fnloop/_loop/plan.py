@@ -16,6 +16,7 @@ from fnloop._core.frozen import put_back_restored
 from fnloop._core.left_out import left_out
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
+from fnloop._core.optimizers import forget_schedules, groups_of
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.stops import RUN_LIMIT, is_interruption
@@ -29,8 +30,16 @@ from fnloop._hooks.progress import progress
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.triggers import once
 from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
+from fnloop._loop.errors import warn_on_main
 from fnloop._loop.moments import Moments, check_moment, own_clock, read_moments
-from fnloop._loop.phases import absolute_targets, begin_phase, check_phase, phase_of
+from fnloop._loop.phases import (
+    absolute_targets,
+    begin_phase,
+    check_phase,
+    name_phase,
+    phase_of,
+    skipped_phase,
+)
 from fnloop._step.pipeline import Pipeline, PipelineStep
 
 __all__ = ["Plan", "check_step", "describe", "make_plan"]
@@ -72,9 +81,24 @@ class Plan:
             if (take_back := getattr(unwrap_hook(hook), "take_back", None)) is not None:
                 state = take_back(state)
         state = put_back_restored(state, self.phase)
-        if self.phase is None or phase_of(state, self.phase) is not None:
+        if self.phase is None:
             return state
+        if phase_of(state, self.phase) is not None:
+            return name_phase(state, self.phase)
+        if (skipped := skipped_phase(state.phases, self.phase)) is not None:
+            warn_on_main(
+                state,
+                f"fit: the phase {self.phase!r} begins where {skipped.name!r} ended, which this "
+                f"program has not named. If it comes later in the program, stop here: "
+                f"{self.phase!r} would have to begin before it, in another folder",
+            )
+        forget_schedules(groups_of(state))
         return begin_phase(self.step.renew_slots(state), self.phase)
+
+    def passes_over(self, state: TrainState) -> bool:
+        """Return whether a script that was started again passes over a phase on its way."""
+        phase = None if self.phase is None else phase_of(state, self.phase)
+        return phase is not None and phase.done and not phase.named and phase != state.phases[-1]
 
     def is_over(self, state: TrainState) -> bool:
         """Return whether a run that has reached this state is at its end."""

@@ -36,7 +36,8 @@ def ema(
 
     Through update ``start`` the average is the weights. Each ``every``-th applied update after it
     makes it ``decay × average + (1 - decay) × weights``. Training does not depend on it. A skipped
-    update changes nothing.
+    update changes nothing. The average continues from phase to phase; updates count from the
+    beginning of the run.
 
     The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the statistics of
     a BatchNorm) by name, in float32 or wider; all other buffers are those of the model.

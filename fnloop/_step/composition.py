@@ -155,6 +155,12 @@ def _fail_as_member(member: object) -> None:
             f"pipeline expects middleware, got {member!r}. To join two, write "
             "pipeline(*p.middleware, ...)"
         )
+    kind = member if isinstance(member, type) else type(member)
+    if kind.__module__.startswith("fnloop._hooks."):
+        typed = f"{name_of(member)}{'(...)' if isinstance(member, type) else ''}"
+        raise TypeError(
+            f"pipeline expects middleware; {typed} is a hook: write fit(..., hooks=({typed},))"
+        )
     hint = f" A loss function goes into the second call: pipeline(...)({name})."
     raise TypeError(
         f"pipeline expects middleware, such as clip(1.0); got {describe(member)}."

@@ -130,6 +130,7 @@ MANIFESTS = {
     "format": lambda path: craft(path, lambda made: made.update(format_version="1")),
     "no format": lambda path: craft(path, lambda made: made.pop("format_version")),
     "measured": lambda path: craft(path, lambda made: made.update(measured=[])),
+    "phase": lambda path: craft(path, lambda made: made.update(phase=3)),
     "position": lambda path: craft(path, lambda made: made.update(position=["x"])),
     "files": lambda path: craft(path, lambda made: made.update(files=3)),
     "a list": lambda path: (path / "manifest.json").write_text("[]"),

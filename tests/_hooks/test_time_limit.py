@@ -90,3 +90,10 @@ def test_evaluation_counts(clock):
 def test_wrong_settings_are_refused(settings, error, message):
     with pytest.raises(error, match=message):
         fl.time_limit(**settings)
+
+
+def test_a_time_without_its_unit_is_refused():
+    with pytest.raises(
+        TypeError, match=r"time_limit\(8\) does not say .*: write time_limit\(hours=8\)"
+    ):
+        fl.time_limit(8)

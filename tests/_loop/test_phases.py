@@ -155,6 +155,69 @@ def test_a_schedule_takes_a_rate_that_was_set_between_two_phases(changed):
     assert rates(step, state, ("b", 1))[0] == [8.0, 6.0, 4.0, 2.0]
 
 
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize(
+    "member",
+    [
+        fl.schedule(lambda i, total: 0.0),
+        fl.torch_scheduler(lambda opt, run: lr_scheduler.ConstantLR(opt, 0.5, 99)),
+        fl.plateau("train/loss", 0.5, patience=1, min_delta=100.0),
+    ],
+)
+def test_a_phase_without_a_schedule_has_the_initial_rates(member, saved, tmp_path):
+    state = fit(toy(lr=1.0), "a", fl.pipeline(member)(toy_loss), epochs=3)
+    assert state.optimizer.param_groups[0]["lr"] < 1
+    if saved:
+        state = fl.restore(fl.save(state, tmp_path / "a"), toy())
+    assert rates(PLAIN, state, ("b", 1))[0] == [1.0] * 4
+
+
+@pytest.mark.parametrize("field", ["momentum", "weight_decay"])
+def test_other_settings_return_to_their_initial_values_too(field):
+    model = toy().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, weight_decay=0.25)
+    initial = dict(optimizer.param_groups[0])
+    step = fl.pipeline(fl.schedule(lambda i, total: 2.0, field))(toy_loss)
+    state = fit(fl.TrainState.create(model, optimizer), "a", step)
+    assert optimizer.param_groups[0][field] == 2 * initial[field]
+    fit(state, "b")
+    assert optimizer.param_groups[0] == {**initial, f"initial_{field}": initial[field]}
+
+
+def test_plateau_takes_a_rate_that_was_set_between_two_phases():
+    step = fl.pipeline(fl.plateau("recent/loss", 0.5, patience=1, min_delta=1e9))(toy_loss)
+    seen, state = rates(step, toy(), ("a", 1))
+    state.optimizer.param_groups[0]["lr"] = 8.0
+    more, state = rates(step, state, ("b", 1))
+    assert seen + more == [1.0, 1.0, 0.5, 0.25, 8.0, 8.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_rate_that_is_a_tensor_begins_each_phase_at_its_initial_value(saved, tmp_path):
+    def create():
+        model = toy().model
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+        return fl.TrainState.create(model, optimizer, seed=0)
+
+    cycle = fl.torch_scheduler(lambda o, run: lr_scheduler.OneCycleLR(o, 1.0, run.total_steps))
+    members = (
+        fl.schedule(lambda i, total: 1 - i / total),
+        cycle,
+        fl.plateau("recent/loss", 0.5, patience=1, min_delta=1e9),
+    )
+    state, seen = create(), []
+    for name, member in zip("abc", members, strict=True):
+        found, state = rates(fl.pipeline(member)(toy_loss), state, (name, 1))
+        seen.append(found)
+        if saved:
+            state = fl.restore(fl.save(state, tmp_path / name), create())
+    assert seen[0] == [0.5, 0.375, 0.25, 0.125]
+    assert seen[1] == rates(fl.pipeline(cycle)(toy_loss), create(), ("b", 1))[0]
+    assert seen[2] == [0.5, 0.5, 0.25, 0.125]
+    assert isinstance(state.optimizer.param_groups[0]["lr"], torch.Tensor)
+    assert rates(PLAIN, state, ("d", 1))[0] == [0.5] * 4
+
+
 # --- scripts that are started again
 
 
@@ -219,7 +282,9 @@ def test_ctrl_c_does_not_end_a_phase():
     state = fit(toy(), "a", hooks=(press,), epochs=1)
     assert (state.stop, state.phases[0].done) == ("interrupted", False)
     with pytest.raises(
-        ValueError, match=r"'a', begun at step 0, has not ended \(interrupted\), so 'b' cannot"
+        ValueError,
+        match=r"'a', begun at step 0, has not ended: it was interrupted at step 2 \(interrupted\), "
+        r"so 'b' cannot begin\. Start the script again to continue it",
     ):
         fit(state, "b", epochs=1)
     with pytest.raises(ValueError, match=r"so fit was called without a phase|without a phase"):
@@ -282,20 +347,7 @@ def test_a_rolled_back_state_is_in_the_phase_of_its_snapshot():
     assert (state.step, [p.name for p in state.phases]) == (8, ["a", "b"])
 
 
-# --- hooks
-
-
-def test_early_stop_counts_the_evaluations_of_its_phase_or_of_the_run():
-    def run(since, losses):
-        values = iter(losses)
-        step = fl.pipeline()(lambda model, batch: model.w * 0 + next(values))
-        hook = fl.early_stop("train/loss", patience=2, since=since)
-        state = fit(toy(), "a", step, ONES[:1], (hook,), epochs=2)
-        return fit(state, "b", step, ONES[:1], (hook,), epochs=3)
-
-    losses = [1.0, 1.0, 2.0, 1.5, 1.2]
-    assert (run("phase", losses).epoch, run("run", losses).epoch) == (5, 3)
-    assert "2 evaluations (best 1, epoch 1)" in run("run", losses).stop
+# --- names and damage
 
 
 @pytest.mark.parametrize("phase", ["", 3])
@@ -320,37 +372,3 @@ def test_progress_says_which_phase_it_is_and_how_long(capsys):
     assert "phase b" in shown.out + shown.err
     assert "3 epochs of 4 updates" in shown.out + shown.err
     assert "3/5" in shown.out + shown.err  # those of the state
-
-
-BY_EPOCH = fl.schedule(lambda i, total: (2, -1)[i])  # w is -2, -1, -3, -2
-
-
-def two_phases(*hooks):
-    step, loaders = fl.pipeline(BY_EPOCH)(toy_loss), {"train": ONES[:1], "valid": ONES[:1]}
-    state = fit(toy(), "a", step, loaders, hooks, epochs=2)
-    reached = state.model.w.item()
-    state = fl.fit(step, state, loaders, hooks=hooks, phase="b", epochs=2)
-    return reached, state
-
-
-def test_the_best_weights_are_those_of_the_phase_or_of_the_run():
-    rising = {"mode": "max"}  # the values are -2, -1; then from -1: -3, -2
-    reached, state = two_phases(fl.restore_best("valid/loss", **rising))
-    assert (reached, state.model.w.item()) == (-1.0, -2.0)
-    reached, state = two_phases(fl.restore_best("valid/loss", **rising, since="run"))
-    assert (reached, state.model.w.item()) == (-1.0, -1.0)
-
-
-@pytest.mark.parametrize(("since", "expected"), [("phase", [1, 2, 3, 4]), ("run", [1, 2])])
-def test_an_improvement_is_one_of_the_phase_or_of_the_run(since, expected):
-    seen = []
-    note = lambda state: seen.append(state.epoch) or state
-    two_phases(fl.when_improved("valid/loss", "max", since=since)(note))
-    assert seen == expected
-
-
-@pytest.mark.parametrize("make", [fl.restore_best, fl.when_improved, fl.early_stop])
-def test_since_is_the_phase_or_the_run(make):
-    with pytest.raises(ValueError, match="since"):
-        make("valid/loss", since="epoch")
-    assert repr(make("valid/loss", since="run")).endswith("('valid/loss', since='run')")

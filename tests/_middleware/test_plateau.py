@@ -111,6 +111,23 @@ def test_it_equals_torch_whose_patience_is_one_less(patience, threshold):
     assert rates(values, patience=patience, min_delta=threshold) == expected
 
 
+@pytest.mark.parametrize(
+    ("values", "mode", "patience", "threshold", "after"),
+    [
+        (  # its test: an accuracy, which has to rise by more than 1.99
+            *([3, 7, 7, 9, 10, 11, 8, 8, 4, 7], "max", 1, 1.99),
+            [1, 1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.25],
+        ),
+        # its test, and its documentation: there the least gain is a tenth of the best value
+        ([10, 9, 9, 9, 8.1], "min", 2, 1.0, [1, 1, 1, 0.5, 0.5]),
+        ([10, 5, 3, 4, 4, 4, 5, 1], "min", 3, 0.3, [1, 1, 1, 1, 1, 1, 0.5, 0.5]),
+    ],
+)
+def test_it_equals_ignite_whose_patience_is_one_less(values, mode, patience, threshold, after):
+    settings = {"mode": mode, "patience": patience + 1, "min_delta": threshold}
+    assert rates([*values, 0], **settings) == [1, *after]
+
+
 LOSSES = (1.0, 0.5, 0.5, 0.75, 0.25, 0.25, 0.5, 0.5)  # of eight epochs
 
 

@@ -305,6 +305,14 @@ def test_a_frozen_model_is_named():
             r"into the second call: pipeline\(...\)\(toy_loss\)",
         ),
         (lambda: fl.pipeline(1.0), TypeError, r"expects middleware, such as clip\(1.0\); got 1.0"),
+        (
+            lambda: fl.pipeline(fl.time_limit(hours=8)),
+            TypeError,
+            r"time_limit\(hours=8\) is a hook: write fit\(..., hooks=\(time_limit\(hours=8\),\)\)",
+        ),
+        (lambda: fl.pipeline(fl.progress), TypeError, r"progress\(...\) is a hook"),
+        (lambda: fl.pipeline(fl.every(steps=1)(fl.progress())), TypeError, r"\) is a hook"),
+        (lambda: fl.pipeline(fl.Mean(1.0, 1)), TypeError, "expects middleware, such as"),
         (lambda: fl.pipeline(fl.pipeline()), TypeError, r"\*p.middleware"),
         (
             lambda: fl.pipeline()(fl.clip(1.0)),
