@@ -85,9 +85,14 @@ def reports(folder):
         "valid": batches(VALID),
         "test": DataLoader(samples(), TEST),
     }
-    state = fl.fit(step, state, loaders, epochs=2, hooks=hooks)
+    every_other = fl.every(steps=2)
+    state = fl.fit(step, state, loaders, epochs=2, hooks=hooks, record_every=every_other)
     return {
         "record": dict(state.history[-1].metrics),
+        "intervals": [
+            [record.step, {k: v for k, v in record.metrics.items() if k.startswith("recent/")}]
+            for record in state.history
+        ],
         "seen": seen,
         "main": state.backend.main,
         "kept": any(kept),
@@ -120,3 +125,15 @@ def test_metrics_of_a_phase_a_loader_and_a_collection_do_not_depend_on_the_proce
     assert "valid/tested" not in alone and alone["test/part"] == 1.0
     assert alone["valid/recall/a"] == alone["test/recall/a"] == alone["train/recall/a"]
     assert alone["valid/double"] == 2 * alone["valid/loss"]
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_metrics_of_an_interval_do_not_depend_on_the_processes(launched, n):
+    alone = launched(reports, 1)[0]["intervals"]
+    trained = [metrics["recent/trained"] for _, metrics in alone]
+    assert sum(trained) == 2 * SIZE and len(set(trained)) > 1  # the last of an epoch is shorter
+    for mine in launched(reports, n):
+        assert [step for step, _ in mine["intervals"]] == [step for step, _ in alone]
+        for (_, metrics), (_, expected) in zip(mine["intervals"], alone, strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-6)
+            assert "recent/recall/a" in metrics and "recent/sum" in metrics
