@@ -80,7 +80,8 @@ def main():
     if state.backend.main:
         print(state.history)
         images = f"{len(guesses):,} images held out"
-        print(f"accuracy on the {images}: {found['accuracy']:.1%}, on {processes} processes")
+        where = f"{processes} process" + "es" * (processes > 1)
+        print(f"accuracy on the {images}: {found['accuracy']:.1%}, on {where}")
         sevens = (guesses == 7).sum(), (valid.tensors[1] == 7).sum()
         print(f"sevens: {sevens[0]} predicted, {sevens[1]} real")
         print(f"images that each process trained on: {', '.join(f'{n:,}' for n in shares)}")

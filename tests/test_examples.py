@@ -74,7 +74,7 @@ ACCELERATE += ("--main_process_port", "0")  # any free port
 
 def test_many_gives_the_same_on_two_processes():
     alone, together = run("many.py"), run("many.py", launcher=ACCELERATE)
-    assert "on 1 processes" in alone and "each process trained on: 20,000" in alone
+    assert "on 1 process\n" in alone and "each process trained on: 20,000" in alone
     # 4,000 images in batches of 32 make 125 batches. The first process gets 63 of them in each of
     # 5 epochs, and the second 62.
     assert "on 2 processes" in together and "each process trained on: 10,080, 9,920" in together

@@ -83,11 +83,16 @@ def test_a_notebook_runs_and_runs_again(name, tmp_path):
     )
 
 
-# --- coming_from_a_trainer
-
-
 def lines(code):
     return [line for line in code.splitlines() if line.strip()]
+
+
+def test_a_recipe_has_at_most_fifteen_lines():
+    cells = {cell.id: cell.source for cell in BOOKS["recipes"].cells if cell.cell_type == "code"}
+    assert [name for name, source in cells.items() if len(lines(source)) > 15] == []
+
+
+# --- coming_from_a_trainer
 
 
 @pytest.mark.parametrize(
