@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fnloop._core.types import Batch
 from fnloop._display.checks import describe, function
 
-__all__ = ["Loader", "Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
+__all__ = [
+    "Loader",
+    "Loaders",
+    "check_loader",
+    "is_iterable",
+    "read_loaders",
+    "sharded",
+    "takes_position",
+]
 
 
 Loader = Any  # an iterable of batches, or a function that returns one
@@ -118,12 +127,34 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
         hint = f". Call it: {loader.__name__}(...)" if isinstance(loader, type) else ""
         raise TypeError(f"the {name} loader must be {wanted}; got {describe(loader)}{hint}")
     if not is_iterable(loader):
-        function(f"the {name} loader", "itself", loader, wanted, 0)
+        arguments = 2 if takes_position(loader) else 0
+        function(f"the {name} loader", "itself", loader, wanted, arguments)
 
 
 def is_iterable(loader: object) -> bool:
     """Return whether ``iter`` takes a loader."""
     return hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+
+
+def takes_position(loader: object) -> bool:
+    """Return whether a function takes ``(epoch, batch)``: where its batches are to begin.
+
+    Its first two arguments are called that, or it cannot be called without two.
+    """
+    if is_iterable(loader) or not callable(loader):
+        return False
+    try:
+        signature = inspect.signature(loader)
+        signature.bind(None, None)
+    except (TypeError, ValueError):  # ValueError: a builtin without a signature
+        return False
+    if [*signature.parameters][:2] == ["epoch", "batch"]:
+        return True
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _loads(value: object) -> bool:
