@@ -115,9 +115,9 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
             f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a "
             "DataLoader"
         )
-    if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
+    if isinstance(loader, list) and loader and _is_loader(loader[0]):
         raise TypeError(
-            f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a "
+            f"the {name} loader is a list of loaders: write a pair (train, valid), or a "
             "mapping with names"
         )
     wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
@@ -162,7 +162,12 @@ def _loads(value: object) -> bool:
     batches = (
         isinstance(value, list) and bool(value) and isinstance(value[0], list | tuple | Mapping)
     )
-    return isinstance(value, DataLoader | IterableDataset | sharded) or batches
+    return _is_loader(value) or batches
+
+
+def _is_loader(value: object) -> bool:
+    """Return whether this is surely a loader. Those made of others have ``length_in``."""
+    return isinstance(value, DataLoader | IterableDataset | sharded) or hasattr(value, "length_in")
 
 
 class sharded:

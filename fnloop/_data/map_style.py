@@ -32,6 +32,7 @@ from torch.utils.data import (
 from fnloop._backend import torch_compat
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.types import Batch
+from fnloop._data.bucketed import Bucketed
 from fnloop._data.round_robin import Index, SingleProcess
 from fnloop._data.window import END, Padding
 
@@ -46,7 +47,14 @@ __all__ = [
     "sigterm_resistant_workers",
 ]
 
-_TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+# They draw from their own generator only.
+_TORCH_SAMPLERS = (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    Bucketed,
+)
 
 
 def length_of(loader: object) -> int | None:

@@ -16,7 +16,7 @@ in batches: keep the batch size when you resume in the middle of an epoch. By it
 iterable, whose order torch's generator decides.
 """
 
-from fnloop.data._bucketed import bucketed
+from fnloop._data.bucketed import bucketed
 from fnloop.data._fixed import fixed
 from fnloop.data._interleave import interleave
 from fnloop.data._leave_out import leave_out

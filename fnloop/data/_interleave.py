@@ -145,7 +145,9 @@ def _drawn(shares: list[int], blocks: int | None, generator: torch.Generator) ->
 
     None blocks are endlessly many.
     """
-    block = torch.repeat_interleave(torch.arange(len(shares)), torch.tensor(shares))
+    block = torch.tensor(
+        [i for i, share in enumerate(shares) for _ in range(share)], dtype=torch.int64
+    )
     at_once = max(_DRAWN_AT_ONCE // max(len(block), 1), 1)
     for done in itertools.count(0, at_once):
         n = at_once if blocks is None else min(blocks - done, at_once)

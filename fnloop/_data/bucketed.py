@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from fnloop._core.rng import new_seed
 from fnloop._display import checks
 
-__all__ = ["bucketed"]
+__all__ = ["Bucketed", "bucketed"]
 
 _MIXED = 10  # batches of similar length whose samples are mixed
 
@@ -49,10 +49,12 @@ def bucketed(
         >>> list(bucketed([1, 9, 2, 8, 1], max_items=16, shuffle=False))
         [[1], [3, 2], [0, 4]]
     """
-    return _Bucketed(lengths, batch_size, max_items, shuffle)
+    return Bucketed(lengths, batch_size, max_items, shuffle)
 
 
-class _Bucketed(Sampler[list[int]]):
+class Bucketed(Sampler[list[int]]):
+    """What :func:`bucketed` returns. It draws from its own ``generator`` only, as torch's do."""
+
     def __init__(
         self,
         lengths: Sequence[float],
