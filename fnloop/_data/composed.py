@@ -156,7 +156,10 @@ class _Fetching:
         if isinstance(item, Padding):
             return Padding(self._make(item.batch))
         if isinstance(item, Together):
-            return {name: self._make(one) for name, one in item.items.items()}
+            batches: dict[str, Batch] = {}
+            for name, one in item.items.items():  # a comprehension is a frame in the traceback
+                batches[name] = self._make(one)
+            return batches
         assert isinstance(item, Given)
         if item.version is not None and version(item.batch) != item.version:
             raise ValueError(

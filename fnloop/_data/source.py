@@ -66,6 +66,7 @@ class Source:
 
     def length_in(self, epoch: int) -> int | None:
         """Return the length of an epoch."""
+        __tracebackhide__ = True
         return self.length if self.lengths is None else self.lengths(epoch)
 
     def left(self, epoch: int, batch: int, samples: int) -> int | None:
@@ -123,6 +124,7 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
     Raises:
         ValueError: the loader distributes its data to the processes already.
     """
+    __tracebackhide__ = True
     if isinstance(loader, sharded):
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
@@ -156,6 +158,7 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
 
 
 def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Source:
+    __tracebackhide__ = True
     if sharing.processes > 1:
         for leaf in loader.leaves():
             _check_not_split(leaf)

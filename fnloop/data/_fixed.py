@@ -61,6 +61,7 @@ class _Fixed(Composed):
         self._own: tuple[int, Iterator[int]] | None = None
 
     def length_in(self, epoch: int) -> int:
+        __tracebackhide__ = True
         length = self.parts["fixed"].length_in(0)
         return self.n if length is None else min(self.n, length)
 

@@ -81,6 +81,7 @@ class _Interleave(Composed):
         return shares, min(known, default=None)
 
     def length_in(self, epoch: int) -> int | None:
+        __tracebackhide__ = True
         shares, blocks = self._shares(epoch)
         if blocks is None or None in self.lengths_in(epoch).values():
             return None

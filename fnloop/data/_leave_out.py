@@ -50,6 +50,7 @@ class _LeaveOut(Composed):
         self._kept: dict[tuple[int, int], int] = {}  # (epoch, length) to the batches that are left
 
     def _keeps(self, epoch: int, batch: int) -> bool:
+        __tracebackhide__ = True
         found: object = self.predicate(epoch, batch)
         if not isinstance(found, bool | np.bool_):
             raise TypeError(
@@ -59,11 +60,14 @@ class _LeaveOut(Composed):
         return not found
 
     def length_in(self, epoch: int) -> int | None:
+        __tracebackhide__ = True
         length = self.parts["leave_out"].length_in(epoch)
         if length is None:
             return None
         if (epoch, length) not in self._kept:
-            kept = sum(self._keeps(epoch, batch) for batch in range(length))
+            kept = 0
+            for batch in range(length):  # not a comprehension, which is a frame in the traceback
+                kept += self._keeps(epoch, batch)
             self._kept[epoch, length] = kept
         return self._kept[epoch, length]
 

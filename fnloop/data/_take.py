@@ -51,6 +51,7 @@ class _Take(Composed):
         self.n = n
 
     def length_in(self, epoch: int) -> int:
+        __tracebackhide__ = True
         length = self.parts["take"].length_in(epoch)
         return self.n if length is None else min(self.n, length)
 
@@ -104,6 +105,7 @@ class _Fraction(Composed):
             )
 
     def length_in(self, epoch: int) -> int:
+        __tracebackhide__ = True
         length = self.parts["fraction"].length_in(epoch) or 0
         return math.floor(Fraction(str(self.f)) * length)
 

@@ -95,6 +95,7 @@ def _together(parts: Mapping[str, Iterator[Item]]) -> Iterator[Item]:
 
 class _ZipShortest(_Zip):
     def length_in(self, epoch: int) -> int | None:
+        __tracebackhide__ = True
         lengths = [part.length_in(epoch) for part in self.parts.values()]
         known = [length for length in lengths if length is not None]
         return min(known) if len(known) == len(lengths) else None
@@ -112,6 +113,7 @@ class _ZipShortest(_Zip):
 
 class _ZipCycle(_Zip):
     def length_in(self, epoch: int) -> int | None:
+        __tracebackhide__ = True
         lengths = [part.length_in(epoch) for part in self.parts.values()]
         known = [length for length in lengths if length is not None]
         return max(known) if len(known) == len(lengths) else None
