@@ -225,9 +225,10 @@ backend=Accelerator(kwargs_handlers=[...]))`.
 DistributedDataParallel and `fully_shard`, and restarts. NCCL and several machines use the same
 calls of torch and have not been tested yet.
 
-# Schedules
+# Schedules and data
 
 - `fnloop.schedules`: cosine, linear, wsd and others; `fnloop.schedules.plot` draws them.
+- `fnloop.data`: loaders made of loaders: `take`, `fixed`, `interleave`, `zip_cycle` and others.
 
 # Testing
 
@@ -237,7 +238,7 @@ library as checks.
 
 __docformat__ = "google"
 
-from fnloop import schedules
+from fnloop import data, schedules
 from fnloop._backend.public import broadcast, gather, reduce
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
@@ -330,6 +331,7 @@ __all__ = [
     "compare",
     "compiled",
     "cuda_graph",
+    "data",
     "derive",
     "device_memory",
     "early_stop",

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop import schedules, testing
+from fnloop import data, schedules, testing
 from fnloop.testing import toy, toy_loss
 
 ROOT = str(Path(fl.__file__).parent)
@@ -399,6 +399,34 @@ SCHEDULES = {
     ),
 }
 
+LOADER, ONES = "[] () {1} tensor generator", [ONE] * 4
+DATA = {
+    "take(loader)": Entry(lambda v: data.take(v, 1), LOADER),
+    "take(n)": Entry(lambda v: data.take(ONES, v)),
+    "fraction(loader)": Entry(lambda v: data.fraction(v, 1.0), "{1} tensor"),
+    "fraction(f)": Entry(lambda v: data.fraction(ONES, v)),
+    "fixed(loader)": Entry(lambda v: data.fixed(v, 1), LOADER),
+    "fixed(n)": Entry(lambda v: data.fixed(ONES, v)),
+    "interleave(loaders)": Entry(data.interleave),
+    "interleave(a loader)": Entry(
+        lambda v: data.interleave({"a": v}), "[] () {1} tensor", ("loader",)
+    ),
+    "interleave(ratios)": Entry(lambda v: data.interleave({"a": ONES}, v), "None"),
+    "interleave(ratios: one)": Entry(lambda v: data.interleave({"a": ONES}, {"a": v})),
+    "zip_cycle(loader)": Entry(lambda v: data.zip_cycle(a=v), LOADER),
+    "zip_shortest(loader)": Entry(lambda v: data.zip_shortest(a=v), LOADER),
+    "bucketed(lengths)": Entry(lambda v: data.bucketed(v, batch_size=1), "tensor"),
+    "bucketed(batch_size)": Entry(lambda v: data.bucketed([1], batch_size=v, max_items=1), "None"),
+    "bucketed(max_items)": Entry(
+        lambda v: data.bucketed([1], max_items=v, batch_size=1), "None 1.5"
+    ),
+    "bucketed(shuffle)": Entry(lambda v: data.bucketed([1], batch_size=1, shuffle=v), "True"),
+    "pad_collate(padding)": Entry(data.pad_collate, f"{NUMBERS} nan inf"),
+    "pad_collate(padding: one)": Entry(lambda v: data.pad_collate({"a": v}), f"{NUMBERS} nan inf"),
+    "leave_out(loader)": Entry(lambda v: data.leave_out(v, lambda epoch, batch: False), LOADER),
+    "leave_out(predicate)": Entry(lambda v: data.leave_out(ONES, v)),
+}
+
 TESTING = {
     "Toy(w)": Entry(testing.Toy, f"{NUMBERS} nan inf"),
     "toy(w)": Entry(toy, f"{NUMBERS} nan inf"),
@@ -467,6 +495,7 @@ ENTRIES = {
     **HOOKS,
     **CHECKPOINTS,
     **SCHEDULES,
+    **DATA,
     **TESTING,
 }
 

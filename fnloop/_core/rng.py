@@ -35,6 +35,7 @@ __all__ = [
     "COMPUTE",
     "FETCH",
     "ORDER",
+    "PART",
     "SEED_BITS",
     "Generators",
     "HostGenerators",
@@ -52,11 +53,8 @@ __all__ = [
 ]
 
 SEED_BITS = (1 << 64) - 1
-ORDER, FETCH, COMPUTE = (
-    1,
-    2,
-    3,
-)  # purposes: each is folded into the seed and gives a stream of its own
+# Purposes: each is folded into the seed and gives a stream of its own.
+ORDER, FETCH, COMPUTE, PART = 1, 2, 3, 4
 
 
 def mix(seed: int, number: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fnloop._core.types import Batch
 from fnloop._display.checks import describe, function
 
-__all__ = ["Loader", "Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
+__all__ = [
+    "Loader",
+    "Loaders",
+    "check_loader",
+    "is_iterable",
+    "read_loaders",
+    "sharded",
+    "takes_position",
+]
 
 
 Loader = Any  # an iterable of batches, or a function that returns one
@@ -106,9 +115,9 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
             f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a "
             "DataLoader"
         )
-    if isinstance(loader, list) and loader and isinstance(loader[0], DataLoader):
+    if isinstance(loader, list) and loader and _is_loader(loader[0]):
         raise TypeError(
-            f"the {name} loader is a list of DataLoaders: write a pair (train, valid), or a "
+            f"the {name} loader is a list of loaders: write a pair (train, valid), or a "
             "mapping with names"
         )
     wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
@@ -118,7 +127,8 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
         hint = f". Call it: {loader.__name__}(...)" if isinstance(loader, type) else ""
         raise TypeError(f"the {name} loader must be {wanted}; got {describe(loader)}{hint}")
     if not is_iterable(loader):
-        function(f"the {name} loader", "itself", loader, wanted, 0)
+        arguments = 2 if takes_position(loader) else 0
+        function(f"the {name} loader", "itself", loader, wanted, arguments)
 
 
 def is_iterable(loader: object) -> bool:
@@ -126,12 +136,38 @@ def is_iterable(loader: object) -> bool:
     return hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
 
 
+def takes_position(loader: object) -> bool:
+    """Return whether a function takes ``(epoch, batch)``: where its batches are to begin.
+
+    Its first two arguments are called that, or it cannot be called without two.
+    """
+    if is_iterable(loader) or not callable(loader):
+        return False
+    try:
+        signature = inspect.signature(loader)
+        signature.bind(None, None)
+    except (TypeError, ValueError):  # ValueError: a builtin without a signature
+        return False
+    if [*signature.parameters][:2] == ["epoch", "batch"]:
+        return True
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False
+
+
 def _loads(value: object) -> bool:
     """Return whether an element of a tuple is a loader, and not a part of a batch."""
     batches = (
         isinstance(value, list) and bool(value) and isinstance(value[0], list | tuple | Mapping)
     )
-    return isinstance(value, DataLoader | IterableDataset | sharded) or batches
+    return _is_loader(value) or batches
+
+
+def _is_loader(value: object) -> bool:
+    """Return whether this is surely a loader. Those made of others have ``length_in``."""
+    return isinstance(value, DataLoader | IterableDataset | sharded) or hasattr(value, "length_in")
 
 
 class sharded:

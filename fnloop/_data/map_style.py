@@ -12,8 +12,8 @@ import contextlib
 import itertools
 import signal
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from typing import Any, NamedTuple, cast
 
 import torch
 from toolz import partition, partition_all
@@ -32,18 +32,29 @@ from torch.utils.data import (
 from fnloop._backend import torch_compat
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.types import Batch
+from fnloop._data.bucketed import Bucketed
 from fnloop._data.round_robin import Index, SingleProcess
 from fnloop._data.window import END, Padding
 
 __all__ = [
+    "batch_indices",
+    "fetched",
     "is_sized",
     "length_of",
     "map_style",
+    "requests",
     "set_epoch",
     "sigterm_resistant_workers",
 ]
 
-_TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+# They draw from their own generator only.
+_TORCH_SAMPLERS = (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    Bucketed,
+)
 
 
 def length_of(loader: object) -> int | None:
@@ -75,11 +86,13 @@ class _BatchRequest(NamedTuple):
     Args:
         seed: what its randomness starts from.
         index: that of one sample, or a list of them.
+        size: how many samples it has, or 0 if that is not known.
         is_padding: whether it is another process's batch.
     """
 
     seed: int
     index: Index
+    size: int
     is_padding: bool = False
 
 
@@ -138,43 +151,62 @@ def map_style(
         samples: their samples, if the loader's batches have one known size; else 0.
         sharing: how batches are distributed to the processes.
     """
+    made = requests(loader, seed, epoch, batch, samples, sharing, sharing.processes)
+    return fetched(loader, _shared(made, sharing))
+
+
+def _shared(requests: Iterator[_BatchRequest], sharing: SingleProcess) -> Iterator[_BatchRequest]:
     __tracebackhide__ = True
-    requests = _requests(loader, seed, epoch, batch, samples, sharing)
+    for given in sharing.split(requests, lambda request: request.size):
+        yield given.batch._replace(is_padding=True) if isinstance(given, Padding) else given
+
+
+def fetched(loader: DataLoader[object], requests: Iterator[object]) -> Generator[Batch, None, None]:
+    """Yield the batches that :func:`requests` asks for."""
+    __tracebackhide__ = True
     if loader.num_workers:
         yield from _with_workers(loader, requests)
     else:
         made = _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
-        for request in requests:
+        for request in cast("Iterator[_BatchRequest]", requests):
             yield made[request]
 
 
-def _requests(
+def requests(
     loader: DataLoader[object],
     seed: int,
     epoch: int | None,
     batch: int,
     samples: int,
     sharing: SingleProcess,
+    processes: int = 1,
+    indices: Iterable[Index] | None = None,
 ) -> Iterator[_BatchRequest]:
-    """Yield the requests for this process's batches.
+    """Yield a request for each batch that is left of an epoch, whichever process fetches it.
 
-    The seed of each is a function of its position, whichever process makes it.
+    The seed of each is a function of its position.
+
+    Args:
+        loader: the loader.
+        seed, epoch, batch, samples: as in :func:`map_style`.
+        sharing: what is to note the order of the samples.
+        processes: how many processes take an incomplete round, if the loader drops it.
+        indices: those of all batches of the epoch; None takes them from the loader's sampler.
     """
     __tracebackhide__ = True
     seeds = fold_in(seed, FETCH, epoch or 0)
     stride = loader.batch_sampler.batch_size if is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if is_sized(loader) else batch
-    order_seed = fold_in(seed, ORDER, epoch or 0)
-    indices = _batch_indices(loader, order_seed, epoch, start, sharing.processes)
-    indices = sharing.note_order(indices, batched=loader.batch_sampler is not None)
+    if indices is None:
+        order_seed = fold_in(seed, ORDER, epoch or 0)
+        left = batch_indices(loader, order_seed, epoch, start, processes)
+    else:
+        left = itertools.islice(indices, batch, None)
+    left = sharing.note_order(left, batched=loader.batch_sampler is not None)
     is_known = loader.batch_sampler is not None and _keeps_all(loader)
-
-    def size_of(numbered: tuple[int, Index]) -> int:
-        return len(numbered[1]) if is_known else 0
-
-    for given in sharing.split(enumerate(indices), size_of):
-        n, index = given.batch if isinstance(given, Padding) else given
-        yield _BatchRequest(fold_in(seeds, start + n * stride), index, isinstance(given, Padding))
+    for n, index in enumerate(left):
+        size = len(index) if is_known else 0
+        yield _BatchRequest(fold_in(seeds, start + n * stride), index, size)
 
 
 def _keeps_all(loader: DataLoader[object]) -> bool:
@@ -185,7 +217,7 @@ def _keeps_all(loader: DataLoader[object]) -> bool:
     return loader.collate_fn is default_collate and not hasattr(dataset, "__getitems__")
 
 
-def _batch_indices(
+def batch_indices(
     loader: DataLoader[object], seed: int, epoch: int | None, start: int, processes: int
 ) -> Iterator[Index]:
     """Return the indices of each batch that is left of an epoch.
@@ -243,9 +275,9 @@ class _Requests:
     """The sampler of a loader with workers: the requests of the running epoch."""
 
     def __init__(self) -> None:
-        self.next: Iterator[_BatchRequest] = iter(())
+        self.next: Iterator[object] = iter(())
 
-    def __iter__(self) -> Iterator[_BatchRequest]:
+    def __iter__(self) -> Iterator[object]:
         return self.next
 
     def __len__(self) -> int:
@@ -257,7 +289,7 @@ _worker_loaders: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 
-def _with_workers(loader: DataLoader[object], requests: Iterator[_BatchRequest]) -> Iterator[Batch]:
+def _with_workers(loader: DataLoader[object], requests: Iterator[object]) -> Iterator[Batch]:
     """Let the loader's workers make the batches. Persistent workers live as long as the loader."""
     __tracebackhide__ = True
     # Removed while in use, so that a concurrent reader gets its own workers.

@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from fnloop._backend import torch_compat
 from fnloop._backend.collectives import ORDER_MISMATCH, all_reduce_max
 from fnloop._backend.transfer import tensors_in
 from fnloop._backend.watchdog import DIVERGED
+from fnloop._core.types import Batch
 from fnloop._data.window import Padding
 
-__all__ = ["Index", "RoundRobin", "SingleProcess", "sharing_among"]
+__all__ = ["Index", "RoundRobin", "SingleProcess", "batch_size_of", "sharing_among", "version"]
 
 Index = Any  # what a sampler yields: the index of a sample, or a list of them
 Item = TypeVar("Item")
@@ -88,10 +91,10 @@ class RoundRobin(SingleProcess):
         self.order = 0
         items = iter(items)
         while round_ := [
-            (item, _version(item) if reused else None)
+            (item, version(item) if reused else None)
             for item in itertools.islice(items, self.processes)
         ]:
-            if reused and any(_version(item) != version for item, version in round_):
+            if reused and any(version(item) != before for item, before in round_):
                 raise ValueError(
                     f"the loader reuses a tensor for its next batch, but {self.processes} "
                     "processes need that many batches at once: let it make a new one for each "
@@ -124,12 +127,19 @@ def sharing_among(processes: int, rank: int) -> SingleProcess:
     return SingleProcess() if processes == 1 else RoundRobin(rank, processes)
 
 
+def batch_size_of(batch: Batch) -> int:
+    """Return the leading dimension of a batch: that of its first tensor that has one."""
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        return batch[0].size(0)  # (x, y): the usual case
+    return next((t.size(0) for t in tensors_in(batch) if t.ndim), 1)
+
+
 def _common(sizes: list[int], expected: int) -> int:
     """Return the size that all have, or 0 if they differ or are fewer than expected."""
     return sizes[0] if len(sizes) == expected and len({*sizes}) == 1 else 0
 
 
-def _version(item: object) -> int | None:
+def version(item: object) -> int | None:
     """Return how often the first tensor of a batch has been changed in place."""
     first = next(tensors_in(item), None)
     return None if first is None or first.is_inference() else torch_compat.version_of(first)

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import attrs
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from fnloop._backend.collectives import all_reduce_max, any_rank
-from fnloop._backend.transfer import tensors_in
 from fnloop._core.rng import fold_in
 from fnloop._core.types import Batch
+from fnloop._data.composed import Composed, fetch
 from fnloop._data.iterable import iterate
 from fnloop._data.loaders import sharded
 from fnloop._data.map_style import is_sized, length_of, map_style
-from fnloop._data.round_robin import RoundRobin, SingleProcess, sharing_among
+from fnloop._data.parts import is_map_style, size_of
+from fnloop._data.round_robin import RoundRobin, SingleProcess, batch_size_of, sharing_among
 from fnloop._data.window import END, Padding, Window
 
-__all__ = ["Source", "batch_size_of", "num_updates", "open_source"]
+__all__ = ["Source", "num_updates", "open_source"]
 
 
 @attrs.frozen
@@ -36,12 +36,14 @@ class Source:
     Args:
         batches: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
             position on.
-        length: batches in an epoch, for all processes together; None if unknown before its end.
+        length: batches in an epoch, for all processes together; None if unknown before its end. If
+            epochs differ, that of epoch 0.
         sharing: how the batches are distributed to the processes.
         batch_size: samples in a batch, if all batches but the last have one known size. Then a
             position may be given in samples.
         samples: samples in an epoch, if ``batch_size`` is known.
         drop_last: whether an incomplete last round is left out.
+        lengths: the length of an epoch by its number, if epochs may differ.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Batch]]
@@ -50,6 +52,7 @@ class Source:
     batch_size: int | None = None
     samples: int = 0
     drop_last: bool = False
+    lengths: Callable[[int], int | None] | None = None
 
     @property
     def processes(self) -> int:
@@ -61,11 +64,17 @@ class Source:
         """A checksum of the order of an epoch's samples, where their indices are known."""
         return self.sharing.order
 
-    def left(self, batch: int, samples: int) -> int | None:
+    def length_in(self, epoch: int) -> int | None:
+        """Return the length of an epoch."""
+        __tracebackhide__ = True
+        return self.length if self.lengths is None else self.lengths(epoch)
+
+    def left(self, epoch: int, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
         if self.batch_size and samples:
             return self.batches_of(max(self.samples - samples, 0))
-        return None if self.length is None else max(self.length - batch, 0)
+        length = self.length_in(epoch)
+        return None if length is None else max(length - batch, 0)
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches a number of samples makes."""
@@ -115,12 +124,15 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
     Raises:
         ValueError: the loader distributes its data to the processes already.
     """
+    __tracebackhide__ = True
     if isinstance(loader, sharded):
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_not_split(loader)
     sharing = sharing_among(processes, rank)
-    if isinstance(loader, DataLoader) and _is_map_style(loader):
+    if isinstance(loader, Composed):
+        return _open_composed(loader, seed, sharing)
+    if is_map_style(loader):
 
         def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
             return map_style(loader, seed, epoch, batch, samples, sharing)
@@ -145,10 +157,17 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
     return Source(iterated, length_of(loader), sharing)
 
 
-def _is_map_style(loader: DataLoader[object]) -> bool:
-    """Return whether a DataLoader takes samples by index, in torch's own way."""
-    is_plain = type(loader).__iter__ is DataLoader.__iter__
-    return is_plain and not isinstance(loader.dataset, IterableDataset)
+def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Source:
+    __tracebackhide__ = True
+    if sharing.processes > 1:
+        for leaf in loader.leaves():
+            _check_not_split(leaf)
+
+    def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+        items = loader.items(seed, epoch, batch, sharing)
+        return fetch(sharing.split(items, size_of))
+
+    return Source(composed, loader.length_in(0), sharing, lengths=loader.length_in)
 
 
 def _check_not_split(loader: object) -> None:
@@ -196,13 +215,6 @@ def _pad_to_longest(batches: Iterator[Batch]) -> Iterator[Batch]:
             )
         yield Padding(last) if batch is END else batch
         last = last if batch is END else batch
-
-
-def batch_size_of(batch: Batch) -> int:
-    """Return the leading dimension of a batch: that of its first tensor that has one."""
-    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
-        return batch[0].size(0)  # (x, y): the usual case
-    return next((t.size(0) for t in tensors_in(batch) if t.ndim), 1)
 
 
 def num_updates(batches: int | None, window: int) -> int | None:

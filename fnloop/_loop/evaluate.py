@@ -37,6 +37,7 @@ EXCHANGED = 16  # batches whose outputs are exchanged at once
 
 def open_loader(loader: object, state: TrainState) -> Source:
     """Open a loader for the processes that train a state."""
+    __tracebackhide__ = True
     return open_source(loader, state.seed, state.backend.rank, state.backend.world_size)
 
 

@@ -245,10 +245,11 @@ def describe(
     """
     window = plan.window_in(state) * state.backend.world_size
     phase = None if plan.phase is None else phase_of(state, plan.phase)
-    per_epoch = None if plan.step.carries else num_updates(source.length, window)
+    batches = source.length_in(state.epoch)
+    per_epoch = None if plan.step.carries else num_updates(batches, window)
     total = plan.steps  # tbptt makes as many updates as a batch has windows
     if plan.epochs is not None and per_epoch is not None:
-        left = num_updates(source.left(state.batch, state.samples), window) or 0
+        left = num_updates(source.left(state.epoch, state.batch, state.samples), window) or 0
         left += _updates_later(plan, state, source, plan.epochs - state.epoch)
         # Skipped updates count, and those left out: so a run that is resumed after some has the
         # same total. Those of earlier phases do not.
@@ -256,7 +257,7 @@ def describe(
         total = state.step + lost + left
         total = total if plan.steps is None else min(total, plan.steps)
     return RunInfo(
-        plan.epochs, total, per_epoch, source.length, window, evaluated, clock,
+        plan.epochs, total, per_epoch, batches, window, evaluated, clock,
         precision=plan.step.precision, first_step=0 if phase is None else phase.step,
     )  # fmt: skip
 
@@ -266,10 +267,11 @@ def _updates_later(plan: Plan, state: TrainState, source: Source, epochs: int) -
 
     def updates(later: int) -> int:
         window = plan.window_in(state, later) * state.backend.world_size
-        return num_updates(source.length, window) or 0
+        return num_updates(source.length_in(state.epoch + later), window) or 0
 
-    # From then on the window does not change any more.
+    # From then on neither the window nor the length changes any more.
     settled = max([1, *(first for m in plan.step.pipeline.middleware for first in m.windows)])
+    settled = settled if source.lengths is None else max(settled, epochs)
     varying = sum(updates(later) for later in range(1, min(epochs, settled)))
     return varying + max(epochs - settled, 0) * updates(settled)
 

@@ -106,7 +106,7 @@ class Run:
         """Begin an epoch, or continue the one that was left. Return the seed of its draws."""
         events, self.phase, self.rolled_back = self.state.events, LOADER, False
         self.info.stopwatch.newest = None
-        if self.plan.step.window > 1:
+        if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
         left = events & {UPDATE, PENDING} if PENDING in events else frozenset()
         self.state = attrs.evolve(self.state, events=left)
@@ -118,9 +118,12 @@ class Run:
     def _count_windows(self) -> None:
         """Note how many batches an update takes in this epoch, and so how many updates it has."""
         window = self.plan.window_in(self.state) * self.state.backend.world_size
-        if window != self.info.window:
-            length = num_updates(self.source.length, window)
-            self.info = attrs.evolve(self.info, window=window, steps_per_epoch=length)
+        batches = self.source.length_in(self.state.epoch)
+        if (window, batches) != (self.info.window, self.info.batches_per_epoch):
+            length = None if self.plan.step.carries else num_updates(batches, window)
+            self.info = attrs.evolve(
+                self.info, window=window, steps_per_epoch=length, batches_per_epoch=batches
+            )
             self.state = attrs.evolve(self.state, run=self.info)
 
     def enter(self, seed: int, ended: bool) -> bool:
@@ -246,7 +249,8 @@ class Run:
         state, window = self.state, self.plan.window_in(self.state) * self.state.backend.world_size
         left = None
         if not self.plan.step.carries:
-            left = num_updates(self.source.left(state.batch, state.samples), window)
+            at = (state.epoch, state.batch, state.samples)
+            left = num_updates(self.source.left(*at), window)
         state = count_left_out(state, left or 0)
         self.state = attrs.evolve(state, ends=None, events=frozenset())
         return self.boundary(ended=True)

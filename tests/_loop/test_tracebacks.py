@@ -125,6 +125,21 @@ MISTAKES = {
         fl.schedule(fl.schedules.join(mistake, fl.schedules.linear(), at=[1]))
     ),
     "torch_scheduler": lambda: fit(fl.torch_scheduler(mistake)),
+    "function of a position": lambda: fit(data=lambda epoch, batch: mistake()),
+    "a dataset in others": lambda: fit(
+        data=fl.data.take(
+            fl.data.zip_cycle(a=DataLoader(BadData()), b=fl.data.interleave({"c": ONE})), 2
+        )
+    ),
+    "a stream in others": lambda: fit(
+        data=fl.data.interleave(
+            {"a": fl.data.zip_shortest(b=generator, c=generator), "d": fl.data.fixed(generator, 3)},
+            {"a": 1, "d": 1},
+        ),
+        loss=lambda model, batch: toy_loss(model, torch.ones(1)),
+    ),
+    "leave_out": lambda: fit(data=fl.data.leave_out(ONE, mistake)),
+    "leave_out of a stream": lambda: fit(data=fl.data.leave_out(generator, mistake)),
     "hook": lambda: fit(hooks=(mistake,)),
     "hook, every": lambda: fit(hooks=(fl.every(steps=1)(mistake),)),
     "hook, once": lambda: fit(hooks=(fl.when(lambda state: True)(fl.once(mistake)),)),

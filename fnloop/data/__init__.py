@@ -1,0 +1,43 @@
+"""Loaders made of loaders.
+
+    >>> import torch
+    >>> batches = [torch.full((2,), float(i)) for i in range(5)]
+    >>> [batch[0].item() for batch in take(batches, 3)]
+    [0.0, 1.0, 2.0]
+
+Each takes any loader of ``fit``, those of this page too, and is one itself, for ``evaluate`` and
+``predict`` too. Its order is a function of (seed, epoch). Its batches are distributed to the
+processes once, so that numbers of batches are those of all processes together. Nothing is loaded
+for the samples of a map-style ``DataLoader`` that are left out, that were consumed before a resume,
+or that are another process's.
+
+It has a length where that can be known, so that schedules and bars know it. Its position is counted
+in batches: keep the batch size when you resume in the middle of an epoch. By itself it is an
+iterable, whose order torch's generator decides.
+"""
+
+from fnloop._data.bucketed import bucketed
+from fnloop.data._fixed import fixed
+from fnloop.data._interleave import interleave
+from fnloop.data._leave_out import leave_out
+from fnloop.data._pad import pad_collate
+from fnloop.data._take import fraction, take
+from fnloop.data._zip import zip_cycle, zip_shortest
+
+__docformat__ = "google"
+
+__all__ = [
+    "bucketed",
+    "fixed",
+    "fraction",
+    "interleave",
+    "leave_out",
+    "pad_collate",
+    "take",
+    "zip_cycle",
+    "zip_shortest",
+]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

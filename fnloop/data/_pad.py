@@ -1,0 +1,181 @@
+"""A collate function that pads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from fnloop._core.types import Batch
+from fnloop._display import checks
+
+__all__ = ["pad_collate"]
+
+Padding = float | Mapping[str, float] | Mapping[int, float]
+
+
+def pad_collate(padding: Padding = 0) -> Callable[[list[object]], Batch]:
+    """Return a ``collate_fn`` that pads sequences to the longest of their batch.
+
+    A sample is a mapping, a tuple, or one sequence. Sequences are lists of numbers, arrays and
+    tensors; each dimension is padded at its end. Anything else is collated as torch does.
+
+    Args:
+        padding: the value that is put there; or one for each field whose lengths differ, by the key
+            of the mapping or the position in the tuple: ``{"tokens": 0, "labels": -100}``.
+
+    Returns:
+        A function for ``DataLoader(dataset, batch_size, collate_fn=...)``. A batch is what a sample
+        is: a dict, a tuple or a tensor, with one more dimension in front.
+
+    Raises:
+        TypeError: ``padding`` is neither a number nor a mapping of numbers.
+        ValueError: ``padding`` is an empty mapping.
+
+    Example:
+        >>> collate = pad_collate({"tokens": 0, "labels": -100})
+        >>> batch = collate([{"tokens": [1, 2], "labels": [1, 2]}, {"tokens": [3], "labels": [3]}])
+        >>> batch["tokens"].tolist(), batch["labels"].tolist()
+        ([[1, 2], [3, 0]], [[1, 2], [3, -100]])
+    """
+    if isinstance(padding, Mapping):
+        if not padding:
+            raise ValueError(
+                "pad_collate expects padding as a number, or as a mapping by key; got an empty one"
+            )
+        for key, value in padding.items():
+            _number(f"padding[{key!r}]", value)
+        return _PadCollate(dict(cast("Mapping[object, float]", padding)))
+    return _PadCollate(_number("padding", padding))
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"pad_collate expects {name} as a number, or padding as a mapping of numbers by key; "
+            f"got {checks.describe(value)}"
+        )
+    return value
+
+
+@attrs.frozen(repr=False)
+class _PadCollate:
+    padding: float | dict[object, float]
+
+    def __call__(self, samples: list[object]) -> Batch:
+        first = samples[0]
+        if isinstance(first, Mapping):
+            keys = list(first)
+            self._check_keys(keys)
+            columns = [self._column(key, samples) for key in keys]
+            return {key: self._collate(key, c) for key, c in zip(keys, columns, strict=True)}
+        if isinstance(first, tuple):
+            self._check_keys(range(len(first)))
+            collated = [
+                self._collate(i, list(column))
+                for i, column in enumerate(self._columns(samples, len(first)))
+            ]
+            made = type(first)
+            return made(*collated) if hasattr(first, "_fields") else tuple(collated)
+        if isinstance(self.padding, dict):
+            raise TypeError(
+                f"{self!r} has padding by key, but a sample is a {type(first).__name__}, and not a "
+                "mapping or a tuple: give one number"
+            )
+        return self._collate(None, samples)
+
+    def _check_keys(self, keys: Sequence[object]) -> None:
+        """Raise if a key of ``padding`` is not one of the samples'."""
+        unknown = set(self.padding) - set(keys) if isinstance(self.padding, dict) else ()
+        if unknown:
+            raise ValueError(
+                f"{self!r}: a sample has {checks.describe(list(keys))}, and not "
+                f"{', '.join(map(repr, sorted(unknown, key=repr)))}"
+            )
+
+    def _column(self, key: object, samples: list[object]) -> list[object]:
+        found = [s[key] for s in samples if isinstance(s, Mapping) and key in s]
+        if len(found) < len(samples):
+            raise ValueError(f"{self!r}: not every sample of the batch has {key!r}")
+        return found
+
+    def _columns(self, samples: list[object], n: int) -> Sequence[Sequence[object]]:
+        rows = [s for s in samples if isinstance(s, tuple) and len(s) == n]
+        if len(rows) < len(samples):
+            raise ValueError(f"{self!r}: not every sample of the batch is a tuple of {n}")
+        return list(zip(*rows, strict=True))
+
+    def _collate(self, key: object, values: list[object]) -> Batch:
+        if not all(map(_is_sequence, values)):
+            return default_collate(values)
+        tensors = self._tensors(key, values)
+        if len({tensor.shape for tensor in tensors}) == 1:
+            return torch.stack(tensors)
+        if len({tensor.ndim for tensor in tensors}) > 1:
+            dimensions = sorted({tensor.ndim for tensor in tensors})
+            raise ValueError(
+                f"{self!r} expects {_name(key)} with the same number of dimensions in each sample; "
+                f"got {dimensions}"
+            )
+        shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+        value = self._value(key, tensors[0].dtype)
+        padded = tensors[0].new_full((len(tensors), *shape), value)
+        for row, tensor in zip(padded, tensors, strict=True):
+            row[tuple(slice(size) for size in tensor.shape)] = tensor
+        return padded
+
+    def _tensors(self, key: object, values: list[object]) -> list[Tensor]:
+        """Return sequences as tensors of one dtype. That of an empty list is that of the others."""
+        try:
+            tensors = [torch.as_tensor(value) for value in values]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{self!r} expects {_name(key)} as lists of numbers, arrays or tensors: {error}"
+            ) from error
+        given = [t.dtype for t, v in zip(tensors, values, strict=True) if _has_dtype(v)]
+        dtype = functools.reduce(torch.promote_types, given or [tensors[0].dtype])
+        return [tensor.to(dtype) for tensor in tensors]
+
+    def _value(self, key: object, dtype: torch.dtype) -> float:
+        """Return the padding of a field, if a tensor of its dtype can hold it."""
+        if isinstance(self.padding, dict) and key not in self.padding:
+            raise ValueError(
+                f"{self!r}: the lengths of {_name(key)} differ, and its padding is not given: add "
+                f"{key!r}: 0"
+            )
+        value: float = self.padding[key] if isinstance(self.padding, dict) else self.padding
+        if not (dtype.is_floating_point or dtype.is_complex or _holds(dtype, value)):
+            raise ValueError(f"{self!r}: {_name(key)} is {dtype}, which cannot hold {value}")
+        return value
+
+    def __repr__(self) -> str:
+        return f"pad_collate({self.padding})" if self.padding else "pad_collate()"
+
+
+def _is_sequence(value: object) -> bool:
+    return (isinstance(value, Tensor | np.ndarray) and value.ndim > 0) or isinstance(
+        value, list | tuple
+    )
+
+
+def _has_dtype(sequence: object) -> bool:
+    """Return whether a sequence says what its numbers are: an empty list does not."""
+    return not isinstance(sequence, list | tuple) or bool(sequence)
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Return whether an integer dtype can hold a value."""
+    if dtype is torch.bool:
+        return value in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max and value == int(value)
+
+
+def _name(key: object) -> str:
+    return "samples" if key is None else f"field {key!r}"

@@ -1,0 +1,96 @@
+"""The laws of loaders made of loaders, over a table of them."""
+
+import attrs
+import pytest
+import torch
+from composed_cases import ALWAYS_THE_SAME, CASES, contents, read, samples
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop._data.source import open_source
+from fnloop.testing import assert_same, toy, toy_loss
+
+EPOCHS = (0, 1, 2)
+
+table = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+@table
+def test_what_is_read_is_a_function_of_seed_and_epoch(make):
+    whole = [read(make(0), epoch) for epoch in EPOCHS]
+    torch.rand(7)
+    loader = make(0)
+    assert [read(loader, epoch) for epoch in EPOCHS] == whole
+    assert (whole[0] == whole[1]) is (make in ALWAYS_THE_SAME)
+    assert read(make(0), None) == read(make(0), 0)  # an evaluation
+
+
+@table
+def test_an_epoch_can_be_resumed_at_every_batch(make):
+    loader = make(0)
+    for epoch in (0, 1):
+        whole = read(loader, epoch)
+        for start in range(len(whole) + 1):
+            assert read(loader, epoch, start) == whole[start:]
+
+
+@table
+def test_its_length_is_the_number_of_its_batches(make):
+    source = open_source(make(0), 0)
+    for epoch in EPOCHS:
+        if (length := source.length_in(epoch)) is not None:
+            assert len(read(make(0), epoch)) == length
+
+
+@table
+@pytest.mark.parametrize("processes", [2, 3])
+def test_batches_are_distributed_to_processes_once(make, processes):
+    for start in (0, 1):
+        whole = read(make(0), 1, start)
+        shares = [read(make(0), 1, start, rank, processes) for rank in range(processes)]
+        for rank, share in enumerate(shares):
+            mine = whole[rank::processes]
+            assert share[: len(mine)] == mine
+            rest = (
+                [[whole[-(len(whole) % processes)]]] if rank >= len(whole) % processes > 0 else []
+            )
+            assert share[len(mine) :] == rest  # padding
+
+
+def loss(model, batch):
+    numbers = torch.tensor(samples(contents(batch)), dtype=torch.float64)
+    return toy_loss(model, numbers / 50)[0], {"weight": len(numbers)}
+
+
+def pausing(step):
+    return (fl.when(lambda state: state.step == step)(lambda s: attrs.evolve(s, stop="paused")),)
+
+
+@table
+def test_a_run_can_be_paused_and_continued(make):
+    """With accumulation, an evaluation, and a schedule where the length of the run is known."""
+    known = open_source(make(0), 0).length is not None
+    step = fl.pipeline(fl.accumulate(2), *[fl.schedule(schedules.linear())] * known)(loss)
+
+    def fit(state, hooks=(), prefetch=1):
+        loaders = (make(0), make(0))
+        return fl.fit(step, state, loaders, epochs=2, hooks=hooks, prefetch=prefetch)
+
+    whole = fit(toy())
+    assert whole.epoch == 2
+    assert_same(fit(toy(), prefetch=3), whole)
+    for split in range(1, whole.step, 3):
+        paused = fit(toy(), pausing(split))
+        assert paused.step == split
+        assert_same(fit(attrs.evolve(paused, stop=None)), whole)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fixed", "fixed of buckets", "interleave of streams", "zip_cycle", "leave_out"),
+        *("take of interleaved", "twice the same"),
+    ],
+)
+def test_workers_change_nothing(name):
+    assert read(CASES[name](2), 1) == read(CASES[name](0), 1)
