@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fnloop._core.types import Batch
 from fnloop._display.checks import describe, function
 
-__all__ = ["Loader", "Loaders", "check_loader", "is_iterable", "read_loaders", "sharded"]
+__all__ = [
+    "Loader",
+    "Loaders",
+    "check_loader",
+    "is_iterable",
+    "read_loaders",
+    "sharded",
+    "takes_position",
+]
 
 
 Loader = Any  # an iterable of batches, or a function that returns one
@@ -118,7 +127,21 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
         hint = f". Call it: {loader.__name__}(...)" if isinstance(loader, type) else ""
         raise TypeError(f"the {name} loader must be {wanted}; got {describe(loader)}{hint}")
     if not is_iterable(loader):
-        function(f"the {name} loader", "itself", loader, wanted, 0)
+        taken = 2 if takes_position(loader) else 0
+        function(f"the {name} loader", "itself", loader, wanted, taken)
+
+
+def takes_position(loader: object) -> bool:
+    """Return whether a loader is a function that needs two arguments: where it is to begin."""
+    if not callable(loader):
+        return False
+    try:
+        signature = inspect.signature(loader)
+        signature.bind(0, 0)
+    except (TypeError, ValueError):
+        return False
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in named) == 2
 
 
 def is_iterable(loader: object) -> bool:

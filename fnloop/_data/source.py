@@ -1,8 +1,9 @@
 """Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
 
 A map-style ``DataLoader`` is read by its parts, see :mod:`fnloop._data.map_style`. Any other
-iterable is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is consumed
-up to there. When there are several processes, the batches are distributed round-robin.
+iterable is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is given the
+position that it had there, or else consumed up to there. When there are several processes, the
+batches are distributed round-robin.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fnloop._core.types import Batch
 from fnloop._data.iterable import iterate
 from fnloop._data.loaders import sharded
 from fnloop._data.map_style import is_sized, length_of, map_style
+from fnloop._data.position import Positions, as_torch_reads_it, is_keeper
 from fnloop._data.round_robin import RoundRobin, SingleProcess, sharing_among
 from fnloop._data.window import END, Padding, Window
 
@@ -42,6 +44,7 @@ class Source:
             position may be given in samples.
         samples: samples in an epoch, if ``batch_size`` is known.
         drop_last: whether an incomplete last round is left out.
+        positions: where the loader is, if it says so.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Batch]]
@@ -50,6 +53,7 @@ class Source:
     batch_size: int | None = None
     samples: int = 0
     drop_last: bool = False
+    positions: Positions = attrs.field(factory=Positions)
 
     @property
     def processes(self) -> int:
@@ -139,16 +143,20 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
 
         return Source(sliced, len(listed), sharing)
 
-    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        return sharing.split(iterate(loader, seed, epoch, batch), batch_size_of, reused=True)
+    positions = Positions()
 
-    return Source(iterated, length_of(loader), sharing)
+    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+        batches = iterate(loader, seed, epoch, batch, positions)
+        return sharing.split(batches, batch_size_of, reused=True)
+
+    return Source(iterated, length_of(loader), sharing, positions=positions)
 
 
 def _is_map_style(loader: DataLoader[object]) -> bool:
-    """Return whether a DataLoader takes samples by index, in torch's own way."""
+    """Return whether a DataLoader takes samples by index, in torch's own way, or torchdata's."""
     is_plain = type(loader).__iter__ is DataLoader.__iter__
-    return is_plain and not isinstance(loader.dataset, IterableDataset)
+    by_index = is_plain or (as_torch_reads_it(loader) and not is_keeper(loader.dataset))
+    return by_index and not isinstance(loader.dataset, IterableDataset)
 
 
 def _check_not_split(loader: object) -> None:
@@ -181,7 +189,8 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Sourc
         [-1.0 if source.length is None else source.length, source.length is None]
     )
     length = None if some_unknown else int(longest) * processes
-    return Source(batches, length, RoundRobin(rank, processes))
+    source.positions.shards = processes
+    return Source(batches, length, RoundRobin(rank, processes), positions=source.positions)
 
 
 def _pad_to_longest(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -109,7 +109,9 @@ class Run:
         if self.plan.step.window > 1:
             self._count_windows()
         left = events & {UPDATE, PENDING} if PENDING in events else frozenset()
-        self.state = attrs.evolve(self.state, events=left)
+        ahead = self.plan.prefetch * self.info.window
+        self.source.positions.begin(self.state.position, ahead)
+        self.state = attrs.evolve(self.state, events=left, position=None)
         if self._is_new():
             self._start()
         self.info.stopwatch.resume()
