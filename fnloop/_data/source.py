@@ -123,6 +123,7 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_not_split(loader)
+    loader = _unprepared(loader)
     sharing = sharing_among(processes, rank)
     if isinstance(loader, DataLoader) and _is_map_style(loader):
 
@@ -157,6 +158,16 @@ def _is_map_style(loader: DataLoader[object]) -> bool:
     is_plain = type(loader).__iter__ is DataLoader.__iter__
     by_index = is_plain or (as_torch_reads_it(loader) and not is_keeper(loader.dataset))
     return by_index and not isinstance(loader.dataset, IterableDataset)
+
+
+def _unprepared(loader: object) -> object:
+    """Return the DataLoader inside one that accelerate has prepared for a single process.
+
+    Accelerate's own reads a batch ahead, and moves batches to a device, which happens here anyway.
+    """
+    is_prepared = type(loader).__module__.startswith("accelerate.")
+    skips = getattr(loader, "skip_batches", 0)
+    return loader if skips or not is_prepared else getattr(loader, "base_dataloader", loader)
 
 
 def _check_not_split(loader: object) -> None:
