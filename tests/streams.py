@@ -13,6 +13,7 @@ READ = []  # the samples that this process has read
 class Stream(IterableDataset):
     """``first``, ``first + 1``, ..., n of them. Its workers share them, and each has a position.
 
+    As with Hugging Face's, all iterators of an object count in it, and begin where it was told to.
     Each sample has noise from torch's global generator, in the process that reads.
     """
 
@@ -20,12 +21,12 @@ class Stream(IterableDataset):
         self.n, self.noisy, self.first, self.begin, self.at = n, noisy, first, 0, None
 
     def __iter__(self):
-        at, self.begin = self.begin, 0
         info = get_worker_info()
         step, first = (1, 0) if info is None else (info.num_workers, info.id)
-        for i in range(at or first, self.n, step):
+        self.at = self.begin or first
+        for i in range(self.at, self.n, step):
             READ.append(self.first + i)
-            self.at = i + step
+            self.at += step
             yield torch.tensor([float(self.first + i)]) + (torch.rand(1) if self.noisy else 0)
 
     def state_dict(self):
@@ -57,8 +58,7 @@ class Batches:
         self.begin, self.yielded = 0, 0
 
     def __iter__(self):
-        self.yielded, self.begin = self.begin, 0
-        self.stream.begin = self.yielded * self.size
+        self.yielded, self.stream.begin = self.begin, self.begin * self.size
         for samples in partition(self.size, self.stream):
             self.yielded += 1
             yield torch.stack(samples)

@@ -132,5 +132,6 @@ def detached_from_run(state: TrainState) -> TrainState:
     generators = position = None
     if state.batch:
         generators = HostGenerators.capture()
-        position = state.run.position_at(state.epoch, state.batch)
+        # A state that a hook went back to has its own.
+        position = state.position or state.run.position_at(state.epoch, state.batch)
     return attrs.evolve(state, run=None, generators=generators, position=position)

@@ -111,9 +111,9 @@ def _iterate(
             if batch is END:
                 return
             n += 1
-            if keeper is not None and n >= start and not positions.note(n, batch, keeper):
-                keeper = None
             if n > start:
+                if keeper is not None and not positions.note(n, batch, keeper):
+                    keeper = None
                 yield batch
             seed_all(fold_in(fetch, n))
             batch = next(batches, END)

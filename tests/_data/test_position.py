@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.loaders import takes_position
-from fnloop._data.position import Positions, checksum, hint_at_stateful_loader, keeper_of
+from fnloop._data.position import (
+    Positions,
+    checksum,
+    hint_at_stateful_loader,
+    keeper_of,
+    reading,
+)
 from fnloop.testing import assert_same, toy
 
 LOADERS = {  # each gives 6 batches of 2 samples
@@ -113,11 +119,10 @@ def test_an_evaluation_on_the_stream_that_is_trained_on_begins_at_its_beginning(
     )  # fmt: skip
     whole = both()
     assert_same(whole, apart)
-    paused = both(steps=3)
-    state = restored(paused, tmp_path)
+    state = restored(both(steps=5), tmp_path)  # evaluated after updates 2 and 4
     READ.clear()
-    resumed = both(state, steps=4)
-    assert READ[:4] == [6, 7, 8, 9] and READ[4:] == [*range(12)]  # then the evaluation
+    resumed = both(state, steps=6)
+    assert [10, 11, *range(12)] == READ  # an update, and the evaluation
     assert_same(both(resumed), whole)
 
 
@@ -129,11 +134,33 @@ def test_a_loader_that_was_given_a_position_begins_later_epochs_at_their_beginni
         assert_same(train(loader), whole)  # from the beginning, on the same object
 
 
-def test_an_evaluation_asks_for_no_position(monkeypatch):
-    monkeypatch.delattr(Batches, "state_dict")
+def test_an_evaluation_asks_for_no_position(monkeypatch, caplog):
+    monkeypatch.setattr(Batches, "state_dict", stop_here)
     assert fl.evaluate(fl.pipeline()(fl.testing.toy_loss), toy(w=1.0), Batches())["loss"] > 0
-    monkeypatch.setattr(Batches, "state_dict", stop_here, raising=False)
-    assert fl.evaluate(fl.pipeline()(fl.testing.toy_loss), toy(w=1.0), Batches())["loss"] > 0
+    assert not caplog.messages
+
+
+def test_a_run_that_has_ended_leaves_the_stream_to_others():
+    loader = DataLoader(Stream(), 2)
+    for _ in range(2):
+        with reading(loader, to_load=False) as read:
+            assert read is loader
+            with reading(loader, to_load=False) as other:
+                assert other is not loader and other.dataset is not loader.dataset
+        with pytest.raises(RuntimeError, match="stop here"), reading(loader, False) as read:
+            assert read is loader
+            stop_here(None)
+    with reading(loader, to_load=True) as read:
+        assert read.dataset is not loader.dataset
+
+
+def test_what_releases_something_when_it_is_deleted_is_not_copied():
+    class Released(Stream):
+        def __del__(self): ...
+
+    loader = DataLoader(Released(), 2)
+    with reading(loader, to_load=True) as read, reading(loader, to_load=True) as other:
+        assert read is other is loader
 
 
 # --- where the position is kept
@@ -156,6 +183,42 @@ def test_a_hook_and_an_exception_give_states_with_the_position(tmp_path):
     with pytest.raises(RuntimeError) as caught:
         train(Batches(), hooks=(fl.every(steps=4)(stop_here),), epochs=1)
     assert caught.value.state.position["state"] == {"yielded": 4}
+
+
+def test_a_hook_that_goes_back_goes_back_in_the_stream_too(back_once):
+    def once(state):
+        nonlocal read
+        before, state = state, back_once(state)
+        read = len(READ) if state.model is not before.model else read
+        return state
+
+    read = 0
+    state = train(Batches(), hooks=(once,), epochs=1)
+    assert_same(state, train(Batches(), epochs=1))
+    assert READ[read:][:10] == [*range(2, 12)]  # from the state after one update
+
+
+class InPlace(Stream):
+    """It changes what its ``state_dict`` has returned, and what it was given."""
+
+    kept = None
+
+    def state_dict(self):
+        self.kept = self.kept or {}
+        self.kept |= super().state_dict()
+        return self.kept
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.kept = state
+
+
+def test_a_position_that_changes_afterwards_is_copied():
+    state = train(DataLoader(InPlace(), 2), steps=3)
+    assert state.position["state"]["at"] == 6
+    READ.clear()
+    assert_same(train(DataLoader(InPlace(), 2), state), train(DataLoader(InPlace(), 2)))
+    assert READ[0] == state.position["state"]["at"] == 6
 
 
 def test_a_checkpoint_without_a_position_is_resumed_as_before(tmp_path):
@@ -256,6 +319,21 @@ def test_no_more_is_kept_than_what_is_ahead():
         *(checksum(torch.tensor([n])) for n in (7, 8)), None, None
     ]  # fmt: skip
     assert positions.at(1, 6) is None
+
+
+def test_which_position_is_given_back():
+    at = {"epoch": 1, "batch": 4, "shards": 2, "keeper": "Batches", "state": {}, "next": 0}
+    positions = Positions(shards=2)
+    assert positions.given(1, 4) is None
+    positions.begin(at, ahead=1)
+    assert positions.given(1, 4) == positions.given(1, 5) == positions.at(1, 8) == at
+    assert not any(positions.given(*other) for other in [(1, 3), (1, 0), (0, 4), (None, 4)])
+    positions.shards = 1
+    assert positions.given(1, 4) is None
+    positions.shards = 2
+    positions.restart(1, Batches())
+    assert positions.note(5, torch.ones(1), Batches())
+    assert [positions.at(1, n)["batch"] for n in (8, 10, 11)] == [4, 5, 5]
 
 
 @pytest.mark.parametrize(
