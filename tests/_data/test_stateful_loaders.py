@@ -146,9 +146,9 @@ def test_hugging_face(stateful, tmp_path, caplog):
     def values(batch):
         return torch.stack([sample["x"] for sample in batch])
 
-    check(lambda: DataLoader(generated(), 2, collate_fn=values), tmp_path, first=lambda n: 0)
+    check(lambda: DataLoader(generated(), 2, collate_fn=values), tmp_path, (8,), first=lambda n: 0)
     check(lambda: stateful(generated(), 2, collate_fn=values), tmp_path, (3,), first=lambda n: 0)
-    check(lambda: DataLoader(sharded(), 2, collate_fn=values), tmp_path, first=None)
+    check(lambda: DataLoader(sharded(), 2, collate_fn=values), tmp_path, (5,), first=None)
     assert not [line for line in caplog.messages if line.startswith("fit:")]
     # Resumed again at once: torchdata does not know where a worker is that gave nothing since.
     check(lambda: stateful(sharded(), 2, collate_fn=values, num_workers=2), tmp_path, (3,),
