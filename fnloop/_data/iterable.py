@@ -76,8 +76,10 @@ def _iterate(
 
     Raises:
         _ElsewhereError: what is there is not the batch that was there.
+        RuntimeError: the same, and the loader cannot be put back to its beginning.
     """
     __tracebackhide__ = True
+    given = loader
     set_epoch(epoch, loader, getattr(loader, "dataset", None))
     fetch = fold_in(seed, FETCH, epoch or 0)
     with contextlib.ExitStack() as stack:
@@ -107,7 +109,7 @@ def _iterate(
         positions.restart(epoch, keeper)
         while True:
             if n == start and found is not None and checksum(batch) != found["next"]:
-                raise _ElsewhereError
+                raise _cannot_restart(found) if made is given else _ElsewhereError
             if batch is END:
                 return
             n += 1
@@ -117,6 +119,15 @@ def _iterate(
                 yield batch
             seed_all(fold_in(fetch, n))
             batch = next(batches, END)
+
+
+def _cannot_restart(position: Position) -> RuntimeError:
+    return RuntimeError(
+        f"{position['keeper']}.state_dict() does not lead back to the batch that followed when the "
+        "state was saved, and the loader cannot be copied, to be read from its beginning instead: "
+        "pass a function that makes it (fit(step, state, lambda: make_loader())), or "
+        "attrs.evolve(state, position=None) with a new loader"
+    )
 
 
 @contextlib.contextmanager

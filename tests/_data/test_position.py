@@ -102,6 +102,19 @@ def test_a_position_that_leaves_out_a_shuffle_buffer_changes_no_number(caplog, t
     ]
 
 
+def test_such_a_position_is_refused_if_the_loader_cannot_begin_again():
+    class Released(Forgetful):
+        def __del__(self): ...
+
+    def make():
+        return DataLoader(Released(40, noisy=False), 2)
+
+    state = train(make(), steps=12)
+    with pytest.raises(RuntimeError, match="the loader cannot be copied"):
+        train(make(), fl.snapshot(state))
+    assert_same(train(make, state), train(make()))
+
+
 # --- the same object, read by others
 
 
