@@ -97,6 +97,11 @@ NumPy's generators are restored too, provided the run does not switch between ze
 workers. The global random state is restored after a run. It is shared by threads, so a second
 `fit`, `run`, `evaluate` or `predict` in another thread is refused.
 
+A loader with `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`), or such a
+dataset in a `DataLoader` without workers (Hugging Face's), continues in mid-epoch where it was, and
+reads nothing again. A function of two arguments is called with `(epoch, batch)`, where to begin.
+Any other stream is read again up to there.
+
 The next window of batches is fetched, and copied to the device, while the step runs. `prefetch=n`
 fetches n windows.
 

@@ -23,6 +23,7 @@ from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
 from fnloop._checkpoint.optimizers import prepare_loads
 from fnloop._checkpoint.parts import check_held, held_parts, read_parts
+from fnloop._checkpoint.positions import POSITIONS, decode_position
 from fnloop._checkpoint.regroup import groups_kept_on_error
 from fnloop._checkpoint.retention import run_of
 from fnloop._core.frozen import remember_restored
@@ -175,7 +176,8 @@ def _decode_fields(
     facts, device, backend = contents.facts, state.backend.device, state.backend
     held = held_parts(facts)
     slots = {
-        k: v if k.startswith("generators") else v.to(device) for k, v in contents.slots.items()
+        k: v if k.startswith(("generators", POSITIONS)) else v.to(device)
+        for k, v in contents.slots.items()
     }
     mappings = {
         name: _decode_mapping(name, facts, slots)
@@ -186,10 +188,11 @@ def _decode_fields(
         mappings["slots"] = with_averages(mappings["slots"], contents, state)
     shares = [_decode_metrics(decode(own, slots), device) for own in facts.get("shares", ())]
     history = History(_decode_record(decode(row, slots)) for row in facts["history"])
-    counters, generators = {}, []
+    counters, generators, position = {}, [], None
     if "counters" in held:
         counters = check_counters(facts)
         generators = _decode_generators(decode(facts["generators"], slots) or ())
+        position = decode_position(facts, slots, backend)
 
     fields: dict[str, object] = {}
     fields |= {name: mappings[name] for name in ("slots", "extra") if name in parts}
@@ -201,6 +204,7 @@ def _decode_fields(
     if "counters" in parts:
         fields |= counters | {"updates": updates_by_name(facts, state)}
         fields |= {"run_id": run, "generators": _own_generators(generators, backend)}
+        fields["position"] = position
         fields["saved_on"] = facts.get("processes") if facts["batch"] else None
         if facts.get("news"):
             fields["events"] = frozenset(facts["news"])

@@ -38,6 +38,7 @@ from fnloop._checkpoint.format import (
 from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
 from fnloop._checkpoint.optimizers import encode_optimizers
 from fnloop._checkpoint.parts import parts_to_save
+from fnloop._checkpoint.positions import encode_positions
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import PENDING, RECORD, UPDATE
 from fnloop._core.history import History
@@ -157,7 +158,7 @@ def collect_contents(
     try:
         facts = _encode_identity(state, parts)
         if "counters" in parts:
-            facts |= _encode_counters(state, slots)
+            facts |= _encode_counters(state, slots) | encode_positions(state, slots)
         if "model" in parts or TRAINED in parts:
             facts["model"] = _encode_weights(state, parts, model, slots)
         if "optimizer" in parts:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import attrs
 
 from fnloop._core.elapsed import Mark
+from fnloop._core.position import Position
 from fnloop._display import html
 
 __all__ = ["RunInfo", "Stopwatch", "now"]
@@ -53,6 +54,10 @@ class Stopwatch:
         return item
 
 
+def _unknown(epoch: int, batch: int) -> Position | None:
+    return None
+
+
 @attrs.frozen(repr=False)
 class RunInfo:
     """Facts about the current run, fixed when it starts.
@@ -69,6 +74,7 @@ class RunInfo:
         loader: the name of the loader that is being evaluated; None in training.
         stopwatch: what the run has waited for.
         first_step: ``state.step`` when the phase began; 0 without phases.
+        position_at: ``(epoch, batch) -> where the training loader was after this batch``, or None.
         precision: what ``amp`` computes in, "bf16" or "fp16"; None without it.
 
     Example:
@@ -93,6 +99,7 @@ class RunInfo:
     stopwatch: Stopwatch = attrs.field(factory=Stopwatch, eq=False)
     precision: str | None = None
     first_step: int = 0
+    position_at: Callable[[int, int], Position | None] = attrs.field(default=_unknown, eq=False)
 
     def __repr__(self) -> str:
         return html.record_text("RunInfo", self._facts())
@@ -102,7 +109,7 @@ class RunInfo:
         return html.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        hidden = ("clock", "loader", "stopwatch")
+        hidden = ("clock", "loader", "position_at", "stopwatch")
         rare = ("precision", "first_step")
         facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
         return {name: fact for name, fact in facts.items() if fact or name not in rare}

@@ -129,5 +129,9 @@ def detached_from_run(state: TrainState) -> TrainState:
     """Return the state as it is outside of its run, with the generators that the run would use."""
     if state.run is None:
         return state
-    generators = HostGenerators.capture() if state.batch else None
-    return attrs.evolve(state, run=None, generators=generators)
+    generators = position = None
+    if state.batch:
+        generators = HostGenerators.capture()
+        # A state that a hook went back to has its own.
+        position = state.position or state.run.position_at(state.epoch, state.batch)
+    return attrs.evolve(state, run=None, generators=generators, position=position)

@@ -25,6 +25,7 @@ from fnloop._core.history import History
 from fnloop._core.optimizers import Handle, Optimizers, groups_of, in_form, named_in, optimizers_of
 from fnloop._core.ownership import Ownership, ParameterCache, StaleStateError
 from fnloop._core.phase import Phase
+from fnloop._core.position import Position
 from fnloop._core.rng import HostGenerators, new_seed
 from fnloop._core.run_info import RunInfo
 from fnloop._core.running import add_output_
@@ -95,6 +96,7 @@ class TrainState:
             it.
         generators: the state of Python's and NumPy's generators in mid-epoch; None at the start
             of an epoch. All other randomness is a function of the seed and the counters.
+        position: where the training loader is in mid-epoch, by its ``state_dict``; or None.
 
     Example:
         >>> import attrs, torch
@@ -129,6 +131,7 @@ class TrainState:
     updates: Mapping[str, int] = attrs.field(factory=dict)
     phases: tuple[Phase, ...] = ()
     ends: str | None = None
+    position: Position | None = None
     _parameters: ParameterCache = attrs.field(factory=ParameterCache)
 
     @classmethod

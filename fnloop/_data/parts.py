@@ -17,6 +17,7 @@ from fnloop._core.types import Batch
 from fnloop._data import map_style
 from fnloop._data.iterable import iterate
 from fnloop._data.loaders import Loader
+from fnloop._data.position import Positions, as_torch_reads_it, is_keeper
 from fnloop._data.round_robin import SingleProcess, batch_size_of, version
 
 __all__ = [
@@ -151,16 +152,15 @@ class _Iterated(NamedTuple):
         self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
     ) -> Iterator[Item]:
         __tracebackhide__ = True
-        for batch in iterate(self.loader, seed, epoch, start):
+        for batch in iterate(self.loader, seed, epoch, start, Positions()):
             yield Given(batch, version(batch))
 
 
 def is_map_style(loader: object) -> TypeGuard[DataLoader[object]]:
-    """Return whether a loader takes samples by index, in torch's own way."""
-    if not isinstance(loader, DataLoader):
+    """Return whether a loader takes samples by index, in torch's own way, or torchdata's."""
+    if not as_torch_reads_it(loader) or isinstance(loader.dataset, IterableDataset):
         return False
-    is_plain = type(loader).__iter__ is DataLoader.__iter__
-    return is_plain and not isinstance(loader.dataset, IterableDataset)
+    return type(loader).__iter__ is DataLoader.__iter__ or not is_keeper(loader.dataset)
 
 
 def part_of(loader: Loader) -> Part:

@@ -1,8 +1,9 @@
 """Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
 
 A map-style ``DataLoader`` is read by its parts, see :mod:`fnloop._data.map_style`. Any other
-iterable is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is consumed
-up to there. When there are several processes, the batches are distributed round-robin.
+iterable is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is given the
+position that it had there, or else consumed up to there. When there are several processes, the
+batches are distributed round-robin.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fnloop._data.iterable import iterate
 from fnloop._data.loaders import sharded
 from fnloop._data.map_style import is_sized, length_of, map_style
 from fnloop._data.parts import is_map_style, size_of
+from fnloop._data.position import Positions
 from fnloop._data.round_robin import RoundRobin, SingleProcess, batch_size_of, sharing_among
 from fnloop._data.window import END, Padding, Window
 
@@ -44,6 +46,7 @@ class Source:
         samples: samples in an epoch, if ``batch_size`` is known.
         drop_last: whether an incomplete last round is left out.
         lengths: the length of an epoch by its number, if epochs may differ.
+        positions: where the loader is, if it says so.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Batch]]
@@ -53,6 +56,7 @@ class Source:
     samples: int = 0
     drop_last: bool = False
     lengths: Callable[[int], int | None] | None = None
+    positions: Positions = attrs.field(factory=Positions)
 
     @property
     def processes(self) -> int:
@@ -129,6 +133,7 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_not_split(loader)
+    loader = _unprepared(loader)
     sharing = sharing_among(processes, rank)
     if isinstance(loader, Composed):
         return _open_composed(loader, seed, sharing)
@@ -151,10 +156,13 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
 
         return Source(sliced, len(listed), sharing)
 
-    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        return sharing.split(iterate(loader, seed, epoch, batch), batch_size_of, reused=True)
+    positions = Positions()
 
-    return Source(iterated, length_of(loader), sharing)
+    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+        batches = iterate(loader, seed, epoch, batch, positions)
+        return sharing.split(batches, batch_size_of, reused=True)
+
+    return Source(iterated, length_of(loader), sharing, positions=positions)
 
 
 def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Source:
@@ -168,6 +176,16 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
         return fetch(sharing.split(items, size_of))
 
     return Source(composed, loader.length_in(0), sharing, lengths=loader.length_in)
+
+
+def _unprepared(loader: object) -> object:
+    """Return the DataLoader inside one that accelerate has prepared for a single process.
+
+    Accelerate's own reads a batch ahead, and moves batches to a device, which happens here anyway.
+    """
+    is_prepared = type(loader).__module__.startswith("accelerate.")
+    skips = getattr(loader, "skip_batches", 0)
+    return loader if skips or not is_prepared else getattr(loader, "base_dataloader", loader)
 
 
 def _check_not_split(loader: object) -> None:
@@ -200,7 +218,8 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Sourc
         [-1.0 if source.length is None else source.length, source.length is None]
     )
     length = None if some_unknown else int(longest) * processes
-    return Source(batches, length, RoundRobin(rank, processes))
+    source.positions.shards = processes
+    return Source(batches, length, RoundRobin(rank, processes), positions=source.positions)
 
 
 def _pad_to_longest(batches: Iterator[Batch]) -> Iterator[Batch]:

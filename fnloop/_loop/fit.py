@@ -41,9 +41,9 @@ def fit(
         loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable
             of batches. Every loader but "train" is evaluated, and its name is the prefix of its
             metrics. A loader is a DataLoader, a list, any other iterable, or a function that
-            returns one. A function with two arguments is called with ``(epoch, batch)``, where its
-            batches are to begin. The order of a shuffling map-style DataLoader is a function of
-            (seed, epoch).
+            returns one; it may take (epoch, batch), where to begin. The order of a shuffling
+            map-style DataLoader is a function of (seed, epoch). One with ``state_dict`` and
+            ``load_state_dict`` continues in mid-epoch where it was.
         epochs: train until ``state.epoch`` is this. It is absolute: a second call does nothing.
         steps: train until ``state.step`` is this; absolute too. The smaller of the two wins. With
             neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.

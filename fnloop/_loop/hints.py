@@ -1,16 +1,22 @@
-"""Hints about faster settings, logged once. They are never changed: the settings are the user's."""
+"""Hints about settings, logged once. They are never changed: the settings are the user's."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+import os
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from fnloop._data.loaders import Loaders, sharded
+from fnloop._data.source import Source
+from fnloop._display.html import format_count
 from fnloop._display.log import log
 
-__all__ = ["fused_hint", "suggest_fused"]
+__all__ = ["check_length", "fused_hint", "loader_hints", "suggest_fused", "suggest_loaders"]
 
 
 def suggest_fused(optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -48,3 +54,57 @@ def fused_hint(optimizer: Optimizer) -> str | None:
                 "updates all at once"
             )
     return None
+
+
+def suggest_loaders(loaders: Loaders, device: torch.device) -> None:
+    """Log once which settings of DataLoaders cannot do what they are for."""
+    for name, loader in {"train": loaders.train, **loaders.evaluated}.items():
+        for hint in loader_hints(name, loader, device):
+            _log_once(hint)
+
+
+def loader_hints(name: str, loader: object, device: torch.device) -> Iterator[str]:
+    """Yield what torch does not say itself about the settings of a DataLoader.
+
+    Torch says if one process has more workers than CPUs, and if workers cannot pin memory.
+
+    Args:
+        name: the name of the loader.
+        loader: any.
+        device: that of the model.
+    """
+    loader = loader.loader if isinstance(loader, sharded) else loader
+    if not isinstance(loader, DataLoader):
+        return
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if loader.num_workers <= cpus < loader.num_workers * processes:
+        yield (
+            f"fit: the {name} loader has {format_count(loader.num_workers, 'worker')} in each of "
+            f"{processes} processes of this machine, which together have "
+            f"{format_count(cpus, 'CPU')}: num_workers={cpus // processes} is the most that helps"
+        )
+    is_told = loader.num_workers and not torch.accelerator.is_available()
+    if loader.pin_memory and device.type in ("cpu", "mps") and not is_told:
+        yield (
+            f"fit: pin_memory=True of the {name} loader is of no use to a model on {device.type}: "
+            "pinned memory is for copies to a GPU"
+        )
+
+
+def check_length(source: Source, first: int, batches: int) -> None:
+    """Log once if a loader has given more or fewer batches in an epoch than its length says.
+
+    Args:
+        source: the training loader.
+        first: the batches of the epoch that were consumed before.
+        batches: the batches of the epoch, in all processes, with the padding of the last round.
+    """
+    said, n = source.length, source.processes
+    if said is None or first > said or batches == math.ceil(said / n) * n:
+        return
+    _log_once(
+        f"fit: the length of the training loader is {said}, but an epoch of it had {batches} "
+        f"batches. Schedules, and the number of updates, are made for {said}: let __len__ return "
+        "the number of batches, or leave it out"
+    )

@@ -28,7 +28,7 @@ from fnloop._loop.errors import (
     explain_no_batches,
 )
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.hints import suggest_fused
+from fnloop._loop.hints import check_length, suggest_fused, suggest_loaders
 from fnloop._loop.interrupts import Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
@@ -74,6 +74,7 @@ class Run:
         self.interrupts = Interrupts()
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
+        self.first_batch = 0  # with which the run began or continued the epoch
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.before_record = False  # whether an update is applied whose boundary has no record yet
         self.rolled_back = False  # whether a hook went back to a snapshot
@@ -90,6 +91,8 @@ class Run:
             state = attrs.evolve(state, metrics=without_recent(state.metrics))
         self.plan.step.begin_run(state)
         suggest_fused(optimizers_of(state).values(), state.backend.device)
+        if state.backend.main:
+            suggest_loaders(self.plan.loaders, state.backend.device)
         try:
             return self.plan.step.init_slots(state)
         except Exception as error:
@@ -108,8 +111,11 @@ class Run:
         self.info.stopwatch.newest = None
         if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
+        self.first_batch, self.batches_in_epoch = self.state.batch, 0
         left = events & {UPDATE, PENDING} if PENDING in events else frozenset()
-        self.state = attrs.evolve(self.state, events=left)
+        ahead = self.plan.prefetch * self.info.window
+        self.source.positions.begin(self.state.position, ahead)
+        self.state = attrs.evolve(self.state, events=left, position=None)
         if self._is_new():
             self._start()
         self.info.stopwatch.resume()
@@ -156,6 +162,8 @@ class Run:
         """End an epoch, or what was run of it; and the run, if it is over."""
         __tracebackhide__ = True
         self.phase = "the exchange between processes"
+        if ended and self.batches_in_epoch and self.state.backend.main:
+            check_length(self.source, self.first_batch, self.batches_in_epoch)
         order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)

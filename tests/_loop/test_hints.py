@@ -1,7 +1,14 @@
+import os
+
+import attrs
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from fnloop._loop.hints import fused_hint, suggest_fused
+import fnloop as fl
+from fnloop._data.loaders import Loaders
+from fnloop._loop.hints import fused_hint, loader_hints, suggest_fused, suggest_loaders
+from fnloop.testing import toy, toy_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -40,3 +47,73 @@ def test_the_hint_comes_once_and_on_cuda_only(caplog):
     suggest_fused([optimizer], CUDA)
     suggest_fused([torch.optim.NAdam(parameters(), foreach=False)], CUDA)
     assert len(caplog.messages) == 1
+
+
+# --- loaders
+
+
+class Lying:
+    """A loader with a wrong length."""
+
+    def __init__(self, says, gives):
+        self.says, self.gives = says, gives
+
+    def __len__(self):
+        return self.says
+
+    def __iter__(self):
+        return iter([torch.ones(1)] * self.gives)
+
+
+@pytest.mark.parametrize(("says", "gives"), [(3, 5), (7, 4)])
+def test_a_length_that_is_wrong_is_named_once_with_the_right_one(says, gives, caplog):
+    for _ in range(2):
+        fl.fit(fl.pipeline()(toy_loss), toy(), Lying(says, gives), epochs=2, hooks=())
+    (line,) = caplog.messages
+    assert f"training loader is {says}, but an epoch of it had {gives} batches" in line
+
+
+@pytest.mark.parametrize(
+    "target", [{"epochs": 2}, {"steps": 3}, {"epochs": 1, "hooks": ()}], ids=str
+)
+def test_a_length_that_is_right_needs_no_hint(target, caplog):
+    ends = fl.every(steps=2)(lambda state: attrs.evolve(state, ends="epoch"))
+    for hooks in ((), (ends,)):
+        for loader in (Lying(5, 5), [torch.ones(1)] * 5, DataLoader(torch.ones(11), 3)):
+            fl.fit(fl.pipeline()(toy_loss), toy(), loader, **{"hooks": hooks, **target})
+    assert not caplog.messages
+
+
+def test_an_epoch_that_was_longer_when_it_began_needs_no_hint(caplog):
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), Lying(8, 8), steps=6, hooks=())
+    fl.fit(fl.pipeline()(toy_loss), state, Lying(4, 4), epochs=1, hooks=())
+    assert not caplog.messages
+
+
+def hints(device=CPU, **settings):
+    return [*loader_hints("train", DataLoader([1.0], **settings), device)]
+
+
+def test_workers_of_several_processes_are_counted_together(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    assert not hints(num_workers=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert not hints(num_workers=2)
+    (line,) = hints(num_workers=3)
+    assert "3 workers in each of 4 processes" in line and "8 CPUs: num_workers=2" in line
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_pinned_memory_without_a_use_is_named_unless_torch_does(available, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
+    assert "pin_memory=True of the train loader is of no use" in hints(pin_memory=True)[0]
+    assert len(hints(pin_memory=True, num_workers=1)) == available
+    assert not hints(CUDA, pin_memory=True) and not hints()
+
+
+def test_hints_about_loaders_come_once(caplog):
+    loaders = Loaders([1], {"held out": fl.sharded(DataLoader([1.0], pin_memory=True))})
+    for _ in range(2):
+        suggest_loaders(loaders, CPU)
+    (line,) = caplog.messages
+    assert "the held out loader" in line

@@ -21,8 +21,11 @@ from process_problems import (
     rank,
     said,
 )
+from streams import READ, Stream, train
+from torch.utils.data import DataLoader
 
 import fnloop as fl
+from fnloop.testing import toy
 
 pytestmark = pytest.mark.slow
 
@@ -116,10 +119,20 @@ def test_a_sharded_loader_resumes_mid_epoch_on_the_same_number_of_processes_only
 
     step = fl.pipeline()(entropy)
     fl.save(fl.fit(step, state(), fl.sharded(batches(6)), hooks=(halt,)), tmp_path / "one")
-    assert (
-        launch.results(tmp_path, 2, continue_sharded)
-        == [["ValueError: this checkpoint was written in mid-epoch by 1 proc", 8, 7]] * 2
-    )
+    fl.save(train(whole_stream(), steps=4), tmp_path / "stream")
+    found = launch.results(tmp_path, 2, continue_sharded)
+    assert [one.pop() for one in found] == [
+        {
+            "one to two": [[*range(8, 16)], True],  # of both processes: each reads the whole stream
+            "shares": [[8 * rank + 4, 8 * rank + 5, 8 * rank + 6, 8 * rank + 7], True],
+        }
+        for rank in (0, 1)
+    ]
+    assert found == [["ValueError: this checkpoint was written in mid-epoch by 1 proc", 8, 7]] * 2
+    READ.clear()
+    two = fl.restore(tmp_path / "two", toy())
+    assert two.batch == 4 and train(whole_stream(), two, epochs=1).batch == 0
+    assert [*range(8, 16)] == READ
     again = attrs.evolve(fl.restore(tmp_path / "one", state()), stop=None)
     assert fl.fit(step, again, fl.sharded(batches(6)), hooks=()).step == 7
 
@@ -133,4 +146,32 @@ def continue_sharded(folder):
     on = fl.fit(
         fl.pipeline()(entropy), whole, fl.sharded(batches(6)), epochs=2, hooks=()
     )  # from the end of an epoch
-    return [said(lambda: again(fl.sharded(batches(3))))[:62], whole.step, on.step - whole.step]
+    said_of_shards = said(lambda: again(fl.sharded(batches(3))))[:62]
+    return [said_of_shards, whole.step, on.step - whole.step, continue_streams(folder)]
+
+
+def whole_stream():
+    return DataLoader(Stream(16, noisy=False), 2)
+
+
+def continue_streams(folder):
+    """Return what is read to continue a stream, and whether the numbers are as without that."""
+    found = {}
+    state = fl.restore(folder / "stream", toy())
+    READ.clear()
+    state = train(whole_stream(), state, epochs=1)
+    read = [*READ]
+    again = attrs.evolve(fl.restore(folder / "stream", toy()), position=None)
+    again = train(whole_stream(), again, epochs=1)
+    found["one to two"] = [read, state.model.w.item() == again.model.w.item()]
+
+    def share():
+        return fl.sharded(DataLoader(Stream(8, noisy=False, first=8 * rank()), 2))
+
+    whole = train(share(), epochs=1)
+    fl.save(train(share(), steps=2), folder / "shares")
+    READ.clear()
+    resumed = train(share(), fl.restore(folder / "shares", toy()), epochs=1)
+    found["shares"] = [[*READ], resumed.model.w.item() == whole.model.w.item()]
+    fl.save(train(whole_stream(), steps=2), folder / "two")
+    return found

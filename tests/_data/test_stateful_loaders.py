@@ -1,0 +1,172 @@
+"""The loaders of torchdata, Hugging Face and accelerate: they continue where they were."""
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from streams import READ, Stream, train
+from torch.utils.data import DataLoader
+
+import fnloop as fl
+from fnloop._data.source import open_source
+from fnloop.testing import assert_same, toy, toy_loss
+
+# By torchdata, of torch; and by Hugging Face's formatting.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
+]
+
+
+def restored(state, folder):
+    return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
+
+
+def check(make, folder, splits=(1, 5, 8), pipe=(), size=2, first=lambda n: n):
+    """Check that a run equals one that stops at each split and once more, and what is read.
+
+    Args:
+        make: makes the loader: of 6 batches, if it counts what it reads.
+        folder: for checkpoints.
+        splits: where the run stops.
+        pipe: the middleware.
+        size: samples in a batch.
+        first: the sample that is the first to be read again to continue at this one; or None.
+    """
+    whole = train(make(), pipe=pipe)
+    for split in splits:
+        state = restored(train(make(), pipe=pipe, steps=split), folder)
+        assert (state.position is None) is (split % 6 == 0)
+        READ.clear()
+        state = train(make(), state, pipe, steps=split + 1)
+        if first is not None:
+            assert READ[0] == first(size * (split % 6))
+        assert_same(train(make(), restored(state, folder), pipe), whole)
+
+
+# --- accelerate
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_that_accelerate_prepared_is_read_as_the_loader_inside(shuffle, tmp_path):
+    def make():
+        return DataLoader(torch.arange(12.0), 2, shuffle=shuffle)
+
+    prepared = prepare_data_loader(make(), num_processes=1, process_index=0)
+    whole = train(make())
+    state = restored(train(prepared, steps=3), tmp_path)
+    assert_same(train(prepared, state), whole)
+
+
+def test_a_stream_that_accelerate_prepared_continues_where_it_was(tmp_path):
+    check(lambda: prepare_data_loader(DataLoader(Stream(), 2), num_processes=1), tmp_path)
+
+
+def test_batches_that_accelerate_skips_are_skipped():
+    loader = prepare_data_loader(DataLoader(Stream(noisy=False), 2), num_processes=1)
+    skipping = skip_first_batches(loader, 2)
+    read = [b.flatten().tolist() for b in open_source(skipping, 0).batches(0, 0, 0)]
+    assert read == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+# --- torchdata
+
+
+@pytest.fixture
+def stateful():
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+
+@pytest.mark.slow
+def test_torchdata_without_workers(stateful, tmp_path):
+    check(lambda: stateful(Stream(), 2), tmp_path)
+    check(lambda: stateful(Stream(13), 2, drop_last=True), tmp_path, pipe=(fl.accumulate(1),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_torchdata_with_workers(stateful, persistent, tmp_path, caplog):
+    kwargs = {"num_workers": 2, "persistent_workers": persistent}
+    check(lambda: stateful(Stream(noisy=False), 2, **kwargs), tmp_path, (3, 8), first=None)
+    assert not caplog.messages
+    loader = stateful(Stream(noisy=False), 2, **kwargs)
+    state = train(loader, steps=3)
+    read = state.position["state"]["_snapshot"]["_worker_snapshots"]
+    assert [read[f"worker_{i}"]["dataset_state"]["at"] for i in (0, 1)] == [8, 5]
+    whole = fl.fit(fl.pipeline()(toy_loss), toy(), (loader, loader), epochs=2, hooks=(),
+                   evaluate_every=fl.every(steps=2))  # fmt: skip
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), (loader, loader), steps=3, hooks=(),
+                   evaluate_every=fl.every(steps=2))  # fmt: skip
+    assert_same(fl.fit(fl.pipeline()(toy_loss), restored(state, tmp_path), (loader, loader),
+                       epochs=2, hooks=(), evaluate_every=fl.every(steps=2)), whole)  # fmt: skip
+    assert not caplog.messages
+
+
+@pytest.mark.slow
+def test_torchdata_map_style_is_read_by_index(stateful, tmp_path):
+    loader = stateful(torch.arange(12.0), 2, shuffle=True)
+    state = train(loader, steps=3)
+    assert state.position is None
+    assert_same(train(loader, restored(state, tmp_path)), train(loader))
+
+
+@pytest.mark.slow
+def test_what_workers_draw_is_exact_but_read_again(stateful, tmp_path, caplog):
+    check(lambda: stateful(Stream(), 2, num_workers=1), tmp_path, (3,), first=None)
+    assert "StatefulDataLoader.state_dict() does not lead back" in caplog.messages[0]
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_is_refused(stateful, tmp_path):
+    state = train(stateful(Stream(noisy=False), 2, num_workers=1), steps=3)
+    with pytest.raises(AssertionError) as caught:
+        train(stateful(Stream(noisy=False), 2, num_workers=2), state)
+    assert "must have the same settings as then" in " ".join(caught.value.__notes__)
+
+
+# --- Hugging Face
+
+
+def examples(n=12):
+    for i in range(n):
+        READ.append(i)
+        yield {"x": float(i)}
+
+
+@pytest.mark.slow
+def test_hugging_face(stateful, tmp_path, caplog):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": [float(i) for i in range(12)]})
+
+    def generated():  # its position is the number of the example within the shard
+        return datasets.IterableDataset.from_generator(examples).with_format("torch")
+
+    def sharded():
+        return table.to_iterable_dataset(num_shards=3).with_format("torch")
+
+    def values(batch):
+        return torch.stack([sample["x"] for sample in batch])
+
+    check(lambda: DataLoader(generated(), 2, collate_fn=values), tmp_path, (8,), first=lambda n: 0)
+    check(lambda: stateful(generated(), 2, collate_fn=values), tmp_path, (3,), first=lambda n: 0)
+    check(lambda: DataLoader(sharded(), 2, collate_fn=values), tmp_path, (5,), first=None)
+    assert not [line for line in caplog.messages if line.startswith("fit:")]
+    # Resumed again at once: torchdata does not know where a worker is that gave nothing since.
+    check(lambda: stateful(sharded(), 2, collate_fn=values, num_workers=2), tmp_path, (3,),
+          first=None)  # fmt: skip
+    found = [line for line in caplog.messages if line.startswith("fit:")]
+    assert ["StatefulDataLoader.state_dict() does not lead" in line for line in found] == [True]
+    caplog.clear()
+    loader = DataLoader(sharded(), 2, collate_fn=values)
+    loaders, moment = (loader, loader), fl.every(steps=2)
+    whole, state = (
+        fl.fit(fl.pipeline()(toy_loss), toy(), loaders, hooks=(), evaluate_every=moment, **target)
+        for target in ({"epochs": 2}, {"steps": 3})
+    )
+    assert_same(fl.fit(fl.pipeline()(toy_loss), restored(state, tmp_path), loaders, epochs=2,
+                       hooks=(), evaluate_every=moment), whole)  # fmt: skip
+    assert not [line for line in caplog.messages if line.startswith("fit:")]
+    check(lambda: DataLoader(sharded().shuffle(0, buffer_size=4), 2, collate_fn=values), tmp_path,
+          (2,), first=None)  # fmt: skip
+    assert [
+        line for line in caplog.messages if "IterableDataset.state_dict() does not lead" in line
+    ]
