@@ -124,6 +124,8 @@ WORDS = (
     "state.run",
     "state -> state",
     "evaluate_every=",
+    "batch_sampler=",
+    "collate_fn=",
     "fully_shard(model)",
     "fl.schedule",
 )
