@@ -98,7 +98,7 @@ workers. The global random state is restored after a run. It is shared by thread
 `fit`, `run`, `evaluate` or `predict` in another thread is refused.
 
 The next window of batches is fetched, and copied to the device, while the step runs. `prefetch=n`
-fetches n windows.
+fetches n windows. A `TensorDataset`, an array, or a subset of one, is read a batch at a time.
 
 Ctrl-C stops `fit` after the current update and returns the state. An exception keeps its type,
 has a note that says where it happened (`while in clip(1.0), train, epoch 2, batch 37, step 812`),
