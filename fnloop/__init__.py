@@ -42,7 +42,7 @@ penalty, switches them on: `with torch.enable_grad():`.
 # Middleware and rings
 
 - `accumulate`, `clip`, `clip_value`, `grad_norm`: gradients.
-- `amp`, `compiled`, `cuda_graph`, `CaptureError`: precision and speed.
+- `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`: precision and speed.
 - `schedule`, `torch_scheduler`, `plateau`: learning rates.
 - `sam`, `closure`: the gradient of the worst weights nearby; `optimizer.step(closure)`.
 - `tbptt`: sequences in windows, with a state that is carried from one to the next.
@@ -278,6 +278,7 @@ from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit, run
 from fnloop._middleware.accumulate import accumulate
 from fnloop._middleware.amp import amp
+from fnloop._middleware.channels_last import channels_last
 from fnloop._middleware.clip import clip, clip_value, grad_norm
 from fnloop._middleware.closure import closure
 from fnloop._middleware.compiled import compiled
@@ -322,6 +323,7 @@ __all__ = [
     "averaged",
     "best",
     "broadcast",
+    "channels_last",
     "checkpoint",
     "clip",
     "clip_value",
