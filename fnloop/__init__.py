@@ -82,6 +82,7 @@ The name of a metric tells whether lower is better ("loss", "error") or higher (
 
 - `fit`, `run`: train up to a target. `run` yields the state after each epoch.
 - `evaluate`, `predict`: leave the state unchanged.
+- `data`: `fnloop.data.tune(step, state, loader)` says what would be faster, and what to write.
 
 Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
 re-running a cell is harmless.
@@ -237,7 +238,7 @@ library as checks.
 
 __docformat__ = "google"
 
-from fnloop import schedules
+from fnloop import data, schedules
 from fnloop._backend.public import broadcast, gather, reduce
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
@@ -331,6 +332,7 @@ __all__ = [
     "compare",
     "compiled",
     "cuda_graph",
+    "data",
     "derive",
     "device_memory",
     "early_stop",

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 import fnloop
-from fnloop import schedules, testing
+from fnloop import data, schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 # A room imports only from the rooms before it.
 ROOMS = (
     "_display _backend _core schedules _data _step "
-    "_graphs _checkpoint _middleware _hooks _loop testing"
+    "_graphs _checkpoint _middleware _hooks _loop data testing"
 )
 OPTIONAL = {
     *("matplotlib", "pandas", "torchmetrics", "IPython", "ipykernel", "nbclient", "nbformat"),
@@ -36,7 +36,7 @@ CONTRACT = {
     *("ema", "swa", "averaged", "update_batchnorm"),
     *("compiled", "channels_last", "cuda_graph", "CaptureError"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
-    *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules"),
+    *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules", "data"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
     *(
@@ -110,7 +110,7 @@ def test_the_public_names_are_those_of_the_contract():
     assert public == CONTRACT, "__all__ and the importable names differ"
 
 
-@pytest.mark.parametrize("module", [fnloop, schedules, testing])
+@pytest.mark.parametrize("module", [fnloop, data, schedules, testing])
 def test_a_module_lists_its_public_names_and_no_others(module):
     assert sorted(name for name in dir(module) if not name.startswith("__")) == sorted(
         module.__all__
@@ -129,7 +129,7 @@ def test_help_shows_what_is_public():
 def test_a_function_and_a_package_never_share_a_name():
     """A package ``fnloop.middleware`` would hide the function of that name."""
     packages = {module.name for module in pkgutil.iter_modules(fnloop.__path__)}
-    assert {name for name in fnloop.__all__ if name in packages} == {"schedules"}
+    assert {name for name in fnloop.__all__ if name in packages} == {"data", "schedules"}
 
 
 def test_an_import_that_fails_leaves_garbage_collection_on():
@@ -337,6 +337,7 @@ def everything_public():
                 function = getattr(function, "__func__", function)
                 if not method.startswith("_") and inspect.isfunction(function):
                     yield f"fnloop.{name}.{method}", function
+    yield from ((f"data.{name}", getattr(data, name)) for name in data.__all__)
     yield from ((f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__)
     yield from ((f"testing.{name}", getattr(testing, name)) for name in testing.__all__)
 

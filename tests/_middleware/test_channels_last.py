@@ -70,7 +70,7 @@ def test_the_loss_function_sees_images_and_a_model_in_channels_last():
 @pytest.mark.parametrize("first", [(), (fl.channels_last(),)], ids=["without", "with"])
 @pytest.mark.parametrize("then", [(), (fl.channels_last(),)], ids=["without", "with"])
 @pytest.mark.parametrize("fresh", [False, True], ids=["restored", "restored, new model"])
-def test_a_run_may_go_on_with_and_without_it(settings, first, then, fresh, tmp_path):
+def test_a_run_may_continue_with_and_without_it(settings, first, then, fresh, tmp_path):
     """A fused optimizer computes something else if its state is in another format."""
     wanted = problem(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, **settings))
     whole = fl.fit(fl.pipeline()(loss_fn), wanted.state(), BATCHES, epochs=2, hooks=())
