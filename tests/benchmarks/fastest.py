@@ -29,7 +29,8 @@ One thread of two cores (AMD EPYC, AVX-512 BF16) that other programs used all th
 | mnist: fnloop, at its fastest | 0.865 | 0.53 | apart by 0.001 |
 
 An epoch of "mnist" fetches for 0.028 s by hand, and for 0.012 s with fnloop: 1 % of its time. In
-another measurement its medians were 1.886 by hand and 1.859 with fnloop.
+another measurement its medians were 1.886 by hand and 1.859 with fnloop. After 10 epochs the
+accuracy is 98.5 % as it is, and 98.9 % at its fastest (``--epochs 10``).
 """
 
 from __future__ import annotations
