@@ -42,7 +42,7 @@ penalty, switches them on: `with torch.enable_grad():`.
 # Middleware and rings
 
 - `accumulate`, `clip`, `clip_value`, `grad_norm`: gradients.
-- `amp`, `compiled`, `cuda_graph`, `CaptureError`: precision and speed.
+- `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`: precision and speed.
 - `schedule`, `torch_scheduler`, `plateau`: learning rates.
 - `sam`, `closure`: the gradient of the worst weights nearby; `optimizer.step(closure)`.
 - `tbptt`: sequences in windows, with a state that is carried from one to the next.
@@ -82,6 +82,7 @@ The name of a metric tells whether lower is better ("loss", "error") or higher (
 
 - `fit`, `run`: train up to a target. `run` yields the state after each epoch.
 - `evaluate`, `predict`: leave the state unchanged.
+- `data`: `fnloop.data.tune(step, state, loader)` says what would be faster, and what to write.
 
 Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
 re-running a cell is harmless.
@@ -103,7 +104,7 @@ reads nothing again. A function of two arguments is called with `(epoch, batch)`
 Any other stream is read again up to there.
 
 The next window of batches is fetched, and copied to the device, while the step runs. `prefetch=n`
-fetches n windows.
+fetches n windows. A `TensorDataset`, an array, or a subset of one, is read a batch at a time.
 
 Ctrl-C stops `fit` after the current update and returns the state. An exception keeps its type,
 has a note that says where it happened (`while in clip(1.0), train, epoch 2, batch 37, step 812`),
@@ -285,6 +286,7 @@ from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit, run
 from fnloop._middleware.accumulate import accumulate
 from fnloop._middleware.amp import amp
+from fnloop._middleware.channels_last import channels_last
 from fnloop._middleware.clip import clip, clip_value, grad_norm
 from fnloop._middleware.closure import closure
 from fnloop._middleware.compiled import compiled
@@ -329,6 +331,7 @@ __all__ = [
     "averaged",
     "best",
     "broadcast",
+    "channels_last",
     "checkpoint",
     "clip",
     "clip_value",

@@ -41,6 +41,7 @@ SINGLES = [
     fl.closure(),
     fl.amp(None),
     fl.amp("bf16"),
+    fl.channels_last(),  # of convolutions: tests/_middleware/test_channels_last.py
     warm_cosine,
     fl.schedule(schedules.linear(), field="weight_decay"),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
@@ -339,7 +340,7 @@ def test_the_reported_loss_does_not_depend_on_n(n):
     "neutral",
     [
         *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
-        *(fl.ema(0.9), fl.swa(0.5, evaluate=False)),
+        *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
     ],
     ids=repr,
 )

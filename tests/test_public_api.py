@@ -34,10 +34,9 @@ CONTRACT = {
     *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric"),
     *("derive", "inspect", "plateau", "tbptt", "raw", "alternate", "sam", "closure"),
     *("ema", "swa", "averaged", "update_batchnorm"),
-    *("compiled", "cuda_graph", "CaptureError"),
+    *("compiled", "channels_last", "cuda_graph", "CaptureError"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
-    *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules"),
-    "data",
+    *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules", "data"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
     *(

@@ -216,7 +216,13 @@ def _move_state(value: Any, parameter: Tensor, group: Group, stays: set[int]) ->
     """
     if isinstance(value, Tensor):
         value = value if id(value) in stays else value.to(parameter.device)
-        return like_sharded(value, parameter) if value.shape == parameter.shape else value
+        if value.shape != parameter.shape:
+            return value
+        value = like_sharded(value, parameter)
+        if group.get("fused") and value.stride() != parameter.stride():
+            # It reads both as they are in memory. The parameter may be in channels_last, or not.
+            value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        return value
     if isinstance(value, list | tuple):
         return type(value)(_move_state(v, parameter, group, stays) for v in value)
     if isinstance(value, dict):

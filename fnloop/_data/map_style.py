@@ -33,6 +33,7 @@ from fnloop._backend import torch_compat
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.types import Batch
 from fnloop._data.bucketed import Bucketed
+from fnloop._data.fetch import fetch_batch
 from fnloop._data.round_robin import Index, SingleProcess
 from fnloop._data.window import END, Padding
 
@@ -102,11 +103,16 @@ class _BatchDataset(Dataset[Batch]):
     def __init__(self, dataset: Any, collate: Callable[..., Batch], batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
         self.fetches_batches = batched and getattr(dataset, "__getitems__", None) is not None
+        self.collates_by_default = batched and collate is default_collate
 
     def __getitem__(self, request: _BatchRequest) -> Batch:
         __tracebackhide__ = True
-        seed_all(request.seed)
-        batch = self._make(request.index)
+        batch = None
+        if self.collates_by_default:
+            batch = fetch_batch(self.dataset, request.index)
+        if batch is None:
+            seed_all(request.seed)
+            batch = self._make(request.index)
         return Padding(batch) if request.is_padding else batch
 
     def _make(self, index: Index) -> Batch:
@@ -258,13 +264,16 @@ def _sampled(sampler: Iterable[Index], seed: int) -> Iterator[Index]:
         indices = iter(sampler)
         # Within the block: torch's samplers take their generator when the first index is requested.
         index = next(indices, END)
-    draws_globally = type(sampler) not in _TORCH_SAMPLERS
+    if type(sampler) in _TORCH_SAMPLERS:  # they draw from their own generator only
+        if index is not END:
+            yield index
+            yield from indices
+        return
     for n in itertools.count():
         if index is END:
             return
         yield index
-        if draws_globally:
-            seed_all(fold_in(seed, n))
+        seed_all(fold_in(seed, n))
         index = next(indices, END)
 
 

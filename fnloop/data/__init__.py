@@ -1,12 +1,12 @@
-"""Loaders made of loaders.
+"""Loaders made of loaders, and what would make a run faster: ``tune``.
 
     >>> import torch
     >>> batches = [torch.full((2,), float(i)) for i in range(5)]
     >>> [batch[0].item() for batch in take(batches, 3)]
     [0.0, 1.0, 2.0]
 
-Each takes any loader of ``fit``, those of this page too, and is one itself, for ``evaluate`` and
-``predict`` too. Its order is a function of (seed, epoch). Its batches are distributed to the
+Each of these loaders takes any loader of ``fit``, those of this page too, and is one itself, for
+``evaluate`` and ``predict`` too. Its order is a function of (seed, epoch). Its batches are distributed to the
 processes once, so that numbers of batches are those of all processes together. Nothing is loaded
 for the samples of a map-style ``DataLoader`` that are left out, that were consumed before a resume,
 or that are another process's.
@@ -17,6 +17,7 @@ iterable, whose order torch's generator decides.
 """
 
 from fnloop._data.bucketed import bucketed
+from fnloop._loop.tune import tune
 from fnloop.data._fixed import fixed
 from fnloop.data._interleave import interleave
 from fnloop.data._leave_out import leave_out
@@ -34,6 +35,7 @@ __all__ = [
     "leave_out",
     "pad_collate",
     "take",
+    "tune",
     "zip_cycle",
     "zip_shortest",
 ]

@@ -40,11 +40,8 @@ def test_parameters_that_fused_can_not_take_and_optimizers_of_others_are_left_al
     assert fused_hint(torch.optim.LBFGS(parameters())) is None
 
 
-def test_the_hint_comes_once_and_on_cuda_only(caplog):
-    optimizer = torch.optim.NAdam(parameters(), foreach=False)
-    suggest_fused([optimizer], CPU)
-    assert not caplog.messages
-    suggest_fused([optimizer], CUDA)
+def test_the_hint_comes_once_for_each_kind_of_optimizer(caplog):
+    suggest_fused([torch.optim.NAdam(parameters(), foreach=False)], CUDA)
     suggest_fused([torch.optim.NAdam(parameters(), foreach=False)], CUDA)
     assert len(caplog.messages) == 1
 
@@ -117,3 +114,27 @@ def test_hints_about_loaders_come_once(caplog):
         suggest_loaders(loaders, CPU)
     (line,) = caplog.messages
     assert "the held out loader" in line
+
+
+def test_on_the_cpu_fused_adam_is_named_with_its_rounding_and_nothing_else(caplog):
+    suggest_fused([torch.optim.RAdam(parameters(), foreach=False)], CPU)
+    suggest_fused([torch.optim.SGD(parameters(), lr=0.1)], CPU)
+    suggest_fused([torch.optim.AdamW(parameters(), fused=False)], CPU)
+    suggest_fused([torch.optim.AdamW(parameters())], torch.device("meta"))
+    assert not caplog.messages
+    assert fused_hint(torch.optim.AdamW(parameters()), "cpu") == (
+        "fit: AdamW makes several passes over the parameters; AdamW(..., fused=True) makes one, "
+        "equal up to rounding"
+    )
+    fl._loop.hints._log_once.cache_clear()
+    suggest_fused([torch.optim.AdamW(parameters())], CPU)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
+def test_what_is_advised_on_the_cpu_works_there(make):
+    (mine,), (fused,) = parameters(), parameters()
+    for p, settings in ((mine, {}), (fused, {"fused": True})):
+        p.grad = torch.ones(1)
+        make([p], lr=0.5, **settings).step()
+    assert mine.item() == pytest.approx(-0.5) and fused.item() == pytest.approx(-0.5)

@@ -91,6 +91,16 @@ def by_int(model, batch):
     return loss, {"weight": int(aux["weight"])}
 
 
+def images():
+    x, y, *_ = samples().tensors
+    return TensorDataset(x.view(-1, 3, 2, 1), y)
+
+
+def convolutions():
+    one = nn.Conv2d(3, 3, (2, 1), padding=(1, 0))
+    return nn.Sequential(one, nn.Tanh(), one, nn.Flatten(), nn.Linear(12, 3))
+
+
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -341,6 +351,11 @@ CASES = {
     "guard, accumulate": Case(lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.clip(0.1))),
     "without one": Case(
         lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)
+    ),
+    "channels last": Case(
+        lambda: fl.pipeline(fl.channels_last(), fl.accumulate(2)),
+        train=lambda: loader(images(), shuffle=True),
+        model=convolutions,
     ),
     "bf16": Case(lambda: fl.pipeline(fl.amp("bf16")), dtype=torch.float32, close=0.05),
     "averages": Case(

@@ -1,0 +1,206 @@
+"""How fast a whole run is beside the same loop by hand: as it is, and with what ``tune`` advises.
+
+    pip install -e '.[examples]'
+    python tests/benchmarks/fastest.py             # two minutes; --advice prints tune's table too
+
+* "mnist" is ``examples/mnist.py``: the same CNN, optimizer, metric, clipping, schedule and loader
+  (batches of 64), without its evaluation. By hand, that is the loop that a user of PyTorch writes
+  with a plain DataLoader. "fnloop" is the example as it is. "at its fastest" has ``amp("bf16")``,
+  ``channels_last()`` and a fused AdamW, by hand and with fnloop.
+* "MLP" is 784-64-10 with AdamW on a TensorDataset of 8,192 samples, in batches of 256 and 1024.
+
+The contenders take turns in random order. Each trains its own copy for an epoch, from the same
+weights and on the same batches in the same order. The numbers are medians of the ratios to the loop
+by hand in the same round. Losses are compared in the first round: "same bits" are equal in every
+bit. One thread, whose own time is taken, so that other programs disturb less; ``--threads 2`` takes
+the time on the wall.
+
+One thread of two cores (AMD EPYC, AVX-512 BF16) that other programs used all the time, torch 2.13:
+
+| | s/epoch | ratio | losses |
+|---|---|---|---|
+| MLP, 256: by hand | 0.091 | 1.00 | |
+| MLP, 256: fnloop | 0.062 | 0.66 | same bits |
+| MLP, 1024: by hand | 0.092 | 1.00 | |
+| MLP, 1024: fnloop | 0.059 | 0.64 | same bits |
+| mnist: by hand | 1.654 | 1.00 | |
+| mnist: fnloop | 1.682 | 1.02 | same bits |
+| mnist: by hand, at its fastest | 0.900 | 0.54 | apart by 0.001 |
+| mnist: fnloop, at its fastest | 0.865 | 0.53 | apart by 0.001 |
+
+An epoch of "mnist" fetches for 0.028 s by hand, and for 0.012 s with fnloop: 1 % of its time. In
+another measurement its medians were 1.886 by hand and 1.859 with fnloop. After 10 epochs the
+accuracy is 98.5 % as it is, and 98.9 % at its fastest (``--epochs 10``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import fnloop as fl
+from fnloop._core.rng import COMPUTE, ORDER, fold_in, mix
+from fnloop.schedules import one_cycle
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import mnist
+
+Contender = Callable[[], tuple[float, list[float]]]  # trains once; the seconds and the losses
+SEED = 0
+
+
+def clock() -> float:
+    """Return the time of this thread if it is the only one, else that on the wall."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def batches_of(dataset: Any, size: int) -> DataLoader[Any]:
+    """Return a plain loader in the order that fnloop's first epoch has."""
+    order = torch.Generator().manual_seed(fold_in(SEED, ORDER, 0))
+    return DataLoader(dataset, size, sampler=RandomSampler(dataset, generator=order))
+
+
+def by_hand(make: Callable[..., Any], dataset: Any, size: int, fast: bool, full: bool) -> Contender:
+    """Return the loop written by hand; ``full``: with what the example for MNIST does."""
+
+    def train() -> tuple[float, list[float]]:
+        model, optimizer = make(fused=fast or None)
+        criterion, factor = nn.CrossEntropyLoss(), one_cycle()
+        if fast:
+            model = model.to(memory_format=torch.channels_last)
+        data, rate = batches_of(dataset, size), optimizer.param_groups[0]["lr"]
+        total, correct, seen, norms = torch.zeros((), dtype=torch.float64), 0, 0, torch.zeros(())
+        began = clock()
+        steps = len(data)
+        for i, (x, y) in enumerate(data):
+            if full:  # dropout as in fnloop
+                torch.default_generator.manual_seed(mix(fold_in(SEED, COMPUTE, 0), i))
+                optimizer.param_groups[0]["lr"] = rate * factor(i, steps)
+            x = x.contiguous(memory_format=torch.channels_last) if fast else x
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+                output = model(x)
+                loss = criterion(output, y)
+            loss.backward()
+            if full:
+                norms += clip_grad_norm_(model.parameters(), 1.0)
+                correct += (output.argmax(dim=1) == y).sum()
+            optimizer.step()
+            total += loss.detach().double() * len(y)
+            seen += len(y)
+        mean = total.item() / seen
+        return clock() - began, [mean]
+
+    return train
+
+
+def by_fnloop(
+    make: Callable[..., Any], dataset: Any, size: int, fast: bool, full: bool
+) -> Contender:
+    members: tuple[fl.Middleware, ...] = ()
+    if full:
+        members = fl.metric(accuracy=mnist.accuracy), fl.clip(1.0), fl.schedule(one_cycle())
+    if fast:
+        members = fl.amp("bf16"), *members, fl.channels_last()
+    step = fl.pipeline(*members)(fl.supervised(nn.CrossEntropyLoss()))
+
+    def train() -> tuple[float, list[float]]:
+        model, optimizer = make(fused=fast or None)
+        state = fl.TrainState.create(model, optimizer, seed=SEED)
+        data = DataLoader(dataset, size, shuffle=True)
+        began = clock()
+        state = fl.fit(step, state, data, epochs=1, hooks=())
+        return clock() - began, list(state.history["train/loss"])
+
+    return train
+
+
+def cnn(fused: bool | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(SEED)
+    model = mnist.small_cnn()
+    settings = {"lr": 5e-3, "weight_decay": 0.05, "fused": fused}
+    return model, torch.optim.AdamW(model.parameters(), **settings)
+
+
+def mlp(fused: bool | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+
+
+def measure(title: str, contenders: dict[str, Contender], rounds: int) -> None:
+    """Print the ratios to the first contender."""
+    first, *_ = contenders
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    losses = {name: train()[1] for name, train in contenders.items()}  # and warm up
+    for _ in range(rounds):
+        for name in random.sample(list(contenders), len(contenders)):
+            times[name].append(contenders[name]()[0])
+    print(f"\n{title:<28}{'s/epoch':>9}{'ratio':>7}   losses")
+    for name, taken in times.items():
+        ratio = statistics.median(a / b for a, b in zip(taken, times[first], strict=True))
+        apart = max(abs(a - b) for a, b in zip(losses[name], losses[first], strict=True))
+        agree = f"apart by {apart:.1g}" if apart else "same bits"
+        print(f"{name:<28}{statistics.median(taken):>9.3f}{ratio:>7.2f}   {agree}", flush=True)
+
+
+def accuracies(epochs: int) -> None:
+    """Print the accuracy that the example reaches, as it is and at its fastest."""
+    train, valid = mnist.digits()
+    members = fl.metric(accuracy=mnist.accuracy), fl.clip(1.0), fl.schedule(one_cycle())
+    fastest = fl.amp("bf16"), *members, fl.channels_last()
+    for name, listed, fused in (("as it is", members, None), ("at its fastest", fastest, True)):
+        step = fl.pipeline(*listed)(fl.supervised(nn.CrossEntropyLoss()))
+        loaders = (DataLoader(train, 64, shuffle=True), DataLoader(valid, 500))
+        state = fl.TrainState.create(*cnn(fused), seed=SEED)
+        state = fl.fit(step, state, loaders, epochs=epochs, hooks=())
+        print(f"mnist {name}: accuracy {state.history['valid/accuracy'][-1]:.1%}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=0, help="compare accuracies after this many")
+    parser.add_argument("--advice", action="store_true", help="print the table of fl.data.tune")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    draw = torch.Generator().manual_seed(0)
+    numbers = TensorDataset(
+        torch.randn(8192, 784, generator=draw), torch.randint(10, (8192,), generator=draw)
+    )
+    for size in (256, 1024):
+        made = (mlp, numbers, size, False, False)
+        contenders = {"by hand": by_hand(*made), "fnloop": by_fnloop(*made)}
+        measure(f"MLP, batches of {size}", contenders, 2 * args.rounds)
+    digits, _ = mnist.digits()
+    as_it_is, fastest = (cnn, digits, 64, False, True), (cnn, digits, 64, True, True)
+    contenders = {
+        "by hand": by_hand(*as_it_is),
+        "fnloop": by_fnloop(*as_it_is),
+        "by hand, at its fastest": by_hand(*fastest),
+        "fnloop, at its fastest": by_fnloop(*fastest),
+    }
+    measure("mnist", contenders, args.rounds)
+    if args.epochs:
+        accuracies(args.epochs)
+    if args.advice:
+        members = fl.metric(accuracy=mnist.accuracy), fl.clip(1.0), fl.schedule(one_cycle())
+        step = fl.pipeline(*members)(fl.supervised(nn.CrossEntropyLoss()))
+        print(fl.data.tune(step, fl.TrainState.create(*cnn()), DataLoader(digits, 64)))
+
+
+if __name__ == "__main__":
+    main()
