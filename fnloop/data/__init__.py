@@ -6,10 +6,10 @@
     [0.0, 1.0, 2.0]
 
 Each of these loaders takes any loader of ``fit``, those of this page too, and is one itself, for
-``evaluate`` and ``predict`` too. Its order is a function of (seed, epoch). Its batches are distributed to the
-processes once, so that numbers of batches are those of all processes together. Nothing is loaded
-for the samples of a map-style ``DataLoader`` that are left out, that were consumed before a resume,
-or that are another process's.
+``evaluate`` and ``predict`` too. Its order is a function of (seed, epoch). Its batches are
+distributed to the processes once, so that numbers of batches are those of all processes together.
+Nothing is loaded for the samples of a map-style ``DataLoader`` that are left out, that were
+consumed before a resume, or that are another process's.
 
 It has a length where that can be known, so that schedules and bars know it. Its position is counted
 in batches: keep the batch size when you resume in the middle of an epoch. By itself it is an
