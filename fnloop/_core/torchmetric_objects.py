@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -108,7 +108,7 @@ def states_of(metric: Torchmetric) -> Parts:
     return own | ({"members": parts} if parts else {})
 
 
-def load_states(metric: Torchmetric, parts: Mapping[str, Any]) -> None:
+def load_states(metric: Torchmetric, parts: Parts) -> None:
     """Set what a metric has seen to what :func:`states_of` returned."""
     saved = {"": parts, **parts.get("members", {})}
     for path, member, _ in _metrics_in(metric):

@@ -190,5 +190,6 @@ def _replace(name: str, old: Any, new: Any) -> None:
         setattr(sys, name, new)
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for handler in {each for logger in loggers for each in getattr(logger, "handlers", ())}:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+        # A handler whose stream is a property, as that of logging.lastResort, follows ``sys``.
+        if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is old:
             handler.setStream(new)

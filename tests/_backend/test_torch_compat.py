@@ -30,7 +30,7 @@ OTHERS = {  # private names of other libraries, each in one file
     "_display/plot.py": {"_repr_png_"},  # IPython's protocol
     "_middleware/schedule.py": {"_repr_html_"},
     "_backend/launch.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
-    "_core/torchmetrics.py": {"_to_sync", "_update_count"},
+    "_core/torchmetric_objects.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
     "_backend/watchdog.py": {"_exit", "_current_frames"},  # documented, of os and sys
 }
 

@@ -386,7 +386,8 @@ def test_a_function_that_takes_epoch_and_batch_begins_there(tmp_path):
 
 def test_which_functions_take_a_position():
     assert takes_position(lambda epoch, batch: []) and takes_position(lambda e, b, size=2, **k: [])
-    for other in ([], list, lambda epoch=0, batch=0: [], lambda *a: [], lambda a, b, c: []):
+    assert takes_position(lambda epoch=0, batch=0: [])
+    for other in ([], list, lambda a=0, b=0: [], lambda *a: [], lambda a, b, c: []):
         assert not takes_position(other)
     with pytest.raises(TypeError, match="a function that returns one"):
         train(lambda epoch: [])

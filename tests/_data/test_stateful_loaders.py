@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.state import AcceleratorState
 from streams import READ, Stream, train
 from torch.utils.data import DataLoader
 
@@ -44,6 +45,12 @@ def check(make, folder, splits=(1, 5, 8), pipe=(), size=2, first=lambda n: n):
 
 
 # --- accelerate
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_accelerate_is_left():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
