@@ -41,9 +41,10 @@ penalty, switches them on: `with torch.enable_grad():`.
 
 # Middleware and rings
 
-- `accumulate`, `clip`, `clip_value`, `grad_norm`: gradients.
+- `accumulate`, `clip`, `clip_value`, `clip_adaptive`, `grad_norm`: gradients.
 - `amp`, `compiled`, `cuda_graph`, `CaptureError`: precision and speed.
 - `schedule`, `torch_scheduler`, `plateau`: learning rates.
+- `skip_nonfinite`, `spike_guard`, `decide`: leave bad updates out, by guards of yours too.
 - `sam`, `closure`: the gradient of the worst weights nearby; `optimizer.step(closure)`.
 - `tbptt`: sequences in windows, with a state that is carried from one to the next.
 - `ema`, `swa`, `averaged`, `update_batchnorm`: averages of the weights.
@@ -279,6 +280,7 @@ from fnloop._loop.fit import fit, run
 from fnloop._middleware.accumulate import accumulate
 from fnloop._middleware.amp import amp
 from fnloop._middleware.clip import clip, clip_value, grad_norm
+from fnloop._middleware.clip_adaptive import clip_adaptive
 from fnloop._middleware.closure import closure
 from fnloop._middleware.compiled import compiled
 from fnloop._middleware.cuda_graph import cuda_graph
@@ -289,10 +291,13 @@ from fnloop._middleware.metric import metric
 from fnloop._middleware.plateau import plateau
 from fnloop._middleware.sam import sam
 from fnloop._middleware.schedule import schedule
+from fnloop._middleware.skip_nonfinite import skip_nonfinite
+from fnloop._middleware.spike_guard import spike_guard
 from fnloop._middleware.tbptt import tbptt
 from fnloop._middleware.times import throughput, timings
 from fnloop._middleware.torch_scheduler import torch_scheduler
 from fnloop._step.alternate import alternate
+from fnloop._step.host import decide
 from fnloop._step.pipeline import pipeline
 from fnloop._step.raw import raw
 from fnloop._step.supervised import supervised
@@ -324,11 +329,13 @@ __all__ = [
     "broadcast",
     "checkpoint",
     "clip",
+    "clip_adaptive",
     "clip_value",
     "closure",
     "compare",
     "compiled",
     "cuda_graph",
+    "decide",
     "derive",
     "device_memory",
     "early_stop",
@@ -364,7 +371,9 @@ __all__ = [
     "schedule",
     "schedules",
     "sharded",
+    "skip_nonfinite",
     "snapshot",
+    "spike_guard",
     "supervised",
     "swa",
     "tbptt",

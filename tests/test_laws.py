@@ -1,6 +1,7 @@
 """The laws of the design, over a table of middleware. Add a row for a new middleware."""
 
 import math
+import pickle
 import sys
 
 import attrs
@@ -36,7 +37,11 @@ SINGLES = [
     fl.accumulate(3),
     fl.clip(0.05),
     fl.clip(1.0, norm_type=math.inf),
+    fl.clip(0.05, only="0.*"),
     fl.clip_value(0.01),
+    fl.clip_adaptive(0.01),
+    fl.clip_adaptive(0.02, only=["*.weight"]),
+    fl.grad_norm(by="module"),
     fl.sam(0.05),
     fl.closure(),
     fl.amp(None),
@@ -57,9 +62,12 @@ SINGLES = [
     noise(0.01),
     weight_penalty(0.01),
 ]
+TWO_PARTS = fl.clip(0.05, only="*.weight", name="w"), fl.clip(0.01, only="*.bias", name="b")
 COMBINATIONS = [
     fl.pipeline(),
     *(fl.pipeline(single) for single in SINGLES),
+    fl.pipeline(fl.accumulate(2), *TWO_PARTS, fl.grad_norm()),
+    fl.pipeline(*TWO_PARTS, fl.accumulate(2), fl.clip_adaptive(0.01)),
     fl.pipeline(fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
     fl.pipeline(fl.accumulate(2), fl.sam(0.05), fl.clip(0.05)),
@@ -113,10 +121,52 @@ def test_fp16_keeps_the_laws_of_fold_and_purity(members):
     law_purity(pipe, problem)
 
 
+# --- guards: they read to the host once in each update
+
+GUARDS = [
+    fl.pipeline(fl.skip_nonfinite()),
+    fl.pipeline(fl.skip_nonfinite(3), fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.spike_guard(2, 1e6), fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.clip(0.05), fl.accumulate(2), fl.skip_nonfinite(), warm_cosine, fl.ema(0.9)),
+]
+
+
+SPIKES = [  # many updates are spikes
+    fl.pipeline(fl.spike_guard(4, 1.02)),
+    fl.pipeline(fl.spike_guard(3, 1.02), fl.accumulate(2), fl.clip(0.05), warm_cosine),
+]
+
+
+@pytest.mark.parametrize("pipe", SPIKES, ids=repr)
+def test_a_guard_that_leaves_updates_out_keeps_the_laws(pipe):
+    for problem in (small(), stochastic()):
+        assert fl.fit(pipe(problem.loss_fn), problem.state(), problem.batches, epochs=2).skipped
+        law_fold(pipe, problem)
+        law_purity(pipe, problem)
+
+
+@pytest.mark.parametrize("pipe", GUARDS, ids=repr)
+def test_guards_keep_the_laws(pipe):
+    for problem in (small(), stochastic()):
+        law_fold(pipe, problem)
+        law_purity(pipe, problem)
+    law_skipped_updates(pipe, small())
+    assert pickle.loads(pickle.dumps(pipe)) == pipe
+
+
+@pytest.mark.parametrize("pipe", [GUARDS[0], fl.pipeline(fl.spike_guard(4, 3.0))], ids=repr)
+def test_guards_keep_the_laws_in_turns_and_with_several_optimizers(pipe):
+    law_fold(pipe, several.problem(several.muon_and_sgd))
+    each = several.alternating(matrices=pipe.middleware, rest=(*pipe.middleware, fl.clip(0.1)))
+    law_fold(fl.pipeline(), each)
+    law_purity(fl.pipeline(), each)
+
+
 # --- the same with several optimizers
 
 SEVERAL = [
     *DETERMINISTIC[:6],
+    fl.pipeline(fl.accumulate(2), *TWO_PARTS, fl.clip_adaptive(0.01)),
     fl.pipeline(fl.schedule(schedules.linear())),
     fl.pipeline(fl.schedule(schedules.linear(), only=("rest",))),
     fl.pipeline(
@@ -158,7 +208,7 @@ EACH = [
     {},
     {"order": ("rest", "matrices", "rest"), "evaluate": "rest"},
     {"order": ("matrices", "rest", "rest"), "batch": "next"},
-    {"matrices": [fl.clip(0.05), warm_cosine], "rest": [fl.amp("bf16"), noise(0.01)]},
+    {"matrices": [fl.clip(0.05, only="0.*"), warm_cosine], "rest": [fl.amp("bf16"), noise(0.01)]},
     {"matrices": [fl.accumulate(2)], "rest": [fl.accumulate(2), fl.sam(0.05)]},
     {"matrices": [fl.accumulate(2)], "rest": [weight_penalty(0.01)], "batch": "next"},
     {
@@ -297,7 +347,10 @@ def test_fit_equals_the_hand_written_loop_with_batch_norm_and_dropout():
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 10])
 @pytest.mark.parametrize(
     "members",
-    [(), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)],
+    [
+        *((), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)),
+        (*TWO_PARTS, fl.clip_adaptive(0.01)),
+    ],
     ids=repr,
 )
 def test_n_accumulated_batches_make_the_update_of_one_large_batch(n, members):
@@ -339,7 +392,9 @@ def test_the_reported_loss_does_not_depend_on_n(n):
     "neutral",
     [
         *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
+        *(fl.clip(math.inf, only="0.*", name="first"), fl.clip_adaptive(math.inf)),
         *(fl.ema(0.9), fl.swa(0.5, evaluate=False)),
+        *(fl.skip_nonfinite(), fl.spike_guard(100)),
     ],
     ids=repr,
 )

@@ -21,6 +21,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
+from fnloop._step.host import BY_ANOTHER
 
 __all__ = ["CLOSURE", "CREATE_GRAPH", "OPTIMIZER", "report", "skip_together", "update"]
 
@@ -64,7 +65,7 @@ def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step
 def skip_together(state: TrainState, out: Output) -> Output:
     """Return an output that is skipped if it is skipped on any process. A collective."""
     if engine_of(state).any(out.skip is not None) and out.skip is None:
-        return attrs.evolve(out, skip="left out by another process")
+        return attrs.evolve(out, skip=BY_ANOTHER)
     return out
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._step.host import host_decision, replace_host
+from fnloop._step.host import decide, replace_host
 from fnloop.testing import toy
 
 OUT = fl.Output(torch.tensor(1.0), 1)
@@ -26,22 +26,22 @@ class Recorder:
 @pytest.mark.parametrize(("flag", "skip"), [(0.0, None), (1.0, "bad")])
 def test_the_judge_decides_by_the_flag(flag, skip):
     state = toy()
-    assert host_decision(state, OUT, torch.tensor(flag), judge)[0] is state
-    assert host_decision(state, OUT, torch.tensor(flag), judge)[1].skip == skip
+    assert decide(state, OUT, torch.tensor(flag), judge)[0] is state
+    assert decide(state, OUT, torch.tensor(flag), judge)[1].skip == skip
 
 
 def test_another_host_decides_within_its_block_even_if_that_raises():
     with pytest.raises(ZeroDivisionError), replace_host(Recorder()):
-        assert host_decision(toy(), OUT, torch.tensor(0.0), judge)[1].skip == "recorded"
+        assert decide(toy(), OUT, torch.tensor(0.0), judge)[1].skip == "recorded"
         raise ZeroDivisionError
-    assert host_decision(toy(), OUT, torch.tensor(0.0), judge)[1].skip is None
+    assert decide(toy(), OUT, torch.tensor(0.0), judge)[1].skip is None
 
 
 def test_a_host_is_replaced_in_its_own_thread_only():
     found = []
     with replace_host(Recorder()):
         other = threading.Thread(
-            target=lambda: found.append(host_decision(toy(), OUT, torch.tensor(1.0), judge)[1].skip)
+            target=lambda: found.append(decide(toy(), OUT, torch.tensor(1.0), judge)[1].skip)
         )
         other.start()
         other.join()
