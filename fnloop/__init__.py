@@ -24,6 +24,8 @@ goes to the metrics. If the loss is not the mean over the leading dimension of t
 `aux["weight"]` says how many items it is the mean of (a token count on the device, for example).
 Losses, gradients and metrics are averaged by this weight.
 
+- `skip`: what it returns for a batch that is to be left out.
+
 A state owns its module, its optimizers and its tensors, which a step updates in place. All else in
 it is a value.
 
@@ -255,6 +257,7 @@ from fnloop._core.ownership import StaleStateError
 from fnloop._core.phase import Phase
 from fnloop._core.record import Record
 from fnloop._core.run_info import RunInfo
+from fnloop._core.skip import skip
 from fnloop._core.snapshot import snapshot, unwrap
 from fnloop._core.state import TrainState
 from fnloop._core.torchmetrics import from_torchmetrics
@@ -371,6 +374,7 @@ __all__ = [
     "schedule",
     "schedules",
     "sharded",
+    "skip",
     "skip_nonfinite",
     "snapshot",
     "spike_guard",

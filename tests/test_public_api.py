@@ -32,7 +32,7 @@ CONTRACT = {
     *("snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
     *("accumulate", "clip", "clip_value", "clip_adaptive", "amp", "schedule"),
-    *("torch_scheduler", "metric", "skip_nonfinite", "spike_guard"),
+    *("torch_scheduler", "metric", "skip", "skip_nonfinite", "spike_guard"),
     *("decide", "derive", "inspect", "plateau", "tbptt", "raw", "alternate", "sam", "closure"),
     *("ema", "swa", "averaged", "update_batchnorm"),
     *("compiled", "cuda_graph", "CaptureError"),

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import attrs
-import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import all_reduce_max_tensor
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 from fnloop._display import checks
+from fnloop._step.engine import engine_of
 
-__all__ = ["BY_ANOTHER", "EagerHost", "Host", "Judge", "decide", "is_recorded", "replace_host"]
+__all__ = ["EagerHost", "Host", "Judge", "decide", "is_recorded", "replace_host"]
 
 Judge = Callable[[TrainState, bool], str | None]
-BY_ANOTHER = "left out by another process"  # why an update is skipped that another process skips
 
 
 class Host(Protocol):
@@ -92,21 +90,11 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
     if not callable(judge):
         meaning = "judge as a function (state, flag) -> reason, or None"
         raise TypeError(f"decide expects {meaning}; got {checks.describe(judge)}")
-    if state.backend.world_size > 1:
-        flag, out = _agree(out, flag)
+    flag, out = engine_of(state).agree(flag, out)
     if out.skip is not None:
         return state, out
     skip = _current.host.decide(state, out, flag, judge)
     return state, out if skip is None else attrs.evolve(out, skip=skip)
-
-
-def _agree(out: Output, flag: Tensor) -> tuple[Tensor, Output]:
-    """Return the flag of all processes, and the output, skipped if it is in any of them."""
-    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
-    flagged, skipped = all_reduce_max_tensor(both).tolist()  # the host read
-    if skipped and out.skip is None:
-        out = attrs.evolve(out, skip=BY_ANOTHER)
-    return torch.tensor(flagged), out
 
 
 def is_recorded() -> bool:

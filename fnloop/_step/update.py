@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.optimizers import Optimizers, optimizers_of, wants_closure
+from fnloop._core.skip import BY_ANOTHER
 from fnloop._core.state import (
     TrainState,
     advance,
@@ -21,7 +22,6 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
-from fnloop._step.host import BY_ANOTHER
 
 __all__ = ["CLOSURE", "CREATE_GRAPH", "OPTIMIZER", "report", "skip_together", "update"]
 

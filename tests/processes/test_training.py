@@ -104,6 +104,19 @@ def no_number(model, batch):
     return loss * (math.nan if 8 in batch[3] else 1.0), aux
 
 
+def choosy(fits):
+    """Leave out batches that a function of the first sample and the process does not take."""
+
+    def loss_fn(model, batch):
+        return entropy(model, batch) if fits(int(batch[3][0])) else fl.skip("does not fit")
+
+    return loss_fn
+
+
+def choosy_by_tokens(model, batch):
+    return by_tokens(model, batch) if batch[3][0] not in (0, 6, 12, 14, 39) else fl.skip("short")
+
+
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -370,6 +383,23 @@ CASES = {
     ),
     "spikes, accumulate": Case(
         lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.spike_guard(2, 1.02)), by_tokens
+    ),
+    # Single samples, six in an update: the first update is left out, and parts of others.
+    "skip": Case(
+        lambda: fl.pipeline(fl.accumulate(6 // world()), kinds()),
+        train=lambda: loader(size=1),
+        loss=choosy(lambda i: i >= 6 and i % 5 not in (2, 3)),
+        evaluated=True,
+    ),
+    "skip, clip, accumulate": Case(
+        lambda: fl.pipeline(fl.accumulate(6 // world()), fl.clip(0.1), fl.skip_nonfinite()),
+        train=lambda: loader(size=1),
+        loss=choosy(lambda i: i % 3 != 1 and not 12 <= i < 18),
+    ),
+    "skip, tokens": Case(
+        lambda: fl.pipeline(fl.accumulate(6 // world())),
+        train=lambda: loader(size=1),
+        loss=choosy_by_tokens,
     ),
     "without one": Case(
         lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)
