@@ -8,7 +8,15 @@ import attrs
 import pytest
 import several
 import torch
-from sample_middleware import decay, double_loss, largest_output, noise, output_mean, weight_penalty
+from sample_middleware import (
+    decay,
+    double_loss,
+    largest_output,
+    noise,
+    output_mean,
+    own_guard,
+    weight_penalty,
+)
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -126,6 +134,7 @@ def test_fp16_keeps_the_laws_of_fold_and_purity(members):
 GUARDS = [
     fl.pipeline(fl.skip_nonfinite()),
     fl.pipeline(fl.skip_nonfinite(3), fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.accumulate(2), own_guard()),
     fl.pipeline(fl.spike_guard(2, 1e6), fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2), fl.skip_nonfinite(), warm_cosine, fl.ema(0.9)),
 ]

@@ -4,7 +4,15 @@ import attrs
 import pytest
 import torch
 from graph_problems import PROBLEMS, capturable_adam, done, net, ones
-from sample_middleware import average, decay, largest_output, noise, output_mean, weight_penalty
+from sample_middleware import (
+    average,
+    decay,
+    largest_output,
+    noise,
+    output_mean,
+    own_guard,
+    weight_penalty,
+)
 
 import fnloop as fl
 from fnloop import CaptureError, schedules
@@ -116,6 +124,7 @@ GUARDED = [
     (fl.skip_nonfinite(), fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
     (SCALED, fl.accumulate(2), fl.skip_nonfinite(), fl.clip(0.05)),  # two decisions
     (fl.skip_nonfinite(), fl.spike_guard(3, 1.2), fl.clip(0.05)),
+    (fl.accumulate(2), own_guard(), fl.clip(0.05), fl.ema(0.9)),
 ]
 
 
@@ -135,7 +144,9 @@ def test_a_guard_leaves_the_same_updates_out_with_graphs(members, problem, recor
     captured = run(*members, fl.cuda_graph(warmup=1))
     assert_same(captured, run(*members))
     assert captured.skipped >= 6 and all(p.isfinite().all() for p in captured.model.parameters())
-    decisions = sum(m.name in ("amp", "skip_nonfinite", "spike_guard") for m in members)
+    decisions = sum(
+        m.name in ("amp", "skip_nonfinite", "spike_guard", "own_guard") for m in members
+    )
     replays = [entry for entry in done(recorders) if entry.startswith("replay")]
     assert max(entry.count("+") for entry in replays) == decisions
     assert sum("+" not in entry for entry in replays) > sum(

@@ -46,3 +46,21 @@ def test_a_host_is_replaced_in_its_own_thread_only():
         other.start()
         other.join()
     assert found == ["bad"]
+
+
+def test_the_judge_is_not_asked_about_an_update_that_is_left_out_already():
+    out = fl.Output(torch.tensor(1.0), 1, skip="before")
+    assert fl.decide(toy(), out, torch.tensor(1.0), lambda state, flag: 1 / 0)[1].skip == "before"
+
+
+@pytest.mark.parametrize(
+    ("flag", "judge", "match"),
+    [
+        (True, judge, "flag as a scalar tensor; got True"),
+        (torch.ones(2), judge, "flag as a scalar tensor"),
+        (torch.ones(()), "bad", "judge as a function"),
+    ],
+)
+def test_a_flag_is_a_scalar_tensor_and_a_judge_a_function(flag, judge, match):
+    with pytest.raises(TypeError, match=f"decide expects {match}"):
+        fl.decide(toy(), OUT, flag, judge)
