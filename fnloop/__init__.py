@@ -24,6 +24,8 @@ goes to the metrics. If the loss is not the mean over the leading dimension of t
 `aux["weight"]` says how many items it is the mean of (a token count on the device, for example).
 Losses, gradients and metrics are averaged by this weight.
 
+- `skip`: what it returns for a batch that is to be left out.
+
 A state owns its module, its optimizers and its tensors, which a step updates in place. All else in
 it is a value.
 
@@ -41,9 +43,10 @@ penalty, switches them on: `with torch.enable_grad():`.
 
 # Middleware and rings
 
-- `accumulate`, `clip`, `clip_value`, `grad_norm`: gradients.
+- `accumulate`, `clip`, `clip_value`, `clip_adaptive`, `grad_norm`: gradients.
 - `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`: precision and speed.
 - `schedule`, `torch_scheduler`, `plateau`: learning rates.
+- `skip_nonfinite`, `spike_guard`, `decide`: leave bad updates out, by guards of yours too.
 - `sam`, `closure`: the gradient of the worst weights nearby; `optimizer.step(closure)`.
 - `tbptt`: sequences in windows, with a state that is carried from one to the next.
 - `ema`, `swa`, `averaged`, `update_batchnorm`: averages of the weights.
@@ -262,6 +265,7 @@ from fnloop._core.phase import Phase
 from fnloop._core.record import Record
 from fnloop._core.run_info import RunInfo
 from fnloop._core.selectors import layers
+from fnloop._core.skip import skip
 from fnloop._core.snapshot import snapshot, unwrap
 from fnloop._core.state import TrainState
 from fnloop._core.torchmetrics import from_torchmetrics
@@ -288,6 +292,7 @@ from fnloop._middleware.accumulate import accumulate
 from fnloop._middleware.amp import amp
 from fnloop._middleware.channels_last import channels_last
 from fnloop._middleware.clip import clip, clip_value, grad_norm
+from fnloop._middleware.clip_adaptive import clip_adaptive
 from fnloop._middleware.closure import closure
 from fnloop._middleware.compiled import compiled
 from fnloop._middleware.cuda_graph import cuda_graph
@@ -298,101 +303,34 @@ from fnloop._middleware.metric import metric
 from fnloop._middleware.plateau import plateau
 from fnloop._middleware.sam import sam
 from fnloop._middleware.schedule import schedule
+from fnloop._middleware.skip_nonfinite import skip_nonfinite
+from fnloop._middleware.spike_guard import spike_guard
 from fnloop._middleware.tbptt import tbptt
 from fnloop._middleware.times import throughput, timings
 from fnloop._middleware.torch_scheduler import torch_scheduler
 from fnloop._step.alternate import alternate
+from fnloop._step.host import decide
 from fnloop._step.pipeline import pipeline
 from fnloop._step.raw import raw
 from fnloop._step.supervised import supervised
 from fnloop._version import __version__ as __version__
 
+# fmt: off
 __all__ = [
-    "CaptureError",
-    "CheckpointError",
-    "History",
-    "Last",
-    "Max",
-    "Mean",
-    "Middleware",
-    "Min",
-    "Output",
-    "Phase",
-    "Record",
-    "RunInfo",
-    "StaleStateError",
-    "Sum",
-    "TrainState",
-    "accumulate",
-    "alternate",
-    "amp",
-    "at_end",
-    "at_start",
-    "averaged",
-    "best",
-    "broadcast",
-    "channels_last",
-    "checkpoint",
-    "clip",
-    "clip_value",
-    "closure",
-    "compare",
-    "compiled",
-    "cuda_graph",
-    "data",
-    "derive",
-    "device_memory",
-    "early_stop",
-    "ema",
-    "evaluate",
-    "every",
-    "fit",
-    "fork",
-    "freeze",
-    "from_torchmetrics",
-    "gather",
-    "grad_norm",
-    "halt_on_nonfinite",
-    "inspect",
-    "latest",
-    "layers",
-    "live_plot",
-    "metric",
-    "middleware",
-    "on_main",
-    "once",
-    "pipeline",
-    "plateau",
-    "predict",
-    "progress",
-    "raw",
-    "reduce",
-    "restore",
-    "restore_best",
-    "resume",
-    "run",
-    "sam",
-    "save",
-    "schedule",
-    "schedules",
-    "sharded",
-    "snapshot",
-    "supervised",
-    "swa",
-    "tbptt",
-    "throughput",
-    "time_limit",
-    "timings",
-    "to_csv",
-    "to_jsonl",
-    "torch_scheduler",
-    "track",
-    "unfreeze",
-    "unwrap",
-    "update_batchnorm",
-    "when",
-    "when_improved",
+    "CaptureError", "CheckpointError", "History", "Last", "Max", "Mean", "Middleware", "Min",
+    "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
+    "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
+    "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
+    "compiled", "cuda_graph", "data", "decide", "derive", "device_memory", "early_stop", "ema",
+    "evaluate", "every", "fit", "fork", "freeze", "from_torchmetrics", "gather", "grad_norm",
+    "halt_on_nonfinite", "inspect", "latest", "layers", "live_plot", "metric", "middleware",
+    "on_main", "once", "pipeline", "plateau", "predict", "progress", "raw", "reduce", "restore",
+    "restore_best", "resume", "run", "sam", "save", "schedule", "schedules", "sharded", "skip",
+    "skip_nonfinite", "snapshot", "spike_guard", "supervised", "swa", "tbptt", "throughput",
+    "time_limit", "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze",
+    "unwrap", "update_batchnorm", "when", "when_improved",
 ]
+# fmt: on
 
 
 def __dir__() -> list[str]:

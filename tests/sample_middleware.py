@@ -89,3 +89,25 @@ def repeat(*batches):
         return repeated
 
     return wrap
+
+
+def judge_finite(state, bad):
+    return "a guard of one's own" if bad else None
+
+
+@fl.middleware("gradient")
+def own_guard():
+    """A guard by ``decide``: leave updates out whose gradients are not finite."""
+
+    def wrap(step):
+        def guarded(state, batch):
+            state, out = step(state, batch)
+            if out.skip is not None:
+                return state, out
+            gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+            bad = ~torch.nn.utils.get_total_norm(gradients).isfinite()
+            return fl.decide(state, out, bad, judge_finite)
+
+        return guarded
+
+    return wrap

@@ -1,13 +1,22 @@
 """The laws of the design, over a table of middleware. Add a row for a new middleware."""
 
 import math
+import pickle
 import sys
 
 import attrs
 import pytest
 import several
 import torch
-from sample_middleware import decay, double_loss, largest_output, noise, output_mean, weight_penalty
+from sample_middleware import (
+    decay,
+    double_loss,
+    largest_output,
+    noise,
+    output_mean,
+    own_guard,
+    weight_penalty,
+)
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -58,9 +67,12 @@ SINGLES = [
     noise(0.01),
     weight_penalty(0.01),
 ]
+TWO_PARTS = fl.clip(0.05, only="*.weight", name="w"), fl.clip(0.01, only="*.bias", name="b")
 COMBINATIONS = [
     fl.pipeline(),
     *(fl.pipeline(single) for single in SINGLES),
+    fl.pipeline(fl.accumulate(2), *TWO_PARTS, fl.grad_norm(by="module")),
+    fl.pipeline(*TWO_PARTS, fl.accumulate(2), fl.clip_adaptive(0.01)),
     fl.pipeline(fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
     fl.pipeline(fl.accumulate(2), fl.sam(0.05), fl.clip(0.05)),
@@ -114,10 +126,53 @@ def test_fp16_keeps_the_laws_of_fold_and_purity(members):
     law_purity(pipe, problem)
 
 
+# --- guards: they read to the host once in each update
+
+GUARDS = [
+    fl.pipeline(fl.skip_nonfinite()),
+    fl.pipeline(fl.skip_nonfinite(3), fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.accumulate(2), own_guard()),
+    fl.pipeline(fl.spike_guard(2, 1e6), fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.clip(0.05), fl.accumulate(2), fl.skip_nonfinite(), warm_cosine, fl.ema(0.9)),
+]
+
+
+SPIKES = [  # many updates are spikes
+    fl.pipeline(fl.spike_guard(4, 1.02)),
+    fl.pipeline(fl.spike_guard(3, 1.02), fl.accumulate(2), fl.clip(0.05), warm_cosine),
+]
+
+
+@pytest.mark.parametrize("pipe", SPIKES, ids=repr)
+def test_a_guard_that_leaves_updates_out_keeps_the_laws(pipe):
+    for problem in (small(), stochastic()):
+        assert fl.fit(pipe(problem.loss_fn), problem.state(), problem.batches, epochs=2).skipped
+        law_fold(pipe, problem)
+        law_purity(pipe, problem)
+
+
+@pytest.mark.parametrize("pipe", GUARDS, ids=repr)
+def test_guards_keep_the_laws(pipe):
+    for problem in (small(), stochastic()):
+        law_fold(pipe, problem)
+        law_purity(pipe, problem)
+    law_skipped_updates(pipe, small())
+    assert pickle.loads(pickle.dumps(pipe)) == pipe
+
+
+@pytest.mark.parametrize("pipe", [GUARDS[0], fl.pipeline(fl.spike_guard(4, 3.0))], ids=repr)
+def test_guards_keep_the_laws_in_turns_and_with_several_optimizers(pipe):
+    law_fold(pipe, several.problem(several.muon_and_sgd))
+    each = several.alternating(matrices=pipe.middleware, rest=(*pipe.middleware, fl.clip(0.1)))
+    law_fold(fl.pipeline(), each)
+    law_purity(fl.pipeline(), each)
+
+
 # --- the same with several optimizers
 
 SEVERAL = [
     *DETERMINISTIC[:6],
+    fl.pipeline(fl.accumulate(2), *TWO_PARTS, fl.clip_adaptive(0.01)),
     fl.pipeline(fl.schedule(schedules.linear())),
     fl.pipeline(fl.schedule(schedules.linear(), only=("rest",))),
     fl.pipeline(
@@ -159,7 +214,7 @@ EACH = [
     {},
     {"order": ("rest", "matrices", "rest"), "evaluate": "rest"},
     {"order": ("matrices", "rest", "rest"), "batch": "next"},
-    {"matrices": [fl.clip(0.05), warm_cosine], "rest": [fl.amp("bf16"), noise(0.01)]},
+    {"matrices": [fl.clip(0.05, only="0.*"), warm_cosine], "rest": [fl.amp("bf16"), noise(0.01)]},
     {"matrices": [fl.accumulate(2)], "rest": [fl.accumulate(2), fl.sam(0.05)]},
     {"matrices": [fl.accumulate(2)], "rest": [weight_penalty(0.01)], "batch": "next"},
     {
@@ -298,7 +353,10 @@ def test_fit_equals_the_hand_written_loop_with_batch_norm_and_dropout():
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 10])
 @pytest.mark.parametrize(
     "members",
-    [(), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)],
+    [
+        *((), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)),
+        (*TWO_PARTS, fl.clip_adaptive(0.01)),
+    ],
     ids=repr,
 )
 def test_n_accumulated_batches_make_the_update_of_one_large_batch(n, members):
@@ -352,6 +410,15 @@ def test_a_neutral_setting_changes_nothing(neutral, members, problem):
     if neutral.name in [m.name for m in members]:
         pytest.skip("a pipeline cannot have two of one name")
     law_neutral(neutral, fl.pipeline(*members), problem())
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)],
+    ids=repr,
+)
+def test_a_guard_without_work_changes_nothing(neutral):
+    law_neutral(neutral, fl.pipeline(fl.accumulate(2)), stochastic())
 
 
 def test_a_neutral_setting_may_only_change_its_own_slot():

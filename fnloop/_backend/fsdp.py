@@ -14,7 +14,16 @@ from fnloop._backend.torch_compat import local_tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["check_sharded", "full", "is_sharded", "like_sharded", "local_part", "reshard", "roots"]
+__all__ = [
+    "check_sharded",
+    "combined",
+    "full",
+    "is_sharded",
+    "like_sharded",
+    "local_part",
+    "reshard",
+    "roots",
+]
 
 
 def _dtensor() -> type[DTensor] | None:
@@ -101,6 +110,20 @@ def full(tensor: Tensor) -> Tensor:
     """Return a full tensor. This is a collective if the tensor is sharded."""
     kind = _dtensor()
     return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor
+
+
+def combined(result: Tensor) -> Tensor:
+    """Return this process's part of what was computed from a sharded tensor.
+
+    What has a partial result in each process, such as a norm, is combined first: a collective.
+    """
+    kind = _dtensor()
+    if kind is None or not isinstance(result, kind):
+        return result
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if p.is_partial() else p for p in result.placements]
+    return local_part(result.redistribute(placements=whole))
 
 
 def like_sharded(value: Tensor, template: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ _PARTS = {
     "init": ("a function state -> what its slot holds, or None", 1),
     "loss_fn": ("a function loss function -> loss function, or None", 1),
     "check": ("a function of all middleware of a pipeline, or None", 1),
+    "check_state": ("a function (state, all middleware of a pipeline), or None", 2),
     "report": ("a function (loader, numbers) -> more numbers by name, or None", 2),
 }
 
@@ -46,6 +47,8 @@ class Middleware:
         loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
         check: called with all middleware of a pipeline when it is composed; raises if they are
             incompatible; or None.
+        check_state: called with a state and all middleware of the pipeline, when a step first meets
+            the state's model; raises if they are incompatible; or None.
         evaluation: ``step -> step`` around the forward ring, in evaluation only, or None.
         report: ``(loader, numbers) -> more numbers``, by name, for a report; or None. It is called
             for each loader of a report: "train", "recent", "valid", ..., or None in a bare
@@ -85,6 +88,7 @@ class Middleware:
     windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
     loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
     check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
+    check_state: Callable[..., None] | None = attrs.field(default=None, kw_only=True)
     evaluation: Wrap | None = attrs.field(default=None, kw_only=True)
     report: Report | None = attrs.field(default=None, kw_only=True)
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
@@ -99,7 +103,7 @@ class Middleware:
                 checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
         for part, (meaning, arguments) in _PARTS.items():
             if (given := getattr(self, part)) is not None:
-                also = () if part == "check" else type
+                also = () if part.startswith("check") else type
                 checks.function(owner, part, given, meaning, arguments, also=also)
         if self.call is not None:
             meaning = "the call that made it, which middleware() sets, or None"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import attrs
 from torch import nn
@@ -13,9 +14,12 @@ from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._display.checks import describe, instance, join_names
 from fnloop._display.checks import function as check_function
 
-__all__ = ["Selected", "Selector", "layers", "select"]
+__all__ = ["Selected", "Selector", "Selectors", "check_selectors", "layers", "select"]
 
 Selector = nn.Module | str | Callable[[str, nn.Parameter], bool]
+Selectors = Selector | Sequence[Selector]
+_GLOBS = 'globs of names such as "layer4.*"'
+_KINDS = f"modules of the model, {_GLOBS}, or functions (name, parameter) -> bool"
 
 
 @attrs.frozen(eq=False)
@@ -70,6 +74,25 @@ def _trained_children(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(child for child in module.children() if any(True for _ in child.parameters()))
 
 
+def check_selectors(owner: str, only: Selectors) -> tuple[Selector, ...]:
+    """Return the selectors of an argument ``only``, which is one or a list of them.
+
+    Raises:
+        TypeError: it is something else, or empty.
+    """
+    given: object = only
+    selectors = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not selectors:
+        raise TypeError(f"{owner} expects only as at least one selector, {_KINDS}; got {only!r}")
+    for one in selectors:
+        if isinstance(one, nn.Module) or (isinstance(one, str) and one):
+            continue
+        if isinstance(one, type | str) or not callable(one):
+            raise TypeError(f"{owner} expects only as {_KINDS}; got {describe(one)}")
+        check_function(owner, "only", one, "(name, parameter) -> bool", 2)
+    return cast("tuple[Selector, ...]", selectors)
+
+
 def select(owner: str, model: nn.Module, selectors: Sequence[Selector]) -> Selected:
     """Return the parameters of a model that at least one of the selectors is for.
 
@@ -106,10 +129,7 @@ def select(owner: str, model: nn.Module, selectors: Sequence[Selector]) -> Selec
             check_function(owner, "functions", selector, "(name, parameter) -> bool", 2)
             whole, matched = [], [p for name, p in parameters.items() if selector(name, p)]
         else:
-            raise TypeError(
-                f'{owner} expects modules of the model, globs of names such as "layer4.*", or '
-                f"functions (name, parameter) -> bool; got {_advise(owner, selector)}"
-            )
+            raise TypeError(f"{owner} expects {_KINDS}; got {_advise(owner, selector)}")
         below = {inner for module in whole for inner in module.modules()}
         found = {id(p) for p in (*matched, *(p for module in whole for p in module.parameters()))}
         is_module = isinstance(selector, nn.Module)  # it may be one of many, such as a Dropout

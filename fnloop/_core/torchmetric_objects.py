@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arguments",
+    "Parts",
     "absorb_",
     "fresh_copy",
     "key_of",

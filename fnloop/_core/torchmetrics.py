@@ -14,6 +14,7 @@ from torch import Tensor
 from fnloop._core.call import name_of
 from fnloop._core.torchmetric_objects import (
     Arguments,
+    Parts,
     absorb_,
     fresh_copy,
     key_of,
@@ -171,11 +172,11 @@ class TorchMetric:
         """Return a copy that can be sent to another process."""
         return self._having(copy.deepcopy(self._updated()).to("cpu"))
 
-    def to_parts(self) -> dict[str, Any]:
+    def to_parts(self) -> Parts:
         """Return what has been seen, as plain data and tensors."""
         return states_of(self._updated())
 
-    def from_parts(self, parts: Mapping[str, Any]) -> TorchMetric:
+    def from_parts(self, parts: Parts) -> TorchMetric:
         """Return a metric of the same template that has seen what :meth:`to_parts` returned."""
         seen = fresh_copy(self.template)
         load_states(seen, parts)

@@ -25,6 +25,7 @@ from typing import Any, Protocol, Self, TypeVar
 import attrs
 from torch import Tensor, nn
 
+from fnloop._core.skip import Skip
 from fnloop._display import html
 
 __all__ = [
@@ -48,9 +49,12 @@ EVALUATION = "evaluation"  # the ring that an update does not pass through
 
 
 class LossFn(Protocol):
-    """What a user writes: a function that returns the mean loss of a batch, or ``(loss, aux)``."""
+    """What a user writes: a function that returns the mean loss of a batch, or ``(loss, aux)``.
 
-    def __call__(self, model: nn.Module, batch: Batch, /) -> Tensor | tuple[Tensor, Aux]:
+    For a batch that is to be left out it returns ``skip(reason)``.
+    """
+
+    def __call__(self, model: nn.Module, batch: Batch, /) -> Tensor | tuple[Tensor, Aux] | Skip:
         """Return the mean loss over the items of ``batch``, and optionally a mapping ``aux``.
 
         ``aux["weight"]`` overrides the number of items that the loss is the mean of. By default

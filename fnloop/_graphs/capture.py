@@ -7,14 +7,15 @@ batch, the learning rate. Results are copied out, because the next replay overwr
 reads the generator's seed and offset, and advances the offset by what the graph draws (Note [CUDA
 Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions the generator before
 every update, as it does without graphs.
- Where the host has to decide (an fp16 overflow), the graph breaks: the first part is replayed, the
-host decides, and the second part is replayed or skipped.
+ Where the host has to decide (an fp16 overflow), the graph breaks: one part is replayed, the host
+decides, and the next part is replayed, or the update is skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -52,9 +53,9 @@ __all__ = ["Graph", "GraphedStep"]
 EAGER_IN_A_ROW = 100  # updates without a replay after which there is a warning
 EAGER_KINDS = 1000  # kinds of batches to count eager updates of
 _TWICE = (
-    'amp("fp16") decides more than once within the update, but a graph has at most two parts. List '
-    "amp and accumulate before middleware that sees gradients, and run the step inside once; or "
-    "leave cuda_graph out"
+    "the host decides more than once within the update, and it does not end where the first "
+    "decision leaves it out. List amp and accumulate before middleware that sees gradients, and "
+    "run the step inside once; or leave cuda_graph out"
 )
 
 
@@ -136,7 +137,7 @@ class _RecordingHost:
     """Splits the record where the host decides, and lets the update be applied.
 
     Args:
-        decisions: a list to which ``(out, flag, judge)`` is added.
+        decisions: a list to which ``(out, flag, judge)`` is added, one for each.
         split: what splits the record.
     """
 
@@ -146,23 +147,25 @@ class _RecordingHost:
         self._decisions, self._split = decisions, split
 
     def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
-        if self._decisions:
-            raise CaptureError(_TWICE)
         self._decisions.append((out, flag, judge))
         self._split()
 
 
 class _SkippingHost:
-    """Skips the update, and forbids device work from there on.
+    """Skips the update at one of its decisions, and forbids device work from there on.
 
     Args:
         rest: the context of the rest of the update.
+        before: how many decisions come before that one.
     """
 
-    def __init__(self, rest: contextlib.ExitStack) -> None:
-        self._rest = rest
+    def __init__(self, rest: contextlib.ExitStack, before: int) -> None:
+        self._rest, self._before = rest, before
 
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str:
+    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str | None:
+        self._before -= 1
+        if self._before >= 0:
+            return None
         self._rest.enter_context(NoKernels())
         return "left out"
 
@@ -172,14 +175,14 @@ class Graph(NamedTuple):
 
     Args:
         parts: functions that replay it, in order.
-        graph_break: what the host decides after the first part, if there are two.
+        breaks: what the host decides after each part but the last.
         inputs: the tensors of the batch that it reads.
         captured: what has been computed at its end.
         slots: the slots that it uses: name to value, with the identities of what the slot holds.
     """
 
     parts: list[Callable[[], None]]
-    graph_break: GraphBreak | None
+    breaks: list[GraphBreak]
     inputs: list[Tensor]
     captured: CapturedOutput
     slots: Mapping[str, tuple[object, list[int]]]
@@ -189,11 +192,9 @@ class Graph(NamedTuple):
         with torch.no_grad():  # a loss function may have requested the gradient of an input
             copy_all(self.inputs, tensors)
         *first, last = self.parts
-        for replay in first:
+        for replay, (captured, flag, on_flag) in zip(first, self.breaks, strict=True):
             replay()
-        if self.graph_break is not None:
-            captured, flag, on_flag = self.graph_break
-            # The host read of an eager update: see host_decision.
+            # The host read of an eager update: see decide.
             skip = on_flag(state, bool(flag))
             if skip is not None:
                 return attrs.evolve(captured.clone_results(), skip=skip)
@@ -314,9 +315,9 @@ class GraphedStep:
             with replace_host(_RecordingHost(cuts, begin)):
                 return self.step(inside, static)
 
-        def skipped(begin: Callable[[], None]) -> None:
+        def skipped(at: int, begin: Callable[[], None]) -> None:
             again = tracing_copy(state, TrackedSlots(state.slots), TracerProxy)
-            with contextlib.ExitStack() as rest, replace_host(_SkippingHost(rest)):
+            with contextlib.ExitStack() as rest, replace_host(_SkippingHost(rest, at)):
                 self.step(again, static)
 
         try:
@@ -324,8 +325,13 @@ class GraphedStep:
             check_output(state, new, out)
             check_host_state(before, host_state(state))
             check_host_generators(draws, host_generators(device))
-            if cuts:
-                self.recorder.record(skipped)
+            for at in range(len(cuts)):
+                try:
+                    self.recorder.record(functools.partial(skipped, at))
+                except CaptureError as error:
+                    if len(cuts) > 1:
+                        raise CaptureError(_TWICE) from error
+                    raise
                 check_host_state(before, host_state(state))  # nor may the host do anything there
         except BaseException as error:
             self.guards = None  # the recorder may be unable to record again
@@ -333,13 +339,10 @@ class GraphedStep:
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise explain(error) from error
-        graph_break = None
-        if cuts:
-            found, flag, on_flag = cuts[0]
-            graph_break = GraphBreak(CapturedOutput.of(found), flag, on_flag)
+        breaks = [GraphBreak(CapturedOutput.of(out), *decided) for out, *decided in cuts]
         used = {name: state.slots[name] for name in slots.used if name in state.slots}
         held = {name: (value, identity_of(value)) for name, value in used.items()}
-        return Graph(parts, graph_break, inputs, CapturedOutput.of(out), held)
+        return Graph(parts, breaks, inputs, CapturedOutput.of(out), held)
 
     def release(self) -> None:
         """Drop the graphs, and restore the optimizers' settings."""

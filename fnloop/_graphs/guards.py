@@ -63,9 +63,9 @@ class NoKernels(torch_compat.DispatchMode):
         if not torch_compat.computes(func):
             return func(*args, **(kwargs or {}))
         raise CaptureError(
-            f"the update cannot be captured: something computes ({func}) after a gradient that "
-            "overflowed in fp16, where a graph ends. In a middleware around it, leave such updates "
-            "alone: if out.skip is None: ..."
+            f"the update cannot be captured: something computes ({func}) after a guard has left it "
+            "out, such as one whose gradients overflowed in fp16, where a graph ends. In a "
+            "middleware around it, leave such updates alone: if out.skip is None: ..."
         )
 
 

@@ -77,7 +77,7 @@ def measure(
                 position(mix(seed, n * backend.world_size + backend.rank))
                 results = evaluation.call(step.evaluation, state, batch)
                 if outputs is not None:
-                    outputs.append([_to_host(out) for _, out in results])
+                    outputs.append([_to_host(out) for _, out in results if out.skip is None])
                 for made, out in results:
                     if step.carries:
                         state = made

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
-from fnloop._backend.collectives import all_reduce_max_tensor
 from fnloop._backend.fsdp import local_part
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display.checks import describe, integer, number
 from fnloop._step.backward import Insertable, commutes_with_scaling
-from fnloop._step.host import host_decision
+from fnloop._step.host import decide
 
 __all__ = ["amp"]
 
@@ -52,8 +51,8 @@ def amp(
 
     List it first. With "fp16" the loss is scaled by a number that halves when a gradient
     overflows (that update is skipped) and doubles after ``growth_interval`` updates without an
-    overflow. This needs one device-to-host read per update, the only one in any middleware,
-    because the step counter and the schedules depend on it. "bf16" needs none of it.
+    overflow. This needs one device-to-host read per update, because the step counter and the
+    schedules depend on it. "bf16" needs none of it.
 
     Args:
         precision: "bf16", "fp16", or None, which changes nothing.
@@ -127,7 +126,7 @@ def _unscale_after(step: Step) -> Step:
         if out.skip is not None:
             return state, out
         gradients = [p.grad for p in parameters(state) if p.grad is not None]
-        return host_decision(state, out, _unscale(gradients, _scale_of(state)), _judge)
+        return decide(state, out, _unscale(gradients, _scale_of(state)), _judge)
 
     return unscaled
 
@@ -172,7 +171,7 @@ def _unscale(gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
     """Divide gradients by the scale, in place.
 
     Returns:
-        1 if one of them is not finite, else 0; on the device.
+        1 if one of those that this process has is not finite, else 0; on the device.
     """
     if any(gradient.dtype is torch.float16 for gradient in gradients):
         raise ValueError(
@@ -183,10 +182,9 @@ def _unscale(gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
     if not gradients:
         return found
     local = [local_part(gradient) for gradient in gradients]
-    is_sharded = any(mine is not whole for mine, whole in zip(local, gradients, strict=True))
     values = [
         torch_compat.sparse_values(gradient) if gradient.is_sparse else gradient
         for gradient in local
     ]
     torch_compat.unscale_(values, found, scale.reciprocal())
-    return all_reduce_max_tensor(found) if is_sharded else found  # each process has its own shards
+    return found

@@ -5,43 +5,70 @@ It acts once per update, or once per micro-batch if it is listed before ``accumu
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import utils
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import local_part
+from fnloop._core.call import Call
 from fnloop._core.metrics import Mean
 from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.selectors import Selectors, check_selectors
+from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Output, Step, Wrap
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import commutes_with_scaling
-from fnloop._step.gradients import total_norm
+from fnloop._step.chosen import Chosen
+from fnloop._step.gradients import nan_unless_finite, total_norm
 from fnloop._step.update import report
 
 __all__ = ["clip", "clip_value", "grad_norm"]
 
+_NORM = "grad_norm"  # the name of the metric
+# (state) -> the norms to report; it may scale the gradients.
+_Measure = Callable[[TrainState], Mapping[str, Metric]]
+
 
 @middleware("gradient")
-def clip(max_norm: float, norm_type: float = 2.0) -> Middleware:
+def clip(
+    max_norm: float,
+    norm_type: float = 2.0,
+    only: Selectors | None = None,
+    name: str = "clip",
+) -> Middleware:
     """Scale the gradient so that its norm, over all parameters together, is at most ``max_norm``.
 
     The norm before clipping becomes the metric "grad_norm" (``history["train/grad_norm"]``).
 
+    A gradient whose norm is infinite or NaN cannot be scaled: each element of it becomes NaN, so
+    that the damage shows. ``skip_nonfinite()``, listed after it, leaves such updates out;
+    ``halt_on_nonfinite()`` stops the run.
+
+    With ``only`` it is for some parameters: the norm is theirs, and other gradients stay as they
+    are. Several may be listed, with names, for parameters that do not overlap.
+
     Args:
         max_norm: the largest norm, above 0. ``inf`` does not clip: it only measures, always the
-            gradient of the whole update.
+            gradient of the whole update, and leaves one that is not finite as it is.
         norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
+        only: what it is for, as in ``freeze``: a module of the model, a glob of names, a function
+            ``(name, parameter) -> bool``, or a list of these. None: all that is updated.
+        name: with another name than "clip", the metric is "grad_norm/<name>".
 
     Returns:
         A middleware of the gradient ring.
 
     Raises:
-        TypeError: an argument is not a number.
-        ValueError: an argument is not above 0.
+        TypeError: an argument is not a number, ``only`` is not a selector, or the name not a str.
+        ValueError: a number is not above 0, or the name has a "/". When composing: it is listed
+            twice, and one of them is for all parameters. When a run starts: ``only`` is for nothing
+            in the model, or for parameters that another ``clip`` is for.
 
     Example:
         >>> import fnloop as fl, torch
@@ -50,16 +77,40 @@ def clip(max_norm: float, norm_type: float = 2.0) -> Middleware:
         >>> out.metrics["grad_norm"].compute(), round(state.model.w.item(), 4)
         (4.0, -1.0)
 
+        Two parts: ``pipeline(clip(1.0, only="body", name="body"), clip(0.1, only="head",
+        name="head"))``.
+
     Source: Pascanu, Mikolov and Bengio, 2013, https://arxiv.org/abs/1211.5063
     """
     _check_limit("clip", "max_norm", max_norm, "where inf switches clipping off")
     _check_limit("clip", "norm_type", norm_type, "the p of the norm")
+    _check_name(name)
+    selectors = None if only is None else check_selectors("clip", only)
+    label = _NORM if name == "clip" else f"{_NORM}/{name}"
 
-    return Middleware("clip", gradient=_norm_wrap("clip", max_norm, norm_type))
+    def gradient(step: Step) -> Step:
+        chosen = Chosen("clip", selectors)
+
+        def scale(state: TrainState) -> Mapping[str, Metric]:
+            params = [p for p in chosen.of(state) if p.grad is not None]
+            norm = _norm_of(params, norm_type)
+            if not math.isinf(max_norm):
+                utils.clip_grads_with_norm_(params, max_norm, nan_unless_finite(norm))
+            return {label: Mean(norm, 1)}
+
+        return _measuring(step, "clip", scale)
+
+    wrap = commutes_with_scaling(gradient) if math.isinf(max_norm) else gradient
+    return Middleware(
+        name,
+        gradient=wrap,
+        check=_check_clips,
+        check_state=None if selectors is None else _check_overlap,
+    )
 
 
 @middleware("gradient")
-def grad_norm(norm_type: float = 2.0) -> Middleware:
+def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
     """Report the norm of the gradient, over all parameters together, as the metric "grad_norm".
 
     Nothing is changed. It is the gradient of the whole update, and the mean over the updates of a
@@ -67,13 +118,17 @@ def grad_norm(norm_type: float = 2.0) -> Middleware:
 
     Args:
         norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
+        by: "module" reports "grad_norm/<module>" in its place, for each module that has parameters
+            of its own; "grad_norm/<class>" are those of the model itself, and "grad_norm/others"
+            those that are not in the model. None: one norm of all.
 
     Returns:
         A middleware of the gradient ring.
 
     Raises:
-        TypeError: the argument is not a number.
-        ValueError: it is not above 0. When composing: ``clip`` is listed too.
+        TypeError: the norm is not a number.
+        ValueError: it is not above 0, or ``by`` is something else. When composing: ``clip`` is
+            listed too, and reports the same.
 
     Example:
         >>> import fnloop as fl, torch
@@ -83,36 +138,107 @@ def grad_norm(norm_type: float = 2.0) -> Middleware:
         (4.0, 4.0)
     """
     _check_limit("grad_norm", "norm_type", norm_type, "the p of the norm")
+    if by not in (None, "module"):
+        raise ValueError(f'grad_norm expects by="module", or None; got {checks.describe(by)}')
 
     def check(listed: Sequence[Middleware]) -> None:
-        if clips := [member for member in listed if member.name == "clip"]:
+        if clips := [m for m in listed if _is_clip(m) and m.name == "clip"]:
             raise ValueError(
-                f"{clips[0]!r} reports the metric 'grad_norm' already, the norm before clipping: "
+                f"{clips[0]!r} reports the metric {_NORM!r} already, the norm before clipping: "
                 "leave grad_norm out"
             )
 
-    wrap = _norm_wrap("grad_norm", math.inf, norm_type)
-    return Middleware("grad_norm", gradient=wrap, check=check)
-
-
-def _norm_wrap(owner: str, max_norm: float, norm_type: float) -> Wrap:
-    """Return the wrap that reports the norm of the gradient, and clips it unless that is inf."""
-
     def gradient(step: Step) -> Step:
-        def clipped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is not None:
-                return state, out
-            params = [p for p in parameters(state) if p.grad is not None]
-            norm = total_norm([p.grad for p in params], norm_type)
-            if not math.isinf(max_norm):
-                utils.clip_grads_with_norm_(params, max_norm, norm)
-            return state, report(out, {"grad_norm": Mean(norm, 1)}, owner)
+        def measure(state: TrainState) -> Mapping[str, Metric]:
+            groups = {_NORM: parameters(state)} if by is None else _by_module(state)
+            trained = {k: [p for p in params if p.grad is not None] for k, params in groups.items()}
+            return {
+                label: Mean(_norm_of(params, norm_type), 1)
+                for label, params in trained.items()
+                if params or by is None
+            }
 
-        return clipped
+        return _measuring(step, "grad_norm", measure)
 
-    return commutes_with_scaling(gradient) if math.isinf(max_norm) else gradient
+    wrap = commutes_with_scaling(gradient)
+    if by is None:
+        return Middleware(_NORM, gradient=wrap, check=check)
+    return Middleware(f"{_NORM}/{by}", gradient=wrap)
+
+
+def _measuring(step: Step, owner: str, measure: _Measure) -> Step:
+    """Return the gradient step that reports what is measured of the gradients of another one."""
+
+    def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        state, out = step(state, batch)
+        return (state, out) if out.skip is not None else (state, report(out, measure(state), owner))
+
+    return measured
+
+
+def _norm_of(params: Sequence[Tensor], norm_type: float) -> Tensor:
+    return total_norm([p.grad for p in params if p.grad is not None], norm_type)
+
+
+def _by_module(state: TrainState) -> dict[str, list[Tensor]]:
+    """Return the parameters of a state by the label of the module that has them."""
+    model = unwrap(state)
+    owners = {
+        id(p): torch_compat.strip_compile_prefix(name).rpartition(".")[0] or type(model).__name__
+        for name, p in model.named_parameters()
+    }
+    found: dict[str, list[Tensor]] = {}
+    for p in parameters(state):
+        found.setdefault(f"{_NORM}/{owners.get(id(p), 'others')}", []).append(p)
+    return found
+
+
+# --- several of them
+
+
+def _check_name(name: object) -> None:
+    checks.text("clip", "name", name, "the last part of its metric")  # type: ignore[arg-type]
+    if "/" in str(name):
+        raise ValueError(f'clip expects name without "/"; got {name!r}')
+
+
+def _is_clip(member: Middleware) -> bool:
+    return member.call is not None and member.call.factory is clip
+
+
+def _only_of(call: Call) -> Selectors | None:
+    bound = inspect.signature(call.factory).bind(*call.args, **call.kwargs)
+    return bound.arguments.get("only")
+
+
+def _check_clips(listed: Sequence[Middleware]) -> None:
+    """Raise ValueError if there are several, and one of them is for all parameters."""
+    clips = [m for m in listed if _is_clip(m)]
+    for member in clips:
+        if len(clips) > 1 and member.call is not None and _only_of(member.call) is None:
+            others = ", ".join(repr(m) for m in clips if m is not member)
+            raise ValueError(
+                f"{member!r} clips all parameters, those of {others} too: say which it is for, "
+                "only=..., or leave one out"
+            )
+
+
+def _check_overlap(state: TrainState, listed: Sequence[Middleware]) -> None:
+    """Raise ValueError if a parameter is chosen twice, or a selector is for nothing."""
+    owners: dict[str, Middleware] = {}
+    for member in listed:
+        if member.call is None or not _is_clip(member):
+            continue
+        only = _only_of(member.call)
+        chosen = Chosen(repr(member), None if only is None else check_selectors("clip", only))
+        chosen.check(state)
+        for name in chosen.named(state):
+            if (other := owners.setdefault(name, member)) is not member:
+                raise ValueError(
+                    f"{other!r} and {member!r} both clip {name}: choose parameters that do not "
+                    "overlap"
+                )
 
 
 @middleware("gradient")

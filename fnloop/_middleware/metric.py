@@ -152,6 +152,8 @@ def _measure(
         def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             state, out = step(state, batch)
+            if out.skip is not None:
+                return state, out
             if only is not None and _is_for_another(state, only):
                 return state, out
             with torch.no_grad():

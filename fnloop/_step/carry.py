@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import map_leaves
 from fnloop._core.carry import carry_of, with_carry
+from fnloop._core.skip import Skip
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Batch, LossFn, Output, Step
 from fnloop._display.checks import describe
@@ -44,9 +45,11 @@ def takes_carry(
             the leading dimension counts them.
     """
 
-    def with_carried(model: nn.Module, fed: Batch, /) -> tuple[Tensor, Aux]:
+    def with_carried(model: nn.Module, fed: Batch, /) -> tuple[Tensor, Aux] | Skip:
         __tracebackhide__ = True
         reply = loss_fn(model, fed.batch, fed.carry)
+        if isinstance(reply, Skip):
+            return reply
         if not isinstance(reply, tuple) or len(reply) != 3:
             raise TypeError(f"{_MEANING}; {name} returned {_describe(reply)}")
         loss, aux, carry = reply
@@ -68,6 +71,8 @@ def carrying(step: Step) -> Step:
     def carried(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         state, out = step(state, _Fed(batch, carry_of(state)))
+        if _CARRY not in out.aux:
+            return state, out  # the loss function leaves the window out: the carry stays
         state = with_carry(state, map_leaves(out.aux[_CARRY], _detached))
         return state, attrs.evolve(out, aux=out.aux[_AUX])
 

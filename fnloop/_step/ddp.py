@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._backend.collectives import any_rank, sync_buffers
 from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
+from fnloop._core.metrics import to_accumulator_dtype
 from fnloop._core.state import TrainState, all_parameters
 from fnloop._display.log import log
 
@@ -31,6 +32,9 @@ class BucketReducer:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # Its gradient is the mean, over the processes, of how many of their batches count. DDP
+        # averages it with those of the parameters.
+        self._count: Tensor | None = None
         self._has_buffers = any(True for _ in model.buffers())
         self._ddp: _FixedBucketDDP | None = None
         self._params: list[Tensor] = []
@@ -60,15 +64,20 @@ class BucketReducer:
         used = self._used if known else params  # some may have been frozen since
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
 
-    def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
         """Return the root for the last backward of a window, which averages the gradients.
 
         Args:
             state: the state.
             root: what backward would start from without DDP.
+            kept: how many of this process's batches count.
             touch: whether to make every parameter reachable from it. Otherwise
                 :meth:`finish_window` gives DDP the gradients that it still expects.
         """
+        if self._count is None:
+            self._count = torch.zeros((), device=root.device, requires_grad=True)
+        self._count.grad = None
+        root = root + (self._count * kept).to(root.dtype)  # its value is 0
         params = all_parameters(state)
         flags = [p.requires_grad for p in params]
         if params is not self._params or flags != self._flags:
@@ -82,12 +91,19 @@ class BucketReducer:
             root = _TouchParameters.apply(root, *self._trainable)
         return self._ddp.forward(root)
 
+    def counted(self) -> Tensor:
+        """Return how many batches of the window count, in all processes, on the device."""
+        assert self._count is not None and self._count.grad is not None
+        return (to_accumulator_dtype(self._count.grad) * dist.get_world_size()).round()
+
     def _make_ddp(self, state: TrainState, root: Tensor, trainable: list[Tensor]) -> None:
         nodes = list(_graph_nodes(root))
         reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        self._ddp = _make_ddp(state, trainable, unused=len(self._used) < len(trainable))
+        assert self._count is not None
+        unused = len(self._used) < len(trainable)
+        self._ddp = _make_ddp(state, [*trainable, self._count], unused)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
         """Give DDP the gradients that it still expects after the last backward of a window."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.collectives import (
+    all_reduce_max_tensor,
     any_rank,
     shutdown_callbacks,
     start_all_reduce_sum,
@@ -25,6 +26,7 @@ from fnloop._backend.fsdp import is_sharded
 from fnloop._core.merge import merge_metrics
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.running import RECENT
+from fnloop._core.skip import BY_ANOTHER
 from fnloop._core.state import TrainState, generation_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
@@ -185,6 +187,14 @@ class DistributedEngine:
 
     def any(self, flag: bool) -> bool:
         return any_rank(flag)
+
+    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
+        skipped = out.skip is not None
+        both = torch.stack([flag.reshape(()).float(), flag.new_tensor(skipped).float()])
+        flagged, any_skipped = all_reduce_max_tensor(both).tolist()  # the host read of ``decide``
+        if any_skipped and not skipped:
+            out = attrs.evolve(out, skip=BY_ANOTHER)
+        return torch.tensor(flagged), out
 
     def mean_loss(self, out: Output) -> Tensor:
         loss = out.loss.double()

@@ -8,14 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import start_all_reduce_max, start_all_reduce_sum
-from fnloop._backend.watchdog import waiting_for_all
+from fnloop._backend.collectives import start_all_reduce_sum
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output
 from fnloop._data.window import Window
 from fnloop._step.evaluation import CollectiveProbe
 from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
-from fnloop._step.weight_agreement import WeightAgreement
+from fnloop._step.weight_agreement import WeightAgreement, is_left_out
 from fnloop._step.weighted_sum import Weight, WeightedSum, divide, weight_on_device
 
 __all__ = ["DistributedBatch", "DistributedWindow"]
@@ -27,7 +26,8 @@ class Reducer(Protocol):
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
     def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
-    def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor: ...
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor: ...
+    def counted(self) -> Tensor: ...
     def finish_window(self, state: TrainState, touched: bool) -> None: ...
 
 
@@ -66,11 +66,11 @@ class DistributedWindow:
         self._total = WeightedSum()
         self._out: Output | None = None  # the latest
         self._n = 0  # batches so far
+        self._kept = 0  # of them, those that are neither padding nor skipped
         self._is_padding = False
         self._is_uniform = False  # whether all batches are known to weigh the same
         self._stashed: list[Tensor | None] | None = None
         self._items: Callable[[], Tensor] | None = None
-        self._applied: Callable[[], list[float]] | None = None
         engine.seed_own(state)
         engine.reducer.start_window()
 
@@ -82,7 +82,17 @@ class DistributedWindow:
         engine.reducer.start_microbatch(self._n == self._batches)
         if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
             return state, engine.empty_output
-        return engine.probe.call(self._loss.forward, state, batch)
+        known = engine.probe.uses_collectives
+        state, out = engine.probe.call(self._loss.forward, state, batch)
+        if is_left_out(out):
+            engine.probe.uses_collectives = known  # it does not show
+            if known:
+                raise RuntimeError(
+                    f"the loss function leaves a batch out ({out.skip}) in one process, but it "
+                    "exchanges something with the others, which wait for this one: compute the "
+                    'loss, and return loss, {"weight": 0}'
+                )
+        return state, out
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
@@ -103,8 +113,7 @@ class DistributedWindow:
         weights = self._engine.weights
         size = self._taken.batch_size
         self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, size)
-        if self._batches > 1 or not self._is_uniform:
-            self._stashed = stash_gradients(state)
+        self._stashed = stash_gradients(state)
         if not self._is_uniform:
             self._total.reference = weights.reference(weight_on_device(out))
 
@@ -118,21 +127,17 @@ class DistributedWindow:
         relative = None if self._is_uniform else self._total.relative_weight(out)
         root = self._loss.root(state, out, relative)
         engine.own_parts.update(out.metrics)
+        self._kept += 1
         if self._batches > 1 or not self._is_uniform:
             self._total.add(out)
         return root
 
     def _start_averaging(self, state: TrainState, out: Output, root: Tensor) -> Tensor:
         """Start to exchange what the mean depends on. Return the root of the last backward."""
-        uniform, total = self._is_uniform, self._total
-        skippable = self._loss.may_skip or (not uniform and self._engine.weights.are_on_host(out))
-        if not uniform:
-            weight = 0 if total.weight is None else total.weight
+        if not self._is_uniform:
+            weight = 0 if self._total.weight is None else self._total.weight
             self._items = start_all_reduce_sum(weight_on_device(out, weight))
-        root = self._engine.reducer.attach(state, root, touch=self._batches > 1)
-        if skippable:
-            self._applied = start_all_reduce_max([not total.is_empty])
-        return root
+        return self._engine.reducer.attach(state, root, self._kept, touch=self._batches > 1)
 
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
@@ -140,25 +145,27 @@ class DistributedWindow:
         engine.reducer.finish_window(state, touched=self._batches > 1)
         engine.ended_on_padding = self._is_padding
         engine.seed_shared(state)
-        if self._applied is not None and not _any(self._applied):
+        counted = engine.reducer.counted()
+        # A host read, only where this process has no batch that counts: whether others have.
+        if not self._kept and not counted:
             restore_gradients(state, self._stashed)
             skip = out.skip or "left out by every process"
             return Output(out.loss.detach(), 0, out.aux, {}, skip)
-        self._divide(state)
-        if self._is_uniform and self._batches == 1:
+        self._divide(state, counted)
+        if self._is_uniform and self._batches == 1 and self._kept:
+            restore_gradients(state, self._stashed)
             return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
         restore_gradients(state, self._stashed)
         if total.is_empty:
             return Output(torch.zeros_like(out.loss), 0, out.aux)
         return total.output()
 
-    def _divide(self, state: TrainState) -> None:
+    def _divide(self, state: TrainState, counted: Tensor) -> None:
         """Turn the mean over processes of the sum over batches into the mean over items."""
         engine = self._engine
         if self._is_uniform:
-            engine.items = self._taken.batch_size * self._batches * engine.processes
-            if self._batches > 1:
-                divide([p.grad for p in parameters(state)], self._batches)
+            engine.items = counted * self._taken.batch_size
+            divide([p.grad for p in parameters(state)], counted, engine.processes)
             return
         assert self._items is not None and self._total.reference is not None
         engine.items = self._items()
@@ -173,8 +180,3 @@ class DistributedBatch(DistributedWindow):
         __tracebackhide__ = True
         self.add(state, out)
         return self.finish(state)
-
-
-def _any(flags: Callable[[], list[float]]) -> bool:
-    with waiting_for_all("an agreement"):
-        return flags()[0] > 0

@@ -167,6 +167,10 @@ class GradientEngine(Protocol):
         """Return whether a flag is set in any process."""
         ...
 
+    def agree(self, flag: Tensor, out: Output, /) -> tuple[Tensor, Output]:
+        """Return a flag as it is in any process, and an output that is skipped if it is in any."""
+        ...
+
     def mean_loss(self, out: Output, /) -> Tensor:
         """Return the mean loss over the items of all processes."""
         ...

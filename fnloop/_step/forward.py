@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.transfer import tensors_in
+from fnloop._core.skip import Skip
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, LossFn, Output, Step
 from fnloop._display.checks import describe
+from fnloop._display.log import log
 
 __all__ = ["forward", "items_in"]
 
+MOST_REASONS = 20  # that are logged
 _NO_ITEMS = "the batch has no item: its weight is 0"
 
 
@@ -29,6 +33,7 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
             accelerate is configured for is used.
     """
     checked = False
+    said: set[str] = set()  # reasons to leave a batch out that were logged
 
     def forward(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         nonlocal checked
@@ -38,6 +43,8 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
         else:
             with _configured_autocast(state):
                 reply = loss_fn(state.model, batch)
+        if isinstance(reply, Skip):
+            return state, _left_out(state, reply, name, said)
         loss: Any
         aux: Any
         loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
@@ -63,6 +70,22 @@ def _configured_autocast(state: TrainState) -> AbstractContextManager[object]:
     return torch.autocast(state.backend.device.type, torch.bfloat16)
 
 
+def _left_out(state: TrainState, reply: Skip, name: str, said: set[str]) -> Output:
+    """Return the output for a batch that the loss function leaves out."""
+    if is_sharded(state.model):
+        raise NotImplementedError(
+            f"{name} returned {reply!r}, but under fully_shard every process takes part in every "
+            'forward and backward: compute the loss, and return loss, {"weight": 0}'
+        )
+    if reply.reason not in said and len(said) < MOST_REASONS:
+        said.add(reply.reason)
+        log.warning("%s leaves a batch out: %s (logged once)", name, reply.reason)
+    first = next((p for p in state.model.parameters() if p.is_floating_point()), None)
+    dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
+    loss = torch.zeros((), dtype=dtype, device=state.backend.device)
+    return Output(loss, 0, {}, {}, reply.reason)
+
+
 # --- the reply of a loss function
 
 
@@ -78,6 +101,8 @@ def _check_reply(reply: object, loss: object, aux: object, name: str) -> None:
             f"{name} must return a loss or (loss, aux); it returned a {type(reply).__name__}. "
             "Write: return reply['loss'], reply"
         )
+    if isinstance(loss, Skip):
+        raise TypeError(f"{name} returned {loss!r} in a tuple: return it alone")
     if not isinstance(loss, Tensor):
         hint = ". Did you forget 'return loss'?" if loss is None else ""
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ __all__ = [
     "NO_GRADIENT",
     "LossRoot",
     "NoGradientError",
+    "nan_unless_finite",
     "restore_gradients",
     "stash_gradients",
     "total_norm",
@@ -126,3 +128,8 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     if whole := [grad for grad in grads if local_part(grad) is grad]:
         norms.append(utils.get_total_norm(whole, norm_type))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def nan_unless_finite(norm: Tensor) -> Tensor:
+    """Return norms with NaN in the place of infinite ones, by which no gradient can be scaled."""
+    return torch.fmod(norm, math.inf)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
+from fnloop._display import checks
+from fnloop._step.engine import engine_of
 
-__all__ = ["EagerHost", "Host", "Judge", "host_decision", "is_recorded", "replace_host"]
+__all__ = ["EagerHost", "Host", "Judge", "decide", "is_recorded", "replace_host"]
 
 Judge = Callable[[TrainState, bool], str | None]
 
@@ -22,7 +24,7 @@ class Host(Protocol):
     """What decides whether to apply an update."""
 
     def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge, /) -> str | None:
-        """Return why to skip the update, or None. See :func:`host_decision`."""
+        """Return why to skip the update, or None. See :func:`decide`."""
         ...
 
 
@@ -41,22 +43,56 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def host_decision(
-    state: TrainState, out: Output, flag: Tensor, judge: Judge
-) -> tuple[TrainState, Output]:
-    """Decide on the host whether to apply an update, from a flag computed on the device.
+def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[TrainState, Output]:
+    """Decide on the host whether an update is applied, by a flag that was computed on the device.
+
+    It is for guards of your own, in the gradient ring: a middleware that leaves an update out. The
+    flag is read once, and any process that has it set sets it for all. Within ``cuda_graph`` the
+    graph is split here: its first part is replayed, the host decides, and the rest is replayed
+    only if the update is applied.
+
+    An update that is left out already stays so, and the judge is not asked. With several processes
+    each of them has to call this in every update.
 
     Args:
         state: the state.
         out: the output so far.
-        flag: a scalar.
-        judge: ``(state, flag) -> why to skip the update, or None``. It may change its slot, in
-            place, only when it skips the update, because an applied one may still fail.
+        flag: a scalar tensor.
+        judge: ``(state, flag) -> why the update is left out, or None``, with the flag as a bool. It
+            may change its slot, in place, only if it leaves the update out: an applied one may
+            still fail.
 
     Returns:
-        What a step returns. While an update is recorded, the record is split here, and the host
-        decides between its two parts whenever they are replayed.
+        What a step returns. ``out.skip`` is what the judge has said.
+
+    Raises:
+        TypeError: the flag is not a scalar tensor, or the judge is not such a function.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> @fl.middleware("gradient")
+        ... def at_most(limit):
+        ...     def judge(state, flag):
+        ...         return "the loss is too large" if flag else None
+        ...     def wrap(step):
+        ...         def guarded(state, batch):
+        ...             state, out = step(state, batch)
+        ...             return decide(state, out, out.loss > limit, judge)
+        ...         return guarded
+        ...     return wrap
+        >>> state, out = fl.pipeline(at_most(1.0))(toy_loss)(toy(w=2.0), torch.ones(1))
+        >>> out.skip, state.step, state.skipped
+        ('the loss is too large', 0, 1)
     """
+    if not isinstance(flag, Tensor) or flag.numel() != 1:
+        raise TypeError(f"decide expects flag as a scalar tensor; got {checks.describe(flag)}")
+    if not callable(judge):
+        meaning = "judge as a function (state, flag) -> reason, or None"
+        raise TypeError(f"decide expects {meaning}; got {checks.describe(judge)}")
+    flag, out = engine_of(state).agree(flag, out)
+    if out.skip is not None:
+        return state, out
     skip = _current.host.decide(state, out, flag, judge)
     return state, out if skip is None else attrs.evolve(out, skip=skip)
 

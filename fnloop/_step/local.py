@@ -55,6 +55,9 @@ class LocalEngine:
     def any(self, flag: bool) -> bool:
         return flag
 
+    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
+        return flag, out
+
     def mean_loss(self, out: Output) -> Tensor:
         return out.loss
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from fnloop._backend.collectives import start_all_reduce_sum
 from fnloop._backend.fsdp import roots
 from fnloop._backend.join import parameters_beside
+from fnloop._core.metrics import to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_of
 from fnloop._core.state import TrainState
 
@@ -26,6 +29,7 @@ class ShardReducer:
 
     def __init__(self, model: nn.Module, processes: int) -> None:
         self._roots, self._processes = roots(model), processes
+        self._counted: Callable[[], Tensor] | None = None
 
     def close(self) -> None: ...
 
@@ -38,8 +42,13 @@ class ShardReducer:
     def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
         return loss * 0
 
-    def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
+        self._counted = start_all_reduce_sum(torch.tensor(float(kept), device=root.device))
         return root
+
+    def counted(self) -> Tensor:
+        assert self._counted is not None
+        return to_accumulator_dtype(self._counted())
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
         for p in parameters_beside(state.model, optimizers_of(state).values()):

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnloop._core.middleware import Middleware
 from fnloop._core.optimizers import groups_of
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.serialize import has_pending, materialize
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.state import TrainState, all_parameters, with_slot
 
 __all__ = ["init_slots", "renew_slots"]
 
+# By model: its parameters and the middleware when they were last found to fit.
+_checked: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Sequence[Middleware]]] = (
+    WeakKeyDictionary()
+)
 
-def init_slots(state: TrainState, members: Iterable[Middleware]) -> TrainState:
-    """Return the state with missing slots made, and those from a checkpoint materialized."""
+
+def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
+    """Return the state with missing slots made, and those from a checkpoint materialized.
+
+    Raises:
+        Exception: a middleware is not for this state, or its slot cannot be made.
+    """
     __tracebackhide__ = True
+    _check(state, members)
     for member in members:
         if member.init is None:
             continue
@@ -32,6 +43,18 @@ def init_slots(state: TrainState, members: Iterable[Middleware]) -> TrainState:
                 slot = materialize(_make(member.init, name, state), saved)
             state = with_slot(state, name, slot)
     return state
+
+
+def _check(state: TrainState, members: Sequence[Middleware]) -> None:
+    """Let middleware look at a state whose model or parameters they have not seen yet."""
+    __tracebackhide__ = True
+    if not (checking := [m.check_state for m in members if m.check_state is not None]):
+        return
+    known, listed = _checked.get(state.model, (None, None))
+    if known is not all_parameters(state) or listed is not members:
+        for check in checking:
+            check(state, members)
+        _checked[state.model] = all_parameters(state), members
 
 
 def renew_slots(state: TrainState, members: Iterable[Middleware], prefix: str = "") -> TrainState:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.optimizers import Optimizers, optimizers_of, wants_closure
+from fnloop._core.skip import BY_ANOTHER
 from fnloop._core.state import (
     TrainState,
     advance,
@@ -64,7 +65,7 @@ def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step
 def skip_together(state: TrainState, out: Output) -> Output:
     """Return an output that is skipped if it is skipped on any process. A collective."""
     if engine_of(state).any(out.skip is not None) and out.skip is None:
-        return attrs.evolve(out, skip="left out by another process")
+        return attrs.evolve(out, skip=BY_ANOTHER)
     return out
 
 

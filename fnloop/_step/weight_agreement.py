@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import all_reduce_max_tensor, any_rank
+from fnloop._backend.collectives import all_reduce_max, all_reduce_max_tensor
 from fnloop._core.types import Output
 
-__all__ = ["WeightAgreement"]
+__all__ = ["WeightAgreement", "is_left_out"]
+
+
+def is_left_out(out: Output) -> bool:
+    """Return whether the loss function has left a batch out by ``skip``: it has no loss."""
+    return out.skip is not None and not out.loss.requires_grad
 
 
 class WeightAgreement:
@@ -16,7 +21,6 @@ class WeightAgreement:
 
     def __init__(self) -> None:
         self._are_batch_sizes: bool | None = None
-        self._are_on_host: bool | None = None
         self._reference: Tensor | None = None
 
     def is_uniform(self, out: Output, batch_size: int) -> bool:
@@ -29,27 +33,24 @@ class WeightAgreement:
         if not batch_size:
             return False
         if self._are_batch_sizes is None:
-            differs = "weight" in out.aux or bool(out.weight != batch_size)
-            self._are_batch_sizes = not any_rank(differs)
+            known = not is_left_out(out)  # else it says nothing of the weights of others
+            differs = known and ("weight" in out.aux or bool(out.weight != batch_size))
+            any_differs, any_known = all_reduce_max([differs, known])
+            if not any_known:
+                return False
+            self._are_batch_sizes = not any_differs
         return self._are_batch_sizes
 
     def check(self, out: Output, batch_size: int) -> None:
         """Raise if a batch does not weigh what the processes have agreed on."""
+        if is_left_out(out):
+            return
         if "weight" in out.aux or out.weight != batch_size:
             given = "what aux says" if "weight" in out.aux else out.weight
             raise ValueError(
                 f"so far each batch of {batch_size} samples weighed {batch_size}, and now one "
                 f"weighs {given}: return aux['weight'], the number of items, for every batch"
             )
-
-    def are_on_host(self, out: Output) -> bool:
-        """Return whether the weights are ints in every process.
-
-        Then the host can tell a window without items from others.
-        """
-        if self._are_on_host is None:
-            self._are_on_host = not any_rank(isinstance(out.weight, Tensor))
-        return self._are_on_host
 
     def reference(self, weight: Tensor) -> Tensor:
         """Return the weight that others count relative to, the same in every process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -67,6 +68,11 @@ def assert_equal(a: object, b: object, path: str, rtol: float = 0.0) -> None:
         other = getattr(b, "state_dict", None)
         assert callable(other), f"{path}: {a!r} != {b!r}"
         assert_equal(state_dict(), other(), path, rtol)
+    elif attrs.has(kind := type(a)) and kind is type(b):
+        for field in attrs.fields(kind):
+            if field.eq:
+                mine, other = getattr(a, field.name), getattr(b, field.name)
+                assert_equal(mine, other, f"{path}.{field.name}", rtol)
     elif not callable(a):
         assert a == b, f"{path}: {a!r} != {b!r}"
 

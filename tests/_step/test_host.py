@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._step.host import host_decision, replace_host
+from fnloop._step.host import decide, replace_host
 from fnloop.testing import toy
 
 OUT = fl.Output(torch.tensor(1.0), 1)
@@ -26,23 +26,41 @@ class Recorder:
 @pytest.mark.parametrize(("flag", "skip"), [(0.0, None), (1.0, "bad")])
 def test_the_judge_decides_by_the_flag(flag, skip):
     state = toy()
-    assert host_decision(state, OUT, torch.tensor(flag), judge)[0] is state
-    assert host_decision(state, OUT, torch.tensor(flag), judge)[1].skip == skip
+    assert decide(state, OUT, torch.tensor(flag), judge)[0] is state
+    assert decide(state, OUT, torch.tensor(flag), judge)[1].skip == skip
 
 
 def test_another_host_decides_within_its_block_even_if_that_raises():
     with pytest.raises(ZeroDivisionError), replace_host(Recorder()):
-        assert host_decision(toy(), OUT, torch.tensor(0.0), judge)[1].skip == "recorded"
+        assert decide(toy(), OUT, torch.tensor(0.0), judge)[1].skip == "recorded"
         raise ZeroDivisionError
-    assert host_decision(toy(), OUT, torch.tensor(0.0), judge)[1].skip is None
+    assert decide(toy(), OUT, torch.tensor(0.0), judge)[1].skip is None
 
 
 def test_a_host_is_replaced_in_its_own_thread_only():
     found = []
     with replace_host(Recorder()):
         other = threading.Thread(
-            target=lambda: found.append(host_decision(toy(), OUT, torch.tensor(1.0), judge)[1].skip)
+            target=lambda: found.append(decide(toy(), OUT, torch.tensor(1.0), judge)[1].skip)
         )
         other.start()
         other.join()
     assert found == ["bad"]
+
+
+def test_the_judge_is_not_asked_about_an_update_that_is_left_out_already():
+    out = fl.Output(torch.tensor(1.0), 1, skip="before")
+    assert fl.decide(toy(), out, torch.tensor(1.0), lambda state, flag: 1 / 0)[1].skip == "before"
+
+
+@pytest.mark.parametrize(
+    ("flag", "judge", "match"),
+    [
+        (True, judge, "flag as a scalar tensor; got True"),
+        (torch.ones(2), judge, "flag as a scalar tensor"),
+        (torch.ones(()), "bad", "judge as a function"),
+    ],
+)
+def test_a_flag_is_a_scalar_tensor_and_a_judge_a_function(flag, judge, match):
+    with pytest.raises(TypeError, match=f"decide expects {match}"):
+        fl.decide(toy(), OUT, flag, judge)

@@ -4,6 +4,8 @@ The job ``table`` trains a table of cases on 1, 2 and 3 processes, each with 1/N
 One process is compared with a loop written by hand.
 """
 
+import math
+
 import attrs
 import launch
 import pytest
@@ -99,6 +101,30 @@ def images():
 def convolutions():
     one = nn.Conv2d(3, 3, (2, 1), padding=(1, 0))
     return nn.Sequential(one, nn.Tanh(), one, nn.Flatten(), nn.Linear(12, 3))
+
+
+def infinite(model, batch):
+    """An infinite loss, with finite gradients, of the process that has a certain sample."""
+    loss, aux = entropy(model, batch)
+    return loss + (math.inf if 8 in batch[3] else 0.0), aux
+
+
+def no_number(model, batch):
+    loss, aux = entropy(model, batch)
+    return loss * (math.nan if 8 in batch[3] else 1.0), aux
+
+
+def choosy(fits):
+    """Leave out batches that a function of the first sample and the process does not take."""
+
+    def loss_fn(model, batch):
+        return entropy(model, batch) if fits(int(batch[3][0])) else fl.skip("does not fit")
+
+    return loss_fn
+
+
+def choosy_by_tokens(model, batch):
+    return by_tokens(model, batch) if batch[3][0] not in (0, 6, 12, 14, 39) else fl.skip("short")
 
 
 class TwoLayers(nn.Module):
@@ -247,6 +273,14 @@ CASES = {
     "accumulate 3": Case(lambda: fl.pipeline(fl.accumulate(3))),
     "accumulate, clip": Case(lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1))),
     "clip": Case(lambda: fl.pipeline(fl.clip(0.1))),
+    "clip two parts": Case(
+        lambda: fl.pipeline(
+            fl.clip(0.1, only="0", name="a"), fl.clip(0.05, only="2", name="b"), fl.accumulate(2)
+        )
+    ),
+    "clip by the weights": Case(
+        lambda: fl.pipeline(fl.accumulate(2), fl.clip_adaptive(0.02), fl.grad_norm(by="module"))
+    ),
     "sam": Case(lambda: fl.pipeline(fl.sam(0.5))),
     "accumulate, sam": Case(lambda: fl.pipeline(fl.accumulate(2), fl.sam(0.5))),
     "sam, accumulate": Case(  # with padding
@@ -349,6 +383,34 @@ CASES = {
     ),
     "guard": Case(lambda: fl.pipeline(guard(3))),
     "guard, accumulate": Case(lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.clip(0.1))),
+    "not finite": Case(lambda: fl.pipeline(fl.skip_nonfinite(), fl.clip(0.1)), loss=infinite),
+    "not finite, accumulate": Case(
+        lambda: fl.pipeline(fl.accumulate(2), fl.clip(0.1), fl.skip_nonfinite()), loss=no_number
+    ),
+    "not finite, guard": Case(lambda: fl.pipeline(guard(3), fl.skip_nonfinite()), loss=infinite),
+    "spikes": Case(
+        lambda: fl.pipeline(fl.spike_guard(2, 1.02), fl.clip(0.1)), optimizer=adam_and_sgd
+    ),
+    "spikes, accumulate": Case(
+        lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.spike_guard(2, 1.02)), by_tokens
+    ),
+    # Single samples, six in an update: the first update is left out, and parts of others.
+    "skip": Case(
+        lambda: fl.pipeline(fl.accumulate(6 // world()), kinds()),
+        train=lambda: loader(size=1),
+        loss=choosy(lambda i: i >= 6 and i % 5 not in (2, 3)),
+        evaluated=True,
+    ),
+    "skip, clip, accumulate": Case(
+        lambda: fl.pipeline(fl.accumulate(6 // world()), fl.clip(0.1), fl.skip_nonfinite()),
+        train=lambda: loader(size=1),
+        loss=choosy(lambda i: i % 3 != 1 and not 12 <= i < 18),
+    ),
+    "skip, tokens": Case(
+        lambda: fl.pipeline(fl.accumulate(6 // world())),
+        train=lambda: loader(size=1),
+        loss=choosy_by_tokens,
+    ),
     "without one": Case(
         lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)
     ),
@@ -382,6 +444,8 @@ SHARDED = (  # those that run on a model under fully_shard too
         "accumulate",
         "accumulate, clip",
         "clip",
+        "clip two parts",
+        "clip by the weights",
         "sam",
         "accumulate, sam",
         "sam, accumulate",
@@ -399,7 +463,13 @@ SHARDED = (  # those that run on a model under fully_shard too
         "criterion",
         "torchmetrics",
     ),
-    *("guard, accumulate", "without one", "averages that are not evaluated"),
+    *(
+        "guard, accumulate",
+        "not finite",
+        "not finite, accumulate",
+        "without one",
+        "averages that are not evaluated",
+    ),
     *("several optimizers", "several optimizers, criterion", "Muon"),
 )
 

@@ -1,0 +1,158 @@
+"""Leave out updates whose loss is far above the last ones, or stop there."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import attrs
+import torch
+from torch import Tensor
+
+from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.state import TrainState
+from fnloop._core.types import Batch, Output, Step, Wrap
+from fnloop._display import checks
+from fnloop._display.html import format_count
+from fnloop._step.engine import engine_of
+from fnloop._step.guard import guarding, sees_whole_updates
+from fnloop._step.host import Judge
+
+__all__ = ["spike_guard"]
+
+NAME = "spike_guard"
+SPIKES = "spikes"  # state.extra["spikes"]: where they were
+
+
+@attrs.define
+class Losses:
+    """The slot of ``spike_guard``, changed in place.
+
+    Args:
+        recent: the losses of the last applied updates, the newest last; NaN where there were fewer.
+        newest: the loss of the newest update, on the device.
+        spike: of the update that was just left out: its loss, and the median before it; or None.
+        skipped: how many updates in a row it has left out.
+    """
+
+    recent: Tensor
+    newest: Tensor
+    spike: tuple[float, float] | None = None
+    skipped: int = 0
+
+
+@middleware("gradient")
+def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Middleware:
+    """Leave out updates whose loss is above ``ratio`` × the median of the last ``window`` updates.
+
+    The median is that of the losses of applied updates (of an even number, the lower of the two in
+    the middle), which one spike does not move. Only an update after ``window`` applied ones can be
+    a spike. For a median below 0 the limit is as far above it as for the positive one: median +
+    (ratio - 1) × its magnitude. A NaN is a spike.
+
+    An update that is left out changes nothing but the position in the data and ``state.skipped``,
+    as with ``skip_nonfinite``. The losses are those of whole windows of ``accumulate``, over all
+    processes. Each spike is noted in ``state.extra["spikes"]``: ``{"epoch", "batch", "step",
+    "loss", "median"}``, with the position of its first batch. This needs one device-to-host read
+    per update.
+
+    Args:
+        window: updates that the median is of, at least 1.
+        ratio: how many times the median a loss may be, above 1.
+        then: "skip" continues with the next batch; if a whole ``window`` of updates in a row is
+            left out, which is not a spike, the run stops. "stop" stops the run at the first one.
+            ``state.stop`` says why; to continue, ``attrs.evolve(state, stop=None)``.
+
+    Returns:
+        A middleware of the gradient and the step ring.
+
+    Raises:
+        TypeError: the window is not an int, or the ratio not a number.
+        ValueError: a setting is out of its range. When composing: ``amp("fp16")`` or ``sam`` is
+            listed after it, or ``accumulate`` after it and another middleware of gradients.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> def loss_fn(model, batch):                   # the loss is the batch, the gradient 1
+        ...     return model.w - model.w.detach() + batch.mean()
+        >>> from fnloop.testing import toy
+        >>> batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 9.0, 4.0)]
+        >>> step = fl.pipeline(spike_guard(window=3))(loss_fn)
+        >>> state = fl.fit(step, toy(), batches, hooks=())
+        >>> state.step, state.skipped, state.extra["spikes"][0]["loss"]
+        (4, 1, 9.0)
+    """
+    checks.integer(NAME, "window", window, "updates that the median is of", wrong_type=TypeError)
+    meaning = "how many times the median a loss may be"
+    checks.number(NAME, "ratio", ratio, meaning, above=1, wrong_type=TypeError)
+    checks.choice(NAME, "then", then, ("skip", "stop"))
+
+    def init(state: TrainState) -> Losses:
+        device = state.backend.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        recent = torch.full((window,), math.nan, device=device, dtype=dtype)
+        return Losses(recent, torch.zeros((), device=device, dtype=dtype))
+
+    return Middleware(
+        NAME,
+        gradient=guarding(functools.partial(_examine, ratio)),
+        step=_note(window, ratio, then),
+        init=init,
+        check=sees_whole_updates(NAME),
+    )
+
+
+def _examine(ratio: float, state: TrainState, out: Output) -> tuple[Tensor, Judge]:
+    """Return whether the loss is a spike, on the device, and who judges."""
+    losses: Losses = state.slots[NAME]
+    losses.newest.copy_(engine_of(state).mean_loss(out))
+    median = losses.recent.median()  # NaN until all of them are there
+    limit = median + (ratio - 1) * median.abs()
+    is_spike = ~(losses.newest <= limit) & ~median.isnan()
+    return is_spike, functools.partial(_judge, median, ratio)
+
+
+def _judge(median: Tensor, ratio: float, state: TrainState, is_spike: bool) -> str | None:
+    if not is_spike:
+        return None
+    losses: Losses = state.slots[NAME]
+    losses.spike = loss, usual = float(losses.newest), float(median)
+    losses.skipped += 1
+    return f"{NAME}: the loss {loss:g} is above {ratio:g} times {usual:g}, the median"
+
+
+def _note(window: int, ratio: float, then: str) -> Wrap:
+    def wrap(step: Step) -> Step:
+        def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            at = {"epoch": state.epoch, "batch": state.batch, "step": state.step}
+            losses: Losses = state.slots[NAME]
+            if len(losses.recent) != window:  # it is that of a checkpoint
+                losses.recent = _resized(losses.recent, window)
+            state, out = step(state, batch)
+            if out.skip is None:
+                losses.recent.copy_(torch.cat((losses.recent[1:], losses.newest.reshape(1))))
+                losses.skipped = 0
+            elif losses.spike is not None:
+                loss, usual = losses.spike
+                spikes = [*state.extra.get(SPIKES, ()), {**at, "loss": loss, "median": usual}]
+                state = attrs.evolve(state, extra={**state.extra, SPIKES: spikes})
+                losses.spike = None
+                if then == "stop":
+                    state = attrs.evolve(state, stop=out.skip)
+                elif losses.skipped >= window:
+                    losses.skipped = 0  # a run that is continued has as many again
+                    count = format_count(window, "update")
+                    reason = f"{NAME}: {count} in a row had a loss above {ratio:g} times the median"
+                    state = attrs.evolve(state, stop=reason)
+            return state, out
+
+        return noting
+
+    return wrap
+
+
+def _resized(recent: Tensor, window: int) -> Tensor:
+    """Return the newest losses, with NaN before them if there are not as many."""
+    missing = recent.new_full((max(window - len(recent), 0),), math.nan)
+    return torch.cat((missing, recent[-window:]))

@@ -1,0 +1,208 @@
+"""skip_nonfinite: a run with poisoned batches equals one whose loader leaves them out."""
+
+import math
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop.testing import no_host_reads, small, spy, stochastic, toy, toy_loss
+from fnloop.testing._compare import assert_equal
+
+INF, NAN = math.inf, math.nan
+
+
+def xs(*values):
+    return [torch.tensor([float(x)]) for x in values]
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_bad_update_advances_the_position_and_nothing_else(bad):
+    state = fl.fit(fl.pipeline(fl.skip_nonfinite())(toy_loss), toy(), xs(1, bad, 2), hooks=())
+    assert (state.model.w.item(), state.step, state.skipped) == (-3.0, 2, 1)
+    assert state.history.latest("train/loss") == pytest.approx(-1.0)  # the losses 0 and -1 * 2
+    assert state.stop is None
+
+
+def test_the_loss_alone_and_a_gradient_alone_are_found():
+    def infinite_loss(model, x):
+        return (model.w * x).mean() + (INF if x > 4 else 0.0)
+
+    def infinite_gradient(model, x):
+        return (model.w * x).mean() + (model.w.abs().sqrt() * 0 if x > 4 else 0.0)
+
+    for loss_fn, why in (
+        (infinite_loss, "the loss is inf"),
+        (infinite_gradient, "a gradient is not finite"),
+    ):
+        state, out = fl.pipeline(fl.skip_nonfinite())(loss_fn)(toy(), torch.tensor([5.0]))
+        assert out.skip == f"skip_nonfinite: {why}" and state.model.w.item() == 0.0
+
+
+# --- the law: it equals the run without these batches
+
+
+def poisoned(problem, which):
+    """Return the batches with NaN in some of them, and the batches without those."""
+
+    def poison(batch):
+        if isinstance(batch, dict):
+            return {**batch, "x": batch["x"] * NAN}
+        return batch[0] * NAN, *batch[1:]
+
+    batches = [poison(b) if i in which else b for i, b in enumerate(problem.batches)]
+    return batches, [b for i, b in enumerate(problem.batches) if i not in which]
+
+
+def without_dropout():
+    """BatchNorm, whose statistics a bad batch would poison too, and AdamW."""
+    problem = stochastic()
+
+    def model():
+        made = problem.model()
+        made[2].p = 0.0
+        return made
+
+    return attrs.evolve(problem, model=model)
+
+
+@pytest.mark.parametrize("problem", [small, without_dropout])
+@pytest.mark.parametrize(
+    ("members", "which"),
+    [
+        ((), (1, 2, 5)),
+        ((fl.clip(0.05), fl.ema(0.9), fl.schedule(schedules.cosine(warmup=2))), (0, 3)),
+        ((fl.amp("bf16"), fl.metric(mean=lambda aux, b: aux["output"].mean())), (1,)),
+    ],
+    ids=str,
+)
+def test_a_run_with_poisoned_batches_equals_one_without_them(problem, members, which):
+    problem = problem()
+    bad, good = poisoned(problem, which)
+    runs = [
+        fl.fit(
+            fl.pipeline(*members, *guard)(problem.loss_fn),
+            problem.state(),
+            {"train": batches, "valid": good[:2]},
+            epochs=3,
+            steps=3 * len(good),
+            hooks=(),
+        )
+        for batches, guard in ((bad, (fl.skip_nonfinite(),)), (good, ()))
+    ]
+    assert (runs[0].step, runs[0].skipped) == (3 * len(good), 3 * len(which))
+    assert_same_training(*runs)
+
+
+def assert_same_training(one, two):
+    assert_equal(one.model.state_dict(), two.model.state_dict(), "model", 0.0)
+    assert_equal(one.optimizer, two.optimizer, "optimizer", 0.0)
+    for name in two.slots:
+        assert_equal(one.slots[name], two.slots[name], name, 0.0)
+    assert [r.metrics for r in one.history] == [r.metrics for r in two.history]
+
+
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_a_bad_batch_leaves_its_whole_window_out(guard_first):
+    members = (fl.skip_nonfinite(), fl.accumulate(2))
+    step = fl.pipeline(*(members if guard_first else members[::-1]))(toy_loss)
+    state = fl.fit(step, toy(), xs(1, NAN, 2, 4), hooks=())
+    assert (state.model.w.item(), state.step, state.skipped) == (-3.0, 1, 1)
+
+
+def test_the_carry_of_a_bad_window_is_not_carried_on():
+    def loss_fn(model, batch, carry):
+        carry = batch.sum() + (0 if carry is None else carry)
+        return model.w * carry, {}, carry
+
+    step = fl.pipeline(fl.tbptt(1), fl.skip_nonfinite())(loss_fn)
+    state, _ = step(toy(), torch.tensor([[1.0, NAN, 2.0]]))
+    assert (state.model.w.item(), state.slots["tbptt"].item(), state.skipped) == (-4.0, 3.0, 1)
+
+
+def test_in_turns_each_step_has_its_own():
+    model = nn.ParameterDict({"a": torch.zeros(()), "b": torch.zeros(())})
+    optimizers = {k: torch.optim.SGD([model[k]], lr=1.0) for k in ("a", "b")}
+    guarded = fl.pipeline(fl.skip_nonfinite(2))(lambda model, x: (model["a"] * x).mean())
+    plain = fl.pipeline()(lambda model, x: model["b"] * 1.0)
+    state = fl.TrainState.create(model, optimizers)
+    step = fl.alternate({"a": guarded, "b": plain})
+    state = fl.fit(step, state, xs(1, NAN, NAN, 1), hooks=())
+    assert dict(state.updates) == {"a": 1, "b": 3} and state.stop.startswith("skip_nonfinite: 2")
+
+
+# --- in a row
+
+
+def test_limit_in_a_row_stop_the_run_which_may_be_continued():
+    step, batches = fl.pipeline(fl.skip_nonfinite(2))(toy_loss), xs(1, NAN, 1, NAN, NAN, 1, 1)
+    state = fl.fit(step, toy(), batches, hooks=())
+    assert (state.step, state.skipped, state.batch) == (2, 3, 5)
+    assert state.stop == (
+        "skip_nonfinite: 2 updates in a row had a loss or gradients that are not finite"
+    )
+    state = fl.fit(step, attrs.evolve(state, stop=None), batches, epochs=1, hooks=())
+    assert (state.step, state.skipped, state.epoch, state.stop) == (4, 3, 1, None)
+
+
+def test_the_count_is_kept_over_a_checkpoint(tmp_path):
+    step, batches = fl.pipeline(fl.skip_nonfinite(3))(toy_loss), xs(1, NAN, NAN, NAN, 1)
+    pause = fl.when(lambda s: s.skipped == 2)(lambda s: attrs.evolve(s, stop="pause"))
+    state = fl.fit(step, toy(), batches, hooks=(pause,))
+    path = fl.save(attrs.evolve(state, stop=None), tmp_path / "a")
+    state = fl.fit(step, fl.restore(path, toy()), batches, epochs=1, hooks=())
+    assert state.skipped == 3 and state.stop.startswith("skip_nonfinite: 3 updates in a row")
+
+
+def test_an_overflow_is_for_amp_and_does_not_count():
+    amp = fl.amp("fp16", init_scale=2.0**60)
+
+    def loss_fn(model, x):
+        return (model.w * x).float().mean()
+
+    step = fl.pipeline(amp, fl.skip_nonfinite(1))(loss_fn)
+    state = fl.fit(step, toy(), [torch.tensor([3e30])] * 12, hooks=())
+    assert state.skipped > 1 and state.stop is None
+
+
+# --- what it costs, and what is refused
+
+
+def test_an_update_is_read_to_the_host_once():
+    read, state = [], toy()
+    guarded = fl.skip_nonfinite().gradient(spy(grad=2.0))
+    state = fl.pipeline(fl.skip_nonfinite())(toy_loss).init_slots(state)
+    with no_host_reads(), pytest.raises(AssertionError, match="read to the host"):
+        guarded(state, None)
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            read.append(func is torch.ops.aten._local_scalar_dense.default)
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        guarded(state, None)
+    assert sum(read) == 1
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (fl.skip_nonfinite(), fl.amp("fp16")),
+        (fl.skip_nonfinite(), fl.sam()),
+        (fl.clip(1.0), fl.skip_nonfinite(), fl.accumulate(2)),
+    ],
+    ids=repr,
+)
+def test_where_it_would_not_see_whole_updates_it_is_refused(members):
+    with pytest.raises(ValueError, match=r"skip_nonfinite\(\) judges whole updates: list it after"):
+        fl.pipeline(*members)
+
+
+@pytest.mark.parametrize(("limit", "error"), [(0, ValueError), (1.5, TypeError), ("3", TypeError)])
+def test_the_limit_is_a_number_of_updates(limit, error):
+    with pytest.raises(error, match="skip_nonfinite expects limit"):
+        fl.skip_nonfinite(limit)

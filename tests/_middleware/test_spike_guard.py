@@ -1,0 +1,131 @@
+"""spike_guard: losses far above the median of the last ones, and where they were."""
+
+import math
+
+import attrs
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop.testing import assert_same, toy
+
+NAN = math.nan
+
+
+def is_batch(model, batch):
+    """The loss is the batch, and the gradient 1."""
+    return model.w - model.w.detach() + batch.mean()
+
+
+def fitted(losses, *members, state=None, **settings):
+    batches = [torch.tensor([float(x)]) for x in losses]
+    step = fl.pipeline(*members)(is_batch)
+    settings = {"epochs": 1, "hooks": (), **settings}
+    return fl.fit(step, state or toy(lr=1.0), batches, **settings)
+
+
+def where(state):
+    return [(s["epoch"], s["batch"], s["step"], s["loss"]) for s in state.extra.get("spikes", ())]
+
+
+def test_a_loss_above_ratio_times_the_median_is_left_out():
+    state = fitted([1, 2, 3, 4, 4.5, 9], fl.spike_guard(3, 2.0))  # medians 2, 3, 4
+    assert (state.step, state.skipped, where(state)) == (5, 1, [(0, 5, 5, 9.0)])
+    assert state.model.w.item() == -5.0 and state.extra["spikes"][0]["median"] == 4.0
+    assert state.history.latest("train/loss") == pytest.approx(2.9)
+
+
+def test_the_limit_itself_is_not_a_spike_and_the_first_updates_are_not():
+    assert fitted([1, 99, 1, 2.0], fl.spike_guard(3, 2.0)).skipped == 0
+    assert fitted([1, 99, 1, 2.001], fl.spike_guard(3, 2.0)).skipped == 1
+
+
+def test_of_an_even_number_the_lower_one_of_the_middle_counts():
+    assert where(fitted([1, 3, 2.5], fl.spike_guard(2, 2.0))) == [(0, 2, 2, 2.5)]
+
+
+def test_a_spike_does_not_become_one_of_the_last_losses():
+    state = fitted([1, 1, 1, 5, 5, 1.5, 1.5, 1.5, 2.5], fl.spike_guard(3, 2.0))
+    assert [s[-1] for s in where(state)] == [5.0, 5.0] and state.step == 7
+
+
+@pytest.mark.parametrize(("loss", "skipped"), [(-3.0, 0), (-1.5, 0), (0.5, 1), (NAN, 1)])
+def test_losses_may_be_negative(loss, skipped):
+    assert fitted([-2, -2, loss], fl.spike_guard(2, 2.0)).skipped == skipped
+
+
+def test_it_equals_the_run_without_these_batches():
+    losses = [1, 1, 1, 7, 1.1, 1.2, 9, 1]
+    members = (fl.ema(0.5), fl.clip(0.5), fl.schedule(fl.schedules.linear()))
+    one = fitted(losses, *members, fl.spike_guard(2), steps=6)
+    two = fitted([x for x in losses if x < 7], *members, steps=6)
+    assert torch.equal(one.model.w, two.model.w) and one.step == two.step == 6
+    assert torch.equal(one.slots["ema"]["w"], two.slots["ema"]["w"])
+    assert one.history["train/loss"] == two.history["train/loss"]
+
+
+def test_with_stop_the_run_ends_there_and_may_be_continued():
+    guard, losses = fl.spike_guard(2, 2.0, then="stop"), [1, 1, 1, 5, 1, 1]
+    state = fitted(losses, guard)
+    assert (state.step, state.batch, where(state)) == (3, 4, [(0, 3, 3, 5.0)])
+    assert state.stop == "spike_guard: the loss 5 is above 2 times 1, the median"
+    state = fitted(losses, guard, state=attrs.evolve(state, stop=None))
+    assert (state.step, state.epoch, state.stop) == (5, 1, None)
+
+
+def test_a_whole_window_of_spikes_stops_the_run():
+    state = fitted([1, 1, 5, 1, 5, 5, 5, 5], fl.spike_guard(2, 2.0))
+    assert (state.skipped, state.batch) == (3, 6)
+    assert state.stop == "spike_guard: 2 updates in a row had a loss above 2 times the median"
+
+
+def test_a_restart_continues_with_the_same_losses(tmp_path):
+    losses, guard = [1, 1, 1, 7, 1.1, 9, 1.2, 1.3], fl.spike_guard(3, 2.0)
+    pause = fl.when(lambda s: s.step + s.skipped == 4)(lambda s: attrs.evolve(s, stop="pause"))
+    state = fitted(losses, guard, hooks=(pause,), epochs=2)
+    path = fl.save(attrs.evolve(state, stop=None), tmp_path / "a")
+    resumed = fitted(losses, guard, state=fl.restore(path, toy(lr=1.0)), epochs=2)
+    whole = fitted(losses, guard, epochs=2, state=toy(lr=1.0))
+    assert where(resumed) == where(whole) and len(where(whole)) == 4
+    assert torch.equal(resumed.model.w, whole.model.w)
+
+
+@pytest.mark.parametrize(("window", "spikes"), [(2, [6.0]), (4, [])])
+def test_another_window_after_a_restart_takes_the_newest_losses(window, spikes):
+    state = fitted([9, 9, 1, 1, 1], fl.spike_guard(3))
+    state = fitted([6], fl.spike_guard(window), state=state, epochs=2)
+    assert [s[-1] for s in where(state)] == spikes
+
+
+def test_of_a_window_of_batches_the_mean_counts():
+    state = fitted([1, 1, 1, 5, 9, 1], fl.accumulate(2), fl.spike_guard(2, 2.0))
+    assert where(state) == [(0, 4, 2, 5.0)]  # the means are 1, 3 and 5
+    state = fitted([1, 1, 1, 5, 9, 1], fl.spike_guard(1, 2.0), fl.accumulate(2))
+    assert where(state) == [(0, 2, 1, 3.0)] and state.stop.startswith("spike_guard: 1 update in")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"window": 0}, ValueError, "window as an int >= 1"),
+        ({"window": 1.5}, TypeError, "window as an int"),
+        ({"ratio": 1}, ValueError, "ratio > 1"),
+        ({"ratio": "2"}, TypeError, "ratio as a number > 1"),
+        ({"then": "wait"}, ValueError, "then"),
+    ],
+)
+def test_settings_are_checked(settings, error, match):
+    with pytest.raises(error, match=f"spike_guard expects {match}"):
+        fl.spike_guard(**settings)
+
+
+def test_where_it_would_not_see_whole_updates_it_is_refused():
+    with pytest.raises(ValueError, match=r"spike_guard\(\) judges whole updates"):
+        fl.pipeline(fl.clip(1.0), fl.spike_guard(), fl.accumulate(2))
+
+
+def test_two_runs_of_one_step_do_not_share_losses():
+    step = fl.pipeline(fl.spike_guard(2))(is_batch)
+    batches = [torch.tensor([x]) for x in (1.0, 1.0, 9.0)]
+    one = fl.fit(step, toy(), batches, hooks=())
+    assert_same(one, fl.fit(step, toy(), batches, hooks=()))

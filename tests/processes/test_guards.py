@@ -1,0 +1,128 @@
+"""Batches and updates that are left out on one process, on some, or on all."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_problems import count, created, entropy, loader, rank, said, tally, world
+from torch.distributed.fsdp import fully_shard
+
+import fnloop as fl
+
+pytestmark = pytest.mark.slow
+
+
+def left_out(folder):
+    """The last process leaves its batch of the first update out, and all theirs of the second."""
+
+    def loss_fn(model, batch):
+        update = int(batch[-1][0]) // (2 * world())
+        if update == 1 or (update == 0 and rank() == world() - 1):
+            return fl.skip("not here")
+        return count(model, batch)
+
+    found = {}
+    for name, members in {"plain": (), "guarded": (fl.clip(9.0), fl.skip_nonfinite())}.items():
+        step = fl.pipeline(*members)(loss_fn)
+        state = fl.fit(step, tally(), loader(size=2), steps=2, hooks=())
+        found[name] = [state.model.w.tolist()[: 6 * world()], state.step, state.skipped]
+    return {**found, "evaluated": fl.evaluate(step, tally(), loader(size=2))["loss"]}
+
+
+def none_at_first(folder):
+    """All leave the first updates out: what others weigh is found out later."""
+
+    def loss_fn(model, batch):
+        if int(batch[-1][0]) < 4 * world():
+            return fl.skip("too early")
+        return count(model, batch), {"weight": len(batch[0]) * (1 + rank())}
+
+    state = fl.fit(fl.pipeline()(loss_fn), tally(), loader(size=2), steps=1, hooks=())
+    return [state.model.w.tolist()[: 6 * world()], state.step, state.skipped]
+
+
+@fl.middleware("gradient")
+def no_sample(index):
+    """A guard of a user's: leave updates out that have a sample."""
+
+    def judge(state, found):
+        if found:
+            state.slots["no_sample"].append(state.step)
+            return "it has the sample"
+        return None
+
+    def wrap(step):
+        def guarded(state, batch):
+            state, out = step(state, batch)
+            return fl.decide(state, out, (batch[-1] == index).any(), judge)
+
+        return guarded
+
+    return fl.Middleware("no_sample", gradient=wrap, init=lambda state: [])
+
+
+def decided(folder):
+    step = fl.pipeline(no_sample(1), fl.clip(1.0))(entropy)
+    state = fl.fit(step, created(), loader(size=1), steps=3, hooks=())
+    return [state.step, state.skipped, [*state.slots["no_sample"]]]
+
+
+def refused(folder):
+    """Where others would wait for the process that leaves a batch out."""
+
+    def loss_fn(model, batch):
+        if int(batch[-1][0]) >= 4 * world():
+            return fl.skip("no more")
+        loss, aux = entropy(model, batch)
+        dist.all_reduce(torch.zeros(1))
+        return loss, aux
+
+    sharded = created(fully_shard)
+    return [
+        said(lambda: fl.fit(fl.pipeline()(loss_fn), created(), loader(size=2), hooks=()).step),
+        said(lambda: fl.pipeline()(lambda m, b: fl.skip("never"))(sharded, None)),
+    ]
+
+
+def guards(folder):
+    dist.init_process_group("gloo")
+    jobs = (left_out, none_at_first, decided, refused)
+    return {job.__name__: job(folder) for job in jobs}
+
+
+N = 3
+
+
+@pytest.fixture
+def found(launched):
+    mine, *others = launched(guards, N)
+    assert all(other == mine for other in others)
+    return mine
+
+
+def test_what_is_left_out_on_one_process_is_out_of_the_divisor(found):
+    """SGD at rate 1 subtracts 1 / the items of the update from the weight of each sample."""
+    kept, left, all_of = 2 * (N - 1), 2, 2 * N
+    expected = [-1 / kept] * kept + [0.0] * left + [0.0] * all_of + [-1 / all_of] * all_of
+    for name in ("plain", "guarded"):
+        weights, step, skipped = found["left_out"][name]
+        assert weights == pytest.approx(expected, abs=1e-15)
+        assert (step, skipped) == (2, 1)
+    assert found["left_out"]["evaluated"] == 0.0
+
+
+def test_updates_that_all_leave_out_say_nothing_of_the_weights(found):
+    weights, step, skipped = found["none_at_first"]
+    total = sum(2 * (1 + r) for r in range(N))
+    parts = [-(1 + r) / total for r in range(N) for _ in range(2)]
+    assert weights == pytest.approx([0.0] * 4 * N + parts) and (step, skipped) == (1, 2)
+
+
+def test_a_flag_on_one_process_decides_for_all(found):
+    assert found["decided"] == [3, 1, [0]]
+
+
+def test_a_process_that_others_wait_for_is_told_what_to_return(found):
+    exchanged, sharded = found["refused"]
+    assert exchanged.startswith("RuntimeError: the loss function leaves a batch out (no more)")
+    assert sharded.startswith("NotImplementedError: <lambda> returned Skip(reason='never'), but")
+    assert all('return loss, {"weight": 0}' in text for text in (exchanged, sharded))
