@@ -1,8 +1,8 @@
 """clip_adaptive: each unit's gradient against its weights, as timm's adaptive_clip_grad does."""
 
+import importlib.metadata
 import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from fnloop.testing import spy, toy
 
 def published(parameters, ratio):
     """timm's ``adaptive_clip_grad``, from its file: the package needs torchvision."""
-    found = importlib.util.find_spec("timm")
-    if found is None:
+    try:
+        path = importlib.metadata.distribution("timm").locate_file("timm/utils/agc.py")
+    except importlib.metadata.PackageNotFoundError:
         pytest.skip("timm is not installed")
-    path = Path(found.submodule_search_locations[0]) / "utils" / "agc.py"
     spec = importlib.util.spec_from_file_location("agc", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

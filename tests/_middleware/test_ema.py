@@ -365,7 +365,7 @@ def test_two_of_one_name_may_have_another():
     with pytest.raises(ValueError, match=r'Leave one out, or give one another name: name="..."'):
         fl.pipeline(fl.ema(0.9), fl.ema(0.99))
     with pytest.raises(ValueError, match=r"Leave one out\.$"):
-        fl.pipeline(fl.clip(1.0), fl.clip(2.0))
+        fl.pipeline(fl.clip_value(1.0), fl.clip_value(2.0))
 
 
 @pytest.mark.parametrize(
