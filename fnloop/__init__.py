@@ -81,7 +81,7 @@ The name of a metric tells whether lower is better ("loss", "error") or higher (
 # Runs
 
 - `fit`, `run`: train up to a target. `run` yields the state after each epoch.
-- `evaluate`, `predict`: leave the state unchanged.
+- `evaluate`, `predict`, `find_lr`: leave the state unchanged.
 
 Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
 re-running a cell is harmless.
@@ -275,6 +275,7 @@ from fnloop._hooks.triggers import every, once, when
 from fnloop._hooks.when_improved import when_improved
 from fnloop._loop.batchnorm import update_batchnorm
 from fnloop._loop.evaluate import evaluate, predict
+from fnloop._loop.find_lr import find_lr
 from fnloop._loop.fit import fit, run
 from fnloop._middleware.accumulate import accumulate
 from fnloop._middleware.amp import amp
@@ -335,6 +336,7 @@ __all__ = [
     "ema",
     "evaluate",
     "every",
+    "find_lr",
     "fit",
     "fork",
     "freeze",

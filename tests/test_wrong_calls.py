@@ -129,6 +129,17 @@ def run(step, state, loaders, **kwargs):
     return list(fl.run(step, state, loaders, **{"hooks": (), **kwargs}))
 
 
+def trials(name, function):
+    """Return the entries of a function of a step, a state and a loader."""
+    return {
+        f"{name}(step)": Entry(lambda v: function(v, toy(), [ONE])),
+        f"{name}(state)": Entry(lambda v: function(step(), v, [ONE])),
+        f"{name}(loader)": Entry(
+            lambda v: function(step(), toy(), v), "tensor", ("loader", "loss of toy_loss")
+        ),
+    }
+
+
 STATE = {
     "TrainState.create(model)": Entry(
         lambda v: fl.TrainState.create(v, torch.optim.SGD([nn.Parameter(ONE)], lr=0.1)),
@@ -254,6 +265,10 @@ METRICS = {
 RUNS = {
     **run_entries("fit", fit),
     **run_entries("run", run),
+    **trials("find_lr", fl.find_lr),
+    "find_lr(low)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], low=v, updates=10), "1.5"),
+    "find_lr(high)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], high=v, updates=10), "1.5"),
+    "find_lr(updates)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], updates=v)),
     "evaluate(step)": Entry(lambda v: fl.evaluate(v, toy(), [ONE])),
     "evaluate(state)": Entry(lambda v: fl.evaluate(step(), v, [ONE])),
     "evaluate(loader)": Entry(
