@@ -81,7 +81,7 @@ The name of a metric tells whether lower is better ("loss", "error") or higher (
 # Runs
 
 - `fit`, `run`: train up to a target. `run` yields the state after each epoch.
-- `evaluate`, `predict`, `find_lr`: leave the state unchanged.
+- `evaluate`, `predict`, `find_lr`, `summary`: leave the state unchanged.
 
 Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
 re-running a cell is harmless.
@@ -277,6 +277,7 @@ from fnloop._loop.batchnorm import update_batchnorm
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.find_lr import find_lr
 from fnloop._loop.fit import fit, run
+from fnloop._loop.summary import summary
 from fnloop._middleware.accumulate import accumulate
 from fnloop._middleware.amp import amp
 from fnloop._middleware.clip import clip, clip_value, grad_norm
@@ -367,6 +368,7 @@ __all__ = [
     "schedules",
     "sharded",
     "snapshot",
+    "summary",
     "supervised",
     "swa",
     "tbptt",

@@ -39,7 +39,7 @@ CONTRACT = {
     *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
-    *("find_lr",),
+    *("find_lr", "summary"),
     *(
         "at_start",
         "at_end",

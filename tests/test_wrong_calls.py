@@ -269,6 +269,8 @@ RUNS = {
     "find_lr(low)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], low=v, updates=10), "1.5"),
     "find_lr(high)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], high=v, updates=10), "1.5"),
     "find_lr(updates)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], updates=v)),
+    "summary(state)": Entry(lambda v: fl.summary(v, ONE)),
+    "summary(depth)": Entry(lambda v: fl.summary(toy(), ONE, depth=v)),
     "evaluate(step)": Entry(lambda v: fl.evaluate(v, toy(), [ONE])),
     "evaluate(state)": Entry(lambda v: fl.evaluate(step(), v, [ONE])),
     "evaluate(loader)": Entry(
