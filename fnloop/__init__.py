@@ -81,7 +81,7 @@ The name of a metric tells whether lower is better ("loss", "error") or higher (
 # Runs
 
 - `fit`, `run`: train up to a target. `run` yields the state after each epoch.
-- `evaluate`, `predict`, `find_lr`, `summary`: leave the state unchanged.
+- `evaluate`, `predict`, `summary`, `find_lr`, `find_batch_size`: leave the state unchanged.
 
 Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
 re-running a cell is harmless.
@@ -275,6 +275,7 @@ from fnloop._hooks.triggers import every, once, when
 from fnloop._hooks.when_improved import when_improved
 from fnloop._loop.batchnorm import update_batchnorm
 from fnloop._loop.evaluate import evaluate, predict
+from fnloop._loop.find_batch_size import find_batch_size
 from fnloop._loop.find_lr import find_lr
 from fnloop._loop.fit import fit, run
 from fnloop._loop.summary import summary
@@ -337,6 +338,7 @@ __all__ = [
     "ema",
     "evaluate",
     "every",
+    "find_batch_size",
     "find_lr",
     "fit",
     "fork",

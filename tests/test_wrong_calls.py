@@ -271,6 +271,12 @@ RUNS = {
     "find_lr(updates)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], updates=v)),
     "summary(state)": Entry(lambda v: fl.summary(v, ONE)),
     "summary(depth)": Entry(lambda v: fl.summary(toy(), ONE, depth=v)),
+    "find_batch_size(step)": Entry(lambda v: fl.find_batch_size(v, toy(), lambda n: [ONE])),
+    "find_batch_size(state)": Entry(lambda v: fl.find_batch_size(step(), v, lambda n: [ONE])),
+    "find_batch_size(make_loader)": Entry(lambda v: fl.find_batch_size(step(), toy(), v)),
+    "find_batch_size(most)": Entry(
+        lambda v: fl.find_batch_size(step(), toy(), lambda n: [torch.ones(n)], most=v)
+    ),
     "evaluate(step)": Entry(lambda v: fl.evaluate(v, toy(), [ONE])),
     "evaluate(state)": Entry(lambda v: fl.evaluate(step(), v, [ONE])),
     "evaluate(loader)": Entry(

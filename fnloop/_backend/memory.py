@@ -6,12 +6,12 @@ import torch
 
 __all__ = ["is_out_of_memory"]
 
-# What torch says in a RuntimeError: the allocators of CUDA, ROCm, MPS and XPU; the libraries whose
-# workspace does not fit; the allocator of the CPU.
+# What torch says in a RuntimeError: the allocators of CUDA, ROCm and MPS, that of XPU, libraries
+# whose workspace does not fit, and the allocator of the CPU.
 _WORDINGS = (
-    *("out of memory", "out_of_memory", "out of resources"),
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"),
-    "CUDNN_STATUS_NOT_SUPPORTED",
+    "out of memory",
+    *("OUT_OF_DEVICE_MEMORY", "OUT_OF_HOST_MEMORY", "ERROR_OUT_OF_RESOURCES"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
     "DefaultCPUAllocator",
 )
 

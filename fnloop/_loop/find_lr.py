@@ -207,7 +207,7 @@ def _initial_rates(groups: Sequence[Group]) -> list[Rate]:
     return rates
 
 
-@attrs.define
+@attrs.define(repr=False)
 class _Sweep:
     """The state of a range test, which is not that of a run.
 
