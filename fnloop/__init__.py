@@ -81,7 +81,8 @@ The name of a metric tells whether lower is better ("loss", "error") or higher (
 # Runs
 
 - `fit`, `run`: train up to a target. `run` yields the state after each epoch.
-- `evaluate`, `predict`, `summary`, `find_lr`, `find_batch_size`: leave the state unchanged.
+- `evaluate`, `predict`: leave the state unchanged.
+- `dry_run`, `summary`, `find_lr`, `find_batch_size`: try a run first; they leave it unchanged too.
 
 Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
 re-running a cell is harmless.
@@ -274,6 +275,7 @@ from fnloop._hooks.track import track
 from fnloop._hooks.triggers import every, once, when
 from fnloop._hooks.when_improved import when_improved
 from fnloop._loop.batchnorm import update_batchnorm
+from fnloop._loop.dry_run import dry_run
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.find_batch_size import find_batch_size
 from fnloop._loop.find_lr import find_lr
@@ -334,6 +336,7 @@ __all__ = [
     "cuda_graph",
     "derive",
     "device_memory",
+    "dry_run",
     "early_stop",
     "ema",
     "evaluate",

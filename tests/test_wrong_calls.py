@@ -269,6 +269,12 @@ RUNS = {
     "find_lr(low)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], low=v, updates=10), "1.5"),
     "find_lr(high)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], high=v, updates=10), "1.5"),
     "find_lr(updates)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], updates=v)),
+    "dry_run(step)": Entry(lambda v: fl.dry_run(v, toy(), [ONE])),
+    "dry_run(state)": Entry(lambda v: fl.dry_run(step(), v, [ONE]), "", ("fit",)),
+    "dry_run(loaders)": Entry(
+        lambda v: fl.dry_run(step(), toy(), v), "tensor", ("loader", "loss of toy_loss")
+    ),
+    "dry_run(hooks)": Entry(lambda v: fl.dry_run(step(), toy(), [ONE], v), "None [] ()"),
     "summary(state)": Entry(lambda v: fl.summary(v, ONE)),
     "summary(depth)": Entry(lambda v: fl.summary(toy(), ONE, depth=v)),
     "find_batch_size(step)": Entry(lambda v: fl.find_batch_size(v, toy(), lambda n: [ONE])),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
@@ -12,6 +12,7 @@ from fnloop._core.snapshot import snapshot
 from fnloop._core.state import TrainState
 from fnloop._core.stops import INTERRUPTED
 from fnloop._data.loaders import check_loader
+from fnloop._hooks.moments import Trigger
 from fnloop._hooks.wrapper import Hook
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import Interrupts
@@ -27,7 +28,15 @@ from fnloop._middleware.torch_scheduler import torch_scheduler
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, pipeline
 from fnloop._step.raw import RawStep
 
-__all__ = ["AVERAGES", "RATES", "REPORTS", "at_start_of_epoch", "train_copy", "with_members"]
+__all__ = [
+    "AVERAGES",
+    "RATES",
+    "REPORTS",
+    "at_start_of_epoch",
+    "train_copy",
+    "train_trial",
+    "with_members",
+]
 
 RATES = (schedule, torch_scheduler, plateau)  # they need the length or the records of a run
 AVERAGES = (ema, swa)
@@ -63,6 +72,29 @@ def with_members(
     return composed(step.loss_fn)
 
 
+def train_trial(
+    step: PipelineStep,
+    copied: TrainState,
+    loaders: Mapping[str, object],
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    hooks: Sequence[Hook] = (),
+    evaluate_every: Trigger | None = None,
+) -> TrainState:
+    """Train a copy, as ``fit`` does, but let Ctrl-C and signals end the program as they usually do.
+
+    There is nothing to keep.
+    """
+    __tracebackhide__ = True
+    moments = evaluate_every, None
+    plan = make_plan(step, copied, loaders, epochs, steps, hooks, *moments, prefetch=1, phase=None)
+    *_, reached = train_epochs(plan, copied, Interrupts(is_alone(copied)))
+    if reached.stop == INTERRUPTED:
+        raise KeyboardInterrupt
+    return reached
+
+
 def train_copy(
     step: PipelineStep,
     state: TrainState,
@@ -70,18 +102,8 @@ def train_copy(
     updates: int,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Train a copy of a state for a few updates. A loader that is too short is repeated.
-
-    Ctrl-C raises KeyboardInterrupt, as outside of a run: there is nothing to keep.
-    """
+    """Train a copy of a state for a few updates. A loader that is too short is repeated."""
     __tracebackhide__ = True
     check_loader(loader, "training", alone=True)
     copied = at_start_of_epoch(state)
-    target = copied.step + updates
-    plan = make_plan(
-        step, copied, {"train": loader}, None, target, hooks, None, None, prefetch=1, phase=None
-    )
-    *_, reached = train_epochs(plan, copied, Interrupts(is_alone(state)))
-    if reached.stop == INTERRUPTED:
-        raise KeyboardInterrupt
-    return reached
+    return train_trial(step, copied, {"train": loader}, steps=copied.step + updates, hooks=hooks)

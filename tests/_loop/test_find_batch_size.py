@@ -8,7 +8,6 @@ import fnloop as fl
 from fnloop._backend.memory import is_out_of_memory
 from fnloop.testing import assert_same, toy, toy_loss
 
-
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
