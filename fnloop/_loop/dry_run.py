@@ -150,8 +150,9 @@ def dry_run(
     __tracebackhide__ = True
     check_step(step, "dry_run")
     check_not_stale(state, "dry_run")
-    copied = at_start_of_epoch(state)
-    plan = make_plan(step, copied, loaders, None, None, hooks, None, None, 1, None)
+    given = (step, at_start_of_epoch(state), loaders, None, None, hooks, None, None, 1, None)
+    plan = make_plan(*given)
+    del given  # the copy
     found, checked = plan.loaders, plan.hooks
     named = {"train": found.train, **found.evaluated}
     for name, loader in named.items():
@@ -200,7 +201,9 @@ def _read(
             raise ValueError(f"the {name} loader gave no batch. {source.why_empty()}".rstrip())
         first[name] = batches[0]
         took = "first in " + ", next in ".join(map(_milliseconds, seconds))
-        length = "unknown length" if source.length is None else f"{source.length:,} batches"
+        length = "unknown length"
+        if source.length is not None:
+            length = f"{source.length:,} batch{'es' * (source.length != 1)}"
         text = f"{length}; {_shapes(batches[0])}; {_items(step, state, batches[0])}; {took}"
         findings.append(Finding("loader", name, text))
     return findings, first
@@ -222,9 +225,12 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
         if "cannot evaluate a loader" in str(error):  # of raw
             return f"{batch_size_of(batch)} items, its leading dimension"
         raise
-    given = isinstance(out.aux, Mapping) and "weight" in out.aux
-    by = 'by aux["weight"]' if given else "its leading dimension"
-    return f"{html.format_number(float(out.weight))} items, {by}"
+    weight, by = float(out.weight), ""
+    if isinstance(out.aux, Mapping) and "weight" in out.aux:
+        by = ', by aux["weight"]'
+    elif weight == batch_size_of(batch):
+        by = ", its leading dimension"
+    return f"{html.format_number(weight)} items{by}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -245,13 +251,11 @@ def _train(
     """Make the updates, the evaluations and the record, and call the hooks."""
     __tracebackhide__ = True
     copied, times = at_start_of_epoch(state), [time.perf_counter()]
-    begun = copied.step + copied.skipped
 
     def end(state: TrainState) -> TrainState:
-        tried = state.step + state.skipped - begun
-        if tried >= len(times):  # not the boundary at an end of the epoch that follows from below
+        if len(times) <= UPDATES:
             times.append(time.perf_counter())
-        ends = tried >= UPDATES and EPOCH not in state.events
+        ends = len(times) > UPDATES and EPOCH not in state.events
         return attrs.evolve(state, ends="epoch") if ends else state
 
     called: list[Hook] = []
@@ -337,13 +341,12 @@ def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Pat
 def _advance(
     step: PipelineStep, state: TrainState, loaders: Loaders, updates: int, epochs: int
 ) -> TrainState:
-    """Make a number of updates of a longer run."""
+    """Make a number of updates of a longer run; those of one batch count as one."""
     __tracebackhide__ = True
-    begun = state.step + state.skipped
+    counted = itertools.count(1)
 
     def stop(state: TrainState) -> TrainState:
-        over = state.step + state.skipped >= begun + updates
-        return attrs.evolve(state, stop="enough") if over else state
+        return attrs.evolve(state, stop="enough") if next(counted) >= updates else state
 
     reached = train_trial(step, state, {"train": loaders.train}, epochs=epochs, hooks=(stop,))
     return attrs.evolve(reached, stop=None)

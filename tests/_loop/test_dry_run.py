@@ -32,7 +32,7 @@ def test_loaders_weights_and_records():
     )
     assert train.count("next in") == 1
     (valid,) = seen(report, "loader", "valid")
-    assert valid.startswith("1 batches; x: ") and "next" not in valid
+    assert valid.startswith("1 batch; x: ") and "next" not in valid
     # Two updates by 1 from w = 0: the losses are 0 and -1, and after them -2.
     assert seen(report, "record", "train") == ["loss -0.5, top -0.5, lr 1"]
     assert seen(report, "record", "valid") == ["loss -2, top -2"]
@@ -168,6 +168,16 @@ def test_other_steps():
     report = fl.dry_run(turns, state, (ONES, ONES))
     assert report.problems == ()
     assert "a/loss -2" in seen(report, "record", "valid")[0]
+
+    def carried(model, batch, carry):
+        loss, aux = toy_loss(model, batch)
+        return loss, aux, carry
+
+    step, sequences = fl.pipeline(fl.tbptt(2))(carried), [torch.ones(2, 6)] * 4
+    report = fl.dry_run(step, toy(), (sequences, sequences))
+    assert report.problems == ()
+    assert len(seen(report, "update")) == 2  # of three windows each
+    assert "; 12 items; " in seen(report, "loader", "train")[0]
 
 
 def test_it_raises_what_fit_would():

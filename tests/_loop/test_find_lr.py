@@ -251,3 +251,28 @@ def test_ctrl_c_is_not_held_back():
 
     with pytest.raises(KeyboardInterrupt):
         fl.find_lr(fl.pipeline()(interrupt), toy_state(), [torch.ones(1)])
+
+
+def test_in_a_graph(recorders):
+    """The rate is a tensor there, which the graph reads."""
+    step = fl.pipeline(fl.clip(5.0), fl.cuda_graph(warmup=1))(square)
+    state = toy_state()
+    found = fl.find_lr(step, state, [torch.ones(1)] * 3, updates=30)
+    plain = fl.find_lr(
+        fl.pipeline(fl.clip(5.0))(square), toy_state(), [torch.ones(1)] * 3, updates=30
+    )
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert found.rates == plain.rates
+    assert any(entry.startswith("replay") for recorder in recorders for entry in recorder.log)
+    assert state.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_every_window_of_a_sequence_has_its_own_rate():
+    def carried(model, batch, carry):
+        return square(model, batch), {}, carry
+
+    step = fl.pipeline(fl.tbptt(1))(carried)
+    found = fl.find_lr(step, toy_state(), [torch.ones(1, 3)], updates=30)
+    plain = fl.find_lr(fl.pipeline()(square), toy_state(), [torch.ones(1)], updates=30)
+    assert (found.rates, found.losses) == (plain.rates, plain.losses)
+    assert found.note == plain.note
