@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from process_problems import created, default_dtype, entropy, loader, said, world, whole
+from process_problems import created, default_dtype, entropy, loader, said, whole, world
 
 import fnloop as fl
 
