@@ -86,6 +86,7 @@ The name of a metric tells whether lower is better ("loss", "error") or higher (
 - `fit`, `run`: train up to a target. `run` yields the state after each epoch.
 - `evaluate`, `predict`: leave the state unchanged.
 - `data`: `fnloop.data.tune(step, state, loader)` says what would be faster, and what to write.
+- `dry_run`, `summary`, `find_lr`, `find_batch_size`: try a run first; they leave it unchanged too.
 
 Targets are absolute: `fit(..., epochs=5)` after `epochs=2` trains three more epochs, and
 re-running a cell is harmless.
@@ -286,8 +287,12 @@ from fnloop._hooks.track import track
 from fnloop._hooks.triggers import every, once, when
 from fnloop._hooks.when_improved import when_improved
 from fnloop._loop.batchnorm import update_batchnorm
+from fnloop._loop.dry_run import dry_run
 from fnloop._loop.evaluate import evaluate, predict
+from fnloop._loop.find_batch_size import find_batch_size
+from fnloop._loop.find_lr import find_lr
 from fnloop._loop.fit import fit, run
+from fnloop._loop.summary import summary
 from fnloop._middleware.accumulate import accumulate
 from fnloop._middleware.amp import amp
 from fnloop._middleware.channels_last import channels_last
@@ -321,12 +326,13 @@ __all__ = [
     "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
     "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
-    "compiled", "cuda_graph", "data", "decide", "derive", "device_memory", "early_stop", "ema",
-    "evaluate", "every", "fit", "fork", "freeze", "from_torchmetrics", "gather", "grad_norm",
-    "halt_on_nonfinite", "inspect", "latest", "layers", "live_plot", "metric", "middleware",
-    "on_main", "once", "pipeline", "plateau", "predict", "progress", "raw", "reduce", "restore",
-    "restore_best", "resume", "run", "sam", "save", "schedule", "schedules", "sharded", "skip",
-    "skip_nonfinite", "snapshot", "spike_guard", "supervised", "swa", "tbptt", "throughput",
+    "compiled", "cuda_graph", "data", "decide", "derive", "device_memory", "dry_run",
+    "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
+    "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
+    "latest", "layers", "live_plot", "metric", "middleware", "on_main", "once", "pipeline",
+    "plateau", "predict", "progress", "raw", "reduce", "restore", "restore_best", "resume",
+    "run", "sam", "save", "schedule", "schedules", "sharded", "skip", "skip_nonfinite",
+    "snapshot", "spike_guard", "summary", "supervised", "swa", "tbptt", "throughput",
     "time_limit", "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze",
     "unwrap", "update_batchnorm", "when", "when_improved",
 ]

@@ -40,6 +40,7 @@ CONTRACT = {
     *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules", "data"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
+    *("dry_run", "find_lr", "find_batch_size", "summary"),
     *(
         "at_start",
         "at_end",

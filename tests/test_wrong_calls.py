@@ -129,6 +129,17 @@ def run(step, state, loaders, **kwargs):
     return list(fl.run(step, state, loaders, **{"hooks": (), **kwargs}))
 
 
+def trials(name, function):
+    """Return the entries of a function of a step, a state and a loader."""
+    return {
+        f"{name}(step)": Entry(lambda v: function(v, toy(), [ONE])),
+        f"{name}(state)": Entry(lambda v: function(step(), v, [ONE])),
+        f"{name}(loader)": Entry(
+            lambda v: function(step(), toy(), v), "tensor", ("loader", "loss of toy_loss")
+        ),
+    }
+
+
 STATE = {
     "TrainState.create(model)": Entry(
         lambda v: fl.TrainState.create(v, torch.optim.SGD([nn.Parameter(ONE)], lr=0.1)),
@@ -255,6 +266,24 @@ METRICS = {
 RUNS = {
     **run_entries("fit", fit),
     **run_entries("run", run),
+    **trials("find_lr", fl.find_lr),
+    "find_lr(low)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], low=v, updates=10), "1.5"),
+    "find_lr(high)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], high=v, updates=10), "1.5"),
+    "find_lr(updates)": Entry(lambda v: fl.find_lr(step(), toy(), [ONE], updates=v)),
+    "dry_run(step)": Entry(lambda v: fl.dry_run(v, toy(), [ONE])),
+    "dry_run(state)": Entry(lambda v: fl.dry_run(step(), v, [ONE]), "", ("fit",)),
+    "dry_run(loaders)": Entry(
+        lambda v: fl.dry_run(step(), toy(), v), "tensor", ("loader", "loss of toy_loss")
+    ),
+    "dry_run(hooks)": Entry(lambda v: fl.dry_run(step(), toy(), [ONE], v), "None [] ()"),
+    "summary(state)": Entry(lambda v: fl.summary(v, ONE)),
+    "summary(depth)": Entry(lambda v: fl.summary(toy(), ONE, depth=v)),
+    "find_batch_size(step)": Entry(lambda v: fl.find_batch_size(v, toy(), lambda n: [ONE])),
+    "find_batch_size(state)": Entry(lambda v: fl.find_batch_size(step(), v, lambda n: [ONE])),
+    "find_batch_size(make_loader)": Entry(lambda v: fl.find_batch_size(step(), toy(), v)),
+    "find_batch_size(most)": Entry(
+        lambda v: fl.find_batch_size(step(), toy(), lambda n: [torch.ones(n)], most=v)
+    ),
     "evaluate(step)": Entry(lambda v: fl.evaluate(v, toy(), [ONE])),
     "evaluate(state)": Entry(lambda v: fl.evaluate(step(), v, [ONE])),
     "evaluate(loader)": Entry(

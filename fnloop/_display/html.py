@@ -25,6 +25,7 @@ __all__ = [
     "diagram_text",
     "facts",
     "faint",
+    "format_bytes",
     "format_count",
     "format_number",
     "in_notebook",
@@ -50,6 +51,19 @@ def format_number(value: float) -> str:
 def format_count(n: int, noun: str) -> str:
     """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def format_bytes(n: int) -> str:
+    """Format a size in memory.
+
+    Example:
+        >>> format_bytes(100), format_bytes(3 << 20)
+        ('100 B', '3 MiB')
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if n >= 1024**power:
+            return f"{n / 1024**power:.4g} {unit}"
+    return f"{n} B"
 
 
 def summarize(value: object) -> str:

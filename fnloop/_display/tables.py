@@ -50,12 +50,14 @@ class Column:
         group: the name of its group; "" for none. Columns of one group stand side by side.
         width: how many characters its widest cell has, without a mark.
         marks: whether a cell may be marked, which needs another character.
+        left: whether its cells are words, which begin at its left edge and may be indented.
     """
 
     title: str
     group: str = ""
     width: int = 1
     marks: bool = False
+    left: bool = False
 
 
 def terminal_width() -> int:
@@ -87,7 +89,7 @@ def head_lines(columns: Sequence[Column]) -> list[str]:
     """
     widths = _widths(columns)
     titles = [
-        shorten(column.title).rjust(width - column.marks) + " " * column.marks
+        _aligned(column, shorten(column.title), width) + " " * column.marks
         for column, width in zip(columns, widths, strict=True)
     ]
     lines = [_join(columns, titles).rstrip()]
@@ -109,7 +111,7 @@ def row_line(columns: Sequence[Column], cells: Sequence[Cell]) -> str:
         '    1 │ 0.5000*'
     """
     texts = [
-        cell.text.rjust(width - column.marks) + ("*" if cell.best else " " * column.marks)
+        _aligned(column, cell.text, width) + ("*" if cell.best else " " * column.marks)
         for column, cell, width in zip(columns, cells, _widths(columns), strict=True)
     ]
     return _join(columns, texts).rstrip()
@@ -129,8 +131,10 @@ def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: 
     groups = _groups(columns)
     begins = {indices[0] for _, indices in groups[1:]}  # the columns with a rule to their left
 
-    def style(i: int, align: str = "right") -> str:
-        return f"text-align:{align};white-space:nowrap" + (f";{_RULE}" if i in begins else "")
+    def style(i: int, align: str = "") -> str:
+        words = columns[i].left
+        align, space = align or ("left" if words else "right"), "pre" if words else "nowrap"
+        return f"text-align:{align};white-space:{space}" + (f";{_RULE}" if i in begins else "")
 
     head = ""
     if any(column.group for column in columns):
@@ -153,6 +157,11 @@ def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: 
     return (
         f'<div style="overflow-x:auto"><table style="{numbers}">{head}{body}</table></div>{below}'
     )
+
+
+def _aligned(column: Column, text: str, width: int) -> str:
+    room = width - column.marks
+    return text.ljust(room) if column.left else text.rjust(room)
 
 
 def _html_row(cells: Iterable[str]) -> str:

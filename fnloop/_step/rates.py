@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnloop._core.optimizers import SCHEDULED, Group, initial_value, set_by_torch
 
-__all__ = ["RATIO", "Rate", "copy_number", "set_number"]
+__all__ = ["RATIO", "Rate", "copy_number", "put_number", "set_number"]
 
 Rate = float | Tensor
 RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
@@ -35,7 +35,7 @@ def set_number(group: Group, field: str, factor: float, owner: str) -> None:
             group[initial] = copy_number(initial_value(group, field))
         else:
             _check_unchanged(group, field, owner)
-    _set(group, field, group[initial] * factor)
+    put_number(group, field, group[initial] * factor)
     group[last], group[SCHEDULED + initial] = group[field], group[initial]
 
 
@@ -86,7 +86,8 @@ def copy_number(value: Any) -> Rate:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _set(group: Group, field: str, value: Rate) -> None:
+def put_number(group: Group, field: str, value: Rate) -> None:
+    """Set a number of a group to a value; a tensor stays the same tensor."""
     current = group[field]
     if isinstance(current, Tensor):
         # The tensor of a capturable optimizer. Unlike copy_, fill_ does not wait for the device.

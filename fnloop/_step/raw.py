@@ -91,7 +91,7 @@ class RawStep(LossStep):
     """
 
     def __init__(self, pipeline: Pipeline, fn: RawFn, evaluate: LossFn | None) -> None:
-        self.fn, self._evaluated_by = fn, evaluate
+        self.fn, self.evaluated_by = fn, evaluate
         super().__init__(pipeline, self._refuse_to_evaluate if evaluate is None else evaluate)
 
     def inside(self, pipeline: Pipeline) -> RawStep:
@@ -113,7 +113,7 @@ class RawStep(LossStep):
         )
 
     def _given(self) -> tuple[RawFn, LossFn | None]:
-        return self.fn, self._evaluated_by
+        return self.fn, self.evaluated_by
 
     def _compose_training(self) -> Step:
         own = _counted(self.fn)
@@ -125,7 +125,7 @@ class RawStep(LossStep):
         yield [1]  # what calls the function need not call the loss function
 
     def check_evaluation(self, loaders: Sequence[str]) -> None:
-        if loaders and self._evaluated_by is None:
+        if loaders and self.evaluated_by is None:
             raise ValueError(f"{self!r} {self._no_evaluation()}: {checks.join_names(loaders)}")
 
     def _refuse_to_evaluate(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -146,8 +146,8 @@ class RawStep(LossStep):
 
     def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
         core, rings = f"{name_of(self.fn)}(state, batch)", super()._shown()[1]
-        if self._evaluated_by is not None:
-            core += f"; in evaluation: {name_of(self._evaluated_by)}(model, batch)"
+        if self.evaluated_by is not None:
+            core += f"; in evaluation: {name_of(self.evaluated_by)}(model, batch)"
         return core, [(ring, acting) for ring, acting in rings if ring not in _MADE_BY_IT]
 
     def __repr__(self) -> str:

@@ -1,0 +1,376 @@
+"""A run on trial: two updates, one batch of each loader, each hook once, one save and restore."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from fnloop._checkpoint.compare import find_difference
+from fnloop._checkpoint.format import CheckpointError
+from fnloop._checkpoint.restore import restore
+from fnloop._checkpoint.save import save
+from fnloop._checkpoint.trial import check_resumable
+from fnloop._core.call import name_of
+from fnloop._core.events import EPOCH
+from fnloop._core.monitor import check_names
+from fnloop._core.optimizers import optimizers_of
+from fnloop._core.rng import isolated
+from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.types import Batch
+from fnloop._data.loaders import Loaders
+from fnloop._data.prefetch import windows
+from fnloop._data.source import batch_size_of
+from fnloop._display import html
+from fnloop._display.tables import Cell, Column, shorten, table_html, table_lines
+from fnloop._graphs.batches import signature
+from fnloop._graphs.capturable import make_capturable
+from fnloop._graphs.guards import CaptureError
+from fnloop._graphs.host_reads import HostReads
+from fnloop._hooks.checkpoint import checkpoint
+from fnloop._hooks.live_plot import live_plot
+from fnloop._hooks.progress import progress
+from fnloop._hooks.table import TableWriter
+from fnloop._hooks.time_limit import time_limit
+from fnloop._hooks.track import track
+from fnloop._hooks.triggers import every
+from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
+from fnloop._loop.evaluate import open_loader
+from fnloop._loop.plan import check_step, make_plan
+from fnloop._loop.trials import at_start_of_epoch, train_trial
+from fnloop._step.pipeline import PipelineStep
+
+__all__ = ["Finding", "Report", "dry_run"]
+
+UPDATES = 2
+_NOT_CALLED = {
+    track: "not called: it would send records to a tracker",
+    progress: "not called: it only shows the run",
+    live_plot: "not called: it only shows the run",
+    time_limit: "not called: its time begins with the run",
+}
+
+
+@attrs.frozen
+class Finding:
+    """A line of a :class:`Report`.
+
+    Args:
+        kind: "loader", "update", "record", "hook", "resume" or "graph".
+        name: what it is about.
+        text: what was seen.
+        problem: whether something would not work.
+    """
+
+    kind: str
+    name: str
+    text: str
+    problem: bool = False
+
+
+@attrs.frozen(repr=False)
+class Report:
+    """What :func:`dry_run` has seen: a table as text, and in a notebook as HTML.
+
+    Args:
+        findings: the lines.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What would not work: what would not resume, and what ``cuda_graph`` would not capture."""
+        return tuple(f"{f.kind}: {f.text}" for f in self.findings if f.problem)
+
+    def _title(self) -> str:
+        found = html.format_count(len(self.problems), "problem") if self.problems else "no problem"
+        return f"dry run: {found}"
+
+    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
+        rows = [(f.kind, f.name, ("! " if f.problem else "") + f.text) for f in self.findings]
+        columns = [
+            Column(title, "", max(len(row[i]) for row in rows), left=True)
+            for i, title in enumerate(("what", "name", "seen"))
+        ]
+        return columns, [[Cell(text) for text in row] for row in rows]
+
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), *table_lines(*self._table())])
+
+    def _repr_html_(self) -> str:
+        return html.stack(html.line(self._title()), table_html(*self._table()))
+
+
+def dry_run(
+    step: PipelineStep, state: TrainState, loaders: object, hooks: Sequence[Hook] | None = ()
+) -> Report:
+    """Try a run before it starts: everything once, on copies of the state.
+
+    It makes two updates, evaluates one batch of every other loader, makes a record, calls every
+    hook once, whenever it would be due, saves, restores, and compares the restored run with the
+    uninterrupted one, bit for bit. What ``fit`` would raise, it raises.
+
+    Nothing is left behind: the state and all generators stay as they are, and checkpoints are
+    written to a temporary folder. ``checkpoint``, ``to_csv`` and ``to_jsonl`` write there as well,
+    and not to their own paths. ``track``, ``progress``, ``live_plot`` and ``time_limit`` are not
+    called. A hook or a loader of yours is called as it is: what it writes by itself, it writes. Up
+    to three copies of the model and the optimizer exist at once.
+
+    Args:
+        step: as in ``fit``.
+        state: the newest state.
+        loaders: as in ``fit``. An iterator is refused, because reading it would use it up.
+        hooks: as in ``fit``, but none by default.
+
+    Returns:
+        What was seen: the batches of each loader, how many items a loss is the mean of, times,
+        records, what each hook did, whether the run resumes, and whether ``cuda_graph`` could
+        capture its update. It prints as a table; ``problems`` is a tuple of what would not work.
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        TypeError, ValueError, KeyError: as ``fit``; or a loader is an iterator.
+        NotImplementedError: there are several processes, or the model is sharded.
+        Exception: any exception of the loss function, a loader or a hook, with a note of where.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> batches = [torch.ones(2)] * 8
+        >>> report = dry_run(fl.pipeline()(toy_loss), toy(), (batches, batches))
+        >>> [finding.text for finding in report.findings if finding.kind == "resume"]
+        ['bit for bit, in the middle of an epoch']
+    """
+    __tracebackhide__ = True
+    check_step(step, "dry_run")
+    check_not_stale(state, "dry_run")
+    given = (step, at_start_of_epoch(state), loaders, None, None, hooks, None, None, 1, None)
+    plan = make_plan(*given)
+    del given  # the copy
+    found, checked = plan.loaders, plan.hooks
+    named = {"train": found.train, **found.evaluated}
+    for name, loader in named.items():
+        if isinstance(loader, Iterator):
+            raise ValueError(
+                f"dry_run would use up the {name} loader, which is an iterator: give a function "
+                "that returns one, or a list"
+            )
+    if state.backend.world_size > 1:
+        raise NotImplementedError(
+            "dry_run works in one process: call it in a script that is started without torchrun"
+        )
+    check_names([layer for hook in checked for layer in layers(hook)], (*named,))
+    findings, first = _read(step, state, named)
+    with tempfile.TemporaryDirectory(prefix="fnloop-dry-run-") as folder:
+        findings += _train(step, state, found, first, checked, Path(folder))
+        findings += _resume(step, state, found, Path(folder))
+    problems = [f for f in findings if f.kind == "graph"] + _capture(state, first["train"])
+    if not problems:
+        text = "nothing was seen that cuda_graph could not capture"
+        findings.append(Finding("graph", "update", text))
+    findings += [f for f in problems if f not in findings]
+    return Report(tuple(findings))
+
+
+# --- loaders
+
+
+def _read(
+    step: PipelineStep, state: TrainState, loaders: Mapping[str, object]
+) -> tuple[list[Finding], dict[str, Batch]]:
+    """Read two batches of each loader. Return what was seen, and the first batches."""
+    findings, first = [], {}
+    for name, loader in loaders.items():
+        source, seconds, batches = open_loader(loader, state), [], []
+        with isolated(state.backend.device):
+            began = time.perf_counter()
+            reading = windows(source, None, state.backend.device, None)
+            for batch in itertools.islice(reading, 2):
+                seconds.append(time.perf_counter() - began)
+                batches.append(batch)
+                began = time.perf_counter()
+            if (close := getattr(reading, "close", None)) is not None:
+                close()
+        if not batches:
+            raise ValueError(f"the {name} loader gave no batch. {source.why_empty()}".rstrip())
+        first[name] = batches[0]
+        took = "first in " + ", next in ".join(map(_milliseconds, seconds))
+        length = "unknown length"
+        if source.length is not None:
+            length = f"{source.length:,} batch{'es' * (source.length != 1)}"
+        text = f"{length}; {_shapes(batches[0])}; {_items(step, state, batches[0])}; {took}"
+        findings.append(Finding("loader", name, text))
+    return findings, first
+
+
+def _shapes(batch: Batch) -> str:
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{key}: {_shapes(part)}" for key, part in batch.items())
+    if isinstance(batch, tuple | list):
+        return ", ".join(_shapes(part) for part in batch)
+    return html.summarize(batch)
+
+
+def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
+    """Return how many items the loss of a batch is the mean of, and who says so."""
+    try:
+        out = step.evaluate(state, batch)
+    except ValueError as error:
+        if "cannot evaluate a loader" in str(error):  # of raw
+            return f"{batch_size_of(batch)} items, its leading dimension"
+        raise
+    weight, by = float(out.weight), ""
+    if isinstance(out.aux, Mapping) and "weight" in out.aux:
+        by = ', by aux["weight"]'
+    elif weight == batch_size_of(batch):
+        by = ", its leading dimension"
+    return f"{html.format_number(weight)} items{by}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+# --- updates, records and hooks
+
+
+def _train(
+    step: PipelineStep,
+    state: TrainState,
+    loaders: Loaders,
+    first: Mapping[str, Batch],
+    hooks: Sequence[Hook],
+    folder: Path,
+) -> list[Finding]:
+    """Make the updates, the evaluations and the record, and call the hooks."""
+    __tracebackhide__ = True
+    copied, times = at_start_of_epoch(state), [time.perf_counter()]
+
+    def end(state: TrainState) -> TrainState:
+        if len(times) <= UPDATES:
+            times.append(time.perf_counter())
+        ends = len(times) > UPDATES and EPOCH not in state.events
+        return attrs.evolve(state, ends="epoch") if ends else state
+
+    called: list[Hook] = []
+    findings: list[Finding] = []
+    for i, hook in enumerate(hooks):
+        safe, text = _safe(unwrap_hook(hook), folder / f"hook-{i}")
+        findings.append(Finding("hook", shorten(name_of(hook)), text))
+        called += [] if safe is None else [every(epochs=1)(safe)]
+    evaluated = {name: [batch] for name, batch in first.items() if name != "train"}
+    reached = train_trial(
+        step, copied, {"train": loaders.train, **evaluated}, epochs=copied.epoch + 1,
+        hooks=(end, *called), evaluate_every=every(epochs=1),
+    )  # fmt: skip
+    updates = [
+        Finding("update", str(i), f"{_milliseconds(after - before)}, with its batches")
+        for i, (before, after) in enumerate(itertools.pairwise(times), 1)
+    ]
+    if reached.skipped > state.skipped:
+        text = f"{reached.skipped - state.skipped} of {UPDATES} updates were skipped"
+        updates.append(Finding("update", "skipped", text))
+    record = reached.history[-1].metrics
+    for name in ("train", *evaluated):
+        of = {k.partition("/")[2]: v for k, v in record.items() if k.split("/")[0] == name}
+        shown = ", ".join(f"{key} {html.format_number(value)}" for key, value in of.items())
+        updates.append(Finding("record", name, shown))
+    if reached.stop is not None:
+        findings.append(Finding("hook", "stop", f"a hook stopped the run: {reached.stop}"))
+    return [*updates, *findings]
+
+
+def _safe(hook: Hook, place: Path) -> tuple[Hook | None, str]:
+    """Return a hook that leaves no trace in place of one, or None, and what is to be said."""
+    for kind, text in _NOT_CALLED.items():
+        if isinstance(hook, kind):
+            return None, text
+    if isinstance(hook, checkpoint):
+        copied = checkpoint(
+            place, hook.keep, hook.best, hook.mode if hook.best else None,
+            keep_best=hook.keep_best, only=hook.parts, named=hook.named,
+        )  # fmt: skip
+        return copied, "called, with a temporary folder"
+    if isinstance(hook, TableWriter):
+        return attrs.evolve(hook, path=place.with_suffix(hook.path.suffix)), (
+            "called, with a temporary file"
+        )
+    return hook, "called"
+
+
+# --- resuming
+
+
+def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Path) -> list[Finding]:
+    """Compare a run that was saved and restored after its first update with one that was not."""
+    __tracebackhide__ = True
+    target = state.epoch + 2  # the same for all, as a schedule may depend on it
+    compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
+    watch = HostReads()
+    with contextlib.nullcontext() if compiles else watch:
+        straight = _advance(step, at_start_of_epoch(state), loaders, UPDATES, target)
+    graph = [Finding("graph", "update", text, problem=True) for text in watch.places]
+    try:
+        check_resumable(state)
+        half = _advance(step, at_start_of_epoch(state), loaders, 1, target)
+        began = time.perf_counter()
+        save(half, folder / "checkpoint")
+        saved = time.perf_counter()
+        resumed = restore(folder / "checkpoint", at_start_of_epoch(state))
+        took = [_milliseconds(saved - began), _milliseconds(time.perf_counter() - saved)]
+        resumed = _advance(step, resumed, loaders, UPDATES - 1, target)
+    except CheckpointError as error:
+        return [Finding("resume", "checkpoint", str(error), problem=True), *graph]
+    times = Finding("save", "checkpoint", f"saved in {took[0]}, restored in {took[1]}")
+    if (where := find_difference(_contents(straight), _contents(resumed), "state")) is None:
+        text = "bit for bit, in the middle of an epoch"
+        return [times, Finding("resume", "checkpoint", text), *graph]
+    text = (
+        f"one update after a restore, {where}: a loader whose batches differ each time, a kernel "
+        "that is not deterministic, or something that no checkpoint holds"
+    )
+    return [times, Finding("resume", "checkpoint", text, problem=True), *graph]
+
+
+def _advance(
+    step: PipelineStep, state: TrainState, loaders: Loaders, updates: int, epochs: int
+) -> TrainState:
+    """Make a number of updates of a longer run; those of one batch count as one."""
+    __tracebackhide__ = True
+    counted = itertools.count(1)
+
+    def stop(state: TrainState) -> TrainState:
+        return attrs.evolve(state, stop="enough") if next(counted) >= updates else state
+
+    reached = train_trial(step, state, {"train": loaders.train}, epochs=epochs, hooks=(stop,))
+    return attrs.evolve(reached, stop=None)
+
+
+def _contents(state: TrainState) -> dict[str, object]:
+    optimizers = {name: one.state_dict() for name, one in optimizers_of(state).items()}
+    counters = (state.step, state.epoch, state.batch)
+    return {
+        "model": state.model.state_dict(),
+        "optimizer": optimizers if state.updates else optimizers[""],
+        "slots": dict(state.slots), "counters": counters,
+    }  # fmt: skip
+
+
+# --- graphs
+
+
+def _capture(state: TrainState, batch: Batch) -> list[Finding]:
+    """Return why an update could not be captured, apart from what it reads to the host."""
+    findings = []
+    try:
+        signature(batch, [])
+        make_capturable([*optimizers_of(at_start_of_epoch(state)).values()], state.backend.device)
+    except CaptureError as error:
+        findings.append(Finding("graph", "update", str(error), problem=True))
+    return findings

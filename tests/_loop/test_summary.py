@@ -1,0 +1,112 @@
+"""summary: one row for each module, and nothing changes."""
+
+import pytest
+import torch
+from torch import nn
+
+import fnloop as fl
+
+
+def of(model):
+    params = [p for p in model.parameters() if p.requires_grad]
+    return fl.TrainState.create(model, torch.optim.SGD(params, lr=0.1), seed=0)
+
+
+class Shared(nn.Module):
+    """A module that is used twice, tied weights, a weight used alone, and a count of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.twice = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3))
+        self.lone = nn.Linear(3, 3, bias=False)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.table.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.twice(self.twice(self.table(x)))
+        return self.head(h @ self.lone.weight), {"hidden": h}
+
+
+def test_rows():
+    model = Shared()
+    model.lone.requires_grad_(False)
+    found = fl.summary(of(model), torch.zeros(2, dtype=torch.int64))
+    rows = {row.name: row for row in found.rows}
+    assert [*rows] == ["", "table", "twice", *(f"twice.{i}" for i in range(3)), "lone", "head"]
+    # 15 of the table, 12 of the Linear, 6 of the BatchNorm, 9 not trained, and the bias of the head
+    assert (rows[""].parameters, rows[""].trained) == (15 + 12 + 6 + 9 + 5, 15 + 12 + 6 + 5)
+    assert (rows["head"].parameters, found.tied) == (5, {"head.weight": "table.weight"})
+    assert (rows[""].output, rows["head"].output) == ("[2, 5], [2, 3]", "[2, 5]")
+    assert (rows["twice.0"].calls, rows["twice.0"].output) == (2, "[2, 3]")
+    assert (rows["lone"].calls, rows["lone"].output) == (0, "not called")
+    buffers = 8 + 4 * (3 + 3) + 8  # calls, and those of the BatchNorm
+    assert rows[""].weight_bytes == 4 * 47 + buffers
+    # The table and the head once, the three inside of `twice` twice.
+    assert rows[""].output_bytes == 4 * (6 + 10 + 6 * 6)
+    assert rows["twice"].output_bytes == 4 * 6 * 6
+
+
+def test_text_and_html():
+    found = fl.summary(of(Shared()), torch.zeros(2, dtype=torch.int64), depth=1)
+    lines = repr(found).splitlines()
+    assert lines[1].split() == [
+        "module",
+        "class",
+        "output",
+        "│",
+        "number",
+        "trained",
+        "│",
+        "weights",
+        "outputs",
+    ]
+    assert lines[4].split()[:7] == ["twice", "Sequential", "[2,", "3]", "×2", "│", "18"]
+    assert lines[-2:] == [
+        "head.weight is table.weight, and counts once; 3 inner modules are not shown:",
+        "give depth=2",
+    ]
+    assert '<td style="text-align:left;white-space:pre">  twice</td>' in found._repr_html_()
+    part = Shared()
+    part.table.requires_grad_(False)
+    assert "32" in repr(fl.summary(of(part), torch.zeros(2, dtype=torch.int64))).splitlines()[2]
+
+
+def test_nothing_changes():
+    model = Shared()
+    model.twice[1].eval()
+    state = of(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    modes, draws = [m.training for m in model.modules()], torch.get_rng_state()
+    fl.summary(state, torch.zeros(2, dtype=torch.int64))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.ones(2, 3),
+        (torch.ones(2, 3), torch.ones(2)),
+        [torch.ones(2, 3), torch.ones(2)],
+        {"input": torch.ones(2, 3)},
+    ],
+    ids=["tensor", "pair", "list", "mapping"],
+)
+def test_how_the_model_is_called(batch):
+    assert fl.summary(of(nn.Linear(3, 4)), batch).rows[0].output == "[2, 4]"
+
+
+def test_wrong_batches_and_lazy_modules():
+    state = of(nn.Linear(3, 4))
+    with pytest.raises(TypeError) as caught:
+        fl.summary(state, {"x": torch.ones(2, 3)})
+    assert "model(**batch) for a mapping" in caught.value.__notes__[0]
+    assert not state.model._forward_hooks
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(ValueError, match=r"the sizes of 0.weight, 0.bias, 1.running_mean and 1 "):
+        fl.summary(of(lazy), torch.ones(2, 3))
