@@ -41,7 +41,7 @@ penalty, switches them on: `with torch.enable_grad():`.
 
 # Middleware and rings
 
-- `accumulate`, `clip`, `clip_value`, `grad_norm`: gradients.
+- `accumulate`, `microbatch`, `retry_on_oom`, `clip`, `clip_value`, `grad_norm`: gradients.
 - `amp`, `compiled`, `cuda_graph`, `CaptureError`: precision and speed.
 - `schedule`, `torch_scheduler`, `plateau`: learning rates.
 - `sam`, `closure`: the gradient of the worst weights nearby; `optimizer.step(closure)`.
@@ -286,6 +286,7 @@ from fnloop._middleware.derive import derive
 from fnloop._middleware.device_memory import device_memory
 from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import metric
+from fnloop._middleware.microbatch import microbatch, retry_on_oom
 from fnloop._middleware.plateau import plateau
 from fnloop._middleware.sam import sam
 from fnloop._middleware.schedule import schedule
@@ -346,6 +347,7 @@ __all__ = [
     "latest",
     "live_plot",
     "metric",
+    "microbatch",
     "middleware",
     "on_main",
     "once",
@@ -358,6 +360,7 @@ __all__ = [
     "restore",
     "restore_best",
     "resume",
+    "retry_on_oom",
     "run",
     "sam",
     "save",

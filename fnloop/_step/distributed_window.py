@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import start_all_reduce_max, start_all_reduce_sum
+from fnloop._backend.collectives import any_rank, start_all_reduce_max, start_all_reduce_sum
+from fnloop._backend.memory import is_out_of_memory
 from fnloop._backend.watchdog import waiting_for_all
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output
-from fnloop._data.window import Window
+from fnloop._data.window import Padding, Window
 from fnloop._step.evaluation import CollectiveProbe
 from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
 from fnloop._step.weight_agreement import WeightAgreement
 from fnloop._step.weighted_sum import Weight, WeightedSum, divide, weight_on_device
 
 __all__ = ["DistributedBatch", "DistributedWindow"]
+
+_TOO_LATE = (
+    "there was no memory left to average the gradients, which all processes have begun: that "
+    "cannot be repeated with smaller pieces. List microbatch(size) with a size that fits"
+)
 
 
 class Reducer(Protocol):
@@ -27,8 +33,8 @@ class Reducer(Protocol):
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
     def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
-    def attach(self, state: TrainState, root: Tensor, touch: bool) -> Tensor: ...
-    def finish_window(self, state: TrainState, touched: bool) -> None: ...
+    def attach(self, state: TrainState, root: Tensor, touch: bool, /) -> Tensor: ...
+    def finish_window(self, state: TrainState, touched: bool, /) -> None: ...
 
 
 class Engine(Protocol):
@@ -57,16 +63,29 @@ class DistributedWindow:
         engine: the engine.
         loss: the loss, and the root of backward.
         state: the state that is trained.
-        batches: how many batches the window has.
+        pieces: for each batch of the window, in how many pieces it comes.
+        guarded: whether all processes raise if one runs out of memory, so that all can begin the
+            window again. Then no collective is in a backward that computes gradients.
     """
 
-    def __init__(self, engine: Engine, loss: LossRoot, state: TrainState, batches: int) -> None:
-        self._engine, self._loss, self._batches = engine, loss, batches
+    def __init__(
+        self,
+        engine: Engine,
+        loss: LossRoot,
+        state: TrainState,
+        pieces: Sequence[int],
+        guarded: bool,
+    ) -> None:
+        self._engine, self._loss, self._guarded = engine, loss, guarded
+        self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
+        self._pieces, self._batches = len(self._batch_of), len(pieces)
         self._taken = engine.window_of(state)
+        # Samples in every piece, in every process; 0 if that may differ.
+        self._size = self._taken.batch_size if self._pieces == self._batches else 0
         self._total = WeightedSum()
         self._out: Output | None = None  # the latest
-        self._n = 0  # batches so far
-        self._is_padding = False
+        self._n = 0  # pieces so far
+        self._has_no_batch = self._is_padding = False
         self._is_uniform = False  # whether all batches are known to weigh the same
         self._stashed: list[Tensor | None] | None = None
         self._items: Callable[[], Tensor] | None = None
@@ -77,33 +96,54 @@ class DistributedWindow:
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         engine = self._engine
-        self._is_padding = engine.is_padding(self._taken, self._n, self._batches)
+        self._has_no_batch = engine.is_padding(self._taken, self._batch_of[self._n], self._batches)
+        self._is_padding = self._has_no_batch or type(batch) is Padding
         self._n += 1
-        engine.reducer.start_microbatch(self._n == self._batches)
+        engine.reducer.start_microbatch(self._n == self._pieces)
         if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
             return state, engine.empty_output
-        return engine.probe.call(self._loss.forward, state, batch)
+        own = batch.batch if type(batch) is Padding else batch
+        try:
+            return engine.probe.call(self._loss.forward, state, own)
+        except Exception as error:
+            self._tell_others(error)
+            raise
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        engine, size = self._engine, self._taken.batch_size
+        engine = self._engine
         self._out = out
         if engine.empty_output is None:
             engine.empty_output = Output(torch.zeros_like(out.loss), weight_on_device(out) * 0)
         if self._n == 1:
+            if self._guarded and not engine.weights.is_settled(self._size):
+                self._check_memory()
             self._agree_on_weights(state, out)
         if self._is_uniform:
-            engine.weights.check(out, size)
+            engine.weights.check(out, self._size)
         root = self._root(state, out)
-        if self._n == self._batches:
+        if self._n == self._pieces and not self._guarded:
             root = self._start_averaging(state, out, root)
-        root.backward()
+        try:
+            root.backward()
+        except Exception as error:
+            self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: Exception) -> None:
+        """Tell the other processes, which wait in _check_memory, if there is no memory left."""
+        if self._guarded and is_out_of_memory(error):
+            any_rank(True)
+
+    def _check_memory(self) -> None:
+        """Raise if another process has run out of memory."""
+        if any_rank(False):
+            raise torch.OutOfMemoryError("another process has run out of memory")
 
     def _agree_on_weights(self, state: TrainState, out: Output) -> None:
         weights = self._engine.weights
-        size = self._taken.batch_size
-        self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, size)
-        if self._batches > 1 or not self._is_uniform:
+        self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, self._size)
+        if self._pieces > 1 or not self._is_uniform:
             self._stashed = stash_gradients(state)
         if not self._is_uniform:
             self._total.reference = weights.reference(weight_on_device(out))
@@ -118,7 +158,7 @@ class DistributedWindow:
         relative = None if self._is_uniform else self._total.relative_weight(out)
         root = self._loss.root(state, out, relative)
         engine.own_parts.update(out.metrics)
-        if self._batches > 1 or not self._is_uniform:
+        if self._pieces > 1 or not self._is_uniform:
             self._total.add(out)
         return root
 
@@ -129,7 +169,7 @@ class DistributedWindow:
         if not uniform:
             weight = 0 if total.weight is None else total.weight
             self._items = start_all_reduce_sum(weight_on_device(out, weight))
-        root = self._engine.reducer.attach(state, root, touch=self._batches > 1)
+        root = self._engine.reducer.attach(state, root, self._touches)
         if skippable:
             self._applied = start_all_reduce_max([not total.is_empty])
         return root
@@ -137,28 +177,46 @@ class DistributedWindow:
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
         assert out is not None
-        engine.reducer.finish_window(state, touched=self._batches > 1)
-        engine.ended_on_padding = self._is_padding
+        if self._guarded:
+            self._check_memory()
+            self._average_all(state, out)
+        engine.reducer.finish_window(state, self._touches)
+        engine.ended_on_padding = self._has_no_batch
         engine.seed_shared(state)
         if self._applied is not None and not _any(self._applied):
             restore_gradients(state, self._stashed)
             skip = out.skip or "left out by every process"
             return Output(out.loss.detach(), 0, out.aux, {}, skip)
         self._divide(state)
-        if self._is_uniform and self._batches == 1:
+        if self._is_uniform and self._pieces == 1:
             return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
         restore_gradients(state, self._stashed)
         if total.is_empty:
             return Output(torch.zeros_like(out.loss), 0, out.aux)
         return total.output()
 
+    @property
+    def _touches(self) -> bool:
+        """Whether the last backward may compute the gradients of some parameters only."""
+        return self._guarded or self._pieces > 1
+
+    def _average_all(self, state: TrainState, out: Output) -> None:
+        """Average gradients that are complete in every process, by a backward that adds zero."""
+        try:
+            zero = self._engine.reducer.zero_loss(state, out.loss)
+            self._start_averaging(state, out, zero).backward()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise RuntimeError(_TOO_LATE) from error
+            raise
+
     def _divide(self, state: TrainState) -> None:
         """Turn the mean over processes of the sum over batches into the mean over items."""
         engine = self._engine
         if self._is_uniform:
-            engine.items = self._taken.batch_size * self._batches * engine.processes
-            if self._batches > 1:
-                divide([p.grad for p in parameters(state)], self._batches)
+            engine.items = self._size * self._pieces * engine.processes
+            if self._pieces > 1:
+                divide([p.grad for p in parameters(state)], self._pieces)
             return
         assert self._items is not None and self._total.reference is not None
         engine.items = self._items()
