@@ -116,7 +116,7 @@ pytest show your frames of the traceback, and not those of fnloop (`%xmode Plain
 - `inspect`: look at the outputs of an evaluation.
 - `early_stop`, `halt_on_nonfinite`, `time_limit`: stop it.
 - `restore_best`: end it with its best weights.
-- `track`, `to_csv`, `to_jsonl`: send its records elsewhere.
+- `track`, `to_csv`, `to_jsonl`: send its records elsewhere. `profiled`: where the time goes.
 
 A hook stops a run by `attrs.evolve(state, stop="why")`, and ends an epoch by `ends="epoch"`: list
 such a hook before `checkpoint`. It may have these attributes: `monitors =
@@ -266,6 +266,7 @@ from fnloop._hooks.inspect import inspect
 from fnloop._hooks.live_plot import live_plot
 from fnloop._hooks.moments import at_end, at_start
 from fnloop._hooks.on_main import on_main
+from fnloop._hooks.profiled import profiled
 from fnloop._hooks.progress import progress
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.table import to_csv, to_jsonl
@@ -354,6 +355,7 @@ __all__ = [
     "pipeline",
     "plateau",
     "predict",
+    "profiled",
     "progress",
     "raw",
     "reduce",

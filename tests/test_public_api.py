@@ -34,7 +34,7 @@ CONTRACT = {
     *("accumulate", "clip", "clip_value", "amp", "schedule", "torch_scheduler", "metric"),
     *("derive", "inspect", "plateau", "tbptt", "raw", "alternate", "sam", "closure"),
     *("ema", "swa", "averaged", "update_batchnorm"),
-    *("compiled", "cuda_graph", "CaptureError", "microbatch", "retry_on_oom"),
+    *("compiled", "cuda_graph", "CaptureError", "profiled", "microbatch", "retry_on_oom"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
