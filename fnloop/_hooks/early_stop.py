@@ -194,6 +194,11 @@ class halt_on_nonfinite:
     at every record, with no device reads in between. By then the bad update has reached the
     parameters: go back to a checkpoint or a snapshot.
 
+    To find the line that makes it, run that part again ``with torch.autograd.detect_anomaly():``
+    around ``fit``, for a NaN in backward. For one in forward, register a hook with each module that
+    raises if ``not output.isfinite().all()``: ``module.register_forward_hook(hook)``. Both errors
+    say in which batch it was, and come before the update is applied.
+
     Args:
         steps: applied updates between two reads; at least 1.
 
