@@ -43,7 +43,8 @@ penalty, switches them on: `with torch.enable_grad():`.
 
 # Middleware and rings
 
-- `accumulate`, `clip`, `clip_value`, `clip_adaptive`, `grad_norm`: gradients.
+- `accumulate`, `microbatch`, `retry_on_oom`: windows of batches, and pieces of them.
+- `clip`, `clip_value`, `clip_adaptive`, `grad_norm`: gradients.
 - `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`: precision and speed.
 - `schedule`, `torch_scheduler`, `plateau`: learning rates.
 - `skip_nonfinite`, `spike_guard`, `decide`: leave bad updates out, by guards of yours too.
@@ -126,7 +127,7 @@ pytest show your frames of the traceback, and not those of fnloop (`%xmode Plain
 - `inspect`: look at the outputs of an evaluation.
 - `early_stop`, `halt_on_nonfinite`, `time_limit`: stop it.
 - `restore_best`: end it with its best weights.
-- `track`, `to_csv`, `to_jsonl`: send its records elsewhere.
+- `track`, `to_csv`, `to_jsonl`: send its records elsewhere. `profiled`: where the time goes.
 
 A hook stops a run by `attrs.evolve(state, stop="why")`, and ends an epoch by `ends="epoch"`: list
 such a hook before `checkpoint`. It may have these attributes: `monitors =
@@ -279,6 +280,7 @@ from fnloop._hooks.inspect import inspect
 from fnloop._hooks.live_plot import live_plot
 from fnloop._hooks.moments import at_end, at_start
 from fnloop._hooks.on_main import on_main
+from fnloop._hooks.profiled import profiled
 from fnloop._hooks.progress import progress
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.table import to_csv, to_jsonl
@@ -305,6 +307,7 @@ from fnloop._middleware.derive import derive
 from fnloop._middleware.device_memory import device_memory
 from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import metric
+from fnloop._middleware.microbatch import microbatch, retry_on_oom
 from fnloop._middleware.plateau import plateau
 from fnloop._middleware.sam import sam
 from fnloop._middleware.schedule import schedule
@@ -329,12 +332,13 @@ __all__ = [
     "compiled", "cuda_graph", "data", "decide", "derive", "device_memory", "dry_run",
     "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
     "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
-    "latest", "layers", "live_plot", "metric", "middleware", "on_main", "once", "pipeline",
-    "plateau", "predict", "progress", "raw", "reduce", "restore", "restore_best", "resume",
-    "run", "sam", "save", "schedule", "schedules", "sharded", "skip", "skip_nonfinite",
-    "snapshot", "spike_guard", "summary", "supervised", "swa", "tbptt", "throughput",
-    "time_limit", "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze",
-    "unwrap", "update_batchnorm", "when", "when_improved",
+    "latest", "layers", "live_plot", "metric", "microbatch", "middleware", "on_main", "once",
+    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "restore",
+    "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "schedules",
+    "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary", "supervised",
+    "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
+    "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when",
+    "when_improved",
 ]
 # fmt: on
 

@@ -43,6 +43,8 @@ SINGLES = [
     fl.accumulate(1),
     fl.accumulate(2),
     fl.accumulate(3),
+    fl.microbatch(100),
+    fl.retry_on_oom(),
     fl.clip(0.05),
     fl.clip(1.0, norm_type=math.inf),
     fl.clip_value(0.01),
@@ -114,9 +116,20 @@ def test_every_combination_keeps_the_laws(pipe):
     check_laws(pipe)
 
 
+@pytest.mark.parametrize("members", [(), (fl.accumulate(2), fl.clip(0.05))], ids=repr)
+def test_batches_in_pieces_keep_the_laws(members):
+    """Batch norm takes no batch of one sample, so the other problem is without pieces of one."""
+    check_laws(fl.pipeline(fl.microbatch(2), *members), small())
+    even = [batch for batch in stochastic().batches if len(batch["x"]) != 3]
+    law_fold(fl.pipeline(*members, fl.microbatch(2)), attrs.evolve(stochastic(), batches=even))
+
+
 @pytest.mark.parametrize(
     "members",
-    [(), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1)), (fl.ema(0.9), fl.swa(0.5))],
+    [
+        *((), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1)), (fl.ema(0.9), fl.swa(0.5))),
+        (fl.microbatch(2), fl.retry_on_oom()),
+    ],
     ids=repr,
 )
 def test_fp16_keeps_the_laws_of_fold_and_purity(members):
@@ -171,7 +184,7 @@ def test_guards_keep_the_laws_in_turns_and_with_several_optimizers(pipe):
 # --- the same with several optimizers
 
 SEVERAL = [
-    *DETERMINISTIC[:6],
+    *DETERMINISTIC[:8],
     fl.pipeline(fl.accumulate(2), *TWO_PARTS, fl.clip_adaptive(0.01)),
     fl.pipeline(fl.schedule(schedules.linear())),
     fl.pipeline(fl.schedule(schedules.linear(), only=("rest",))),
@@ -399,6 +412,7 @@ def test_the_reported_loss_does_not_depend_on_n(n):
     [
         *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
         *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
+        *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.microbatch(100), fl.retry_on_oom()),
     ],
     ids=repr,
 )

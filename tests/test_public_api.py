@@ -36,6 +36,7 @@ CONTRACT = {
     *("decide", "derive", "inspect", "plateau", "tbptt", "raw", "alternate", "sam", "closure"),
     *("ema", "swa", "averaged", "update_batchnorm"),
     *("compiled", "channels_last", "cuda_graph", "CaptureError"),
+    *("profiled", "microbatch", "retry_on_oom"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
     *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules", "data"),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),

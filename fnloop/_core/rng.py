@@ -41,6 +41,7 @@ __all__ = [
     "HostGenerators",
     "fold_in",
     "isolated",
+    "mark_generators",
     "mix",
     "new_seed",
     "reserved_generators",
@@ -218,15 +219,25 @@ def isolated(device: torch.device) -> Iterator[None]:
         RuntimeError: another thread has reserved them.
     """
     with reserved_generators():
-        on_device = None if device.type == "cpu" else torch.get_device_module(device)
-        generators = Generators.capture()
-        device_state = on_device.get_rng_state(device) if on_device else None
+        restore_generators = mark_generators(device)
         try:
             yield
         finally:
-            generators.install()
-            if on_device:
-                on_device.set_rng_state(device_state, device)
+            restore_generators()
+
+
+def mark_generators(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores all global generators, the device's too, as they are now."""
+    on_device = None if device.type == "cpu" else torch.get_device_module(device)
+    generators = Generators.capture()
+    device_state = on_device.get_rng_state(device) if on_device else None
+
+    def restore_generators() -> None:
+        generators.install()
+        if on_device:
+            on_device.set_rng_state(device_state, device)
+
+    return restore_generators
 
 
 @contextlib.contextmanager

@@ -195,6 +195,11 @@ class halt_on_nonfinite:
     parameters: go back to a checkpoint or a snapshot. The mean begins again with every epoch, and
     so with every phase: there is nothing that ``since`` could change.
 
+    To find the line that makes it, run that part again ``with torch.autograd.detect_anomaly():``
+    around ``fit``, for a NaN in backward. For one in forward, register a hook with each module that
+    raises if ``not output.isfinite().all()``: ``module.register_forward_hook(hook)``. Both errors
+    say in which batch it was, and come before the update is applied.
+
     Args:
         steps: applied updates between two reads; at least 1.
 

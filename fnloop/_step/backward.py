@@ -9,6 +9,7 @@ reference weight), and one division at the end makes the mean.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,32 +36,28 @@ class Backward:
     """The step that fills ``.grad``, starting from the loss. It reports the unscaled loss.
 
     Args:
-        forward: the step inside.
-        scale: ``state -> factor of the gradients``, on the device; or None.
-        may_skip: whether an inner step may skip a batch on some processes only.
-        create_graph: whether gradients have a graph of their own.
+        loss: the loss, and what backward starts from.
+
+    Attributes:
+        size: the most samples in one forward and backward; None: those of a batch.
     """
 
-    def __init__(
-        self,
-        forward: Step,
-        scale: Callable[[TrainState], Tensor] | None = None,
-        may_skip: bool = False,
-        create_graph: bool = False,
-    ) -> None:
-        self._loss = LossRoot(forward, scale, may_skip, create_graph)
+    size: int | None = None
+
+    def __init__(self, loss: LossRoot) -> None:
+        self.loss = loss
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
-        single = engine_of(state).start_batch(self._loss, state)
+        single = engine_of(state).start_batch(self.loss, state)
         state, out = single.forward(state, batch)
         return state, single.backward(state, out)
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window. The gradient is that of the mean over its items."""
         __tracebackhide__ = True
-        training = engine_of(state).start_window(self._loss, state, len(window))
+        training = engine_of(state).start_window(self.loss, state, [1] * len(window))
         for batch in window:
             state, out = training.forward(state, batch)
             training.add(state, out)
@@ -68,8 +65,9 @@ class Backward:
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""
-        loss = self._loss
-        return Backward(loss.forward, scale, loss.may_skip, loss.create_graph)
+        scaled, loss = copy.copy(self), self.loss
+        scaled.loss = LossRoot(loss.forward, scale, loss.may_skip, loss.create_graph)
+        return scaled
 
     def insert_inside(self, wrap: Callable[[Backward], Step]) -> Step:
         """Insert a gradient step directly around this one."""

@@ -16,6 +16,7 @@ from fnloop._core.state import TrainState
 from fnloop._core.torchmetrics import COLLECTION_HINT, names_in
 from fnloop._core.types import RINGS, Output
 from fnloop._display.checks import describe
+from fnloop._step.pieces import RETRY
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, OPTIMIZER
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "check_loss_fn",
     "check_middleware",
     "check_step_reply",
+    "in_order",
     "is_ours",
     "rings_of",
 ]
@@ -36,7 +38,10 @@ def is_ours(member: Middleware) -> bool:
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
     own = {"gradient": ["backward"], "update": [OPTIMIZER]}
-    acting = {ring: [repr(m) for m in listed if getattr(m, ring) is not None] for ring in RINGS}
+    acting = {
+        ring: [repr(m) for m in in_order(listed, ring) if getattr(m, ring) is not None]
+        for ring in RINGS
+    }
     acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation is not None]
     return [
         (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
@@ -219,12 +224,19 @@ def check_step_reply(reply: object, name: str) -> None:
     )
 
 
-_OUTERMOST = {"plateau": 1, TBPTT: 2}  # what says to others what to do; once for each update
+_ORDER = {
+    "step": {"plateau": 1, TBPTT: 2},  # they say to others what to do: last, once for each update
+    "gradient": {"microbatch": -2, RETRY: -1},  # they are about backward alone: first
+}
 
 
-def in_order(members: Sequence[Middleware]) -> list[Middleware]:
-    """Return middleware of the step ring in their order, but those that direct others last."""
-    return sorted(members, key=lambda member: _OUTERMOST.get(member.name, 0))
+def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
+    """Return middleware in their order in a ring: as listed, but for some that come first or last.
+
+    Only those of them that act in the ring matter.
+    """
+    order = _ORDER.get(ring, {})
+    return sorted(members, key=lambda member: order.get(member.name, 0))
 
 
 def window_in(epoch: int, members: Iterable[Middleware], most: int) -> int:

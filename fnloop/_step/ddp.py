@@ -61,7 +61,8 @@ class BucketReducer:
         """Return a root for backward that adds zero to every gradient."""
         params = all_parameters(state)
         known = self._used and [p.requires_grad for p in params] == self._flags
-        used = self._used if known else params  # some may have been frozen since
+        # If not: some may have been frozen since, or the window so far tells which are used.
+        used = self._used if known else [p for p in params if p.grad is not None] or params
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
 
     def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:

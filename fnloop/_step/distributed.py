@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.collectives import (
+    all_reduce_max,
     all_reduce_max_tensor,
     any_rank,
     shutdown_callbacks,
@@ -30,7 +31,7 @@ from fnloop._core.skip import BY_ANOTHER
 from fnloop._core.state import TrainState, generation_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
-from fnloop._data.window import Window
+from fnloop._data.window import Padding, Window
 from fnloop._step.ddp import BucketReducer
 from fnloop._step.distributed_window import DistributedBatch, DistributedWindow
 from fnloop._step.evaluation import CollectiveProbe, DistributedEvaluation, drop_last_metrics
@@ -172,11 +173,30 @@ class DistributedEngine:
 
     # --- gradients
 
-    def start_batch(self, loss: LossRoot, state: TrainState) -> DistributedBatch:
-        return DistributedBatch(self, loss, state, 1)
+    def start_batch(
+        self, loss: LossRoot, state: TrainState, guarded: bool = False
+    ) -> DistributedBatch:
+        return DistributedBatch(self, loss, state, (1,), guarded)
 
-    def start_window(self, loss: LossRoot, state: TrainState, batches: int) -> DistributedWindow:
-        return DistributedWindow(self, loss, state, batches)
+    def start_window(
+        self, loss: LossRoot, state: TrainState, pieces: Sequence[int], guarded: bool = False
+    ) -> DistributedWindow:
+        return DistributedWindow(self, loss, state, pieces, guarded)
+
+    def equalize(
+        self, state: TrainState, pieces: list[list[Batch]]
+    ) -> Sequence[Sequence[Batch | Padding]]:
+        uniform = self.window_of(state).batch_size > 0  # then all have as many
+        if uniform or self.probe.uses_collectives is False:
+            return pieces
+        most = all_reduce_max(len(part) for part in pieces)
+        return [
+            part + [Padding(part[-1])] * (int(n) - len(part))
+            for part, n in zip(pieces, most, strict=True)
+        ]
+
+    def largest(self, number: int) -> int:
+        return int(all_reduce_max([number])[0])
 
     def start_sum(self) -> WeightedSum:
         return _SumOfMeans(self)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import start_all_reduce_sum
+from fnloop._backend.collectives import any_rank, start_all_reduce_sum
+from fnloop._backend.memory import is_out_of_memory
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output
-from fnloop._data.window import Window
+from fnloop._data.window import Padding, Window
 from fnloop._step.evaluation import CollectiveProbe
 from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
 from fnloop._step.weight_agreement import WeightAgreement, is_left_out
 from fnloop._step.weighted_sum import Weight, WeightedSum, divide, weight_on_device
 
 __all__ = ["DistributedBatch", "DistributedWindow"]
+
+_TOO_LATE = (
+    "there was no memory left to average the gradients, which all processes have begun: that "
+    "cannot be repeated with smaller pieces. List microbatch(size) with a size that fits"
+)
 
 
 class Reducer(Protocol):
@@ -57,17 +63,30 @@ class DistributedWindow:
         engine: the engine.
         loss: the loss, and the root of backward.
         state: the state that is trained.
-        batches: how many batches the window has.
+        pieces: for each batch of the window, in how many pieces it comes.
+        guarded: whether all processes raise if one runs out of memory, so that all can begin the
+            window again. Then no collective is in a backward that computes gradients.
     """
 
-    def __init__(self, engine: Engine, loss: LossRoot, state: TrainState, batches: int) -> None:
-        self._engine, self._loss, self._batches = engine, loss, batches
+    def __init__(
+        self,
+        engine: Engine,
+        loss: LossRoot,
+        state: TrainState,
+        pieces: Sequence[int],
+        guarded: bool,
+    ) -> None:
+        self._engine, self._loss, self._guarded = engine, loss, guarded
+        self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
+        self._pieces, self._batches = len(self._batch_of), len(pieces)
         self._taken = engine.window_of(state)
+        # Samples in every piece, in every process; 0 if that may differ.
+        self._size = self._taken.batch_size if self._pieces == self._batches else 0
         self._total = WeightedSum()
         self._out: Output | None = None  # the latest
-        self._n = 0  # batches so far
+        self._n = 0  # pieces so far
         self._kept = 0  # of them, those that are neither padding nor skipped
-        self._is_padding = False
+        self._has_no_batch = self._is_padding = False
         self._is_uniform = False  # whether all batches are known to weigh the same
         self._stashed: list[Tensor | None] | None = None
         self._items: Callable[[], Tensor] | None = None
@@ -77,13 +96,19 @@ class DistributedWindow:
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         engine = self._engine
-        self._is_padding = engine.is_padding(self._taken, self._n, self._batches)
+        self._has_no_batch = engine.is_padding(self._taken, self._batch_of[self._n], self._batches)
+        self._is_padding = self._has_no_batch or type(batch) is Padding
         self._n += 1
-        engine.reducer.start_microbatch(self._n == self._batches)
+        engine.reducer.start_microbatch(self._n == self._pieces)
         if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
             return state, engine.empty_output
         known = engine.probe.uses_collectives
-        state, out = engine.probe.call(self._loss.forward, state, batch)
+        own = batch.batch if type(batch) is Padding else batch
+        try:
+            state, out = engine.probe.call(self._loss.forward, state, own)
+        except Exception as error:
+            self._tell_others(error)
+            raise
         if is_left_out(out):
             engine.probe.uses_collectives = known  # it does not show
             if known:
@@ -96,23 +121,38 @@ class DistributedWindow:
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        engine, size = self._engine, self._taken.batch_size
+        engine = self._engine
         self._out = out
         if engine.empty_output is None:
             engine.empty_output = Output(torch.zeros_like(out.loss), weight_on_device(out) * 0)
         if self._n == 1:
+            if self._guarded and not engine.weights.is_settled(self._size):
+                self._check_memory()
             self._agree_on_weights(state, out)
         if self._is_uniform:
-            engine.weights.check(out, size)
+            engine.weights.check(out, self._size)
         root = self._root(state, out)
-        if self._n == self._batches:
+        if self._n == self._pieces and not self._guarded:
             root = self._start_averaging(state, out, root)
-        root.backward()
+        try:
+            root.backward()
+        except Exception as error:
+            self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: Exception) -> None:
+        """Tell the other processes, which wait in _check_memory, if there is no memory left."""
+        if self._guarded and is_out_of_memory(error):
+            any_rank(True)
+
+    def _check_memory(self) -> None:
+        """Raise if another process has run out of memory."""
+        if any_rank(False):
+            raise torch.OutOfMemoryError("another process has run out of memory")
 
     def _agree_on_weights(self, state: TrainState, out: Output) -> None:
         weights = self._engine.weights
-        size = self._taken.batch_size
-        self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, size)
+        self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, self._size)
         self._stashed = stash_gradients(state)
         if not self._is_uniform:
             self._total.reference = weights.reference(weight_on_device(out))
@@ -128,7 +168,7 @@ class DistributedWindow:
         root = self._loss.root(state, out, relative)
         engine.own_parts.update(out.metrics)
         self._kept += 1
-        if self._batches > 1 or not self._is_uniform:
+        if self._pieces > 1 or not self._is_uniform:
             self._total.add(out)
         return root
 
@@ -137,13 +177,16 @@ class DistributedWindow:
         if not self._is_uniform:
             weight = 0 if self._total.weight is None else self._total.weight
             self._items = start_all_reduce_sum(weight_on_device(out, weight))
-        return self._engine.reducer.attach(state, root, self._kept, touch=self._batches > 1)
+        return self._engine.reducer.attach(state, root, self._kept, touch=self._touches)
 
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
         assert out is not None
-        engine.reducer.finish_window(state, touched=self._batches > 1)
-        engine.ended_on_padding = self._is_padding
+        if self._guarded:
+            self._check_memory()
+            self._average_all(state, out)
+        engine.reducer.finish_window(state, self._touches)
+        engine.ended_on_padding = self._has_no_batch
         engine.seed_shared(state)
         counted = engine.reducer.counted()
         # A host read, only where this process has no batch that counts: whether others have.
@@ -152,7 +195,7 @@ class DistributedWindow:
             skip = out.skip or "left out by every process"
             return Output(out.loss.detach(), 0, out.aux, {}, skip)
         self._divide(state, counted)
-        if self._is_uniform and self._batches == 1 and self._kept:
+        if self._is_uniform and self._pieces == 1 and self._kept:
             restore_gradients(state, self._stashed)
             return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
         restore_gradients(state, self._stashed)
@@ -160,11 +203,26 @@ class DistributedWindow:
             return Output(torch.zeros_like(out.loss), 0, out.aux)
         return total.output()
 
+    @property
+    def _touches(self) -> bool:
+        """Whether the last backward may compute the gradients of some parameters only."""
+        return self._guarded or self._pieces > 1
+
+    def _average_all(self, state: TrainState, out: Output) -> None:
+        """Average gradients that are complete in every process, by a backward that adds zero."""
+        try:
+            zero = self._engine.reducer.zero_loss(state, out.loss)
+            self._start_averaging(state, out, zero).backward()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise RuntimeError(_TOO_LATE) from error
+            raise
+
     def _divide(self, state: TrainState, counted: Tensor) -> None:
         """Turn the mean over processes of the sum over batches into the mean over items."""
         engine = self._engine
         if self._is_uniform:
-            engine.items = counted * self._taken.batch_size
+            engine.items = counted * self._size
             divide([p.grad for p in parameters(state)], counted, engine.processes)
             return
         assert self._items is not None and self._total.reference is not None

@@ -147,12 +147,35 @@ class GradientEngine(Protocol):
         """Return what makes the next passes of an update draw again what those from here on do."""
         ...
 
-    def start_batch(self, loss: LossRoot, state: TrainState, /) -> BatchPass:
-        """Start forward and backward of one batch."""
+    def start_batch(self, loss: LossRoot, state: TrainState, /, guarded: bool = False) -> BatchPass:
+        """Start forward and backward of one batch. For ``guarded`` see :meth:`start_window`."""
         ...
 
-    def start_window(self, loss: LossRoot, state: TrainState, batches: int, /) -> WindowPass:
-        """Start forward and backward of a window."""
+    def start_window(
+        self, loss: LossRoot, state: TrainState, pieces: Sequence[int], /, guarded: bool = False
+    ) -> WindowPass:
+        """Start forward and backward of a window.
+
+        Args:
+            loss: the loss, and what backward starts from.
+            state: the state that is trained.
+            pieces: for each batch of the window, how many times ``forward`` and ``add`` are called.
+            guarded: whether all processes raise if one runs out of memory in ``forward`` or
+                ``add``. Then gradients are exchanged in ``finish`` only, not during backward.
+        """
+        ...
+
+    def equalize(
+        self, state: TrainState, pieces: list[list[Batch]], /
+    ) -> Sequence[Sequence[Batch]]:
+        """Return the pieces of each batch of a window, as many in all processes where they must be.
+
+        That is where the forward step performs collectives. Then a batch with fewer is padded.
+        """
+        ...
+
+    def largest(self, number: int, /) -> int:
+        """Return the largest of a number over all processes."""
         ...
 
     def start_sum(self) -> WeightedSum:

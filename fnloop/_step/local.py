@@ -40,11 +40,19 @@ class LocalEngine:
     def mark_draws(self) -> Callable[[], None]:
         return lambda: None  # they draw from where the generators are
 
-    def start_batch(self, loss: LossRoot, state: TrainState) -> LossRoot:
+    def start_batch(self, loss: LossRoot, state: TrainState, guarded: bool = False) -> LossRoot:
         return loss
 
-    def start_window(self, loss: LossRoot, state: TrainState, batches: int) -> LocalWindow:
+    def start_window(
+        self, loss: LossRoot, state: TrainState, pieces: Sequence[int], guarded: bool = False
+    ) -> LocalWindow:
         return LocalWindow(loss, state)
+
+    def equalize(self, state: TrainState, pieces: list[list[Batch]]) -> list[list[Batch]]:
+        return pieces
+
+    def largest(self, number: int) -> int:
+        return number
 
     def start_sum(self) -> WeightedSum:
         return WeightedSum()

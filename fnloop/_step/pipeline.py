@@ -45,6 +45,7 @@ from fnloop._step.engine import engine_of
 from fnloop._step.evaluation import evaluating
 from fnloop._step.first_reply import Replaceable, calls_noted, checked_once
 from fnloop._step.forward import forward
+from fnloop._step.gradients import LossRoot
 from fnloop._step.layers import Layers
 from fnloop._step.optimizer_modes import evaluation_weights, to_training
 from fnloop._step.reports import add_reported
@@ -185,7 +186,7 @@ class PipelineStep(abc.ABC):
         members = self.pipeline.middleware
         if ring == EVALUATION:  # what evaluates more than once is around all others
             members = sorted(members, key=lambda m: getattr(m.evaluation, "around", 0))
-        for member in in_order(members) if ring == "step" else members:
+        for member in in_order(members, ring):
             wrap = getattr(member, ring)
             if wrap is not None:
                 inside, step = step, wrap(step)
@@ -344,7 +345,7 @@ class LossStep(PipelineStep):
         super().__init__(pipeline)
 
     def _compose_innermost(self) -> Step:
-        members = in_order(self.pipeline.middleware)
+        members = in_order(self.pipeline.middleware, "step")
         wraps = [m.loss_fn for m in members if m.loss_fn is not None]
         name, amp_listed = name_of(self.loss_fn), any(m.name == "amp" for m in members)
         innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, amp_listed)
@@ -367,7 +368,7 @@ class LossStep(PipelineStep):
     def _backward(self, step: Step) -> Step:
         again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
         skips = self._may_skip("forward", "loss")
-        backward = Backward(step, may_skip=skips, create_graph=again)
+        backward = Backward(LossRoot(step, may_skip=skips, create_graph=again))
         self._layers.add(backward, "backward")
         return backward
 

@@ -23,6 +23,12 @@ class WeightAgreement:
         self._are_batch_sizes: bool | None = None
         self._reference: Tensor | None = None
 
+    def is_settled(self, batch_size: int) -> bool:
+        """Return whether a window can be weighed without an exchange."""
+        if batch_size and self._are_batch_sizes is not False:
+            return self._are_batch_sizes is True
+        return self._reference is not None
+
     def is_uniform(self, out: Output, batch_size: int) -> bool:
         """Return whether all batches of a window weigh the same, in every process.
 

@@ -81,6 +81,7 @@ def single_precision(problem):
         (SCALED,),
         (SCALED, fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2))),
         (fl.accumulate(3), SCALED, fl.metric(mean=output_mean), average(0.9)),
+        (SCALED, fl.microbatch(2), fl.accumulate(2), fl.clip(0.05)),
         (SCALED, fl.torch_scheduler(decay)),
         (SCALED, fl.ema(0.9, start=11, every=2), fl.swa(0.5)),
     ],

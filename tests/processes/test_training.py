@@ -4,6 +4,7 @@ The job ``table`` trains a table of cases on 1, 2 and 3 processes, each with 1/N
 One process is compared with a loop written by hand.
 """
 
+import gc
 import math
 
 import attrs
@@ -144,6 +145,34 @@ def first_only(model, batch):
 def in_turn(model, batch):
     """Skip the second layer in every other batch, in all processes but the first."""
     return model(batch[0], bool(batch[3][0] // BATCH % 2 == 0)).square().mean()
+
+
+class Hungry(torch.autograd.Function):
+    """Identity whose backward needs the memory of one sample, in the last process."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.fits = len(x) == 1 or rank() < world() - 1
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if not ctx.fits:
+            raise torch.OutOfMemoryError("no more")
+        return grad
+
+
+def hungry(model, batch):
+    """Run out of memory in backward, half-way through the model."""
+    return nn.functional.cross_entropy(model[1:](Hungry.apply(model[0](batch[0]))), batch[1])
+
+
+def hungry_by_tokens(model, batch):
+    """Run out of memory in forward, in the last process, with more than one sample."""
+    made = by_tokens(model, batch)
+    if len(batch[0]) > 1 and rank() == world() - 1:
+        raise torch.OutOfMemoryError("no more")
+    return made
 
 
 class Temperature(nn.Module):
@@ -323,6 +352,18 @@ CASES = {
     "shares": Case(
         train=lambda: fl.sharded(lambda: iter(batches(BATCH // world())[rank() :: world()]))
     ),
+    "microbatch": Case(
+        lambda: fl.pipeline(kinds(), fl.microbatch(2), fl.clip(0.1)), train=lambda: loader()
+    ),
+    "microbatch, tokens, accumulate": Case(
+        lambda: fl.pipeline(fl.clip(0.1), fl.microbatch(2), fl.accumulate(2)), by_tokens
+    ),
+    "retry": Case(lambda: fl.pipeline(fl.retry_on_oom(), fl.clip(0.1)), hungry),
+    "retry, by hand": Case(lambda: fl.pipeline(fl.microbatch(1), fl.clip(0.1))),
+    "retry, tokens, accumulate": Case(
+        lambda: fl.pipeline(fl.retry_on_oom(), fl.accumulate(2)), hungry_by_tokens
+    ),
+    "retry, unused": Case(lambda: fl.pipeline(fl.retry_on_oom()), loss=first_only, model=TwoLayers),
     "schedule": Case(
         lambda: fl.pipeline(fl.accumulate(2), fl.schedule(fl.schedules.cosine(warmup=0.1)))
     ),
@@ -469,6 +510,7 @@ SHARDED = (  # those that run on a model under fully_shard too
         "not finite, accumulate",
         "without one",
         "averages that are not evaluated",
+        "microbatch, tokens, accumulate",
     ),
     *("several optimizers", "several optimizers, criterion", "Muon"),
 )
@@ -478,6 +520,7 @@ def table(folder):
     """Run all cases, and return what each has come to."""
     if world() > 1:
         dist.init_process_group("gloo")
+    gc.freeze()  # each retry collects garbage: not all that was imported
     found = {name: attempt(case) for name, case in CASES.items()}
     if world() > 1:
         found.update({f"{name}, sharded": attempt(CASES[name], True) for name in SHARDED})
@@ -553,6 +596,13 @@ def test_n_processes_train_as_one(launched, name, n):
         assert expected.keys() == found.keys()
         for key, value in expected.items():
             assert found[key] == pytest.approx(value, rel=10 * case.close), key
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_retry_in_one_process_makes_smaller_pieces_in_all(launched, n):
+    """The last process runs out of memory with more than one sample."""
+    found = launched(table, n)[0]
+    assert found["retry"]["weights"] == found["retry, by hand"]["weights"]
 
 
 def test_one_process_trains_as_a_loop_by_hand(launched):
