@@ -34,7 +34,7 @@ def launched(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.with_suffix(".json").exists():
                 try:
-                    found = launch.results(path, n, job, timeout=100)
+                    found = launch.results(path, n, job, timeout=200)
                 except (AssertionError, TimeoutError) as error:
                     found = str(error)
                 path.with_suffix(".json").write_text(json.dumps(found))
