@@ -123,11 +123,11 @@ pytest show your frames of the traceback, and not those of fnloop (`%xmode Plain
 - `every`, `when`, `at_start`, `at_end`: moments, which say when a hook runs, when to evaluate and
   when to make a record: `every(epochs=2) | at_end()`, `a & b`, `~a`.
 - `when_improved`, `once`, `on_main`: at which values, how often and where a hook runs.
-- `progress`, `live_plot`: show a run.
+- `progress`, `live_plot`, `profiled`: show a run, and where its time goes.
 - `inspect`: look at the outputs of an evaluation.
 - `early_stop`, `halt_on_nonfinite`, `time_limit`: stop it.
 - `restore_best`: end it with its best weights.
-- `track`, `to_csv`, `to_jsonl`: send its records elsewhere. `profiled`: where the time goes.
+- `track`, `to_csv`, `to_jsonl`: send its records elsewhere.
 
 A hook stops a run by `attrs.evolve(state, stop="why")`, and ends an epoch by `ends="epoch"`: list
 such a hook before `checkpoint`. It may have these attributes: `monitors =

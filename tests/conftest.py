@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import launch
 import pytest
@@ -28,13 +29,13 @@ def launched(tmp_path_factory):
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
-    def run(job, n):
-        path = shared / f"{job.__name__}-{n}"
+    def run(job, n, forked=True):
+        path = shared / f"{Path(job.__code__.co_filename).stem}-{job.__name__}-{n}"
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.with_suffix(".json").exists():
                 try:
-                    found = launch.results(path, n, job, timeout=200)
+                    found = launch.results(path, n, job, timeout=200, forked=forked)
                 except (AssertionError, TimeoutError) as error:
                     found = str(error)
                 path.with_suffix(".json").write_text(json.dumps(found))

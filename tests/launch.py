@@ -111,9 +111,9 @@ def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill
     )
 
 
-def results(folder, n, job, *arguments, by=(), timeout=60, environment=None):
+def results(folder, n, job, *arguments, by=(), timeout=60, environment=None, forked=True):
     """Run a job in n processes, all of which must succeed, and return their results."""
-    if by:
+    if by or not forked:
         found = launch(folder, n, job, *arguments, by=by, timeout=timeout, environment=environment)
         _check(found.codes, found.errors, job, n)
         return found.results

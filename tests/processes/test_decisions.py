@@ -210,7 +210,7 @@ def outcome(state):
 
 @pytest.fixture(params=[2, 3])
 def decided(request, launched):
-    found = launched(decisions, request.param)
+    found = launched(decisions, request.param, forked=False)  # they are signalled
     for name in DECISIONS.keys() - {"main"}:
         assert all(mine[name] == found[0][name] for mine in found), name
     return found
