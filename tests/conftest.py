@@ -35,7 +35,7 @@ def launched(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.with_suffix(".json").exists():
                 try:
-                    found = launch.results(path, n, job, timeout=200, forked=forked)
+                    found = launch.results(path, n, job, timeout=300, forked=forked)
                 except (AssertionError, TimeoutError) as error:
                     found = str(error)
                 path.with_suffix(".json").write_text(json.dumps(found))
