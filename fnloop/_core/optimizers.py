@@ -227,15 +227,20 @@ def begin_again(groups: Iterable[Group]) -> None:
         for key in _CYCLED:
             if key not in group:
                 continue
-            initial = initial_value(group, key)
-            if isinstance(initial, Tensor):
-                initial = initial.clone()
-                group[key].copy_(initial)
-            else:
-                group[key] = initial
-            group[key + _BEFORE] = initial
-            if f"initial_{key}" in group:  # torch's schedulers take it for the rate to begin with
-                group[f"initial_{key}"] = initial
+            group[key + _BEFORE] = _set_initial(group, key)
+
+
+def _set_initial(group: Group, key: str) -> object:
+    """Set a setting to its initial value, and return that."""
+    initial = initial_value(group, key)
+    if isinstance(initial, Tensor):
+        initial = initial.clone()
+        group[key].copy_(initial)
+    else:
+        group[key] = initial
+    if f"initial_{key}" in group:  # torch's schedulers take it for the rate to begin with
+        group[f"initial_{key}"] = initial
+    return initial
 
 
 def forget_schedules(groups: Iterable[Group]) -> None:
@@ -246,14 +251,7 @@ def forget_schedules(groups: Iterable[Group]) -> None:
         for key in (ours | theirs) & group.keys():
             if key.startswith("initial_"):  # a mark of its own, group["set_by_schedule_initial_lr"]
                 continue
-            initial = initial_value(group, key)
-            if isinstance(initial, Tensor):
-                initial = initial.clone()
-                group[key].copy_(initial)
-            else:
-                group[key] = initial
-            if f"initial_{key}" in group:
-                group[f"initial_{key}"] = initial
+            _set_initial(group, key)
             for mark in (SCHEDULED + key, f"{SCHEDULED}initial_{key}", key + _BEFORE, key + _SET):
                 group.pop(mark, None)
 

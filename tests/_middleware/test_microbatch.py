@@ -329,3 +329,13 @@ def test_a_true_error_of_the_allocator_of_the_cpu_is_known():
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
     assert math.isfinite(torch.ones(1).item())
+
+
+def test_a_piece_that_is_left_out_is_out_of_the_divisor():
+    def loss_fn(model, batch):
+        return fl.skip("negative") if (batch < 0).any() else toy_loss(model, batch)
+
+    batches = [torch.tensor([1.0, 3.0, -1.0, 5.0]), torch.tensor([2.0, 2.0])]
+    step = fl.pipeline(fl.microbatch(2), fl.accumulate(2))(loss_fn)
+    state = fl.fit(step, toy(), batches, hooks=())
+    assert state.model.w.item() == -(1 + 3 + 2 + 2) / 4 and state.step == 1
