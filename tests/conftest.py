@@ -30,7 +30,7 @@ def launched(tmp_path_factory):
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     def run(job, n, forked=True):
-        path = shared / f"{Path(job.__code__.co_filename).stem}-{job.__name__}-{n}"
+        path = shared / launch.name_of(job, n)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.with_suffix(".json").exists():

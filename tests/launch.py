@@ -151,6 +151,18 @@ def _forked(rank, variables, folder, *what):
     run_here(folder, *what)
 
 
+def name_of(job, n):
+    """Return the name of the folder in which the fixture ``launched`` runs a job on n processes."""
+    return f"{Path(job.__code__.co_filename).stem}-{job.__name__}-{n}"
+
+
+def written_by(job, n, folder):
+    """Return the folder of another job that has run, given the folder of this one."""
+    path = folder.with_name(name_of(job, n))
+    assert path.is_dir(), f"{path.name} has not run"
+    return path
+
+
 def bare():
     """Return this process's environment without the variables of launchers."""
     left = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -60,7 +60,7 @@ def train(folder, moment, pipe):
     samples = 2000 if moment == "training" else 20  # the first epoch must outlast the signals
     loaders = {
         name: DataLoader(SlowOnes(n, 0.002), 2, num_workers=2)
-        for name, n in (("train", samples), ("valid", 2000))
+        for name, n in (("train", samples), ("valid", 20_000))
     }
     hooks = (SlowToFlush(pipe, moment), fl.every(epochs=1)(fl.checkpoint(folder)))
     state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, epochs=1000, hooks=hooks)

@@ -176,10 +176,10 @@ def test_a_bar_of_tqdm_is_drawn_below(terminal, monkeypatch, leave):
 
 
 def test_no_thread_watches_the_bar(terminal):
+    before = set(threading.enumerate())  # one may watch the bar of another test
     with on(terminal) as screen:
         screen.draw("the bar")
-        watching = [thread for thread in threading.enumerate() if thread.name == "tqdm_monitor"]
-        assert all(thread is tqdm.monitor for thread in watching)  # for a bar of another program
+        assert set(threading.enumerate()) == before
 
 
 def test_a_child_process_draws_nothing(terminal, monkeypatch):

@@ -174,10 +174,15 @@ def test_workers_end_with_the_run_and_persistent_ones_are_kept():
     data = shuffled(40, workers=1, persistent_workers=True)
     loader = zip_cycle(a=data, b=listed(3))
     step = fl.pipeline()(lambda model, batch: toy_loss(model, batch["a"][:, 0]))
+    before = children()  # of other tests
     state = fl.fit(step, toy(), loader, steps=3, hooks=())
-    pids = {w.pid for w in torch.multiprocessing.active_children()}
-    state = fl.fit(step, state, loader, steps=25, hooks=())
-    assert len(pids) == 1 and {w.pid for w in torch.multiprocessing.active_children()} == pids
+    workers = children() - before
+    fl.fit(step, state, loader, steps=25, hooks=())
+    assert len(workers) == 1 and children() - before == workers
+
+
+def children():
+    return {child.pid for child in torch.multiprocessing.active_children()}
 
 
 def test_a_loader_that_splits_its_data_itself_is_refused_inside_too():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from launch import written_by
 from process_problems import (
     COUNTS,
     come_to,
@@ -66,7 +67,7 @@ def resumes_to_the_best(folder):
     with default_dtype(torch.float64):
         return {
             f"{before} on {n}, then {after}": trained(
-                after, saved=folder.parent / f"ends-{n}" / before
+                after, saved=written_by(ends, n, folder) / before
             )[1]
             for n in COUNTS
             for before in KINDS

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from launch import written_by
 from process_problems import (
     COUNTS,
     SIZE,
@@ -106,7 +107,7 @@ def resumes(folder):
     found = {}
     with default_dtype(torch.float64):
         for n in COUNTS:
-            saved = folder.parent / f"saves-{n}"
+            saved = written_by(saves, n, folder)
             for before, after in (
                 ("plain", "plain"),
                 ("plain", "sharded"),
@@ -127,7 +128,7 @@ def resumes(folder):
                 row["train/items"],
                 row["train/samples"],
             ]
-        mine = folder.parent / "saves-1" / "plain" if rank() else folder / "nothing"
+        mine = written_by(saves, 1, folder) / "plain" if rank() else folder / "nothing"
         found["main sees none"] = fl.resume(mine, fitted(batches(1), steps=1)).step
     return found
 

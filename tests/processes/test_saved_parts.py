@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from launch import written_by
 from process_problems import COUNTS, come_to, default_dtype, loader, said, whole, world
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -71,7 +72,7 @@ def partial_restores(folder):
             for before in KINDS:
                 for after in KINDS:
                     for part in ("model", "trained"):
-                        where = folder.parent / f"partial_saves-{n}" / before / part
+                        where = written_by(partial_saves, n, folder) / before / part
                         state = fl.restore(fl.best(where), made(after, 1.0), only=(part,))
                         model = state.model
                         weights = {k: whole(p).tolist() for k, p in model.named_parameters()}
