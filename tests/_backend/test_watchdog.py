@@ -62,7 +62,7 @@ def waited(folder, found):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("way", ["epoch", "stop", "buffers", "weights"])
 def test_processes_that_diverge_fail(tmp_path, way, n):
-    found = launch.launch(tmp_path, n, diverge, way, timeout=60)
+    found = launch.launch(tmp_path, n, diverge, way, forked=True)
     assert all(found.codes), found  # 1, or another one from gloo's threads
     assert waited(tmp_path, found) < 20
     if way != "weights":  # sums of different sizes, which may crash gloo
@@ -77,7 +77,7 @@ def test_processes_that_diverge_fail(tmp_path, way, n):
 def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
     """The failed one stays alive. Torch itself would end the other after half an hour."""
     with pytest.raises(TimeoutError) as error:
-        launch.launch(tmp_path, 2, diverge, "caught", timeout=30)
+        launch.launch(tmp_path, 2, diverge, "caught", timeout=20, forked=True)
     assert "Process 0 still waits and is terminated" in str(error.value)
 
 

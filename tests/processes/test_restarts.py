@@ -54,7 +54,9 @@ def enduring(folder, pause=0.05):
 def test_a_killed_run_resumes_on_2_and_3_and_1(tmp_path):
     for n, until in ((1, 6), (2, 14), (3, 20)):
         launched = launch.launch(
-            tmp_path / "run", n, enduring, kill_when=tmp_path / "run" / f"at-{until}"
+            *(tmp_path / "run", n, enduring),
+            kill_when=tmp_path / "run" / f"at-{until}",
+            forked=True,
         )
         assert launched.codes == [-signal.SIGKILL] * n, launched.errors
     (found,) = launch.results(tmp_path / "run", 1, enduring)
