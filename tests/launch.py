@@ -162,7 +162,7 @@ def _begin(variables, out, err):
     torch.set_num_threads(1)
 
 
-def start_script(path, *arguments, written, environment=None):
+def start_script(path, *arguments, written, environment=None, first=None):
     """Start a script in a forked process, where warnings are errors, and return the process.
 
     Args:
@@ -170,17 +170,20 @@ def start_script(path, *arguments, written, environment=None):
         arguments: of the script.
         written: a path; what the script writes is in the files with the suffixes .out and .err.
         environment: more variables.
+        first: a function that can be pickled, which the process calls before the script.
     """
     variables = {**_variables(0, 1, 0), **(environment or {})}
-    child = _Forked(target=_script, args=(str(path), arguments, variables, written))
+    child = _Forked(target=_script, args=(str(path), arguments, variables, written, first))
     child.start()
     return child
 
 
-def _script(path, arguments, variables, written):
+def _script(path, arguments, variables, written, first):
     """Run a script in this process, which was forked for it."""
     _begin(variables, written.with_suffix(".out"), written.with_suffix(".err"))
     warnings.simplefilter("error")
+    if first is not None:
+        first()
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")

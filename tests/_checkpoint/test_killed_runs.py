@@ -1,6 +1,6 @@
 """Runs that are killed at any moment, or asked to stop or to save, resume bit for bit.
 
-The environment variable FNLOOP_KILLS, 30 by default, scales how many processes are killed.
+The environment variable FNLOOP_KILLS, 15 by default, scales how many processes are killed.
 """
 
 import collections
@@ -25,7 +25,7 @@ def names_in(folder):
 
 
 resource = pytest.importorskip("resource", reason="this system has no fork, signals and limits")
-KILLS = int(os.environ.get("FNLOOP_KILLS", "30"))
+KILLS = int(os.environ.get("FNLOOP_KILLS", "15"))
 
 
 @pytest.fixture(scope="module")

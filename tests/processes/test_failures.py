@@ -60,7 +60,8 @@ LAUNCHERS = {"by hand": (), "torchrun": launch.TORCHRUN, "accelerate": launch.AC
     ("way", "launcher"),
     [
         *((way, "by hand") for way in WAYS),
-        *((way, by) for way in ("loss", "kill") for by in ("torchrun", "accelerate")),
+        ("kill", "torchrun"),
+        ("loss", "accelerate"),
     ],
 )
 def test_if_one_process_fails_all_end_at_once(tmp_path, way, launcher):
