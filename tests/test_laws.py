@@ -152,6 +152,7 @@ GUARDS = [
 
 SPIKES = [  # many updates are spikes
     fl.pipeline(fl.spike_guard(4, 1.02)),
+    fl.pipeline(fl.ema(0.5), fl.clip(0.05), fl.spike_guard(2, 1.02, then="back")),
     fl.pipeline(fl.spike_guard(3, 1.02), fl.accumulate(2), fl.clip(0.05), warm_cosine),
 ]
 

@@ -119,7 +119,7 @@ class profiled:
         done = self._position[0].done
         if done == self.start - 1:
             plan = profiler.schedule(wait=0, warmup=1, active=self.updates + 1, repeat=1)
-            measure = profiler.profile(schedule=plan)
+            measure = profiler.profile(schedule=plan, acc_events=True)  # older ones warn without
             measure.start()
             self._running[:] = [measure]
         elif done == self.start + self.updates:

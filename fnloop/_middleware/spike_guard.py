@@ -1,20 +1,23 @@
-"""Leave out updates whose loss is far above the last ones, or stop there."""
+"""Leave out updates whose loss is far above the last ones, go back before them, or stop there."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
+from fnloop._backend.fsdp import is_sharded
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._display.html import format_count
 from fnloop._step.engine import engine_of
+from fnloop._step.going_back import Kept, go_back, keep
 from fnloop._step.guard import guarding, sees_whole_updates
 from fnloop._step.host import Judge
 
@@ -22,6 +25,7 @@ __all__ = ["spike_guard"]
 
 NAME = "spike_guard"
 SPIKES = "spikes"  # state.extra["spikes"]: where they were
+MOST_RETURNS = 10  # to one snapshot
 
 
 @attrs.define
@@ -33,12 +37,18 @@ class Losses:
         newest: the loss of the newest update, on the device.
         spike: of the update that was just left out: its loss, and the median before it; or None.
         skipped: how many updates in a row it has left out.
+        kept: the newest snapshot to go back to; None before the first, and without "back".
+        since: how many updates were applied since then.
+        returns: how often it went back to this snapshot.
     """
 
     recent: Tensor
     newest: Tensor
     spike: tuple[float, float] | None = None
     skipped: int = 0
+    kept: Kept | None = None
+    since: int = 0
+    returns: int = 0
 
 
 @middleware("gradient")
@@ -61,7 +71,12 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         ratio: how many times the median a loss may be, above 1.
         then: "skip" continues with the next batch; if a whole ``window`` of updates in a row is
             left out, which is not a spike, the run stops. "stop" stops the run at the first one.
-            ``state.stop`` says why; to continue, ``attrs.evolve(state, stop=None)``.
+            ``state.stop`` says why; to continue, ``attrs.evolve(state, stop=None)``. "back" goes
+            back to a snapshot, and continues with the next batch: weights, optimizers and slots are
+            those after the newest ``window`` applied updates that are complete, and
+            ``state.step`` counts from there again. The updates since then count as skipped. The
+            snapshot takes the memory of another model with its optimizer, in checkpoints too. The
+            run stops when it has gone back to one snapshot 10 times.
 
     Returns:
         A middleware of the gradient and the step ring.
@@ -70,6 +85,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         TypeError: the window is not an int, or the ratio not a number.
         ValueError: a setting is out of its range. When composing: ``amp("fp16")`` or ``sam`` is
             listed after it, or ``accumulate`` after it and another middleware of gradients.
+        NotImplementedError: "back", and the model is sharded over processes.
 
     Example:
         >>> import fnloop as fl, torch
@@ -85,7 +101,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
     checks.integer(NAME, "window", window, "updates that the median is of", wrong_type=TypeError)
     meaning = "how many times the median a loss may be"
     checks.number(NAME, "ratio", ratio, meaning, above=1, wrong_type=TypeError)
-    checks.choice(NAME, "then", then, ("skip", "stop"))
+    checks.choice(NAME, "then", then, ("skip", "stop", "back"))
 
     def init(state: TrainState) -> Losses:
         device = state.backend.device
@@ -99,7 +115,17 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         step=_note(window, ratio, then),
         init=init,
         check=sees_whole_updates(NAME),
+        check_state=_check_whole if then == "back" else None,
     )
+
+
+def _check_whole(state: TrainState, listed: Sequence[Middleware]) -> None:
+    """Raise if the model cannot be copied."""
+    if is_sharded(state.model):
+        raise NotImplementedError(
+            'spike_guard(then="back") keeps a copy of the model, and a model that is sharded over '
+            'processes cannot be copied: write then="stop", and restore a checkpoint'
+        )
 
 
 def _examine(ratio: float, state: TrainState, out: Output) -> tuple[Tensor, Judge]:
@@ -133,6 +159,8 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
             if out.skip is None:
                 losses.recent.copy_(torch.cat((losses.recent[1:], losses.newest.reshape(1))))
                 losses.skipped = 0
+                if then == "back":
+                    _keep(state, losses, window)
             elif losses.spike is not None:
                 loss, usual = losses.spike
                 spikes = [*state.extra.get(SPIKES, ()), {**at, "loss": loss, "median": usual}]
@@ -140,6 +168,8 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
                 losses.spike = None
                 if then == "stop":
                     state = attrs.evolve(state, stop=out.skip)
+                elif then == "back":
+                    state = _go_back(state, losses)
                 elif losses.skipped >= window:
                     losses.skipped = 0  # a run that is continued has as many again
                     count = format_count(window, "update")
@@ -150,6 +180,29 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
         return noting
 
     return wrap
+
+
+def _keep(state: TrainState, losses: Losses, window: int) -> None:
+    """Keep a snapshot after every so many applied updates."""
+    losses.since += 1
+    if losses.since >= window:
+        losses.kept = {**keep(state, without=NAME), "recent": losses.recent.clone()}
+        losses.since = losses.returns = 0
+
+
+def _go_back(state: TrainState, losses: Losses) -> TrainState:
+    """Return the state of the newest snapshot, or one that stops."""
+    if losses.kept is None:  # the losses are those of a run with another setting
+        return state
+    state = go_back(state, losses.kept)
+    losses.recent.copy_(_resized(losses.kept["recent"], len(losses.recent)))
+    losses.since = 0
+    losses.returns += 1
+    if losses.returns == MOST_RETURNS:
+        losses.returns = 0  # a run that is continued has as many again
+        reason = f"{NAME}: it went back to step {state.step} {MOST_RETURNS} times"
+        state = attrs.evolve(state, stop=reason)
+    return state
 
 
 def _resized(recent: Tensor, window: int) -> Tensor:

@@ -125,6 +125,7 @@ GUARDED = [
     (fl.skip_nonfinite(), fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
     (SCALED, fl.accumulate(2), fl.skip_nonfinite(), fl.clip(0.05)),  # two decisions
     (fl.skip_nonfinite(), fl.spike_guard(3, 1.2), fl.clip(0.05)),
+    (fl.ema(0.5), fl.clip(0.05), fl.spike_guard(2, 1.02, then="back")),
     (fl.accumulate(2), own_guard(), fl.clip(0.05), fl.ema(0.9)),
 ]
 

@@ -1,5 +1,6 @@
 """spike_guard: losses far above the median of the last ones, and where they were."""
 
+import functools
 import math
 
 import attrs
@@ -129,3 +130,80 @@ def test_two_runs_of_one_step_do_not_share_losses():
     batches = [torch.tensor([x]) for x in (1.0, 1.0, 9.0)]
     one = fl.fit(step, toy(), batches, hooks=())
     assert_same(one, fl.fit(step, toy(), batches, hooks=()))
+
+
+# --- then="back"
+
+
+def test_it_goes_back_to_a_snapshot_and_trains_on_other_data():
+    """A snapshot after every second update, so after the fourth; the fifth is undone."""
+    state = fitted([1, 1, 1, 1, 1, 9, 1, 1], fl.spike_guard(2, 2.0, then="back"))
+    assert where(state) == [(0, 5, 5, 9.0)]
+    assert (state.step, state.skipped, state.model.w.item()) == (6, 2, -6.0)
+    assert state.epoch == 1 and state.stop is None
+
+
+def test_it_equals_the_run_without_the_batches_since_the_snapshot():
+    losses = [1, 1.1, 1.2, 1.3, 1.4, 9, 1.5, 1.6, 1.7]
+    members = (fl.ema(0.5), fl.clip(0.5), fl.schedule(fl.schedules.linear()))
+    new = functools.partial(updated_by, torch.optim.AdamW)
+    one = fitted(losses, *members, fl.spike_guard(4, then="back"), steps=7, state=new())
+    two = fitted(losses[:4] + losses[6:], *members, steps=7, state=new())
+    assert (one.step, one.skipped, two.step, two.skipped) == (7, 2, 7, 0)
+    assert torch.equal(one.model.w, two.model.w)
+    assert torch.equal(one.slots["ema"]["w"], two.slots["ema"]["w"])
+    assert str(one.optimizer.state_dict()) == str(two.optimizer.state_dict())
+
+
+def updated_by(make):
+    model = toy().model
+    return fl.TrainState.create(model, make(model.parameters(), lr=0.1), seed=0)
+
+
+def test_the_model_and_the_optimizer_stay_the_same_objects():
+    state = updated_by(torch.optim.AdamW)
+    model, optimizer = state.model, state.optimizer
+    state = fitted([1, 1, 1, 9, 1], fl.spike_guard(2, then="back"), state=state)
+    assert state.model is model and state.optimizer is optimizer and state.skipped == 2
+
+
+@pytest.mark.parametrize("pause", range(1, 9))
+def test_a_restart_at_any_update_goes_back_to_the_same_snapshot(pause, tmp_path):
+    losses = [1, 1.1, 1.2, 1.3, 1.4, 9, 1.5, 1.6, 9]
+    scheduler = fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.StepLR(o, 2))
+    step = (fl.ema(0.5), scheduler, fl.spike_guard(2, then="back"))
+    new = functools.partial(updated_by, torch.optim.AdamW)
+
+    def halt(state):
+        done = state.step + state.skipped == pause
+        return attrs.evolve(state, stop="pause") if done else state
+
+    whole = fitted(losses, *step, state=new(), epochs=2)
+    state = fitted(losses, *step, state=new(), epochs=2, hooks=(halt,))
+    path = fl.save(attrs.evolve(state, stop=None), tmp_path / "a")
+    resumed = fitted(losses, *step, state=fl.restore(path, new()), epochs=2)
+    assert len(where(whole)) == 4 and where(resumed) == where(whole)
+    assert (resumed.step, resumed.skipped) == (whole.step, whole.skipped)
+    assert resumed.history["train/loss"][-1] == whole.history["train/loss"][-1]
+    plain = {"run_id": "", "history": fl.History()}  # the pause made a record
+    assert_same(attrs.evolve(resumed, **plain), attrs.evolve(whole, **plain))
+
+
+def test_the_tenth_return_to_one_snapshot_stops_the_run():
+    state = fitted([1, 1, *[9] * 12], fl.spike_guard(2, then="back"))
+    assert (state.step, state.skipped, len(where(state))) == (2, 10, 10)
+    assert state.stop == "spike_guard: it went back to step 2 10 times"
+
+
+def test_a_turn_does_not_go_back():
+    step = fl.pipeline(fl.spike_guard(then="back"))(is_batch)
+    with pytest.raises(ValueError, match="spike_guard.*goes back with the whole model"):
+        fl.alternate({"a": step})
+
+
+def test_a_snapshot_of_other_parameters_is_not_gone_back_to():
+    guard = fl.spike_guard(2, then="back")
+    state = fitted([1, 1], guard, state=updated_by(torch.optim.SGD))
+    state.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(()))]})
+    with pytest.raises(ValueError, match="the snapshot is of a state with other parameters"):
+        fitted([9], guard, state=state, epochs=2)

@@ -435,6 +435,9 @@ CASES = {
     "spikes, accumulate": Case(
         lambda: fl.pipeline(guard(3), fl.accumulate(2), fl.spike_guard(2, 1.02)), by_tokens
     ),
+    "spikes, back": Case(
+        lambda: fl.pipeline(fl.ema(0.9), fl.clip(0.1), fl.spike_guard(2, 1.02, then="back"))
+    ),
     # Single samples, six in an update: the first update is left out, and parts of others.
     "skip": Case(
         lambda: fl.pipeline(fl.accumulate(6 // world()), kinds()),
