@@ -197,7 +197,7 @@ def test_the_tenth_return_to_one_snapshot_stops_the_run():
 
 def test_a_turn_does_not_go_back():
     step = fl.pipeline(fl.spike_guard(then="back"))(is_batch)
-    with pytest.raises(ValueError, match="spike_guard.*goes back with the whole model"):
+    with pytest.raises(ValueError, match=r"spike_guard.*goes back with the whole model"):
         fl.alternate({"a": step})
 
 
