@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_problems import count, created, entropy, loader, rank, said, tally, world
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
@@ -83,9 +84,27 @@ def refused(folder):
     ]
 
 
+def not_repeated(folder):
+    """What can be neither repeated nor copied in one process."""
+
+    def normed():
+        model = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def fitted(member, state):
+        return said(lambda: fl.fit(fl.pipeline(member)(entropy), state, loader(), hooks=()))
+
+    retry, back = fl.retry_on_oom(), fl.spike_guard(then="back")
+    return [
+        fitted(retry, created(fully_shard)),
+        fitted(retry, normed()),
+        fitted(back, created(fully_shard)),
+    ]
+
+
 def guards(folder):
     dist.init_process_group("gloo")
-    jobs = (left_out, none_at_first, decided, refused)
+    jobs = (left_out, none_at_first, decided, refused, not_repeated)
     return {job.__name__: job(folder) for job in jobs}
 
 
@@ -126,3 +145,10 @@ def test_a_process_that_others_wait_for_is_told_what_to_return(found):
     assert exchanged.startswith("RuntimeError: the loss function leaves a batch out (no more)")
     assert sharded.startswith("NotImplementedError: <lambda> returned Skip(reason='never'), but")
     assert all('return loss, {"weight": 0}' in text for text in (exchanged, sharded))
+
+
+def test_what_cannot_be_repeated_or_copied_is_refused(found):
+    sharded, normed, copied = found["not_repeated"]
+    for text in (sharded, normed):
+        assert text.startswith("NotImplementedError: retry_on_oom cannot repeat a forward in which")
+    assert copied.startswith('NotImplementedError: spike_guard(then="back") keeps a copy of the')

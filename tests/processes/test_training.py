@@ -455,6 +455,11 @@ CASES = {
         train=lambda: loader(size=1),
         loss=choosy_by_tokens,
     ),
+    "skip in pieces": Case(
+        lambda: fl.pipeline(fl.microbatch(1), fl.clip(0.1)),
+        train=lambda: loader(),
+        loss=choosy(lambda i: i >= 6 and i % 5 not in (2, 3)),
+    ),
     "without one": Case(
         lambda: fl.pipeline(without(7), fl.accumulate(6 // world())), train=lambda: batches(1)
     ),
