@@ -183,7 +183,7 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
 
 
 def _keep(state: TrainState, losses: Losses, window: int) -> None:
-    """Keep a snapshot after every so many applied updates."""
+    """Keep a snapshot after each ``window`` applied updates."""
     losses.since += 1
     if losses.since >= window:
         losses.kept = {**keep(state, without=NAME), "recent": losses.recent.clone()}

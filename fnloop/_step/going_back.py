@@ -7,21 +7,20 @@ and the optimizers stay the same objects.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import attrs
 import torch
 from torch import Tensor
 
 from fnloop._core.average import Average
-from fnloop._core.optimizers import groups_of, optimizers_of
+from fnloop._core.optimizers import Group, groups_of, optimizers_of
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import TrainState
 
 __all__ = ["Kept", "go_back", "keep"]
 
-Kept = dict[str, Any]  # what keep returns
+Kept = Group  # what keep returns: plain data by name
 COUNTERS = ("step", "updates")
 
 
@@ -111,18 +110,21 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(group: Group) -> Group:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _changed(now: Any, value: Any, memo: dict[int, object]) -> Any:
+def _changed(now: object, value: object, memo: dict[int, object]) -> object:
     """Return a value, in the tensors that are there now where they fit."""
     if isinstance(value, Tensor):
-        fits = isinstance(now, Tensor) and id(now) not in memo
-        if fits and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device):
+        if isinstance(now, Tensor) and id(now) not in memo and _kind(now) == _kind(value):
             return now.copy_(value)
         return value.clone()
     if isinstance(value, dict):
         held = now if isinstance(now, dict) else {}
         return {name: _changed(held.get(name), part, memo) for name, part in value.items()}
     return copy.deepcopy(value, memo)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
