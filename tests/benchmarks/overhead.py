@@ -9,7 +9,8 @@ The model is tiny (784-128-64-10, batches of 32, SGD with momentum, one CPU thre
 loop shows. Every contender trains on one list of tensors from the same first weights, and has to
 arrive at those of the loop written by hand, bit for bit ("plain") or to 1e-6 ("accumulate(4) and
 clip(1.0)"); otherwise nothing is timed. In a round each contender trains once on all batches, in
-random order. Ratios are taken within a round.
+random order. Ratios are taken within a round. The last column compares the fastest rounds of both:
+on a busy machine it is the steadier number.
 
 What is timed, and divided by the number of batches (four to an update in the second table):
 
@@ -413,7 +414,7 @@ def show(
     to: str = HAND,
     digits: int = 2,
 ) -> None:
-    print(f"\n{setting:<28}{'µs/batch':>10}{'ratio':>8}{'25–75 %':>15}")
+    print(f"\n{setting:<28}{'µs/batch':>10}{'ratio':>8}{'25–75 %':>15}{'fastest':>10}")
     for name in names or CONTENDERS:
         if name not in times:
             print(f"{name:<28}not installed: pip install 'fnloop[bench]'")
@@ -422,7 +423,8 @@ def show(
         low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
         middle = f"{low:.{digits}f}–{high:.{digits}f}"
         median = statistics.median(times[name])
-        print(f"{name:<28}{median:>10.1f}{ratio:>8.{digits}f}{middle:>15}")
+        fastest = min(times[name]) / min(times[to])
+        print(f"{name:<28}{median:>10.1f}{ratio:>8.{digits}f}{middle:>15}{fastest:>10.{digits}f}")
 
 
 def version(distribution: str) -> str | None:
