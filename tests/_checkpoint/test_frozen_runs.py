@@ -159,8 +159,16 @@ def whole(request):
     return request.param, state
 
 
-@pytest.mark.parametrize("how", ["always", "new", "beforehand"])
-@pytest.mark.parametrize("at", range(1, UPDATES + 1))
+OTHERWISE = [(at, how) for how in ("new", "beforehand") for at in (2, 3, 5, 6, 9)]
+
+
+@pytest.mark.parametrize(
+    ("at", "how"),
+    [
+        *((at, "always") for at in range(1, UPDATES + 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE),
+    ],
+)
 def test_a_script_of_three_phases_ends_the_same_wherever_it_is_killed(at, how, whole, tmp_path):
     make, expected = whole
     killed(script, at, make, tmp_path / "run")

@@ -430,6 +430,7 @@ fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=100, hooks=hooks)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this platform has no SIGKILL")
 def test_a_kill_loses_no_row_and_a_resume_repeats_none(tmp_path):
     died = subprocess.run(

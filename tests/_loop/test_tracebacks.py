@@ -234,6 +234,7 @@ shell.run_cell("state = fl.fit(step, state, batches)")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["Context", "Verbose"])
 def test_ipython_shows_the_users_line_and_the_note(mode, tmp_path):
     pytest.importorskip("IPython")
@@ -274,6 +275,7 @@ def test_step():
 """
 
 
+@pytest.mark.slow
 def test_pytest_shows_the_users_lines_and_the_note(tmp_path):
     (tmp_path / "test_mine.py").write_text(UNIT_TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
