@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fnloop._core.call import Call, name_of
 from fnloop._core.middleware import Middleware
+from fnloop._core.ownership import StaleStateError
 from fnloop._core.state import TrainState, advance, begin_update, give_up_ownership
 from fnloop._core.types import Batch, LossFn, Output, Step
 from fnloop._display import checks
@@ -170,6 +171,12 @@ def _counted(fn: RawFn) -> Step:
         give_up_ownership(state)  # the function may change the parameters at any time
         try:
             out = fn(state, batch)
+        except StaleStateError as error:
+            error.add_note(
+                f"{name_of(fn)} makes the update itself: it calls the loss function, backward and "
+                "the optimizer, and no step"
+            )
+            raise
         finally:
             for p in params:
                 p.grad = None

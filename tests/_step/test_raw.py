@@ -172,6 +172,18 @@ def test_a_failure_leaves_no_state_to_continue_from():
         fl.evaluate(fl.pipeline()(toy_loss), state, batches(1))
 
 
+def test_a_step_inside_is_an_error_that_says_what_to_call():
+    step = fl.pipeline()(toy_loss)
+
+    def calls_a_step(state, batch):
+        return step(state, batch)[1]
+
+    with pytest.raises(fl.StaleStateError) as caught:
+        fl.fit(fl.raw(calls_a_step), toy(), batches(1), hooks=())
+    said = "calls_a_step makes the update itself: it calls the loss function, backward and the"
+    assert any(note.startswith(said) for note in caught.value.__notes__)
+
+
 def test_several_processes_are_refused():
     state = toy()
     several = attrs.evolve(state, backend=attrs.evolve(state.backend, world_size=2))
