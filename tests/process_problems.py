@@ -19,6 +19,7 @@ SIZE, BATCH = 41, 6  # samples; and samples per update of all processes. 41 is p
 
 
 COUNTS = (1, 2, 3)
+FEW = (1, 2)  # for long jobs, where other tests show what an odd number changes
 
 
 def rank():

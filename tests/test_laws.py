@@ -111,7 +111,13 @@ def single_precision(problem: Problem) -> Problem:
 # --- 2 and 4: fold and purity; 7: no host reads
 
 
-@pytest.mark.parametrize("pipe", COMBINATIONS, ids=repr)
+def slow_if_compiled(pipe):
+    """Torch's compiler takes seconds to import and to trace, even where it compiles nothing."""
+    compiles = any(member.name == "compiled" for member in pipe.middleware)
+    return pytest.param(pipe, marks=pytest.mark.slow) if compiles else pipe
+
+
+@pytest.mark.parametrize("pipe", map(slow_if_compiled, COMBINATIONS), ids=repr)
 def test_every_combination_keeps_the_laws(pipe):
     check_laws(pipe)
 

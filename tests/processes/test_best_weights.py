@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from launch import written_by
 from process_problems import (
-    COUNTS,
+    FEW,
     come_to,
     default_dtype,
     difference,
@@ -69,13 +69,13 @@ def resumes_to_the_best(folder):
             f"{before} on {n}, then {after}": trained(
                 after, saved=written_by(ends, n, folder) / before
             )[1]
-            for n in COUNTS
+            for n in FEW
             for before in KINDS
             for after in KINDS
         }
 
 
-@pytest.fixture(params=COUNTS)
+@pytest.fixture(params=FEW)
 def ended(request, launched):
     return launched(ends, request.param)
 
@@ -94,10 +94,10 @@ def test_any_number_of_processes_ends_with_the_same_best_weights(launched, ended
         assert "needs all processes" in mine["refused"]
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", FEW)
 def test_a_copy_saved_on_any_number_is_restored_on_any_other(launched, n):
     expected = launched(ends, 1)[0]["plain"]
-    for saved_on in COUNTS:
+    for saved_on in FEW:
         launched(ends, saved_on)
     for mine in launched(resumes_to_the_best, n):
         for name, found in mine.items():

