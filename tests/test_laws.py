@@ -117,7 +117,7 @@ def slow_if_compiled(pipe):
     return pytest.param(pipe, marks=pytest.mark.slow) if compiles else pipe
 
 
-@pytest.mark.parametrize("pipe", map(slow_if_compiled, COMBINATIONS), ids=repr)
+@pytest.mark.parametrize("pipe", [*map(slow_if_compiled, COMBINATIONS)], ids=repr)
 def test_every_combination_keeps_the_laws(pipe):
     check_laws(pipe)
 
