@@ -155,6 +155,59 @@ def test_it_equals_the_run_without_the_batches_since_the_snapshot():
     assert str(one.optimizer.state_dict()) == str(two.optimizer.state_dict())
 
 
+@pytest.mark.parametrize(
+    "members",
+    [
+        (fl.swa(1, every=1),),
+        (fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.StepLR(o, 1)),),
+    ],
+    ids=repr,
+)
+def test_a_slot_and_the_settings_go_back_too(members):
+    losses = [1, 1.1, 1.2, 1.3, 1.4, 9, 1.5, 1.6, 1.7]
+    one = fitted(losses, *members, fl.spike_guard(4, then="back"), steps=7)
+    two = fitted(losses[:4] + losses[6:], *members, steps=7)
+    name = members[0].name
+    assert one.model.w.item() == two.model.w.item()
+    assert one.optimizer.param_groups[0]["lr"] == two.optimizer.param_groups[0]["lr"]
+    if name == "swa":
+        assert torch.equal(one.slots["swa"]["w"], two.slots["swa"]["w"])
+        assert one.slots["swa"].count == two.slots["swa"].count
+
+
+def test_buffers_and_state_that_came_after_the_snapshot_go_back():
+    """The third batch is the first that trains the bias, and the fourth is a spike."""
+
+    def loss_fn(model, batch):
+        size = batch.mean()
+        return (model(batch.expand(2, 1)).mean() if size > 1 else model[1].weight.sum()) * 0 + size
+
+    def new():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return fl.TrainState.create(model, optimizer, seed=0)
+
+    batches = [torch.tensor([x]) for x in (1.0, 1.0, 1.5, 9.0)]
+    step = fl.pipeline(fl.spike_guard(2, then="back"))(loss_fn)
+    state = fl.fit(step, new(), batches, hooks=())
+    assert (state.step, state.skipped) == (2, 2)
+    assert state.model[0].running_mean.item() == 0.0 and state.model[0].num_batches_tracked == 0
+    assert {*state.optimizer.state} == {state.model[1].weight}
+
+
+def test_the_median_and_the_count_are_those_of_the_snapshot():
+    state = fitted([1, 1, 1, 1.8, 1.8, 9, 3], fl.spike_guard(3, then="back"))
+    assert [s[-1] for s in where(state)] == [9.0, 3.0]  # 3 is not above twice 1.8
+    state = fitted([1, 1, 1, 9, 1, 9], fl.spike_guard(2, then="back"))
+    assert (state.step, state.skipped) == (2, 4)  # one update after a return makes no snapshot
+
+
+def test_a_new_snapshot_may_be_gone_back_to_as_often():
+    state = fitted([1, 1, *[9] * 9, 1, 1, *[9] * 9], fl.spike_guard(2, then="back"))
+    assert (state.step, state.skipped, state.stop) == (4, 18, None)
+
+
 def updated_by(make):
     model = toy().model
     return fl.TrainState.create(model, make(model.parameters(), lr=0.1), seed=0)
@@ -163,8 +216,16 @@ def updated_by(make):
 def test_the_model_and_the_optimizer_stay_the_same_objects():
     state = updated_by(torch.optim.AdamW)
     model, optimizer = state.model, state.optimizer
-    state = fitted([1, 1, 1, 9, 1], fl.spike_guard(2, then="back"), state=state)
+    moments = []
+    note = fl.when(lambda s: s.step == 1)(lambda s: moments.extend(moments_of(s)) or s)
+    guard, losses = fl.spike_guard(2, then="back"), [1, 1, 1, 9, 1]
+    state = fitted(losses, guard, state=state, hooks=(note,))
     assert state.model is model and state.optimizer is optimizer and state.skipped == 2
+    assert [*map(id, moments)] == [*map(id, moments_of(state))]
+
+
+def moments_of(state):
+    return state.optimizer.state[state.model.w].values()
 
 
 @pytest.mark.parametrize("pause", range(1, 9))
@@ -193,6 +254,9 @@ def test_the_tenth_return_to_one_snapshot_stops_the_run():
     state = fitted([1, 1, *[9] * 12], fl.spike_guard(2, then="back"))
     assert (state.step, state.skipped, len(where(state))) == (2, 10, 10)
     assert state.stop == "spike_guard: it went back to step 2 10 times"
+    state = attrs.evolve(state, stop=None)
+    state = fitted([9] * 30, fl.spike_guard(2, then="back"), state=state)
+    assert (state.skipped, len(where(state))) == (20, 20) and state.stop is not None
 
 
 def test_a_turn_does_not_go_back():
