@@ -159,7 +159,11 @@ def test_it_equals_the_run_without_the_batches_since_the_snapshot():
     "members",
     [
         (fl.swa(1, every=1),),
-        (fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.StepLR(o, 1)),),
+        (
+            fl.torch_scheduler(
+                lambda o, run: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1))
+            ),
+        ),
     ],
     ids=repr,
 )
