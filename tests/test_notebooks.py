@@ -80,11 +80,9 @@ def test_a_notebook_runs_and_runs_again(name, tmp_path):
     with client.setup_kernel(env=os.environ | settings):
         for i, cell in [*cells, again, *(cells if name in REPEATED else ())]:
             client.execute_cell(cell, i)
-    assert not any(
-        out.output_type == "stream" and "Warning" in out.text
-        for _, cell in cells
-        for out in cell.outputs
-    )
+    texts = [out.text for _, cell in cells for out in cell.outputs if out.output_type == "stream"]
+    # Of tqdm, which optuna imports, where ipywidgets are missing
+    assert not [text for text in texts if "Warning" in text and "IProgress not found" not in text]
 
 
 def lines(code):
