@@ -72,11 +72,11 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         then: "skip" continues with the next batch; if a whole ``window`` of updates in a row is
             left out, which is not a spike, the run stops. "stop" stops the run at the first one.
             ``state.stop`` says why; to continue, ``attrs.evolve(state, stop=None)``. "back" goes
-            back to a snapshot, and continues with the next batch: weights, optimizers and slots are
-            those after the newest ``window`` applied updates that are complete, and
-            ``state.step`` counts from there again. The updates since then count as skipped. The
-            snapshot takes the memory of another model with its optimizer, in checkpoints too. The
-            run stops when it has gone back to one snapshot 10 times.
+            back to the newest snapshot, and continues with the next batch. It takes a snapshot
+            after every ``window`` applied updates: of the model, the optimizers (their ``state``
+            and ``param_groups``), the slots and ``state.step``. Updates made since then count as
+            skipped. A snapshot takes as much memory as the model and its optimizer, in checkpoints
+            too. The run stops when it has gone back to one snapshot 10 times.
 
     Returns:
         A middleware of the gradient and the step ring.
@@ -84,7 +84,8 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
     Raises:
         TypeError: the window is not an int, or the ratio not a number.
         ValueError: a setting is out of its range. When composing: ``amp("fp16")`` or ``sam`` is
-            listed after it, or ``accumulate`` after it and another middleware of gradients.
+            listed after it, or ``accumulate`` after it and another middleware of gradients. In a
+            run: it goes back, and the model or the optimizers have other parameters by now.
         NotImplementedError: "back", and the model is sharded over processes.
 
     Example:
