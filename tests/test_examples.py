@@ -86,9 +86,9 @@ def accuracies(out: str) -> list[tuple[int, float]]:
 
 
 def test_text_learns():
-    out = run("text.py", "--epochs", "1")
+    out = run("text.py")
     (trained,) = re.findall(r"([\d.]+) trained", out.replace("untrained", ""))
-    assert float(trained) < 2  # nats per character; 4.6 by guessing
+    assert float(trained) < 1.6  # nats per character; 4.6 by guessing, 1.65 with AdamW alone
 
 
 def test_gan_draws_a_picture_per_epoch_and_resumes(digits_read, tmp_path):
@@ -102,7 +102,7 @@ def test_gan_draws_a_picture_per_epoch_and_resumes(digits_read, tmp_path):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     assert len({(whole / name).read_bytes() for name in pictures}) == 2
     (d,) = re.findall(r"discriminator ([\d.]+)", out)
-    assert float(d) < 1  # of 2 × log 2 by guessing
+    assert float(d) < 0.8  # of 2 × log 2 by guessing
 
 
 def test_by_hand_and_fnloop_agree(digits_read):

@@ -74,7 +74,7 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
         >>> state.step, state.model.w.item()
         (2, -6.0)
     """
-    if isinstance(fn, type | nn.Module | TrainState | PipelineStep):
+    if isinstance(fn, type | nn.Module | TrainState | Pipeline | PipelineStep):
         raise TypeError(f"raw expects a function (state, batch) -> Output; got {name_of(fn)}")
     checks.function("raw", "fn", fn, "a function (state, batch) -> Output", 2)
     if evaluate is not None:

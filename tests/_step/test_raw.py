@@ -294,3 +294,8 @@ def test_a_gan_equals_the_loop_by_hand_also_when_it_is_resumed(stopped_after, tm
     whole = [record.metrics for record in state.history if not record.closing]
     assert [m["train/d"] for m in whole] == pytest.approx([d for d, _ in errors], rel=1e-6)
     assert [m["train/loss"] for m in whole] == pytest.approx([g for _, g in errors], rel=1e-12)
+
+
+def test_a_pipeline_without_a_loss_function_is_refused():
+    with pytest.raises(TypeError, match=r"raw expects a function .* got pipeline"):
+        fl.raw(fl.pipeline())
