@@ -1,6 +1,7 @@
 """One thread, because results must not depend on the number of cores; and shared fixtures."""
 
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -16,7 +17,15 @@ import fnloop as fl
 from fnloop._middleware import cuda_graph
 
 torch.set_num_threads(1)
+# How many seconds a DataLoader waits for a worker that does not end, before it terminates it.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us ignoring it
+
+
+def pytest_collection_finish():
+    """Let collections of garbage pass over what exists before the first test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -148,6 +148,7 @@ def without(monkeypatch):
     return without
 
 
+@pytest.mark.slow
 def test_import_fnloop_depends_on_no_private_name():
     code = """if True:
         import accelerate, torch, torch.distributed as dist

@@ -159,13 +159,15 @@ def whole(request):
     return request.param, state
 
 
-OTHERWISE = [(at, how) for how in ("new", "beforehand") for at in (2, 3, 5, 6, 9)]
+QUICK = (2, 5, 8)  # one update of each phase
+OTHERWISE = [(at, "always") for at in range(1, UPDATES + 1) if at not in QUICK]
+OTHERWISE += [(at, how) for how in ("new", "beforehand") for at in (2, 3, 5, 6, 9)]
 
 
 @pytest.mark.parametrize(
     ("at", "how"),
     [
-        *((at, "always") for at in range(1, UPDATES + 1)),
+        *((at, "always") for at in QUICK),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE),
     ],
 )

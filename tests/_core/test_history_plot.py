@@ -210,7 +210,10 @@ def test_the_loss_comes_first_and_is_larger_than_the_others_and_rates_are_last_a
     assert loss > 2 * accuracy > 2 * lr and lr == pytest.approx(grad_norm, rel=0.1)
 
 
-@pytest.mark.parametrize("n", range(2, 14))
+@pytest.mark.parametrize(
+    "n",
+    [*range(2, 8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 14))],
+)
 def test_no_axis_overlaps_another(n):
     figure = plot(History([Record(1, 10, {f"valid/metric_{i}": 0.5 for i in range(n)})]))
     figure.draw_without_rendering()

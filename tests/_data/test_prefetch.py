@@ -122,7 +122,10 @@ def drawing(drawn):
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [(name, case) for name in SOURCES for case in range(1 if "workers" in name else 4)],
+    [
+        *((name, case) for name in SOURCES if "workers" not in name for case in range(4)),
+        *(pytest.param(n, 0, marks=pytest.mark.slow) for n in SOURCES if "workers" in n),
+    ],
 )
 def test_prefetch_changes_no_number(name, case, tmp_path):
     chance = random.Random(f"{name} {case}")

@@ -90,7 +90,13 @@ def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("problem", [small(), stochastic()], ids=["small", "stochastic"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(small(), id="small"),
+        pytest.param(stochastic(), id="stochastic", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
     def run(*members):
         loaders = {"train": problem.batches, "valid": problem.batches[:3]}
