@@ -135,6 +135,7 @@ def test_a_function_and_a_package_never_share_a_name():
     assert {name for name in fnloop.__all__ if name in packages} == {"data", "schedules"}
 
 
+@pytest.mark.slow
 def test_an_import_that_fails_leaves_garbage_collection_on():
     code = """if True:
         import gc, sys
@@ -323,6 +324,7 @@ def test_nothing_optional_is_imported_at_the_top():
                 assert node.col_offset > 0, f"{path.name} imports {name} at its top"
 
 
+@pytest.mark.slow
 def test_import_pulls_in_nothing_optional():
     code = f"import fnloop, sys; print(sorted({OPTIONAL!r} & set(sys.modules)))"
     out = subprocess.run(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fnloop
 
 README = Path(fnloop.__file__).parent.parent / "README.md"
@@ -21,6 +23,7 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 130 and len(example.splitlines()) <= 15
 
 
+@pytest.mark.slow
 def test_the_example_runs_as_it_is_pasted(tmp_path):
     (example,) = blocks("python")
     (tmp_path / "example.py").write_text(example)
