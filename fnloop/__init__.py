@@ -241,6 +241,10 @@ calls of torch and have not been tested yet.
 - `fnloop.schedules`: cosine, linear, wsd and others; `fnloop.schedules.plot` draws them.
 - `fnloop.data`: loaders made of loaders: `take`, `fixed`, `interleave`, `zip_cycle` and others.
 
+# Debugging
+
+- `fnloop.debug`: make an update of a run again, compare two runs, and check updates while they run.
+
 # Testing
 
 `fnloop.testing` has a toy problem, a spy step, a guard against host reads, and the laws of the
@@ -249,7 +253,7 @@ library as checks.
 
 __docformat__ = "google"
 
-from fnloop import data, schedules
+from fnloop import data, debug, schedules
 from fnloop._backend.public import broadcast, gather, reduce
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
@@ -329,7 +333,7 @@ __all__ = [
     "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
     "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
-    "compiled", "cuda_graph", "data", "decide", "derive", "device_memory", "dry_run",
+    "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
     "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
     "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
     "latest", "layers", "live_plot", "metric", "microbatch", "middleware", "on_main", "once",

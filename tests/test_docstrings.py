@@ -12,9 +12,9 @@ import attrs
 import pytest
 
 import fnloop
-from fnloop import data, schedules, testing
+from fnloop import data, debug, schedules, testing
 
-MODULES = (fnloop, data, schedules, testing)
+MODULES = (fnloop, data, debug, schedules, testing)
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in MODULES

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 import fnloop
-from fnloop import data, schedules, testing
+from fnloop import data, debug, schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 # A room imports only from the rooms before it.
 ROOMS = (
     "_display _backend _core schedules _data _step "
-    "_graphs _checkpoint _middleware _hooks _loop testing data"
+    "_graphs _checkpoint _middleware _hooks _loop testing data debug"
 )
 OPTIONAL = {
     *("matplotlib", "pandas", "torchmetrics", "IPython", "ipykernel", "nbclient", "nbformat"),
@@ -38,7 +38,18 @@ CONTRACT = {
     *("compiled", "channels_last", "cuda_graph", "CaptureError"),
     *("profiled", "microbatch", "retry_on_oom"),
     *("Mean", "Sum", "Min", "Max", "Last", "from_torchmetrics"),
-    *("fit", "run", "evaluate", "predict", "History", "Record", "compare", "schedules", "data"),
+    *(
+        "fit",
+        "run",
+        "evaluate",
+        "predict",
+        "History",
+        "Record",
+        "compare",
+        "schedules",
+        "data",
+        "debug",
+    ),
     *("CheckpointError", "save", "restore", "resume", "latest", "best", "checkpoint"),
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
     *("dry_run", "find_lr", "find_batch_size", "summary"),
@@ -113,7 +124,7 @@ def test_the_public_names_are_those_of_the_contract():
     assert public == CONTRACT, "__all__ and the importable names differ"
 
 
-@pytest.mark.parametrize("module", [fnloop, data, schedules, testing])
+@pytest.mark.parametrize("module", [fnloop, data, debug, schedules, testing])
 def test_a_module_lists_its_public_names_and_no_others(module):
     assert sorted(name for name in dir(module) if not name.startswith("__")) == sorted(
         module.__all__
@@ -132,7 +143,7 @@ def test_help_shows_what_is_public():
 def test_a_function_and_a_package_never_share_a_name():
     """A package ``fnloop.middleware`` would hide the function of that name."""
     packages = {module.name for module in pkgutil.iter_modules(fnloop.__path__)}
-    assert {name for name in fnloop.__all__ if name in packages} == {"data", "schedules"}
+    assert {name for name in fnloop.__all__ if name in packages} == {"data", "debug", "schedules"}
 
 
 @pytest.mark.slow
@@ -344,6 +355,7 @@ def everything_public():
                     yield f"fnloop.{name}.{method}", function
     yield from ((f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__)
     yield from ((f"data.{name}", getattr(data, name)) for name in data.__all__)
+    yield from ((f"debug.{name}", getattr(debug, name)) for name in debug.__all__)
     yield from ((f"testing.{name}", getattr(testing, name)) for name in testing.__all__)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import fnloop
-from fnloop import data, schedules, testing
+from fnloop import data, debug, schedules, testing
 
 pytest.importorskip("pdoc")
 
 README = Path(fnloop.__file__).parent.parent / "README.md"
 SUBJECTS = [
     *("State and steps", "Middleware and rings", "Metrics", "Runs", "Hooks", "Checkpoints"),
-    *("Processes", "Schedules and data", "Testing"),
+    *("Processes", "Schedules and data", "Debugging", "Testing"),
 ]
 
 
@@ -53,7 +53,7 @@ def pages(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", [fnloop, data, schedules, testing], ids=lambda module: module.__name__
+    "module", [fnloop, data, debug, schedules, testing], ids=lambda module: module.__name__
 )
 def test_every_public_name_is_in_the_reference(pages, module):
     described = set(re.findall(r'<section id="([\w.]+)">', pages[module.__name__]))
@@ -65,7 +65,7 @@ def test_every_public_name_is_in_the_reference(pages, module):
 def test_docstrings_are_read_as_sections(pages):
     assert [
         name
-        for name in ("fnloop", "fnloop.data", "fnloop.schedules", "fnloop.testing")
+        for name in ("fnloop", "fnloop.data", "fnloop.debug", "fnloop.schedules", "fnloop.testing")
         if ">Arguments:</h6>" not in pages[name]
     ] == []
 

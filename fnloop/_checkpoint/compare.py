@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from fnloop._backend.containers import SEQUENCES, pairs_of
 from fnloop._display.checks import describe, join_names
 
-__all__ = ["describe_value", "find_difference"]
+__all__ = ["Measured", "describe_value", "find_difference", "measure"]
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes),
@@ -64,10 +65,70 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 
 
 def _view_as_integers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().view(INTEGER_OF_SIZE[tensor.dtype.itemsize])
+    return _as_real(tensor.detach()).resolve_neg().view(INTEGER_OF_SIZE[tensor.dtype.itemsize])
+
+
+@attrs.frozen
+class Measured:
+    """How much two tensors of one shape and dtype differ.
+
+    Args:
+        elements: how many elements do.
+        total: how many there are.
+        index: that of the first one that does.
+        values: the two values there.
+        largest: the largest difference; NaN if one of the two is NaN or infinite somewhere.
+        steps: how many other floating-point numbers are between the two values at that index, plus
+            one ("ulps"); None if they have not one sign, or are not such numbers.
+    """
+
+    elements: int
+    total: int
+    index: tuple[int, ...]
+    values: tuple[float, float]
+    largest: float
+    steps: int | None
+
+    def __str__(self) -> str:
+        one, other = (f"{value:.9g}" for value in self.values)
+        at = "" if not self.index else f" at {[*self.index]}"
+        apart = "" if self.steps is None else f", {self.steps:,} ulp{'s' * (self.steps != 1)} apart"
+        return (
+            f"{self.elements:,} of {self.total:,} elements differ, by up to {self.largest:.3g}; "
+            f"first{at}: {one} and {other}{apart}"
+        )
+
+
+def measure(a: Tensor, b: Tensor) -> Measured | None:
+    """Return how much two tensors of one shape and dtype differ; None if they do not.
+
+    NaN is equal to NaN, whatever its bits. Otherwise 0 and -0 differ.
+
+    Example:
+        >>> measure(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).largest
+        1.0
+    """
+    if _equal_tensors(a, b):
+        return None
+    a, b = (_as_real(tensor.detach().cpu()) for tensor in (a, b))
+    bits = _view_as_integers(a), _view_as_integers(b)
+    differ = (bits[0] != bits[1]) & ~((a != a) & (b != b))
+    places = differ.nonzero()
+    if not len(places):
+        return None
+    place = tuple(places[0].tolist())
+    wide = torch.float64 if a.is_floating_point() else torch.int64
+    apart = (a[differ].to(wide) - b[differ].to(wide)).abs().double()
+    values = float(a[place]), float(b[place])
+    steps = None
+    if a.is_floating_point() and np.copysign(1, values[0]) == np.copysign(1, values[1]):
+        steps = abs(int(bits[0][place]) - int(bits[1][place]))
+    largest = float(apart.max())
+    return Measured(len(places), a.numel(), place, values, largest, steps)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def describe_value(value: object) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "EncodedHistory",
     "check_blocks",
     "count_blocks",
+    "decode_record",
     "encode_record",
     "make_history_encoder",
     "read_blocks",
@@ -70,6 +71,13 @@ def encode_record(record: Record) -> str:
     row = {"epoch": record.epoch, "step": record.step, **record.metrics, "seconds": record.seconds}
     row |= {"closing": True} if record.closing else {}
     return json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False)
+
+
+def decode_record(row: dict[str, Json]) -> Record:
+    """Return a record from JSON."""
+    epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
+    closing = row.pop("closing", False)
+    return Record(epoch, step, row, seconds, closing)
 
 
 def _join_lines(lines: Iterable[str]) -> bytes:

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -20,6 +19,7 @@ from fnloop._checkpoint.averages import with_averages
 from fnloop._checkpoint.counters import check_counters, updates_by_name
 from fnloop._checkpoint.files import locate, read_checkpoint
 from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
+from fnloop._checkpoint.history_blocks import decode_record
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
 from fnloop._checkpoint.optimizers import prepare_loads
 from fnloop._checkpoint.parts import check_held, held_parts, read_parts
@@ -30,7 +30,6 @@ from fnloop._core.frozen import remember_restored
 from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_of
-from fnloop._core.record import Record
 from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json, Pending, decode, from_safetensor
 from fnloop._core.snapshot import unwrap
@@ -187,7 +186,7 @@ def _decode_fields(
     if "slots" in held:
         mappings["slots"] = with_averages(mappings["slots"], contents, state)
     shares = [_decode_metrics(decode(own, slots), device) for own in facts.get("shares", ())]
-    history = History(_decode_record(decode(row, slots)) for row in facts["history"])
+    history = History(decode_record(decode(row, slots)) for row in facts["history"])
     counters, generators, position = {}, [], None
     if "counters" in held:
         counters = check_counters(facts)
@@ -246,12 +245,6 @@ def _own_metrics(
     if len(shares) == backend.world_size:
         return shares[backend.rank]
     return merged if backend.main else {}
-
-
-def _decode_record(row: dict[str, Any]) -> Record:
-    epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
-    closing = row.pop("closing", False)
-    return Record(epoch, step, row, seconds, closing)
 
 
 def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:

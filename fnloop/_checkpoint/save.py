@@ -39,6 +39,7 @@ from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
 from fnloop._checkpoint.optimizers import encode_optimizers
 from fnloop._checkpoint.parts import parts_to_save
 from fnloop._checkpoint.positions import encode_positions
+from fnloop._checkpoint.targets import encode_targets
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import PENDING, RECORD, UPDATE
 from fnloop._core.history import History
@@ -151,7 +152,7 @@ def collect_contents(
         CheckpointError: the state contains something that a checkpoint cannot.
     """
     check_not_stale(state)
-    state = detached_from_run(state)
+    run, state = state.run, detached_from_run(state)
     main = state.backend.main
     model, optimizer, slots = _FullTensors(main), _FullTensors(main), _FullTensors(main)
     averages: defaultdict[str, dict[str, Tensor]] = defaultdict(lambda: _FullTensors(main))
@@ -159,6 +160,7 @@ def collect_contents(
         facts = _encode_identity(state, parts)
         if "counters" in parts:
             facts |= _encode_counters(state, slots) | encode_positions(state, slots)
+            facts |= {} if run is None else {"targets": encode_targets(run)}
         if "model" in parts or TRAINED in parts:
             facts["model"] = _encode_weights(state, parts, model, slots)
         if "optimizer" in parts:

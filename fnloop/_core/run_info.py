@@ -58,6 +58,10 @@ def _unknown(epoch: int, batch: int) -> Position | None:
     return None
 
 
+def _no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
+    return iter(())
+
+
 @attrs.frozen(repr=False)
 class RunInfo:
     """Facts about the current run, fixed when it starts.
@@ -75,6 +79,9 @@ class RunInfo:
         stopwatch: what the run has waited for.
         first_step: ``state.step`` when the phase began; 0 without phases.
         position_at: ``(epoch, batch) -> where the training loader was after this batch``, or None.
+        indices_at: ``(epoch, batch, samples) -> which samples of its dataset each batch of this
+            process has``, from that position on; nothing where that is unknown. It may draw from
+            the global generators.
         precision: what ``amp`` computes in, "bf16" or "fp16"; None without it.
 
     Example:
@@ -100,6 +107,9 @@ class RunInfo:
     precision: str | None = None
     first_step: int = 0
     position_at: Callable[[int, int], Position | None] = attrs.field(default=_unknown, eq=False)
+    indices_at: Callable[[int, int, int], Iterator[object]] = attrs.field(
+        default=_no_indices, eq=False
+    )
 
     def __repr__(self) -> str:
         return html.record_text("RunInfo", self._facts())
@@ -109,7 +119,7 @@ class RunInfo:
         return html.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        hidden = ("clock", "loader", "position_at", "stopwatch")
+        hidden = ("clock", "indices_at", "loader", "position_at", "stopwatch")
         rare = ("precision", "first_step")
         facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
         return {name: fact for name, fact in facts.items() if fact or name not in rare}

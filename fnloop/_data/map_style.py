@@ -40,6 +40,7 @@ from fnloop._data.window import END, Padding
 __all__ = [
     "batch_indices",
     "fetched",
+    "index_in",
     "is_sized",
     "length_of",
     "map_style",
@@ -95,6 +96,11 @@ class _BatchRequest(NamedTuple):
     index: Index
     size: int
     is_padding: bool = False
+
+
+def index_in(request: object) -> Index:
+    """Return which samples a request asks for: their indices, or the index of one."""
+    return cast(_BatchRequest, request).index
 
 
 class _BatchDataset(Dataset[Batch]):

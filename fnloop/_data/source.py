@@ -20,6 +20,7 @@ from fnloop._backend.collectives import all_reduce_max, any_rank
 from fnloop._core.rng import fold_in
 from fnloop._core.types import Batch
 from fnloop._data.composed import Composed, fetch
+from fnloop._data.indices import Indices, indices_of, no_indices
 from fnloop._data.iterable import iterate
 from fnloop._data.loaders import sharded
 from fnloop._data.map_style import is_sized, length_of, map_style
@@ -47,6 +48,7 @@ class Source:
         drop_last: whether an incomplete last round is left out.
         lengths: the length of an epoch by its number, if epochs may differ.
         positions: where the loader is, if it says so.
+        indices: which samples the batches of this process have, where they are taken by index.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Batch]]
@@ -57,6 +59,7 @@ class Source:
     drop_last: bool = False
     lengths: Callable[[int], int | None] | None = None
     positions: Positions = attrs.field(factory=Positions)
+    indices: Indices = no_indices
 
     @property
     def processes(self) -> int:
@@ -135,19 +138,20 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
         _check_not_split(loader)
     loader = _unprepared(loader)
     sharing = sharing_among(processes, rank)
+    indices = indices_of(loader, seed, rank, processes)
     if isinstance(loader, Composed):
-        return _open_composed(loader, seed, sharing)
+        return attrs.evolve(_open_composed(loader, seed, sharing), indices=indices)
     if is_map_style(loader):
 
         def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
             return map_style(loader, seed, epoch, batch, samples, sharing)
 
         if not is_sized(loader):
-            return Source(indexed, length_of(loader), sharing)
+            return Source(indexed, length_of(loader), sharing, indices=indices)
         batched = cast(BatchSampler, loader.batch_sampler)
         total = len(batched.sampler)  # type: ignore[arg-type]
         source = Source(indexed, None, sharing, batched.batch_size, total, batched.drop_last)
-        return attrs.evolve(source, length=source.batches_of(total))
+        return attrs.evolve(source, length=source.batches_of(total), indices=indices)
     if type(loader) in (list, tuple):  # no code of the user's runs: there is nothing to position
         listed = cast("list[Batch]", loader)
 
@@ -218,8 +222,13 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Sourc
         [-1.0 if source.length is None else source.length, source.length is None]
     )
     length = None if some_unknown else int(longest) * processes
+
+    def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
+        return source.indices(epoch, batch // processes, 0)
+
     source.positions.shards = processes
-    return Source(batches, length, RoundRobin(rank, processes), positions=source.positions)
+    sharing = RoundRobin(rank, processes)
+    return Source(batches, length, sharing, positions=source.positions, indices=indices)
 
 
 def _pad_to_longest(batches: Iterator[Batch]) -> Iterator[Batch]:

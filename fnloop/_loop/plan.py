@@ -259,7 +259,7 @@ def describe(
     return RunInfo(
         plan.epochs, total, per_epoch, batches, window, evaluated, clock,
         precision=plan.step.precision, first_step=0 if phase is None else phase.step,
-        position_at=source.positions.at,
+        position_at=source.positions.at, indices_at=source.indices,
     )  # fmt: skip
 
 

@@ -134,7 +134,7 @@ class AlternateStep(PipelineStep):
     """
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
-        self._settings, self._turns = settings, Turns(settings.run_of)
+        self.settings, self._turns = settings, Turns(settings.run_of)
         self._round: Replaceable = functools.partial(self._take_turns)
         super().__init__(pipeline)
         self.window = settings.window
@@ -153,17 +153,17 @@ class AlternateStep(PipelineStep):
             ValueError: it would ignore one of them.
         """
         check_around(pipeline.middleware, _OF_STEPS, self._explain)
-        check_with_turns(pipeline.middleware, self._settings.steps)
+        check_with_turns(pipeline.middleware, self.settings.steps)
         listed = (*self.pipeline.middleware, *pipeline.middleware)
-        return AlternateStep(Pipeline(listed), self._settings)
+        return AlternateStep(Pipeline(listed), self.settings)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
-        names, hint = join_names([*self._settings.steps]), ""
+        names, hint = join_names([*self.settings.steps]), ""
         if [*ignored] == ["forward"] and member.name.startswith("metric"):
             hint = '; or write metric(..., on="evaluation") for the aux of all, by name'
         return (
             f"{member!r} {acts}, but each of the steps {names} runs its own forward, backward and "
-            f"update: list it in their pipelines, {{{next(iter(self._settings.steps))!r}: "
+            f"update: list it in their pipelines, {{{next(iter(self.settings.steps))!r}: "
             f"pipeline({member!r})(...), ...}}{hint}"
         )
 
@@ -179,9 +179,9 @@ class AlternateStep(PipelineStep):
     def _take_turns(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         begin_update(state)  # raises if the state is stale
-        steps, done = self._settings.steps, Round()
+        steps, done = self.settings.steps, Round()
         window = self._window(batch)
-        for turn in self._settings.turns:
+        for turn in self.settings.turns:
             if turn.batches.start < len(window):
                 step = steps[turn.name]
                 part = window[turn.batches]
@@ -204,9 +204,9 @@ class AlternateStep(PipelineStep):
     def _evaluate_each(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         done = Round()
-        for name in self._settings.evaluated:
+        for name in self.settings.evaluated:
             own = self._turns.state_of(state, name)
-            done.add(name, call(name, self._settings.steps[name].evaluation, own, batch)[1])
+            done.add(name, call(name, self.settings.steps[name].evaluation, own, batch)[1])
         return state, done.output()
 
     @contextlib.contextmanager
@@ -220,26 +220,26 @@ class AlternateStep(PipelineStep):
 
     @property
     def precision(self) -> str | None:
-        found = {step.precision: None for step in self._settings.steps.values()}
+        found = {step.precision: None for step in self.settings.steps.values()}
         return ", ".join(name for name in found if name is not None) or None
 
     def check_loaders(self, loaders: Sequence[str]) -> None:
         super().check_loaders(loaders)
-        for step in self._settings.steps.values():
+        for step in self.settings.steps.values():
             step.check_loaders(loaders)
 
     def check_evaluation(self, loaders: Sequence[str]) -> None:
-        for name in self._settings.evaluated:
-            self._settings.steps[name].check_evaluation(loaders)
+        for name in self.settings.evaluated:
+            self.settings.steps[name].check_evaluation(loaders)
 
     def begin_run(self, state: TrainState) -> None:
         self._check_state(state)
         super().begin_run(state)
-        for name, step in self._settings.steps.items():
+        for name, step in self.settings.steps.items():
             own = self._turns.state_of(state, name)
             step.begin_run(own)
             engine_of(state).start_turn(name, engine_of(own), own, state, slice(0))
-        idle = [name for name in state.optimizer if name not in self._settings.steps]
+        idle = [name for name in state.optimizer if name not in self.settings.steps]
         if idle and state.backend.main:
             log.warning(
                 f"alternate: these optimizers have no turn, so their parameters stay as they are: "
@@ -255,22 +255,22 @@ class AlternateStep(PipelineStep):
                 "gradients as they are at first: leave fully_shard out"
             )
         state = super().init_slots(state, evaluation=evaluation)
-        for name in self._settings.evaluated if evaluation else self._settings.steps:
+        for name in self.settings.evaluated if evaluation else self.settings.steps:
             own = self._turns.state_of(state, name)
-            made = self._settings.steps[name].init_slots(own, evaluation=evaluation)
+            made = self.settings.steps[name].init_slots(own, evaluation=evaluation)
             if made is not own:
                 state = self._turns.with_slots(state, name, made)
         return state
 
     def renew_slots(self, state: TrainState) -> TrainState:
         state = super().renew_slots(state)
-        for name, step in self._settings.steps.items():
+        for name, step in self.settings.steps.items():
             state = renew_slots(state, step.pipeline.middleware, f"{name}/")
         return state
 
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
-        found, wanted = named_in(state.optimizer), [*self._settings.steps]
+        found, wanted = named_in(state.optimizer), [*self.settings.steps]
         missing = [name for name in wanted if name not in found]
         if not missing:
             return
@@ -289,13 +289,13 @@ class AlternateStep(PipelineStep):
         name = turn_of(error)
         if name is None:
             return super().layer_of(error)
-        layer = self._settings.steps[name].layer_of(error)
+        layer = self.settings.steps[name].layer_of(error)
         return name if layer == STEP else f"{name}, {layer}"
 
     def explain(self, error: BaseException) -> None:
         super().explain(error)
         if (name := turn_of(error)) is not None:
-            self._settings.steps[name].explain(error)
+            self.settings.steps[name].explain(error)
             if str(error).startswith(NO_GRADIENT) and not isinstance(error, NoGradientError):
                 error.add_note(
                     f"in the turn of {name} only the parameters of its optimizer need gradients"
@@ -304,27 +304,27 @@ class AlternateStep(PipelineStep):
     # --- how it shows
 
     def __repr__(self) -> str:
-        shown = repr(self._settings.call)
+        shown = repr(self.settings.call)
         return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
 
     def _title(self) -> str:
         around = ", ".join(map(repr, self.pipeline.middleware))
-        return f"in turn: {self._settings.order}" + (f"; around: {around}" if around else "")
+        return f"in turn: {self.settings.order}" + (f"; around: {around}" if around else "")
 
     def __str__(self) -> str:
-        parts = (f"{name}:\n{step}" for name, step in self._settings.steps.items())
+        parts = (f"{name}:\n{step}" for name, step in self.settings.steps.items())
         return "\n".join([self._title(), *parts])
 
     def _repr_html_(self) -> str:
         parts = [html.line(self._title())]
-        for name, step in self._settings.steps.items():
+        for name, step in self.settings.steps.items():
             parts += [html.faint(name), step._repr_html_()]
         return html.stack(*parts)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         if self.pipeline.middleware:
-            return self.pipeline, (AlternateStep(Pipeline(()), self._settings),)
-        return self._settings.call, ()
+            return self.pipeline, (AlternateStep(Pipeline(()), self.settings),)
+        return self.settings.call, ()
 
 
 # --- what may be given

@@ -225,7 +225,8 @@ def check_step_reply(reply: object, name: str) -> None:
 
 
 _ORDER = {
-    "step": {"plateau": 1, TBPTT: 2},  # they say to others what to do: last, once for each update
+    # They say to others what to do: last, once for each update; and replay looks at that.
+    "step": {"plateau": 1, "replay": 1, TBPTT: 2},
     "gradient": {"microbatch": -2, RETRY: -1},  # they are about backward alone: first
 }
 

@@ -1,0 +1,206 @@
+"""bisect: the first update at which two runs diverge, and what differs in it first."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fnloop as fl
+from fnloop.debug import _difference, bisect
+from fnloop.testing import Problem, small, toy, toy_loss
+
+PROBLEM = small()
+BAD = 9  # the update with the fault, of 14: the second of the second epoch
+USUAL = fl.pipeline()(PROBLEM.loss_fn)
+
+
+def is_bad(state):
+    return state.step + 1 == BAD
+
+
+def in_module(i):
+    """The output of a module is another, in one update."""
+
+    def wrap(step):
+        def faulty(state, batch):
+            module = state.model[i]
+            module.forward = lambda x: type(module).forward(module, x) + 1e-9
+            try:
+                return step(state, batch)
+            finally:
+                del module.forward
+
+        return lambda state, batch: (faulty if is_bad(state) else step)(state, batch)
+
+    return fl.Middleware("fault", forward=wrap)
+
+
+def in_gradients(name):
+    def wrap(step):
+        def faulty(state, batch):
+            state, out = step(state, batch)
+            if is_bad(state):
+                state.model.get_parameter(name).grad += 1e-9
+            return state, out
+
+        return faulty
+
+    return fl.Middleware("fault", gradient=wrap)
+
+
+def in_loss():
+    def wrap(step):
+        def faulty(state, batch):
+            state, out = step(state, batch)
+            return state, fl.Output(out.loss * (1 + 1e-9 * is_bad(state)), out.weight, out.aux)
+
+        return faulty
+
+    return fl.Middleware("fault", loss=wrap)
+
+
+def left_out():
+    def wrap(step):
+        def faulty(state, batch):
+            state, out = step(state, batch)
+            first = is_bad(state) and not state.skipped
+            return state, fl.Output(out.loss, out.weight, skip="a fault" if first else None)
+
+        return faulty
+
+    return fl.Middleware("fault", gradient=wrap)
+
+
+def saved_run(folder, step, problem=PROBLEM, every=1, hooks=(), batches=None):
+    saves = fl.every(steps=every)(fl.checkpoint(folder, keep=None))
+    hooks = (*hooks, saves)
+    return fl.fit(step, problem.state(), batches or problem.batches, epochs=2, hooks=hooks)
+
+
+FAULTS = [
+    ("module", "1", in_module(1)),
+    ("loss", "", in_loss()),
+    ("gradient", "2.bias", in_gradients("2.bias")),
+    ("optimizer", "optimizer.param_groups.0.lr", fl.schedule(lambda i, n: 1 + (i + 1 == BAD))),
+    ("skipped", "", left_out()),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "fault"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_fault_in_one_update_is_found_and_named(what, name, fault, tmp_path):
+    usual = fl.pipeline(fl.schedule(lambda i, n: 1.0))(PROBLEM.loss_fn)
+    steps = (usual if what == "optimizer" else USUAL), fl.pipeline(fault)(PROBLEM.loss_fn)
+    for folder, step in zip("ab", steps, strict=True):
+        saved_run(tmp_path / folder, step, every=3)
+    state = PROBLEM.state()
+    found = bisect(tmp_path / "a", tmp_path / "b", steps, state, PROBLEM.batches)
+    assert (found.update, found.what, found.name) == (BAD, what, name)
+    assert found and found.between == (6, 14 if what == "skipped" else 9)
+    assert "update=9" in repr(found) and what in found._repr_html_()
+    fl.snapshot(state)  # it is still usable
+
+
+def test_another_batch_is_found(tmp_path):
+    """A sample changes between the two runs: in the fifth batch, and so in update 5."""
+    x, y = PROBLEM.batches[4]
+    batches = [*PROBLEM.batches[:4], (x + 1, y), *PROBLEM.batches[5:]]
+    saved_run(tmp_path / "a", USUAL), saved_run(tmp_path / "b", USUAL, batches=batches)
+    pair = {"train": PROBLEM.batches}, {"train": batches}
+    found = bisect(tmp_path / "a", tmp_path / "b", USUAL, PROBLEM.state(), pair)
+    assert (found.update, found.what, found.between) == (5, "batch", (4, 5))
+    assert found.text.startswith("6 of 6 elements differ, by up to 1")
+
+
+def test_other_draws_are_found(tmp_path):
+    """The other loss function draws once more before the model does."""
+    net = Problem(
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double(),
+        lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
+        PROBLEM.batches,
+    )
+
+    def drawing(model, batch):
+        if len(batch[0]) == 3:  # the third batch
+            torch.rand(1)
+        return net.loss_fn(model, batch)
+
+    steps = fl.pipeline()(net.loss_fn), fl.pipeline()(drawing)
+    for folder, step in zip("ab", steps, strict=True):
+        saved_run(tmp_path / folder, step, net)
+    found = bisect(tmp_path / "a", tmp_path / "b", steps, net.state(), net.batches)
+    assert (found.update, found.what, found.name) == (3, "draws", "1")
+    assert "before 1 (Dropout) was called, one had drawn other numbers" in found.text
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path):
+    """No script makes it: the run that has it is not what its script makes again."""
+
+    def flip(state):
+        with torch.no_grad():
+            state.model[2].weight.view(torch.int64)[0, 5].bitwise_xor_(1)
+        return state
+
+    hook = fl.when(lambda state: state.step == BAD)(flip)
+    for a, b in (("a", "b"), ("c", "d")):
+        saved_run(tmp_path / a, USUAL), saved_run(tmp_path / b, USUAL, hooks=(hook,))
+        names = (a, b) if a == "a" else (b, a)
+        found = bisect(*(tmp_path / n for n in names), USUAL, PROBLEM.state(), PROBLEM.batches)
+        bad = "b" if a == "a" else "a"
+        assert (found.update, found.what, found.name) == (None, "not made again", bad)
+        assert found.between == (8, 9)
+        assert "model.2.weight of its checkpoint is not what it becomes again" in found.text
+        measured = found.difference.tensor.measured
+        assert (measured.elements, measured.index, measured.steps) == (1, (0, 5), 1)
+
+
+def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypatch):
+    """With 64 checkpoints: 7 comparisons, and two runs, each continued and made again once."""
+    batches = [torch.tensor([float(i)]) for i in range(64)]
+
+    def other(model, batch):
+        return toy_loss(model, batch)[0] * (1 + (batch.item() == 41))
+
+    steps = fl.pipeline()(toy_loss), fl.pipeline()(other)
+    for folder, step in zip("ab", steps, strict=True):
+        saves = fl.every(steps=1)(fl.checkpoint(tmp_path / folder, keep=None))
+        fl.fit(step, toy(), batches, hooks=(saves,))
+    read, reads = _difference.read_checkpoint, []
+
+    def counted(*given, **settings):
+        reads.append(given)
+        return read(*given, **settings)
+
+    monkeypatch.setattr(_difference, "read_checkpoint", counted)
+    found = bisect(tmp_path / "a", tmp_path / "b", steps, toy(), batches)
+    assert (found.update, found.what) == (42, "loss")
+    assert len(reads) == found.restores - 4 <= 2 * (1 + math.log2(64))
+
+
+def test_equal_runs_and_runs_that_differ_from_the_beginning(tmp_path):
+    saved_run(tmp_path / "a", USUAL), saved_run(tmp_path / "b", USUAL)
+    equal = bisect(tmp_path / "a", tmp_path / "b", USUAL, PROBLEM.state(), PROBLEM.batches)
+    assert not equal and equal.text == "the runs are equal" and equal.between == (14, None)
+    other = PROBLEM.state(seed=1)
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path / "c", keep=None))
+    fl.fit(USUAL, other, PROBLEM.batches, hooks=(saves,))
+    found = bisect(tmp_path / "a", tmp_path / "c", USUAL, PROBLEM.state(), PROBLEM.batches)
+    assert (found.update, found.what, found.between) == (None, "beginning", (None, 1))
+    assert found.difference.findings[0].name == "seed"
+
+
+def test_what_is_refused(tmp_path):
+    saved_run(tmp_path / "a", USUAL, every=4)
+    fl.fit(
+        USUAL, PROBLEM.state(), PROBLEM.batches, steps=1,
+        hooks=(fl.checkpoint(tmp_path / "b"),),
+    )  # fmt: skip
+    given = PROBLEM.state(), PROBLEM.batches
+    said = "no checkpoint of the same step: those of a are of steps 4 to 14, and those of b of"
+    with pytest.raises(ValueError, match=said):
+        bisect(tmp_path / "a", tmp_path / "b", USUAL, *given)
+    with pytest.raises(TypeError, match="bisect expects a step"):
+        bisect(tmp_path / "a", tmp_path / "a", PROBLEM.loss_fn, *given)
+    with pytest.raises(fl.CheckpointError, match="has no whole checkpoint"):
+        bisect(tmp_path / "a", tmp_path / "none", USUAL, *given)
