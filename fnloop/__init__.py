@@ -151,6 +151,7 @@ samples are trained.
 A checkpoint is a folder: `model.safetensors`, `optimizer.safetensors` (by parameter name),
 `slots.safetensors`, `state.json`, and a manifest with checksums. An average of the weights has its
 own file, such as `ema.safetensors`, which loads into the plain module as `model.safetensors` does.
+Of a sharded model, each process has its own files (see Processes).
 There is no pickle in a checkpoint, so loading one cannot execute code. It holds the module's state,
 which parameters are frozen and which submodules are in evaluation mode, the optimizer (several by
 their names), slots, running metrics, history, counters and generators, and `state.extra`, for your
@@ -223,10 +224,14 @@ Start such a script with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standa
 processes can read the folder.
 
 *Large models.* Call `fully_shard(model)` before you make the optimizer, or, on GPUs, choose FSDP
-version 2 in `accelerate config`. The same checkpoints load into such a model; `snapshot` cannot
-copy it. DeepSpeed, Megatron and FSDP 1 run backward and the update themselves, so middleware
-cannot see gradients: fnloop raises an error and suggests `fully_shard`. Tensor parallelism is
-refused.
+version 2 in `accelerate config`. `snapshot` cannot copy such a model. All processes write its
+checkpoints, each its own part, to one folder on a disk that all share:
+`model-00001-of-00004.safetensors` and so on, and `index.json`, which says for each tensor which
+parts to concatenate along which dimension. Any number of processes reads them, into a sharded or
+an unsharded model, and each reads only what it holds. For a plain `model.safetensors`, restore in
+one process and save again. DeepSpeed, Megatron and FSDP 1 run backward and the update themselves,
+so middleware cannot see gradients: fnloop raises an error and suggests `fully_shard`. Tensor
+parallelism is refused.
 
 *Settings.* If `accelerate config` says bf16, it is used where the pipeline lists no `amp`; for
 fp16, list `amp("fp16")`. Pass settings of DistributedDataParallel as `TrainState.create(...,

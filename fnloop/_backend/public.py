@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from fnloop._backend.transfer import device_in, may_need_transfer, to_device
 from fnloop._backend.watchdog import wait_for_work, waiting_for_all
 from fnloop._display import checks
 
-__all__ = ["broadcast", "gather", "on_main_process", "reduce", "to_device_of"]
+__all__ = ["broadcast", "gather", "on_every_process", "on_main_process", "reduce", "to_device_of"]
 
 Tree = TypeVar("Tree")
 Parts = list[Any]  # the values of all processes at one place of a tree, by rank
@@ -60,6 +61,49 @@ def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
     if failed:
         raise RuntimeError(f"{what} failed on the main process: {failed}")
     return broadcast(result)
+
+
+def on_every_process(do: Callable[[], Tree], what: str) -> Tree:
+    """Run a function on every process. If it fails on one, raise on all.
+
+    Args:
+        do: the function.
+        what: what it does, as errors and warnings name it.
+
+    Returns:
+        The result of this process.
+
+    Raises:
+        Exception: the error of this process, or that of the first process that failed.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return do()
+    result: Tree | None = None
+    error: BaseException | None = None
+    try:
+        result = do()
+    except BaseException as raised:
+        error = raised
+    with waiting_for_all(what):
+        errors = gather_objects(None if error is None else _portable(error, what, rank))
+    if error is not None:
+        raise error
+    for failed in errors:
+        if failed is not None:
+            raise failed
+    return result  # type: ignore[return-value]
+
+
+def _portable(error: BaseException, what: str, rank: int) -> Exception:
+    """Return an error that another process can raise: the same, if it can be pickled."""
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):
+            copied = pickle.loads(pickle.dumps(error))
+            if type(copied) is type(error) and str(copied) == str(error):
+                copied.add_note(f"{what} failed on process {rank}")
+                return copied
+    return RuntimeError(f"{what} failed on process {rank}: {type(error).__name__}: {error}")
 
 
 def gather(tree: object) -> Any:

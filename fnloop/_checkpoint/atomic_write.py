@@ -33,6 +33,7 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import (
     FILES,
+    INDEX,
     MANIFEST,
     STATE,
     CheckpointError,
@@ -41,7 +42,7 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._core.serialize import Json
 
-__all__ = ["remove_leftovers", "write_checkpoint"]
+__all__ = ["Writing", "remove_leftovers", "write_checkpoint", "write_files"]
 
 
 def write_checkpoint(
@@ -66,28 +67,70 @@ def write_checkpoint(
     Raises:
         CheckpointError: there is something else at the path.
     """
-    path = path.resolve()
-    _check_replaceable(path, in_own_folder, contents.files)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent, re.escape(path.name))
-    with _temporary_folder(path) as temporary:
-        temporary.mkdir()
-        with ThreadPoolExecutor(2) as pool:
-            entries = pool.map(lambda name: _write_file(contents, temporary / name), contents.files)
-            files = dict(zip(contents.files, entries, strict=True))
+    with contextlib.closing(Writing(contents, path, facts, in_own_folder)) as writing:
+        return writing.commit(write_files(contents, writing.folder))
+
+
+class Writing:
+    """A checkpoint that is being written, of which the main process has one.
+
+    It is a temporary folder next to the path. ``close`` removes the folder, if it is still there.
+
+    Args:
+        contents, path, facts, in_own_folder: as in :func:`write_checkpoint`.
+
+    Raises:
+        CheckpointError: there is something else at the path.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        path: Path,
+        facts: Mapping[str, Json] | None = None,
+        in_own_folder: bool = False,
+    ) -> None:
+        self.path = path.resolve()
+        _check_replaceable(self.path, in_own_folder, contents.all_files)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.path.parent, re.escape(self.path.name))
         names = ("position", "stop", "measured", "phase", "run", "blocks", "parts")
-        manifest = {
-            "format_version": contents.facts["format_version"],
-            "serial": _next_serial(path),
-            **{name: contents.facts[name] for name in names if name in contents.facts},
-            **(facts or {}),
-            "files": files,
-        }
+        kept = {name: contents.facts[name] for name in names if name in contents.facts}
+        self._facts = {"format_version": contents.facts["format_version"], **kept, **(facts or {})}
+        self._stack = contextlib.ExitStack()
+        self.folder = self._stack.enter_context(_temporary_folder(self.path))
+
+    def commit(self, files: Mapping[str, Json]) -> Path:
+        """Write the manifest and rename the folder. Return the absolute path.
+
+        Args:
+            files: the entry of each file in the manifest.
+        """
+        version = self._facts["format_version"]
+        serial = _next_serial(self.path)
+        manifest = {"format_version": version, "serial": serial, **self._facts, "files": {**files}}
         checked = {**manifest, "check": checksum_of_manifest(manifest)}
-        _write_text(temporary / MANIFEST, json.dumps(checked, indent=1))
-        flush(temporary)
-        _commit(temporary, path)
-    return path
+        _write_text(self.folder / MANIFEST, json.dumps(checked, indent=1))
+        flush(self.folder)
+        _commit(self.folder, self.path)
+        return self.path
+
+    def close(self) -> None:
+        """Remove what has not been committed."""
+        self._stack.close()
+
+
+def write_files(contents: Contents, folder: Path) -> dict[str, Json]:
+    """Write the files of this process to a folder, flushed to the disk.
+
+    Returns:
+        The entry of each in the manifest.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        entries = pool.map(lambda name: _write_file(contents, folder / name), contents.files)
+        files = dict(zip(contents.files, entries, strict=True))
+    flush(folder)
+    return files
 
 
 def _check_replaceable(path: Path, even_damaged: bool = False, files: Collection[str] = ()) -> None:
@@ -135,11 +178,12 @@ def _is_newer(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a path for a temporary folder, locked by this process, and remove it at the end."""
+    """Yield a temporary folder, locked by this process, and remove it at the end."""
     temporary = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
     lock = _lock_path(temporary)
     with lock_file(lock):
         try:
+            temporary.mkdir()
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -156,8 +200,10 @@ def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
         facts = json.dumps(dict(contents.facts), indent=1, allow_nan=False, ensure_ascii=False)
         records = ",\n  ".join(contents.history)
         _write_text(path, f'{facts[:-2]},\n "history": [\n  {records}\n ]\n}}')
+    elif path.name == INDEX:
+        _write_text(path, json.dumps(contents.index, ensure_ascii=False))
     else:
-        _write_tensors(contents.groups()[path.stem], path)
+        _write_tensors(contents.groups()[contents.files[path.name] or ""], path)
     return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
 
 
@@ -169,8 +215,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         storage = tensor.untyped_storage()
         shared = tensor.numel() > 0 and storage.data_ptr() in seen
         seen.add(storage.data_ptr())
-        whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
-        if shared or not whole or tensor.is_conj() or tensor.is_neg():
+        if shared or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         plain[name] = tensor.resolve_conj().resolve_neg()
     try:

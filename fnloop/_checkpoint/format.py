@@ -11,6 +11,12 @@ A checkpoint is a folder:
                             (the module save makes it)
     manifest.json           size and SHA-256 of each of the others; written last
 
+Where tensors are split over n processes (``fully_shard``), each process writes its own parts to a
+file of its own, and the main process what is whole:
+
+    model-00001-of-00002.safetensors    instead of model.safetensors, and so for the others
+    index.json                          where the parts are (the module shards makes it)
+
 A partial checkpoint has the same files. It lists its parts, and what belongs to others is left out.
 
 Nothing is pickled, so reading a checkpoint cannot run code.
@@ -19,7 +25,7 @@ Nothing is pickled, so reading a checkpoint cannot run code.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -32,10 +38,12 @@ __all__ = [
     "COUNTERS",
     "FILES",
     "FORMAT",
+    "INDEX",
     "LARGEST_MANIFEST",
     "MANIFEST",
     "NEWER_FORMAT",
     "PARTS",
+    "SHARDED_FORMAT",
     "STATE",
     "TENSORS",
     "TRAINED",
@@ -43,14 +51,18 @@ __all__ = [
     "Contents",
     "NewerFormatError",
     "is_file_name",
+    "is_share",
+    "name_of_share",
 ]
 
 FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
 NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
+SHARDED_FORMAT = 3  # of those with an index
 TENSORS = ("model", "optimizer", "slots")
 STATE = "state.json"
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
+INDEX = "index.json"
 LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memory
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
@@ -74,6 +86,10 @@ class Contents:
         facts: the contents of ``state.json``; without the history when they are to be written.
         history: the records to write, one line of JSON each.
         averages: name of an average to its group of tensors.
+        index: name of a group that is split over processes, to where its tensors are. Of such a
+            group, the tensors above are only what this process writes.
+        rank: of this process.
+        processes: how many processes there are.
     """
 
     model: Mapping[str, Tensor]
@@ -82,6 +98,9 @@ class Contents:
     facts: Mapping[str, Json]
     history: Sequence[str] = ()
     averages: Mapping[str, Mapping[str, Tensor]] = attrs.field(factory=dict)
+    index: Mapping[str, Json] = attrs.field(factory=dict)
+    rank: int = 0
+    processes: int = 1
 
     def groups(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the groups of tensors by name. Each is a file."""
@@ -89,9 +108,31 @@ class Contents:
         return own | dict(self.averages)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """The names of the files."""
-        return (*(f"{name}.safetensors" for name in self.groups()), STATE)
+    def files(self) -> dict[str, str | None]:
+        """The names of the files that this process writes, with the group of tensors in each."""
+        return self._files_of(self.rank)
+
+    @property
+    def all_files(self) -> set[str]:
+        """The names of the files that all processes write."""
+        return {name for rank in range(self.processes) for name in self._files_of(rank)}
+
+    def _files_of(self, rank: int) -> dict[str, str | None]:
+        found: dict[str, str | None] = {}
+        for group in self.groups():
+            if group in self.index:
+                found[name_of_share(group, rank, self.processes)] = group
+            elif rank == 0:
+                found[f"{group}.safetensors"] = group
+        if rank == 0:
+            found |= {STATE: None, **({INDEX: None} if self.index else {})}
+        return found
+
+    def with_groups(self, groups: Mapping[str, Mapping[str, Tensor]]) -> Contents:
+        """Return the contents with other groups of tensors, of the same names."""
+        averages = {name: group for name, group in groups.items() if name not in TENSORS}
+        own = {name: groups[name] for name in TENSORS}
+        return attrs.evolve(self, **own, averages=averages)
 
     def copied(self, buffers: Contents | None = None) -> Contents:
         """Return a copy in host memory. It reuses the memory of an earlier copy where that fits."""
@@ -102,15 +143,29 @@ class Contents:
             old = earlier.get(name, {})
             return {k: _copy_to_host(v, old.get(k)) for k, v in group.items()}
 
-        copies = {name: copy_of(name, group) for name, group in self.groups().items()}
-        own = {name: copies.pop(name) for name in TENSORS}
-        return attrs.evolve(self, **own, averages=copies)
+        return self.with_groups({k: copy_of(k, group) for k, group in self.groups().items()})
+
+
+def name_of_share(group: str, rank: int, processes: int) -> str:
+    """Return the name of the file with what a process writes of a group of tensors.
+
+    Example:
+        >>> name_of_share("model", 0, 4)
+        'model-00001-of-00004.safetensors'
+    """
+    return f"{group}-{rank + 1:05d}-of-{processes:05d}.safetensors"
+
+
+def is_share(name: str, groups: Collection[str]) -> bool:
+    """Return whether a file has what a process wrote of one of these groups."""
+    return any(re.fullmatch(rf"{re.escape(g)}-\d+-of-\d+\.safetensors", name) for g in groups)
 
 
 def is_file_name(name: str) -> bool:
     """Return whether a file of a checkpoint may have a name, besides the manifest."""
     return (
-        name in FILES or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*\.safetensors", name) is not None
+        name in (*FILES, INDEX)
+        or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*\.safetensors", name) is not None
     )
 
 

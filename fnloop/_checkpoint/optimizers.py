@@ -16,10 +16,10 @@ from fnloop._checkpoint.optimizer import NamedOptimizer
 from fnloop._checkpoint.optimizer_load import PreparedLoad, SavedOptimizer, prepare_load
 from fnloop._checkpoint.optimizer_save import encode_optimizer
 from fnloop._checkpoint.regroup import regroup
-from fnloop._core.serialize import Json
+from fnloop._core.serialize import Json, tensors_in
 from fnloop._core.state import TrainState
 
-__all__ = ["encode_optimizers", "prepare_loads"]
+__all__ = ["encode_optimizers", "prepare_loads", "templates_of_optimizers"]
 
 _SEVERAL = "several"
 
@@ -70,6 +70,20 @@ def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> lis
     return [
         prepare_load(one, _part(saved, name, facts[name]), strict) for name, one in named.items()
     ]
+
+
+def templates_of_optimizers(state: TrainState, facts: Mapping[str, Json]) -> dict[str, Tensor]:
+    """Return, for the tensors of saved optimizers, the parameter that each belongs to, by name."""
+    named, found = NamedOptimizer.of_state(state), {}
+    for name, own in facts.get(_SEVERAL, {"": facts}).items():
+        if name not in named:
+            continue
+        prefix = f"{name}/" if name else ""
+        for parameter, p in {**named[name].own, **named[name].parameters()}.items():
+            found[f"{prefix}parameter.{parameter}"] = p
+            encoded = own.get("state", {}).get(parameter)
+            found |= {prefix + key: p for key in tensors_in(encoded)}
+    return found
 
 
 def _part(saved: SavedOptimizer, name: str, facts: Mapping[str, Json]) -> SavedOptimizer:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -12,18 +11,18 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import any_rank
-from fnloop._backend.fsdp import like_sharded
 from fnloop._backend.launch import Backend
-from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.averages import with_averages
 from fnloop._checkpoint.counters import check_counters, updates_by_name
-from fnloop._checkpoint.files import locate, read_checkpoint
+from fnloop._checkpoint.files import locate
 from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
 from fnloop._checkpoint.history_blocks import decode_record
+from fnloop._checkpoint.model_load import model_tensors, prepare_model, weights_kept_on_error
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
 from fnloop._checkpoint.optimizers import prepare_loads
 from fnloop._checkpoint.parts import check_held, held_parts, read_parts
 from fnloop._checkpoint.positions import POSITIONS, decode_position
+from fnloop._checkpoint.read import read_checkpoint
 from fnloop._checkpoint.regroup import groups_kept_on_error
 from fnloop._checkpoint.retention import run_of
 from fnloop._core.frozen import remember_restored
@@ -31,7 +30,7 @@ from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_of
 from fnloop._core.rng import HostGenerators
-from fnloop._core.serialize import Json, Pending, decode, from_safetensor
+from fnloop._core.serialize import Json, Pending, decode
 from fnloop._core.snapshot import unwrap
 from fnloop._core.state import (
     TrainState,
@@ -39,8 +38,7 @@ from fnloop._core.state import (
     clear_parameter_cache,
     take_ownership,
 )
-from fnloop._display.checks import describe, flag, folder_path, join_names
-from fnloop._display.log import log
+from fnloop._display.checks import describe, flag, folder_path
 
 __all__ = ["check_visible", "restore", "restore_contents"]
 
@@ -93,7 +91,7 @@ def restore(
         )
     source = folder_path("restore", "path", path)
     check_visible(source, state.backend)
-    contents = read_checkpoint(source, history="history" in parts)
+    contents = read_checkpoint(source, state, history="history" in parts)
     return restore_contents(contents, state, parts, strict, source)
 
 
@@ -127,17 +125,20 @@ def restore_contents(
         with groups_kept_on_error(optimizers_of(state).values()):
             check_held(path, contents.facts, parts)
             fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
-            loads = []
+            load_model, prepared = None, []
             if "model" in parts or TRAINED in parts:
-                loads.append(_prepare_model(contents, state, parts, strict, path))
+                load_model = prepare_model(contents, state, parts, strict, path)
             if "optimizer" in parts:
-                shapes = {name: tensor.shape for name, tensor in _model_tensors(contents).items()}
+                shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
                 facts = contents.facts["optimizer"]
                 saved = SavedOptimizer(facts, contents.optimizer, shapes, path)
                 prepared = prepare_loads(state, saved, strict)
-                loads.append(functools.partial(load_all, prepared))
-            if loads:
-                _load_all(loads, unwrap(state))
+            if load_model is not None or prepared:
+                fitting = {} if load_model is None else load_model.fitting
+                with weights_kept_on_error(unwrap(state), fitting):
+                    if load_model is not None:
+                        load_model()
+                    load_all(prepared)
     except CheckpointError:
         raise
     except Exception as error:  # the files may contain anything
@@ -149,17 +150,6 @@ def restore_contents(
     if parts == PARTS:
         remember_restored(restored)
     return restored
-
-
-def _load_all(loads: Sequence[Callable[[], None]], module: torch.nn.Module) -> None:
-    """Load the module and the optimizers. If that fails, the module is left unchanged."""
-    before = {k: v.clone() for k, v in module.state_dict().items() if isinstance(v, Tensor)}
-    try:
-        for load in loads:
-            load()
-    except BaseException:
-        module.load_state_dict(before, strict=False)
-        raise
 
 
 # --- fields of the state
@@ -271,123 +261,3 @@ def _is_scalar(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# --- the model
-
-
-def _prepare_model(
-    contents: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path
-) -> Callable[[], None]:
-    """Check that the saved model fits, and return the function that loads it.
-
-    With the counters, it restores which parameters are frozen and which modules are in evaluation
-    mode. Then the dtypes must be the same too; weights alone may be cast.
-
-    Args:
-        contents, state, parts, strict, path: as in :func:`restore_contents`.
-    """
-    module, facts = unwrap(state), contents.facts["model"]
-    trained = "model" not in parts
-    flags = "counters" in parts and not trained
-    spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
-    mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
-    extra = {name: decode(value, contents.slots) for name, value in facts["extra_state"].items()}
-    saved = {**_model_tensors(contents), **extra}
-    if trained:
-        saved = _trained_parts(saved, contents, module)
-    faults = _compare_models(saved, mine, flags)
-    if trained:
-        _warn_of_untrained(module, faults.pop("missing in the checkpoint"))
-    found = "; ".join(f"{what}: {join_names(which)}" for what, which in faults.items() if which)
-    if found and strict:
-        part = TRAINED if trained else "model"
-        raise CheckpointError(
-            f"{path} is of another model ({facts['class']}). {found}. Create the same model, or "
-            f"restore what matches: restore(path, state, only=('{part}',), strict=False)"
-        )
-    if found:
-        log.warning("restore: left unchanged: %s", found)
-    fitting = {
-        spelled[name]: _shard_like(value, mine[name])
-        for name, value in saved.items()
-        if name in mine and not _differ_in_shape(value, mine[name])
-    }
-
-    def load() -> None:
-        missing = module.load_state_dict(fitting, strict=False).missing_keys
-        if trained:
-            missing = [name for name in missing if name in fitting]
-        if strict and missing:
-            raise CheckpointError(
-                f"{path}: the model took no value for {join_names(missing)}: its hooks rename keys"
-            )
-        if flags:
-            for name, p in module.named_parameters():
-                p.requires_grad_(strip_compile_prefix(name) not in facts["frozen"])
-            for name, submodule in module.named_modules():
-                submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
-
-    return load
-
-
-def _trained_parts(
-    saved: Mapping[str, object], contents: Contents, module: torch.nn.Module
-) -> dict[str, object]:
-    """Return what a checkpoint holds of the parameters that required gradients."""
-    if "model" not in held_parts(contents.facts):
-        return dict(saved)
-    names = {strip_compile_prefix(name) for name, _ in _parameters(module)}
-    names -= {*contents.facts["model"]["frozen"]}
-    return {name: value for name, value in saved.items() if name in names}
-
-
-def _warn_of_untrained(module: torch.nn.Module, missing: Sequence[str]) -> None:
-    """Warn if there are parameters to train that the checkpoint does not hold."""
-    learning = {strip_compile_prefix(name) for name, p in _parameters(module) if p.requires_grad}
-    if untrained := [name for name in missing if name in learning]:
-        log.warning("restore: not in the checkpoint, left unchanged: %s", join_names(untrained))
-
-
-def _parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return list(module.named_parameters(remove_duplicate=False))
-
-
-def _compare_models(
-    saved: Mapping[str, object], mine: Mapping[str, object], dtypes: bool
-) -> dict[str, list[str]]:
-    """Return the differences between two models, by kind; dtypes only if asked for."""
-    faults: dict[str, list[str]] = {
-        "missing in the checkpoint": [name for name in mine if name not in saved],
-        "not in the model": [name for name in saved if name not in mine],
-        "of another shape": [],
-        "of another dtype": [],
-    }
-    for name, here in mine.items():
-        there = saved.get(name)
-        if isinstance(there, Tensor) and isinstance(here, Tensor):
-            if there.shape != here.shape:
-                shapes = f"{tuple(there.shape)} saved, {tuple(here.shape)} here"
-                faults["of another shape"].append(f"{name}: {shapes}")
-            if there.dtype != here.dtype and dtypes:
-                faults["of another dtype"].append(f"{name}: {there.dtype} saved, {here.dtype} here")
-    return faults
-
-
-def _differ_in_shape(a: object, b: object) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape
-
-
-def _model_tensors(contents: Contents) -> dict[str, Tensor]:
-    """Return the saved tensors of the model, those of complex128 as such."""
-    pairs = contents.facts.get("model", {}).get("complex", ())
-    return {
-        name: from_safetensor(tensor) if name in pairs else tensor
-        for name, tensor in contents.model.items()
-    }
-
-
-def _shard_like(value: object, template: object) -> object:
-    if isinstance(value, Tensor) and isinstance(template, Tensor):
-        return like_sharded(value, template)
-    return value

@@ -21,10 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.collectives import gather_objects
-from fnloop._backend.fsdp import full
-from fnloop._backend.public import on_main_process
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.atomic_write import write_checkpoint
 from fnloop._checkpoint.averages import encode_averages, without_averages
 from fnloop._checkpoint.format import (
     COUNTERS,
@@ -39,6 +36,8 @@ from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
 from fnloop._checkpoint.optimizers import encode_optimizers
 from fnloop._checkpoint.parts import parts_to_save
 from fnloop._checkpoint.positions import encode_positions
+from fnloop._checkpoint.shards import keep_own_share
+from fnloop._checkpoint.shared_write import write_by_all
 from fnloop._checkpoint.targets import encode_targets
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import PENDING, RECORD, UPDATE
@@ -65,11 +64,12 @@ def save(
 ) -> Path:
     """Write a checkpoint: a folder that is either complete or absent.
 
-    With several processes, all of them must call it, and the main process writes.
+    With several processes, all of them must call it, and the main process writes. If the model is
+    sharded over them (``fully_shard``), each process writes its own part.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
-        path: the folder to create, on a disk of this machine; ``~`` is expanded. An existing
+        path: the folder to create, on a disk that all processes see; ``~`` is expanded. An existing
             checkpoint is replaced. Anything else that exists there is not touched.
         only: the parts to save, as ``restore`` names them; all of them by default. ``("model",)``
             is enough for evaluation and fine-tuning. ``("trained",)`` are the parameters that
@@ -104,7 +104,7 @@ def save(
     if "optimizer" in parts:
         _warn_unless_resumable(state)
     contents = collect_contents(state, parts=parts)
-    return on_main_process(lambda: write_checkpoint(contents, target), "fnloop.save")
+    return write_by_all(contents, target, "fnloop.save")
 
 
 def _warn_unless_resumable(state: TrainState) -> None:
@@ -118,21 +118,6 @@ def _warn_unless_resumable(state: TrainState) -> None:
             log.warning("save: %s", error)
 
 
-class _FullTensors(dict[str, Tensor]):
-    """Tensors by name. On the main process, sharded tensors are gathered as they are added.
-
-    The other processes take part in gathering and keep their shards.
-    """
-
-    def __init__(self, main: bool) -> None:
-        super().__init__()
-        self.main = main
-
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        whole = full(tensor)  # a collective if the tensor is sharded
-        super().__setitem__(name, whole if self.main else tensor)
-
-
 def collect_contents(
     state: TrainState,
     encode_history: Callable[[History], EncodedHistory] | None = None,
@@ -140,7 +125,8 @@ def collect_contents(
 ) -> Contents:
     """Return the contents of a checkpoint of a state. The tensors are shared with the state.
 
-    With several processes, all of them must call it. Only the main process gets the full contents.
+    With several processes, all of them must call it. Each gets what it writes: the main process all
+    of it, or each its part of tensors that are split over processes.
 
     Args:
         state: the state.
@@ -153,9 +139,10 @@ def collect_contents(
     """
     check_not_stale(state)
     run, state = state.run, detached_from_run(state)
-    main = state.backend.main
-    model, optimizer, slots = _FullTensors(main), _FullTensors(main), _FullTensors(main)
-    averages: defaultdict[str, dict[str, Tensor]] = defaultdict(lambda: _FullTensors(main))
+    model: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
+    slots: dict[str, Tensor] = {}
+    averages: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         facts = _encode_identity(state, parts)
         if "counters" in parts:
@@ -180,10 +167,11 @@ def collect_contents(
             history = EncodedHistory(rest=tuple(map(encode_record, state.history)))
         else:
             history = encode_history(state.history)
+        facts["blocks"] = list(history.blocks)
+        contents = Contents(model, optimizer, slots, facts, history.rest, dict(averages))
+        return keep_own_share(contents, state.backend)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
-    facts["blocks"] = list(history.blocks)
-    return Contents(model, optimizer, slots, facts, history.rest, dict(averages))
 
 
 def _encode_identity(state: TrainState, parts: Sequence[str]) -> dict[str, Json]:
@@ -232,7 +220,7 @@ def _measured(state: TrainState) -> dict[str, str]:
 
 
 def _encode_weights(
-    state: TrainState, parts: Sequence[str], model: _FullTensors, others: dict[str, Tensor]
+    state: TrainState, parts: Sequence[str], model: dict[str, Tensor], others: dict[str, Tensor]
 ) -> dict[str, Json]:
     """Return the facts of the model. Without the optimizer, the weights are those to evaluate."""
     if "optimizer" in parts:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,12 +15,12 @@ from fnloop._backend.public import on_main_process
 from fnloop._checkpoint.files import (
     locate,
     manifest_or_none,
-    read_checkpoint,
     read_manifest,
     verify,
 )
 from fnloop._checkpoint.format import MANIFEST, PARTS, CheckpointError, Contents, NewerFormatError
-from fnloop._checkpoint.parts import explain_partial, held_parts, is_partial
+from fnloop._checkpoint.parts import explain_partial, held_parts
+from fnloop._checkpoint.read import read_whole_checkpoint
 from fnloop._checkpoint.restore import check_visible, restore_contents
 from fnloop._checkpoint.retention import (
     by_phase,
@@ -150,43 +151,54 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     """
     check_not_stale(state, "resume")
     where = folder_path("resume", "folder", folder)
-    read: list[Contents] = []  # by the main process
-
-    def choose() -> tuple[Path | None, str | None]:
-        newest = _find_newest(where)
-        if newest is None:
-            return None, read_claim(where)
-        path, contents = newest
-        read.append(contents)
-        return path, None
-
-    # The main process decides, because the others may see other checkpoints.
-    path, claimed_by = on_main_process(choose, "fnloop.resume")
-    if path is None:
+    # The main process looks, because the others may see other checkpoints.
+    alone, paths, claimed_by = on_main_process(lambda: _look_into(where), "fnloop.resume")
+    newest = _read_one(where, state) if alone else _read_newest(where, paths, state)
+    if newest is None:
         return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
-    check_visible(path, state.backend)
-    contents = read[0] if read else read_checkpoint(path)
+    path, contents = newest
     return restore_contents(contents, state, PARTS, True, path)
 
 
-def _find_newest(folder: Path) -> tuple[Path, Contents] | None:
-    """Return the newest valid checkpoint with its contents, or None if there is none.
+def _look_into(folder: Path) -> tuple[bool, list[Path], str | None]:
+    """Return whether a folder is one checkpoint; its checkpoints; and the run that claims it."""
+    if _is_one_checkpoint(folder):
+        return True, [], None
+    paths = candidates(folder, links=True)
+    return False, paths, None if paths else read_claim(folder)
+
+
+def _read_one(path: Path, state: TrainState) -> tuple[Path, Contents]:
+    """Return a checkpoint with its contents."""
+    check_visible(path, state.backend)
+    contents = read_whole_checkpoint(path, state)
+    if contents is None:
+        raise CheckpointError(_explain_not_resumable(path))
+    return path, contents
+
+
+def _read_newest(
+    folder: Path, paths: Sequence[Path], state: TrainState
+) -> tuple[Path, Contents] | None:
+    """Return the newest valid checkpoint of a folder with its contents, or None if it has none.
+
+    Args:
+        folder: the folder.
+        paths: its checkpoints, the newest first.
+        state: the state to read for.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged or partial.
     """
-    if _is_one_checkpoint(folder):
-        contents = _read_if_whole(locate(folder))
-        if contents is None:
-            raise CheckpointError(_explain_not_resumable(folder))
-        return folder, contents
     faults: list[str] = []
-    paths = candidates(folder, links=True)
     partial: list[Path] = []
-    for path, contents in _skip_damaged(paths, _read_if_whole, faults, stacklevel=6):
-        if contents is not None:
-            return path, contents
-        partial.append(path)
+    for path in paths:
+        check_visible(path, state.backend)
+        read = functools.partial(read_whole_checkpoint, state=state)
+        for _, contents in _skip_damaged((path,), read, faults, state.backend.main):
+            if contents is not None:
+                return path, contents
+            partial.append(path)
     if partial:
         raise CheckpointError(_explain_not_resumable(partial[0]))
     if faults:
@@ -195,13 +207,6 @@ def _find_newest(folder: Path) -> tuple[Path, Contents] | None:
             f"{'; '.join(faults[:3])}. To begin a new run, give it another folder"
         )
     return None
-
-
-def _read_if_whole(path: Path) -> Contents | None:
-    """Return the contents of a checkpoint, or None if it is partial."""
-    if is_partial(verify(path, deep=False, history=False)):
-        return None
-    return read_checkpoint(path)
 
 
 def _explain_not_resumable(path: Path) -> str:
@@ -224,15 +229,15 @@ def _skip_damaged(
     paths: Iterable[Path],
     read: Callable[[Path], Found],
     faults: list[str] | None = None,
-    stacklevel: int = 4,
+    warn: bool = True,
 ) -> Iterator[tuple[Path, Found]]:
     """Yield the valid checkpoints, each with what ``read`` returns.
 
     Args:
         paths: the checkpoints.
         read: reads or verifies one.
-        faults: receives the faults of damaged checkpoints, which are skipped with a warning.
-        stacklevel: of the warning, so that it points at the caller of the public function.
+        faults: receives the faults of damaged checkpoints, which are skipped.
+        warn: whether to warn of them.
     """
     for path in paths:
         try:
@@ -242,6 +247,7 @@ def _skip_damaged(
         except CheckpointError as error:
             if faults is not None:
                 faults.append(str(error))
-            warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=stacklevel)
+            if warn:  # the caller of the public function
+                warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=4)
         else:
             yield path, found

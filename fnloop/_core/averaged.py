@@ -57,7 +57,8 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     if is_sharded(state.model):
         raise NotImplementedError(
             "averaged: a model that is sharded over processes cannot be copied: write "
-            f"save(state, path), and load {name}.safetensors into a model that is not sharded"
+            "save(state, path), and restore that into a model that is not sharded: "
+            f'averaged(restore(path, state), "{name}")'
         )
     state = attrs.evolve(detached_from_run(state), slots={AVERAGED: name}, metrics={})
     # The copies of all optimizers begin without state.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -33,6 +33,7 @@ __all__ = [
     "from_safetensor",
     "has_pending",
     "materialize",
+    "tensors_in",
 ]
 
 _NUMERIC = "biufc"  # kinds of dtypes: bool, integers, floating point, complex
@@ -300,6 +301,20 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
     if "$saved" in value:
         return Pending(value["$saved"], decode(value["parts"], tensors))
     return {k: decode(v, tensors) for k, v in value.items()}
+
+
+def tensors_in(value: Json) -> Iterator[str]:
+    """Yield the names of the tensors in what :func:`encode` returned.
+
+    Example:
+        >>> list(tensors_in(encode({"a": [torch.ones(1), 2.0]}, {}, "slots")))
+        ['slots.a.0']
+    """
+    if isinstance(value, dict) and "$tensor" in value:
+        yield value["$tensor"]
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(inner)
 
 
 def _dtype_of(name: str) -> torch.dtype:

@@ -6,10 +6,11 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fnloop._backend.public import on_main_process
-from fnloop._checkpoint.atomic_write import remove_leftovers, write_checkpoint
+from fnloop._checkpoint.atomic_write import Writing, remove_leftovers, write_checkpoint
 from fnloop._checkpoint.files import manifest_or_none
 from fnloop._checkpoint.format import PARTS, CheckpointError, Contents
 from fnloop._checkpoint.history_blocks import make_history_encoder, write_blocks
@@ -24,6 +25,7 @@ from fnloop._checkpoint.retention import (
     run_of,
 )
 from fnloop._checkpoint.save import collect_contents, position_of
+from fnloop._checkpoint.shared_write import SharedWrite
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import RECORD
 from fnloop._core.history import History
@@ -45,7 +47,7 @@ class checkpoint:
     ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as ``step-00000812`` in
     ``folder``, which is either complete or absent. What is kept is decided by what is on the disk,
     so it also holds after a resume. :func:`fnloop.resume` continues from the newest. With several
-    processes the main process writes.
+    processes the main process writes; of a sharded model each process writes its own part.
 
     A folder belongs to one run. A run that was not resumed from it is refused before its first
     update, and nothing in the folder is touched.
@@ -65,7 +67,8 @@ class checkpoint:
             "run".
         background: copy the state to host memory, and write it while training continues. At most
             one checkpoint is written at a time. An error is raised at the next boundary, and the
-            end of the run waits for the writer.
+            end of the run waits for the writer. A checkpoint of a sharded model is complete at the
+            boundary at which all processes have written; an exception before leaves it out.
         on_exception: also save when the run fails, as ``step-00000812-exception_ValueError``: the
             last consistent state, if there is one and it is not saved yet. The exception is raised
             as it is. In one process only.
@@ -126,6 +129,7 @@ class checkpoint:
         self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
         self._awaits_metric = False  # whether a save since the last evaluation lacks ``best``
         self._writer: threading.Thread | None = None
+        self._shared: SharedWrite | None = None  # which all processes write in the background
         self._error: BaseException | None = None  # of the writer
         self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
         self._position: list[int] | None = None  # of the state that this run saved last
@@ -159,6 +163,7 @@ class checkpoint:
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
+        self._complete_shared()
         self._wait()
         self._check_metric(state)
         if self._saved is None or self._saved() is not state:
@@ -169,6 +174,8 @@ class checkpoint:
 
     def poll(self, state: TrainState) -> TrainState:
         """Raise an error of the writer, and save the evaluation that an earlier save waits for."""
+        if self._shared is not None and self._shared.poll():
+            self._complete_shared()
         if self._error is not None:
             self._wait()
         self._check_metric(state)
@@ -177,11 +184,13 @@ class checkpoint:
     def flush(self, state: TrainState) -> TrainState:
         """Save the state if it is not saved yet, and wait until it is written."""
         self(state)
+        self._complete_shared()
         on_main_process(self._wait, HOOK)
         return state
 
     def failed(self, state: TrainState, error: BaseException) -> None:
         """Save the last consistent state of a failed run, if asked for and not saved yet."""
+        self._abandon_shared()
         self._wait()
         if self.on_exception and self._position != position_of(state):
             name = f"{_name_of(state)}-exception_{type(error).__name__}"
@@ -195,6 +204,7 @@ class checkpoint:
 
     def close(self) -> None:
         """Wait for the writer when the run is left. An error can only be logged here."""
+        self._abandon_shared()
         try:
             self._wait()
         except Exception as error:
@@ -228,15 +238,13 @@ class checkpoint:
     def _save(self, state: TrainState) -> None:
         contents, history = self._collect(state), state.history
         name = _name_of(state) + _name_metrics(state, self.named)
-        if not self.background:
+        if contents.index:
+            self._save_shared(contents, history, name)
+        elif not self.background:
             on_main_process(lambda: self._write(contents, history, name), HOOK)
         elif state.backend.main:
             copied = self._buffers = contents.copied(self._buffers)
-            arguments = (copied, history, name)
-            self._writer = threading.Thread(
-                target=self._write_and_note, args=arguments, name="checkpoint"
-            )
-            self._writer.start()
+            self._start(lambda: self._write(copied, history, name))
 
     def _collect(self, state: TrainState) -> Contents:
         return collect_contents(state, self._encode_history, self.parts)
@@ -250,13 +258,26 @@ class checkpoint:
             self._saved = None
             raise error
 
-    def _write_and_note(self, contents: Contents, history: History, name: str) -> None:
-        try:
-            self._write(contents, history, name)
-        except BaseException as error:
-            self._error = error
+    def _start(self, write: Callable[[], None]) -> None:
+        """Write while training continues."""
+
+        def write_and_note() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
+
+        self._writer = threading.Thread(target=write_and_note, name="checkpoint")
+        self._writer.start()
 
     def _write(self, contents: Contents, history: History, name: str) -> None:
+        path, ranking = self._prepare(contents, history, name)
+        self._tidy(write_checkpoint(contents, path, ranking, in_own_folder=True), contents)
+
+    def _prepare(
+        self, contents: Contents, history: History, name: str
+    ) -> tuple[Path, dict[str, object]]:
+        """Return where to write, and what the manifest says in addition. Write the history."""
         run, path = contents.facts["run"], self.folder / name
         existing = manifest_or_none(path)
         if existing is not None and run_of(path, existing) != run:
@@ -269,10 +290,53 @@ class checkpoint:
             )
         write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
         names = ("best", "mode", "since")
-        ranking = {name: getattr(self, name) for name in names} if self.best else {}
-        written = write_checkpoint(contents, path, ranking, in_own_folder=True)
+        return path, {name: getattr(self, name) for name in names} if self.best else {}
+
+    def _tidy(self, written: Path, contents: Contents) -> None:
+        """Remove what a checkpoint that was written replaces."""
         release_claim(self.folder)
+        run = contents.facts["run"]
         prune(written, run, self.keep, self.best, self.mode, self.keep_best, self.since)
+
+    # --- writing by all processes
+
+    def _save_shared(self, contents: Contents, history: History, name: str) -> None:
+        """Write a checkpoint, each process its own files; in the background, begin to."""
+
+        def begin() -> Writing:
+            path, ranking = self._prepare(contents, history, name)
+            return Writing(contents, path, ranking, in_own_folder=True)
+
+        if self.background:
+            contents = self._buffers = contents.copied(self._buffers)
+        shared = self._shared = SharedWrite(contents, begin, HOOK)
+        if self.background:
+            shared.start()
+        else:
+            shared.write()
+            self._complete_shared()
+            on_main_process(self._wait, HOOK)
+
+    def _complete_shared(self) -> None:
+        """Complete what all processes write, if anything. Every process must call it."""
+        if (shared := self._shared) is None:
+            return
+        try:
+            files = shared.agree()
+        except BaseException:
+            self._saved = None
+            shared.abandon()
+            raise
+        finally:
+            self._shared = None
+        if shared.writing is not None:
+            self._start(lambda: self._tidy(shared.commit(files), shared.contents))
+
+    def _abandon_shared(self) -> None:
+        """Give up what all processes write, because the others may have ended."""
+        shared, self._shared = self._shared, None
+        if shared is not None and shared.abandon():
+            log.error("checkpoint: the last checkpoint was not completed by all processes")
 
 
 def _read_names(named: Sequence[str]) -> tuple[str, ...]:

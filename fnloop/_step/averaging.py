@@ -309,6 +309,6 @@ def _check_can_be_evaluated(state: TrainState, name: str) -> None:
     if is_sharded(state.model):
         raise NotImplementedError(
             f"{name}: the average of a model under fully_shard cannot be evaluated during the run: "
-            f"write {name}(..., evaluate=False), and load {name}.safetensors of a checkpoint into "
-            "a model that is not sharded"
+            f"write {name}(..., evaluate=False), restore a checkpoint into a model that is not "
+            f'sharded, and evaluate averaged(restore(path, state), "{name}")'
         )

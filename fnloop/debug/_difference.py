@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.compare import Measured, describe_value, find_difference, measure
-from fnloop._checkpoint.files import read_checkpoint
 from fnloop._checkpoint.format import COUNTERS, Contents
 from fnloop._checkpoint.history_blocks import decode_record
+from fnloop._checkpoint.read import read_alone
 from fnloop._checkpoint.save import collect_contents
 from fnloop._core.history import History
 from fnloop._core.record import Record
@@ -160,7 +160,7 @@ def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | Non
 def contents_of(source: TrainState | Path, history: bool = True) -> Contents:
     """Return what a checkpoint of a state has, or what one has that was saved."""
     if isinstance(source, Path):
-        return read_checkpoint(source, history=history)
+        return read_alone(source, history=history)
     made = collect_contents(source)
     facts = json.loads(json.dumps(made.facts))
     rows = [json.loads(row) for row in made.history]

@@ -13,7 +13,8 @@ from torch import nn
 
 import fnloop as fl
 from fnloop import CheckpointError
-from fnloop._checkpoint.files import checksum_of_manifest, read_checkpoint, verify
+from fnloop._checkpoint.files import checksum_of_manifest, verify
+from fnloop._checkpoint.read import read_checkpoint
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
 
 ONE = torch.tensor([1.0])
@@ -256,13 +257,14 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
 
 def test_a_newer_format_is_not_damaged(tmp_path):
     path = fl.save(toy(), tmp_path / "a")
-    crafted(path, lambda m: m.update(format_version=3))
-    with pytest.raises(CheckpointError, match=r"has format 3, and this fnloop reads .* up to 2"):
+    crafted(path, lambda m: m.update(format_version=4))
+    with pytest.raises(CheckpointError, match=r"has format 4, and this fnloop reads .* up to 3"):
         fl.restore(path, toy())
 
 
 def test_a_copy_in_host_memory_has_the_averages(tmp_path):
-    contents = read_checkpoint(fl.save(trained(*BOTH), tmp_path / "a"))
+    state = trained(*BOTH)
+    contents = read_checkpoint(fl.save(state, tmp_path / "a"), state)
     copied = contents.copied()
     again = contents.copied(copied)
     for name in ("ema", "swa"):

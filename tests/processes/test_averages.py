@@ -141,8 +141,8 @@ def test_an_average_that_would_not_be_evaluated_is_refused(launched, n):
     for found in launched(job, n):
         fit, averaged = found["refused"]
         assert "ema: the average of a model under fully_shard cannot be evaluated" in fit
-        assert "write ema(..., evaluate=False), and load ema.safetensors" in fit
-        assert "write save(state, path), and load ema.safetensors into" in averaged
+        assert "write ema(..., evaluate=False), restore a checkpoint into a model that is" in fit
+        assert "write save(state, path), and restore that into a model that is not" in averaged
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -1,0 +1,96 @@
+"""What each process writes of tensors that are split over processes, and where the parts are.
+
+The index of a checkpoint has an entry for each tensor of such a group, by the names of both:
+
+    {"shape": [4, 6], "dtype": "float32", "dim": 0, "shards": [
+        {"file": "model-00001-of-00002.safetensors", "key": "w", "offsets": [0, 0]},
+        {"file": "model-00002-of-00002.safetensors", "key": "w", "offsets": [2, 0]}]}
+
+The shards, one after the other along the dimension ``dim``, are the tensor. A tensor that is not
+split has one shard, and no ``dim``. A tensor without elements may have none. So safetensors alone
+can read a checkpoint: load the files, and concatenate (``torch.cat``) what the index names.
+
+Tensors that are one in memory, such as tied weights, have the same shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+from torch import Tensor
+
+from fnloop._backend.collectives import gather_objects
+from fnloop._backend.fsdp import extent_in, full, local_part, split_dim
+from fnloop._backend.launch import Backend
+from fnloop._checkpoint.format import SHARDED_FORMAT, Contents, name_of_share
+from fnloop._core.serialize import Json
+
+__all__ = ["keep_own_share"]
+
+
+def keep_own_share(contents: Contents, backend: Backend) -> Contents:
+    """Return what this process writes of contents, with an index if several processes write.
+
+    Every process must call it. The main process gets the whole index.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    index: dict[str, Json] = {}
+    for group, tensors in contents.groups().items():
+        if any(split_dim(tensor) is not None for tensor in tensors.values()):
+            file = name_of_share(group, backend.rank, backend.world_size)
+            groups[group], index[group] = _share_of(tensors, file, backend.main)
+        else:
+            whole = {name: full(tensor) for name, tensor in tensors.items()}
+            groups[group] = whole if backend.main else {}
+    kept = contents.with_groups(groups)
+    if not index:
+        return kept
+    facts = {**contents.facts, "format_version": SHARDED_FORMAT}
+    for theirs in gather_objects(index)[1:]:
+        for group, entries in index.items():
+            for name, entry in entries.items():
+                entry["shards"] += theirs[group].get(name, {"shards": ()})["shards"]
+    return attrs.evolve(
+        kept, facts=facts, index=index, rank=backend.rank, processes=backend.world_size
+    )
+
+
+def _share_of(
+    tensors: Mapping[str, Tensor], file: str, main: bool
+) -> tuple[dict[str, Tensor], dict[str, Json]]:
+    """Return what this process writes of a group of tensors, and the index of that.
+
+    Args:
+        tensors: the group.
+        file: the name of the file to write.
+        main: whether this is the main process, which writes what is not split.
+    """
+    mine: dict[str, Tensor] = {}
+    entries: dict[str, Json] = {}
+    keys: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        dim, offsets = split_dim(tensor), [0] * tensor.ndim
+        entry: dict[str, Json] = {
+            "shape": [*tensor.shape],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        if dim is None:
+            own, writes = full(tensor), main
+        else:
+            own, entry["dim"] = local_part(tensor).detach(), dim
+            offsets[dim], stop, writes = extent_in(tensor, tensor.shape[dim])
+            if own.shape[dim] != stop - offsets[dim]:
+                raise TypeError(
+                    f"{name} is split over processes in another way than by fully_shard: this "
+                    f"process has {own.shape[dim]} of {tensor.shape[dim]} along dimension {dim}"
+                )
+        entry["shards"] = []
+        if writes and (own.numel() or dim is None):
+            kind = (own.dtype, own.is_conj(), own.is_neg())
+            place = (own.data_ptr() or name, own.shape, own.stride(), *kind)
+            key = keys.setdefault(place, name)
+            mine[key] = own
+            entry["shards"].append({"file": file, "key": key, "offsets": offsets})
+        entries[name] = entry
+    return mine, entries

@@ -1,0 +1,193 @@
+"""Read slices of tensors whose parts are in several files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fnloop._checkpoint.format import CheckpointError
+from fnloop._core.serialize import Json
+
+__all__ = ["Entry", "Slices", "decode_index"]
+
+MOST_MAPPED = 16 << 20  # bytes of files in memory at a time: what is mapped counts as memory too
+
+
+@attrs.frozen
+class Piece:
+    """A part of a tensor in a file.
+
+    Args:
+        file: the name of the file.
+        key: the name of the part in it.
+        start, stop: what it is of the dimension along which the tensor is split.
+    """
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class Entry:
+    """Where a tensor is.
+
+    Args:
+        shape: of the whole tensor.
+        dtype: its dtype.
+        pieces: its parts, in order.
+        dim: the dimension along which it is split, or None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Piece]
+    dim: int | None = None
+
+    def shape_of(self, start: int, stop: int, dim: int | None) -> list[int]:
+        """Return the shape of a part of the tensor."""
+        shape = [*self.shape]
+        if dim is not None:
+            shape[dim] = stop - start
+        return shape
+
+
+def decode_index(index: Json, files: Collection[str]) -> dict[str, dict[str, Entry]]:
+    """Return the entries of an index by group and name, having checked that each is complete.
+
+    Args:
+        index: what ``index.json`` holds.
+        files: the names of the files of the checkpoint.
+
+    Raises:
+        CheckpointError: a part is missing.
+        ValueError, TypeError, LookupError: it is not an index.
+    """
+    return {
+        group: {name: _decode_entry(name, entry, files) for name, entry in entries.items()}
+        for group, entries in index.items()
+    }
+
+
+def _decode_entry(name: str, entry: Json, files: Collection[str]) -> Entry:
+    shape, dim, shards = tuple(entry["shape"]), entry.get("dim"), entry["shards"]
+    dtype = getattr(torch, entry["dtype"], None)
+    offsets = [shard["offsets"] for shard in shards]
+    numbers = itertools.chain(shape, *offsets)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError(f"the index has something else than whole numbers for {name}")
+    if not isinstance(dtype, torch.dtype) or not (dim is None or dim in range(len(shape))):
+        raise ValueError(f"the index does not say how {name} is split")
+    if not {shard["file"] for shard in shards} <= {*files}:
+        raise ValueError(f"the index names a file for {name} that the manifest does not list")
+    starts = [0 if dim is None else at[dim] for at in offsets]
+    expected = [[start if i == dim else 0 for i in range(len(shape))] for start in starts]
+    bounds = [*starts, 1 if dim is None else shape[dim]]
+    complete = starts[:1] == [0] and all(a < b for a, b in itertools.pairwise(bounds))
+    if dim is not None and 0 in shape:
+        complete = not shards
+    if not complete or offsets != expected:
+        raise CheckpointError(f"the checkpoint is damaged: its index lacks parts of {name}")
+    places = zip(shards, itertools.pairwise(bounds), strict=True)
+    pieces = [Piece(str(s["file"]), str(s["key"]), a, b) for s, (a, b) in places]
+    return Entry(shape, dtype, pieces, dim)
+
+
+class Slices:
+    """Reads slices of tensors from the files of a checkpoint, and keeps little of them in memory.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: dict[str, safe_open] = {}
+        self._mapped = 0
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            self._open[name] = safe_open(self._path / name, framework="pt")
+        return self._open[name]
+
+    def entries_in(self, file: str) -> dict[str, Entry]:
+        """Return an entry for each tensor of a file that has whole tensors."""
+        found = {}
+        for key in self._file(file).keys():  # noqa: SIM118  (not a mapping)
+            here = self._file(file).get_slice(key)[...]
+            found[key] = Entry(tuple(here.shape), here.dtype, [Piece(file, key, 0, 1)])
+        return found
+
+    def read(self, entry: Entry, start: int = 0, stop: int = 0, dim: int | None = None) -> Tensor:
+        """Return a tensor; with a dimension, only its part from ``start`` to ``stop`` along it.
+
+        Raises:
+            CheckpointError: a part is not what the entry says.
+        """
+        shape = entry.shape_of(start, stop, dim)
+        first = [start if i == dim else 0 for i in range(len(shape))]
+        copies = []
+        for piece in entry.pieces:
+            base, low = [0] * len(shape), [*first]
+            high = [a + n for a, n in zip(first, shape, strict=True)]
+            if entry.dim is not None:
+                base[entry.dim] = piece.start
+                low[entry.dim] = max(low[entry.dim], piece.start)
+                high[entry.dim] = min(high[entry.dim], piece.stop)
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                self._check(piece, entry)
+                copies.append((piece, _slices(low, high, base), _slices(low, high, first)))
+        made = torch.empty(shape, dtype=entry.dtype)
+        for piece, there, here in copies:
+            self._copy(piece, there, made[here])
+        return made
+
+    def _check(self, piece: Piece, entry: Entry) -> None:
+        found = self._file(piece.file).get_slice(piece.key).get_shape()
+        if found != (expected := entry.shape_of(piece.start, piece.stop, entry.dim)):
+            raise CheckpointError(
+                f"{self._path} is damaged: {piece.key} in {piece.file} has the shape {found} "
+                f"instead of {expected}"
+            )
+
+    def _copy(self, piece: Piece, where: tuple[slice, ...], target: Tensor) -> None:
+        """Copy a slice of a part into a tensor, some rows at a time."""
+        if not where:
+            target.copy_(self._slice(piece, (...,), target.dtype))
+            return
+        first, last = where[0].start, where[0].stop
+        rows = max(1, MOST_MAPPED // target[:1].nbytes)
+        for i in range(first, last, rows):
+            block = slice(i, min(i + rows, last))
+            there = self._slice(piece, (block, *where[1:]), target.dtype)
+            target[i - first : block.stop - first].copy_(there)
+            self._mapped += there.nbytes
+            del there
+            if self._mapped >= MOST_MAPPED:
+                self.close()
+
+    def _slice(self, piece: Piece, where: tuple[object, ...], dtype: torch.dtype) -> Tensor:
+        found = self._file(piece.file).get_slice(piece.key)[where]
+        if found.dtype != dtype:
+            raise CheckpointError(
+                f"{self._path} is damaged: {piece.key} in {piece.file} is {found.dtype} instead of "
+                f"{dtype}"
+            )
+        return found
+
+    def close(self) -> None:
+        """Release the files."""
+        self._open.clear()
+        self._mapped = 0
+
+
+def _slices(low: Sequence[int], high: Sequence[int], base: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices from ``low`` to ``high`` of something that begins at ``base``."""
+    return tuple(slice(a - c, b - c) for a, b, c in zip(low, high, base, strict=True))
