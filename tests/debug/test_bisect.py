@@ -166,13 +166,13 @@ def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypat
     for folder, step in zip("ab", steps, strict=True):
         saves = fl.every(steps=1)(fl.checkpoint(tmp_path / folder, keep=None))
         fl.fit(step, toy(), batches, hooks=(saves,))
-    read, reads = _difference.read_checkpoint, []
+    read, reads = _difference.read_alone, []
 
     def counted(*given, **settings):
         reads.append(given)
         return read(*given, **settings)
 
-    monkeypatch.setattr(_difference, "read_checkpoint", counted)
+    monkeypatch.setattr(_difference, "read_alone", counted)
     found = bisect(tmp_path / "a", tmp_path / "b", steps, toy(), batches)
     assert (found.update, found.what) == (42, "loss")
     assert len(reads) == found.restores - 4 <= 2 * (1 + math.log2(64))
