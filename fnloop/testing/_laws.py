@@ -23,6 +23,7 @@ from fnloop._display import checks
 from fnloop._hooks.triggers import every, when
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit
+from fnloop._step.composition import total_in
 from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline
 from fnloop.testing._compare import assert_equal, assert_same
 from fnloop.testing._problems import Problem, small, stochastic
@@ -52,13 +53,18 @@ def _fit(pipe: Pipeline, problem: Problem, state: TrainState, **kwargs: Any) -> 
     return fit(pipe(problem.loss_fn), state, loaders, **{"epochs": 2, "hooks": (), **kwargs})
 
 
+def _window(step: PipelineStep, problem: Problem) -> int:
+    total = total_in(step.pipeline.middleware)
+    return open_source(list(problem.batches), 0, total=total).batches_in_update(step.window)
+
+
 def _updates(pipe: Pipeline, problem: Problem) -> int:
-    return -(-len(problem.batches) // pipe(problem.loss_fn).window)
+    return -(-len(problem.batches) // _window(pipe(problem.loss_fn), problem))
 
 
 def _calls(pipe: Pipeline, problem: Problem, state: TrainState) -> int:
     """Return how often a run has called its step: once for each update, or more rarely."""
-    in_epoch = -(-state.batch // pipe(problem.loss_fn).window)
+    in_epoch = -(-state.batch // _window(pipe(problem.loss_fn), problem))
     return state.epoch * _updates(pipe, problem) + in_epoch
 
 
@@ -290,7 +296,7 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
 
 
 def _windows(step: PipelineStep, problem: Problem) -> list[Batch]:
-    window = None if step.window == 1 else step.window
+    window = None if step.window == 1 else _window(step, problem)
     return list(windows(open_source(list(problem.batches), 0), window, torch.device("cpu")))
 
 
