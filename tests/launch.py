@@ -178,6 +178,27 @@ def start_script(path, *arguments, written, environment=None, first=None):
     return child
 
 
+def start_torchrun(*arguments, written, environment):
+    """Start torchrun in a forked process, for the seconds that importing torch takes.
+
+    Args:
+        arguments: those of torchrun.
+        written: a path, where its output goes.
+        environment: all of its variables.
+    """
+    child = _Forked(target=_torchrun, args=(arguments, environment, written))
+    child.start()
+    return child
+
+
+def _torchrun(arguments, environment, written):
+    """Run torchrun in this process, which was forked for it."""
+    from torch.distributed import run
+
+    _begin(environment, written, written)
+    run.main(list(arguments))
+
+
 def _script(path, arguments, variables, written, first):
     """Run a script in this process, which was forked for it."""
     _begin(variables, written.with_suffix(".out"), written.with_suffix(".err"))
@@ -227,6 +248,11 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def alone():
+    """Return the environment of a process without others."""
+    return _variables(0, 1, 0)
 
 
 def _variables(rank, n, port):

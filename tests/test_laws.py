@@ -43,6 +43,7 @@ SINGLES = [
     fl.accumulate(1),
     fl.accumulate(2),
     fl.accumulate(3),
+    fl.accumulate(total=8),
     fl.microbatch(100),
     fl.retry_on_oom(),
     fl.clip(0.05),
@@ -77,6 +78,7 @@ COMBINATIONS = [
     fl.pipeline(*TWO_PARTS, fl.accumulate(2), fl.clip_adaptive(0.01)),
     fl.pipeline(fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
+    fl.pipeline(fl.clip(0.05), fl.accumulate(total=12), warm_cosine),
     fl.pipeline(fl.accumulate(2), fl.sam(0.05), fl.clip(0.05)),
     fl.pipeline(fl.sam(0.05), fl.accumulate(2)),
     fl.pipeline(fl.clip_value(0.01), fl.accumulate(3), fl.clip(0.05)),
@@ -381,6 +383,12 @@ def test_fit_equals_the_hand_written_loop_with_batch_norm_and_dropout():
 )
 def test_n_accumulated_batches_make_the_update_of_one_large_batch(n, members):
     law_accumulation(fl.pipeline(*members), small(), n, fl.accumulate)
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_a_total_of_samples_makes_the_update_of_one_large_batch(n):
+    """The batches of the problem have up to 4 samples."""
+    law_accumulation(fl.pipeline(fl.clip(0.05)), small(), n, lambda n: fl.accumulate(total=4 * n))
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])

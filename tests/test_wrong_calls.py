@@ -191,6 +191,7 @@ STEPS = {
 
 MIDDLEWARE = {
     "accumulate(n)": Entry(fl.accumulate),
+    "accumulate(total)": Entry(lambda v: fl.accumulate(total=v)),
     "grad_norm(norm_type)": Entry(fl.grad_norm, "1.5 inf"),
     "throughput(of)": Entry(fl.throughput),
     "throughput(flops)": Entry(lambda v: fl.throughput(flops=v, peak=1.0), "1.5"),

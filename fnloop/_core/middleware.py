@@ -44,6 +44,8 @@ class Middleware:
         window: how many batches one call of the step takes.
         windows: by the first epoch, the batches that one call takes from then on in a run, if that
             varies; ``window`` is the most.
+        total: the samples of one update of a run, in all processes together, where that says how
+            many batches it takes; ``window`` is the most. Or None.
         loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
         check: called with all middleware of a pipeline when it is composed; raises if they are
             incompatible; or None.
@@ -86,6 +88,7 @@ class Middleware:
     init: Callable[[Any], object] | None = None
     window: int = 1
     windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
+    total: int | None = attrs.field(default=None, kw_only=True)
     loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
     check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
     check_state: Callable[..., None] | None = attrs.field(default=None, kw_only=True)
@@ -111,6 +114,8 @@ class Middleware:
         for name in checks.instance(owner, "loaders", self.loaders, tuple, "a tuple of names"):
             checks.text(owner, "loaders", name, "names of loaders")
         checks.integer(owner, "window", self.window, "the batches that one call of the step takes")
+        if self.total is not None:
+            checks.integer(owner, "total", self.total, "the samples of one update, or None")
 
     def _fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in attrs.fields(Middleware) if f.name != "call"}

@@ -22,7 +22,9 @@ def no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
     return iter(())
 
 
-def indices_of(loader: Loader, seed: int, rank: int, processes: int) -> Indices:
+def indices_of(
+    loader: Loader, seed: int, rank: int, processes: int, window: int | None = None
+) -> Indices:
     """Return what says which samples the batches of a loader have.
 
     The function gives a list of indices for each batch; a mapping by name, if a batch is made of
@@ -34,6 +36,8 @@ def indices_of(loader: Loader, seed: int, rank: int, processes: int) -> Indices:
         seed: the run's.
         rank: the number of this process.
         processes: how many processes share the batches.
+        window: the batches of an update, of all processes together; None if each process takes a
+            number of its own.
     """
     leaves = [*loader.leaves()] if isinstance(loader, Composed) else [loader]
     if not any(map(is_map_style, leaves)):
@@ -42,12 +46,12 @@ def indices_of(loader: Loader, seed: int, rank: int, processes: int) -> Indices:
         return no_indices  # to know what comes next, a stream would have to be read
 
     def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
-        sharing = sharing_among(processes, rank)  # of its own: that of the run notes what it reads
+        sharing = sharing_among(processes, rank, window)  # the run's own notes what it reads
         if isinstance(loader, Composed):
             items = loader.items(seed, epoch, batch, sharing)
             found = map(_index_of, items)
         else:
-            asked = requests(loader, seed, epoch, batch, samples, sharing, processes)
+            asked = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
             found = map(index_in, asked)
         for index in sharing.split(found, lambda index: 0):
             yield [] if isinstance(index, Padding) else index

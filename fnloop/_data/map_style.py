@@ -163,7 +163,7 @@ def map_style(
         samples: their samples, if the loader's batches have one known size; else 0.
         sharing: how batches are distributed to the processes.
     """
-    made = requests(loader, seed, epoch, batch, samples, sharing, sharing.processes)
+    made = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
     return fetched(loader, _shared(made, sharing))
 
 
@@ -191,7 +191,7 @@ def requests(
     batch: int,
     samples: int,
     sharing: SingleProcess,
-    processes: int = 1,
+    complete: int = 1,
     indices: Iterable[Index] | None = None,
 ) -> Iterator[_BatchRequest]:
     """Yield a request for each batch that is left of an epoch, whichever process fetches it.
@@ -202,7 +202,7 @@ def requests(
         loader: the loader.
         seed, epoch, batch, samples: as in :func:`map_style`.
         sharing: what is to note the order of the samples.
-        processes: how many processes take an incomplete round, if the loader drops it.
+        complete: the batches of a complete round, if the loader drops an incomplete one.
         indices: those of all batches of the epoch; None takes them from the loader's sampler.
     """
     __tracebackhide__ = True
@@ -211,7 +211,7 @@ def requests(
     start = (samples or batch * stride) if is_sized(loader) else batch
     if indices is None:
         order_seed = fold_in(seed, ORDER, epoch or 0)
-        left = batch_indices(loader, order_seed, epoch, start, processes)
+        left = batch_indices(loader, order_seed, epoch, start, complete)
     else:
         left = itertools.islice(indices, batch, None)
     left = sharing.note_order(left, batched=loader.batch_sampler is not None)
@@ -230,7 +230,7 @@ def _keeps_all(loader: DataLoader[object]) -> bool:
 
 
 def batch_indices(
-    loader: DataLoader[object], seed: int, epoch: int | None, start: int, processes: int
+    loader: DataLoader[object], seed: int, epoch: int | None, start: int, complete: int
 ) -> Iterator[Index]:
     """Return the indices of each batch that is left of an epoch.
 
@@ -239,7 +239,7 @@ def batch_indices(
         seed: what the order is a function of.
         epoch: the epoch, or None for an evaluation.
         start: the samples to skip; the batches, if their size is not known.
-        processes: how many processes share the batches.
+        complete: the batches of a complete round, if the loader drops an incomplete one.
     """
     batched: Any = loader.batch_sampler
     set_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
@@ -248,17 +248,17 @@ def batch_indices(
         return itertools.islice(indices, start, None)
     indices = _sampled(batched.sampler, seed)
     if is_sized(loader):
-        return _batched(itertools.islice(indices, start, None), batched, processes)
-    return itertools.islice(_batched(indices, batched, processes), start, None)
+        return _batched(itertools.islice(indices, start, None), batched, complete)
+    return itertools.islice(_batched(indices, batched, complete), start, None)
 
 
 def _batched(
-    indices: Iterator[Index], batched: BatchSampler, processes: int
+    indices: Iterator[Index], batched: BatchSampler, complete: int
 ) -> Iterator[list[Index]]:
     """Cut indices into batches. With ``drop_last``, leave out an incomplete last round."""
     size = batched.batch_size
     if batched.drop_last:
-        indices = itertools.chain.from_iterable(partition(size * processes, indices))
+        indices = itertools.chain.from_iterable(partition(size * complete, indices))
     return map(list, partition_all(size, indices))
 
 

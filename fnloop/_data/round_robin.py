@@ -1,6 +1,8 @@
 """Which process works on which batch: batches are distributed round-robin.
 
-In an incomplete last round, processes without a batch get the first one as padding.
+In an incomplete round, processes without a batch get the first one as padding. That is the last
+round of an epoch. Where an update takes a number of batches of all processes together, it is the
+last round of each update: then the updates are the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -31,13 +33,22 @@ Item = TypeVar("Item")
 class SingleProcess:
     """Gives everything to the only process.
 
+    Args:
+        window: the batches of an update, of all processes together; None if each process takes a
+            number of its own.
+
     Attributes:
         processes: the number of processes.
+        complete: the batches of a complete round; a loader that drops incomplete batches drops an
+            incomplete round with them.
         order: a checksum of the indices of an epoch's samples, where they are known.
     """
 
-    processes = 1
+    processes = complete = 1
     order = 0
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
 
     def split(
         self, items: Iterable[Item], size_of: Callable[[Item], int], reused: bool = False
@@ -77,10 +88,13 @@ class RoundRobin(SingleProcess):
     Args:
         rank: the number of this process.
         processes: how many there are.
+        window: as for a single process.
     """
 
-    def __init__(self, rank: int, processes: int) -> None:
+    def __init__(self, rank: int, processes: int, window: int | None = None) -> None:
+        super().__init__(window)
         self.rank, self.processes = rank, processes
+        self.complete = processes if window is None else 1
         self._sizes: deque[int] = deque()  # of rounds ahead: their batch size, or 0 if it differs
 
     def split(
@@ -89,10 +103,10 @@ class RoundRobin(SingleProcess):
         __tracebackhide__ = True
         self._sizes.clear()
         self.order = 0
-        items = iter(items)
+        items, sizes = iter(items), itertools.cycle(self._round_sizes())
         while round_ := [
             (item, version(item) if reused else None)
-            for item in itertools.islice(items, self.processes)
+            for item in itertools.islice(items, next(sizes))
         ]:
             if reused and any(version(item) != before for item, before in round_):
                 raise ValueError(
@@ -103,6 +117,11 @@ class RoundRobin(SingleProcess):
             batches = [item for item, _ in round_]
             self._sizes.append(_common([*map(size_of, batches)], self.processes))
             yield batches[self.rank] if self.rank < len(batches) else Padding(batches[0])
+
+    def _round_sizes(self) -> list[int]:
+        """Return how many batches each round of an update has."""
+        whole, rest = divmod(self.window or self.processes, self.processes)
+        return [self.processes] * whole + [rest] * (rest > 0)
 
     def note_order(self, indices: Iterator[Index], batched: bool) -> Iterator[Index]:
         return map(self._note, map(list, indices) if batched else indices)
@@ -122,9 +141,9 @@ class RoundRobin(SingleProcess):
             raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
 
 
-def sharing_among(processes: int, rank: int) -> SingleProcess:
+def sharing_among(processes: int, rank: int, window: int | None = None) -> SingleProcess:
     """Return how a process gets its share of the batches."""
-    return SingleProcess() if processes == 1 else RoundRobin(rank, processes)
+    return SingleProcess(window) if processes == 1 else RoundRobin(rank, processes, window)
 
 
 def batch_size_of(batch: Batch) -> int:

@@ -27,6 +27,7 @@ from fnloop._data.map_style import is_sized, length_of, map_style
 from fnloop._data.parts import is_map_style, size_of
 from fnloop._data.position import Positions
 from fnloop._data.round_robin import RoundRobin, SingleProcess, batch_size_of, sharing_among
+from fnloop._data.total import window_of
 from fnloop._data.window import END, Padding, Window
 
 __all__ = ["Source", "num_updates", "open_source"]
@@ -87,8 +88,27 @@ class Source:
         """Return how many batches a number of samples makes."""
         assert self.batch_size is not None
         if self.drop_last:
-            return samples // (self.batch_size * self.processes) * self.processes
+            complete = self.sharing.complete
+            return samples // (self.batch_size * complete) * complete
         return math.ceil(samples / self.batch_size)
+
+    def batches_in_update(self, window: int) -> int:
+        """Return how many batches an update takes, in all processes together.
+
+        Args:
+            window: those that the step takes in each process, unless the source knows better.
+        """
+        return self.sharing.window or window * self.processes
+
+    def rounds_in_update(self, window: int) -> int:
+        """Return how many batches an update takes in each process, with padding."""
+        return math.ceil(self.batches_in_update(window) / self.processes)
+
+    def padded(self, batches: int) -> int:
+        """Return how many batches are counted when all processes have taken a number of them."""
+        window = self.batches_in_update(1)
+        whole, rest = divmod(batches, window)
+        return whole * window + min(math.ceil(rest / self.processes) * self.processes, window)
 
     def take(self, batch: Batch, window: int) -> tuple[Batch, Window]:
         """Return what a step takes, without the marks of padding, and what is known of it.
@@ -107,8 +127,8 @@ class Source:
 
     def why_empty(self) -> str:
         """Return why an epoch of a loader that drops its last batch has none."""
-        per_process = f"{self.batch_size} on each of {self.processes} processes"
-        together = per_process if self.processes > 1 else f"{self.batch_size}"
+        per_process = f"{self.batch_size} on each of {self.sharing.complete} processes"
+        together = per_process if self.sharing.complete > 1 else f"{self.batch_size}"
         return (
             f"It has {self.samples} samples, and with drop_last an update takes {together}: make "
             "batches smaller."
@@ -119,7 +139,9 @@ class Source:
         self.sharing.check_order()
 
 
-def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) -> Source:
+def open_source(
+    loader: object, seed: int, rank: int = 0, processes: int = 1, total: int | None = None
+) -> Source:
     """Open a loader, so that what it yields is a function of the seed, the epoch and the position.
 
     Args:
@@ -127,18 +149,22 @@ def open_source(loader: object, seed: int, rank: int = 0, processes: int = 1) ->
         seed: the run's.
         rank: the number of this process.
         processes: how many processes share the batches.
+        total: the samples of an update, of all processes together; None if the step says how many
+            batches it takes.
 
     Raises:
-        ValueError: the loader distributes its data to the processes already.
+        ValueError: the loader distributes its data to the processes already; or its batches cannot
+            make an update of ``total`` samples.
     """
     __tracebackhide__ = True
+    window = None if total is None else window_of(_unprepared(loader), total)
     if isinstance(loader, sharded):
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_not_split(loader)
     loader = _unprepared(loader)
-    sharing = sharing_among(processes, rank)
-    indices = indices_of(loader, seed, rank, processes)
+    sharing = sharing_among(processes, rank, window)
+    indices = indices_of(loader, seed, rank, processes, window)
     if isinstance(loader, Composed):
         return attrs.evolve(_open_composed(loader, seed, sharing), indices=indices)
     if is_map_style(loader):

@@ -61,7 +61,7 @@ def train_epochs(
                 with Survival(run):
                     seed, state = run.begin_epoch(), run.state
                     at = (state.epoch, state.batch, state.samples)
-                    size = None if window == 1 else plan.window_in(state)
+                    size = None if window == 1 else source.rounds_in_update(plan.window_in(state))
                     feed = windows(source, size, backend.device, *at, plan.prefetch)
                     batch: Any = stopwatch.next(feed, END)
                     over = run.enter(seed, ended=batch is END)
@@ -69,7 +69,8 @@ def train_epochs(
                     while not over:
                         state = run.state
                         position(mix(seed, state.batch))
-                        run.taken = backend.world_size * (1 if window == 1 else len(batch))
+                        taken = backend.world_size * (1 if window == 1 else len(batch))
+                        run.taken = min(taken, run.info.window)  # without padding, if known
                         run.phase = None  # the step
                         new, out = step(state, batch)
                         run.state = consume(new, out, run.taken, run.taken * batch_size, recent)

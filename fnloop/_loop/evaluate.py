@@ -35,10 +35,17 @@ Result = TypeVar("Result")
 EXCHANGED = 16  # batches whose outputs are exchanged at once
 
 
-def open_loader(loader: object, state: TrainState) -> Source:
-    """Open a loader for the processes that train a state."""
+def open_loader(loader: object, state: TrainState, total: int | None = None) -> Source:
+    """Open a loader for the processes that train a state.
+
+    Args:
+        loader: the loader.
+        state: the state.
+        total: the samples of an update, of all processes together, if they are given.
+    """
     __tracebackhide__ = True
-    return open_source(loader, state.seed, state.backend.rank, state.backend.world_size)
+    backend = state.backend
+    return open_source(loader, state.seed, backend.rank, backend.world_size, total)
 
 
 def measure(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Iterable, Iterator
 
@@ -106,8 +105,8 @@ def check_length(source: Source, first: int, batches: int) -> None:
         first: the batches of the epoch that were consumed before.
         batches: the batches of the epoch, in all processes, with the padding of the last round.
     """
-    said, n = source.length, source.processes
-    if said is None or first > said or batches == math.ceil(said / n) * n:
+    said = source.length
+    if said is None or first > said or batches == first + source.padded(said - first):
         return
     _log_once(
         f"fit: the length of the training loader is {said}, but an epoch of it had {batches} "

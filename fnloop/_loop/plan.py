@@ -40,6 +40,7 @@ from fnloop._loop.phases import (
     phase_of,
     skipped_phase,
 )
+from fnloop._step.composition import total_in
 from fnloop._step.pipeline import Pipeline, PipelineStep
 
 __all__ = ["Plan", "check_step", "describe", "make_plan"]
@@ -113,8 +114,13 @@ class Plan:
         phase = None if self.phase is None else phase_of(state, self.phase)
         return phase is not None and phase.done
 
+    @property
+    def total(self) -> int | None:
+        """The samples of an update, of all processes together, if the step says so."""
+        return total_in(self.step.pipeline.middleware)
+
     def window_in(self, state: TrainState, later: int = 0) -> int:
-        """Return how many batches an update takes in this process.
+        """Return how many batches the step takes in this process, at most.
 
         Args:
             state: the state.
@@ -243,7 +249,7 @@ def describe(
         evaluated: the names of the loaders that it evaluates.
         clock: the time that all processes agree on, if there are several.
     """
-    window = plan.window_in(state) * state.backend.world_size
+    window = source.batches_in_update(plan.window_in(state))
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
     per_epoch = None if plan.step.carries else num_updates(batches, window)
@@ -267,7 +273,7 @@ def _updates_later(plan: Plan, state: TrainState, source: Source, epochs: int) -
     """Return the updates of the next epochs but the running one."""
 
     def updates(later: int) -> int:
-        window = plan.window_in(state, later) * state.backend.world_size
+        window = source.batches_in_update(plan.window_in(state, later))
         return num_updates(source.length_in(state.epoch + later), window) or 0
 
     # From then on neither the window nor the length changes any more.

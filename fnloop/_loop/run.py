@@ -60,7 +60,7 @@ class Run:
         __tracebackhide__ = True
         plan.check_position(state)
         self.plan = plan
-        self.source = open_loader(plan.loaders.train, state)
+        self.source = open_loader(plan.loaders.train, state, plan.total)
         loaders = plan.loaders.evaluated
         self.evaluated = {
             k: open_loader(loaders[k], state) for _, names in plan.evaluations for k in names
@@ -123,7 +123,7 @@ class Run:
 
     def _count_windows(self) -> None:
         """Note how many batches an update takes in this epoch, and so how many updates it has."""
-        window = self.plan.window_in(self.state) * self.state.backend.world_size
+        window = self.source.batches_in_update(self.plan.window_in(self.state))
         batches = self.source.length_in(self.state.epoch)
         if (window, batches) != (self.info.window, self.info.batches_per_epoch):
             length = None if self.plan.step.carries else num_updates(batches, window)
@@ -254,7 +254,7 @@ class Run:
             ended = EPOCH in self.state.events
             self.state = attrs.evolve(self.state, ends=None if ended else self.state.ends)
             return True
-        state, window = self.state, self.plan.window_in(self.state) * self.state.backend.world_size
+        state, window = self.state, self.info.window
         left = None
         if not self.plan.step.carries:
             at = (state.epoch, state.batch, state.samples)

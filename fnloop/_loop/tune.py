@@ -25,6 +25,7 @@ from fnloop._loop.changes import Setting, changes_of, could_be_fused
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
 from fnloop._loop.plan import check_step
+from fnloop._step.composition import total_in
 from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["Advice", "tune"]
@@ -298,9 +299,11 @@ class _Bench:
     def _batches_at_hand(self) -> list[object]:
         """Return a few windows of batches."""
         with isolated(self.state.backend.device):
-            source = open_loader(self.now.loader, self.state)
+            step = self.now.step
+            total = total_in(step.pipeline.middleware)
+            source = open_loader(self.now.loader, self.state, total)
             batches = source.batches(self.state.epoch, 0, 0)
-            return list(itertools.islice(batches, 4 * self.now.step.window))
+            return list(itertools.islice(batches, 4 * source.rounds_in_update(step.window)))
 
 
 def _losses(state: TrainState) -> dict[str, float]:

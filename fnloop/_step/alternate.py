@@ -357,8 +357,9 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             "alternate, and repeat names in order="
         )
     for member in step.pipeline.middleware:
-        if member.windows:
-            why = "changes its window with the epoch: write accumulate(n)"
+        if member.windows or member.total is not None:
+            by = "epoch" if member.windows else "number of processes"
+            why = f"changes its window with the {by}: write accumulate(n)"
         elif member.name == TBPTT:
             why = "makes several updates in one turn: leave it out"
         elif member.name == "cuda_graph":

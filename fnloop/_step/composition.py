@@ -27,6 +27,8 @@ __all__ = [
     "in_order",
     "is_ours",
     "rings_of",
+    "total_in",
+    "window_in",
 ]
 
 
@@ -238,6 +240,11 @@ def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """
     order = _ORDER.get(ring, {})
     return sorted(members, key=lambda member: order.get(member.name, 0))
+
+
+def total_in(members: Iterable[Middleware]) -> int | None:
+    """Return the samples of an update in all processes together, if a middleware says so."""
+    return next((m.total for m in members if m.total is not None), None)
 
 
 def window_in(epoch: int, members: Iterable[Middleware], most: int) -> int:

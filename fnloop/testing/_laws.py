@@ -24,6 +24,7 @@ from fnloop._display import checks
 from fnloop._hooks.triggers import every, when
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit
+from fnloop._step.composition import total_in
 from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline
 from fnloop.testing._compare import assert_equal, assert_same
 from fnloop.testing._problems import Problem, small, stochastic
@@ -53,6 +54,11 @@ def _fit(pipe: Pipeline, problem: Problem, state: TrainState, **kwargs: Any) -> 
     return fit(pipe(problem.loss_fn), state, loaders, **{"epochs": 2, "hooks": (), **kwargs})
 
 
+def _window(step: PipelineStep, problem: Problem) -> int:
+    total = total_in(step.pipeline.middleware)
+    return open_source(list(problem.batches), 0, total=total).batches_in_update(step.window)
+
+
 def law_fold(pipe: Pipeline, problem: Problem) -> None:
     """Assert that a run stopped at any update and continued equals one never stopped, bit for bit.
 
@@ -69,7 +75,7 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
         >>> law_fold(pipeline(), small())
     """
     _check_arguments("law_fold", pipe, problem)
-    window = pipe(problem.loss_fn).window
+    window = _window(pipe(problem.loss_fn), problem)
     calls_in_epoch = math.ceil(len(problem.batches) / window)
 
     def calls(state: TrainState) -> int:  # each makes one update, or fewer
@@ -287,7 +293,7 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
 
 
 def _windows(step: PipelineStep, problem: Problem) -> list[Batch]:
-    window = None if step.window == 1 else step.window
+    window = None if step.window == 1 else _window(step, problem)
     return list(windows(open_source(list(problem.batches), 0), window, torch.device("cpu")))
 
 

@@ -8,9 +8,12 @@ from fnloop._data.source import open_source
 from fnloop._data.window import Padding, Window
 
 
-def shares(items, processes, size_of=lambda item: 0):
+def shares(items, processes, window=None):
     """Return what each process gets, padding in brackets."""
-    split = [sharing_among(processes, rank).split(items, size_of) for rank in range(processes)]
+    split = [
+        sharing_among(processes, rank, window).split(items, lambda item: 0)
+        for rank in range(processes)
+    ]
     return [[[i.batch] if type(i) is Padding else i for i in share] for share in split]
 
 
@@ -23,6 +26,22 @@ def test_in_an_incomplete_round_the_first_item_is_padding():
     assert shares("abcde", 2) == [["a", "c", "e"], ["b", "d", ["e"]]]
     assert shares("abcde", 3) == [["a", "d"], ["b", "e"], ["c", ["d"]]]
     assert shares("abcd", 3) == [["a", "d"], ["b", ["d"]], ["c", ["d"]]]
+
+
+def test_a_window_of_all_processes_begins_with_the_first_process():
+    assert shares("abcdef", 1, window=4) == [list("abcdef")]
+    assert shares("abcdef", 2, window=4) == [["a", "c", "e"], ["b", "d", "f"]]
+    a, b, c = shares("abcdefgh", 3, window=4)
+    assert (a, b, c) == (
+        ["a", "d", "e", "h"],
+        ["b", ["d"], "f", ["h"]],
+        ["c", ["d"], "g", ["h"]],
+    )
+    assert shares("abc", 3, window=1) == [["a", "b", "c"], *[[["a"], ["b"], ["c"]]] * 2]
+
+
+def test_the_last_window_of_all_processes_may_be_shorter():
+    assert shares("abcdefg", 2, window=5) == [["a", "c", "e", "f"], ["b", "d", ["e"], "g"]]
 
 
 def test_a_window_knows_its_batch_size_only_if_every_process_has_the_same():
