@@ -125,7 +125,7 @@ pytest show your frames of the traceback, and not those of fnloop (`%xmode Plain
 - `when_improved`, `once`, `on_main`: at which values, how often and where a hook runs.
 - `progress`, `live_plot`, `profiled`: show a run, and where its time goes.
 - `inspect`: look at the outputs of an evaluation.
-- `early_stop`, `halt_on_nonfinite`, `time_limit`: stop it.
+- `early_stop`, `halt_on_nonfinite`, `time_limit`, `requeue`: stop it; give its job back to SLURM.
 - `restore_best`: end it with its best weights.
 - `track`, `to_csv`, `to_jsonl`: send its records elsewhere.
 
@@ -171,7 +171,9 @@ first update, and no file is changed. `save` replaces a checkpoint only; it refu
 other files.
 
 SIGTERM ends `fit` after the current update (`state.stop == "SIGTERM"`), and the state is saved.
-SIGUSR1 saves, and the run continues.
+An evaluation is abandoned, and a resumed run makes it. So a grace period has to be longer than an
+update and a save. SIGUSR1 saves, and the run continues; with the hook `requeue`, it saves, gives
+the SLURM job back to its queue, and ends the run. `time_limit(per="job")` ends it before SLURM does.
 
 Before the first update of a run that keeps checkpoints, fnloop saves, restores and updates a tiny
 copy of an optimizer that is not torch's. An optimizer that does not resume exactly is refused by
@@ -286,6 +288,7 @@ from fnloop._hooks.moments import at_end, at_start
 from fnloop._hooks.on_main import on_main
 from fnloop._hooks.profiled import profiled
 from fnloop._hooks.progress import progress
+from fnloop._hooks.requeue import requeue
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.table import to_csv, to_jsonl
 from fnloop._hooks.time_limit import time_limit
@@ -337,10 +340,10 @@ __all__ = [
     "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
     "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
     "latest", "layers", "live_plot", "metric", "microbatch", "middleware", "on_main", "once",
-    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "restore",
-    "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "schedules",
-    "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary", "supervised",
-    "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
+    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue",
+    "restore", "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule",
+    "schedules", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary",
+    "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
     "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when",
     "when_improved",
 ]
