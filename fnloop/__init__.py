@@ -173,7 +173,8 @@ other files.
 SIGTERM ends `fit` after the current update (`state.stop == "SIGTERM"`), and the state is saved.
 An evaluation is abandoned, and a resumed run makes it. So a grace period has to be longer than an
 update and a save. SIGUSR1 saves, and the run continues; with the hook `requeue`, it saves, gives
-the SLURM job back to its queue, and ends the run. `time_limit(per="job")` ends it before SLURM does.
+the SLURM job back to its queue, and ends the run. `time_limit(per="job")` ends a run before SLURM
+does.
 
 Before the first update of a run that keeps checkpoints, fnloop saves, restores and updates a tiny
 copy of an optimizer that is not torch's. An optimizer that does not resume exactly is refused by
