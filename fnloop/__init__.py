@@ -228,8 +228,14 @@ processes can read the folder.
 *Large models.* Call `fully_shard(model)` before you make the optimizer, or, on GPUs, choose FSDP
 version 2 in `accelerate config`. The same checkpoints load into such a model; `snapshot` cannot
 copy it. DeepSpeed, Megatron and FSDP 1 run backward and the update themselves, so middleware
-cannot see gradients: fnloop raises an error and suggests `fully_shard`. Tensor parallelism is
-refused.
+cannot see gradients: fnloop raises an error and suggests `fully_shard`.
+
+*Tensor parallelism.* On a mesh of two dimensions, call `parallelize_module(model, mesh["tensor"],
+plan)`, then `fully_shard(model, mesh=mesh["data"])`. Processes of a row of the mesh have the same
+batches and the same random draws, and count once in metrics, `gather` and `reduce`.
+`state.backend.data_rank` and `data_size` are the share of the data and how many there are. Other
+layouts are refused. Dropout of activations that are split between processes draws the same mask in
+each part: use it where they are whole.
 
 *Settings.* If `accelerate config` says bf16, it is used where the pipeline lists no `amp`; for
 fp16, list `amp("fp16")`. Pass settings of DistributedDataParallel as `TrainState.create(...,

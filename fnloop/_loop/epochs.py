@@ -69,7 +69,7 @@ def train_epochs(
                     while not over:
                         state = run.state
                         position(mix(seed, state.batch))
-                        run.taken = backend.world_size * (1 if window == 1 else len(batch))
+                        run.taken = backend.data_size * (1 if window == 1 else len(batch))
                         run.phase = None  # the step
                         new, out = step(state, batch)
                         run.state = consume(new, out, run.taken, run.taken * batch_size, recent)

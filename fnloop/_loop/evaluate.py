@@ -38,7 +38,7 @@ EXCHANGED = 16  # batches whose outputs are exchanged at once
 def open_loader(loader: object, state: TrainState) -> Source:
     """Open a loader for the processes that train a state."""
     __tracebackhide__ = True
-    return open_source(loader, state.seed, state.backend.rank, state.backend.world_size)
+    return open_source(loader, state.seed, state.backend.data_rank, state.backend.data_size)
 
 
 def measure(
@@ -74,7 +74,7 @@ def measure(
                     break
                 where = None
                 # A function of the batch, whichever process evaluates it.
-                position(mix(seed, n * backend.world_size + backend.rank))
+                position(mix(seed, n * backend.data_size + backend.data_rank))
                 results = evaluation.call(step.evaluation, state, batch)
                 if outputs is not None:
                     outputs.append([_to_host(out) for _, out in results if out.skip is None])
@@ -216,7 +216,7 @@ def _predict(
                         prediction.finish(source)
                     return
                 where = name_of(fn)
-                position(fold_in(seed, n * backend.world_size + backend.rank))
+                position(fold_in(seed, n * backend.data_size + backend.data_rank))
                 results = prediction.call(fn, state.model, batch)
         except Exception as error:
             error.add_note(f"while in {where}, predict, batch {n}")

@@ -159,7 +159,7 @@ class Plan:
 
     def check_position(self, state: TrainState) -> None:
         """Raise if the position within the epoch means nothing to this many processes."""
-        now = state.backend.world_size
+        now = state.backend.data_size
         in_shards = isinstance(self.loaders.train, sharded) and state.batch > 0
         if in_shards and state.saved_on not in (None, now):
             raise ValueError(
@@ -247,7 +247,7 @@ def describe(
         evaluated: the names of the loaders that it evaluates.
         clock: the time that all processes agree on, if there are several.
     """
-    window = plan.window_in(state) * state.backend.world_size
+    window = plan.window_in(state) * state.backend.data_size
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
     per_epoch = None if plan.step.carries else num_updates(batches, window)
@@ -271,7 +271,7 @@ def _updates_later(plan: Plan, state: TrainState, source: Source, epochs: int) -
     """Return the updates of the next epochs but the running one."""
 
     def updates(later: int) -> int:
-        window = plan.window_in(state, later) * state.backend.world_size
+        window = plan.window_in(state, later) * state.backend.data_size
         return num_updates(source.length_in(state.epoch + later), window) or 0
 
     # From then on neither the window nor the length changes any more.

@@ -68,7 +68,7 @@ def evaluation_metrics(
     """
     __tracebackhide__ = True
     run = None if state.run is None else attrs.evolve(state.run, loader=loader)
-    share = None if source.length is None else -(-source.length // state.backend.world_size)
+    share = None if source.length is None else -(-source.length // state.backend.data_size)
     tell = lambda done: watch(state, loader, done, share)
     asking = [hook for hook in collectors if _asks(hook, state, loader)]
     outputs: list[list[Output]] | None = [] if asking else None

@@ -127,7 +127,7 @@ class Run:
 
     def _count_windows(self) -> None:
         """Note how many batches an update takes in this epoch, and so how many updates it has."""
-        window = self.plan.window_in(self.state) * self.state.backend.world_size
+        window = self.plan.window_in(self.state) * self.state.backend.data_size
         batches = self.source.length_in(self.state.epoch)
         if (window, batches) != (self.info.window, self.info.batches_per_epoch):
             length = None if self.plan.step.carries else num_updates(batches, window)
@@ -153,7 +153,7 @@ class Run:
         if state.generators is not None:
             state.generators.install()
         else:
-            rank = state.backend.rank
+            rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
         self.state = attrs.evolve(state, events=state.events - {PENDING})
         if state.stop is not None:  # by a hook at the start
@@ -258,7 +258,7 @@ class Run:
             ended = EPOCH in self.state.events
             self.state = attrs.evolve(self.state, ends=None if ended else self.state.ends)
             return True
-        state, window = self.state, self.plan.window_in(self.state) * self.state.backend.world_size
+        state, window = self.state, self.plan.window_in(self.state) * self.state.backend.data_size
         left = None
         if not self.plan.step.carries:
             at = (state.epoch, state.batch, state.samples)

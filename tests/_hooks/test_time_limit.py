@@ -71,9 +71,7 @@ def test_a_time_limit_does_not_end_a_phase(clock, per):
     assert (state.step, state.phases[0].done) == (8, True)
 
 
-@pytest.mark.parametrize(
-    ("loaders", "expected"), [(ONES, 12), ({"train": ONES, "valid": ONES}, 4)]
-)
+@pytest.mark.parametrize(("loaders", "expected"), [(ONES, 12), ({"train": ONES, "valid": ONES}, 4)])
 def test_a_job_without_a_figure_ends_before_slurm_ends_it(clock, monkeypatch, loaders, expected):
     """It leaves a minute and twice the longest time between two updates: 80 s of 200 s, which are
     left after 12 updates of 10 s; or 160 s, after the evaluation of 40 s that follows the fourth.
