@@ -125,7 +125,7 @@ pytest show your frames of the traceback, and not those of fnloop (`%xmode Plain
 - `when_improved`, `once`, `on_main`: at which values, how often and where a hook runs.
 - `progress`, `live_plot`, `profiled`: show a run, and where its time goes.
 - `inspect`: look at the outputs of an evaluation.
-- `early_stop`, `halt_on_nonfinite`, `time_limit`: stop it.
+- `early_stop`, `halt_on_nonfinite`, `time_limit`, `requeue`: stop it; give its job back to SLURM.
 - `restore_best`: end it with its best weights.
 - `track`, `to_csv`, `to_jsonl`: send its records elsewhere.
 
@@ -172,7 +172,10 @@ first update, and no file is changed. `save` replaces a checkpoint only; it refu
 other files.
 
 SIGTERM ends `fit` after the current update (`state.stop == "SIGTERM"`), and the state is saved.
-SIGUSR1 saves, and the run continues.
+An evaluation is abandoned, and a resumed run makes it. So a grace period has to be longer than an
+update and a save. SIGUSR1 saves, and the run continues; with the hook `requeue`, it saves, gives
+the SLURM job back to its queue, and ends the run. `time_limit(per="job")` ends a run before SLURM
+does.
 
 Before the first update of a run that keeps checkpoints, fnloop saves, restores and updates a tiny
 copy of an optimizer that is not torch's. An optimizer that does not resume exactly is refused by
@@ -230,8 +233,14 @@ checkpoints, each its own part, to one folder on a disk that all share:
 parts to concatenate along which dimension. Any number of processes reads them, into a sharded or
 an unsharded model, and each reads only what it holds. For a plain `model.safetensors`, restore in
 one process and save again. DeepSpeed, Megatron and FSDP 1 run backward and the update themselves,
-so middleware cannot see gradients: fnloop raises an error and suggests `fully_shard`. Tensor
-parallelism is refused.
+so middleware cannot see gradients: fnloop raises an error and suggests `fully_shard`.
+
+*Tensor parallelism.* On a mesh of two dimensions, call `parallelize_module(model, mesh["tensor"],
+plan)`, then `fully_shard(model, mesh=mesh["data"])`. Processes of a row of the mesh have the same
+batches and the same random draws, and count once in metrics, `gather` and `reduce`.
+`state.backend.data_rank` and `data_size` are the share of the data and how many there are. Other
+layouts are refused. Dropout of activations that are split between processes draws the same mask in
+each part: use it where they are whole.
 
 *Settings.* If `accelerate config` says bf16, it is used where the pipeline lists no `amp`; for
 fp16, list `amp("fp16")`. Pass settings of DistributedDataParallel as `TrainState.create(...,
@@ -291,6 +300,7 @@ from fnloop._hooks.moments import at_end, at_start
 from fnloop._hooks.on_main import on_main
 from fnloop._hooks.profiled import profiled
 from fnloop._hooks.progress import progress
+from fnloop._hooks.requeue import requeue
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.table import to_csv, to_jsonl
 from fnloop._hooks.time_limit import time_limit
@@ -342,10 +352,10 @@ __all__ = [
     "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
     "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
     "latest", "layers", "live_plot", "metric", "microbatch", "middleware", "on_main", "once",
-    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "restore",
-    "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "schedules",
-    "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary", "supervised",
-    "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
+    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue",
+    "restore", "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule",
+    "schedules", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary",
+    "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
     "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when",
     "when_improved",
 ]

@@ -63,6 +63,7 @@ CONTRACT = {
         "live_plot",
         "early_stop",
         "time_limit",
+        "requeue",
         "halt_on_nonfinite",
     ),
     *(

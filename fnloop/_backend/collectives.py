@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,7 @@ __all__ = [
     "keep_alive",
     "pickled",
     "rank_and_size",
+    "share_data",
     "shutdown_callbacks",
     "start_all_reduce_max",
     "start_all_reduce_sum",
@@ -85,6 +86,32 @@ def control_group() -> dist.ProcessGroup:
         group: Any = dist.new_group(backend="gloo")
     start_watchdog(store, group)
     return group
+
+
+_sharing: list[int] = []  # by share of the data, the rank of the process that counts for it
+
+
+def share_data(ranks: Sequence[int]) -> None:
+    """Say which processes count in sums and gathers, since the others have the same data as one.
+
+    Args:
+        ranks: for each share of the data, the first process that has it.
+
+    Raises:
+        NotImplementedError: another model of this program shares the data in another way.
+    """
+    if _sharing and _sharing != [*ranks]:
+        raise NotImplementedError(
+            f"this model shares the data among {len(ranks)} processes, and another model of this "
+            f"program among {len(_sharing)}. Give all of them the same mesh: tensor parallelism, "
+            "or none"
+        )
+    _sharing[:] = ranks
+
+
+def _counts_here() -> bool:
+    """Return whether this process counts in sums."""
+    return len(_sharing) == dist.get_world_size() or dist.get_rank() in _sharing
 
 
 def is_lost(error: BaseException) -> bool:
@@ -205,7 +232,10 @@ def _finish(work: dist.Work, value: Tensor, what: str) -> None:
 
 
 def gather_objects(value: object) -> list[Any]:
-    """Return the values of all processes by rank, with tensors on the host."""
+    """Return the values of all processes by rank, with tensors on the host.
+
+    Of processes that have the same share of the data, that of the first counts.
+    """
     size = rank_and_size()[1]
     if size == 1:
         return [value]
@@ -226,7 +256,7 @@ def gather_objects(value: object) -> list[Any]:
         torch.cat([head[8:], tail])[:length]
         for head, tail, length in zip(heads, tails, lengths, strict=True)
     ]
-    return [pickle.loads(part.numpy().tobytes()) for part in whole]
+    return [pickle.loads(whole[rank].numpy().tobytes()) for rank in _sharing or range(size)]
 
 
 def _gathered(mine: Tensor, size: int) -> list[Tensor]:
@@ -273,7 +303,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def start_all_reduce_sum(value: float | Tensor) -> Callable[[], Any]:
-    """Start to sum a number over all processes.
+    """Start to sum a number over all processes, of those with the same data only the first.
 
     Returns:
         A function that waits for the sum and returns it.
@@ -283,6 +313,8 @@ def start_all_reduce_sum(value: float | Tensor) -> Callable[[], Any]:
         if isinstance(value, Tensor)
         else torch.tensor(float(value), dtype=torch.float64)
     )
+    if _sharing and not _counts_here():
+        total.zero_()
     work = keep_alive(dist.all_reduce(total, group=_group(total.device), async_op=True))
 
     def wait() -> Any:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from fnloop._backend.torch_compat import local_tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
+    "by_mesh",
     "check_sharded",
     "combined",
     "extent_in",
@@ -41,8 +43,17 @@ def is_sharded(model: nn.Module) -> bool:
     return kind is not None and any(isinstance(p, kind) for p in model.parameters())
 
 
-def check_sharded(model: nn.Module) -> None:
-    """Raise unless ``fully_shard`` alone shards every parameter of a model over all processes."""
+def check_sharded(model: nn.Module) -> tuple[int, list[int]]:
+    """Find out how the processes of a sharded model share the data.
+
+    Returns:
+        Which share this process has; and for each share, the rank of the first process that has it.
+
+    Raises:
+        ValueError: some parameters are not sharded.
+        NotImplementedError: a parameter is placed in another way than by ``fully_shard``, alone or
+            after ``parallelize_module`` on the second dimension of a mesh.
+    """
     kind = _dtensor()
     assert kind is not None
     whole = [
@@ -55,24 +66,49 @@ def check_sharded(model: nn.Module) -> None:
             "fully_shard(model) on the whole model last"
         )
     sharded = {name: p for name, p in model.named_parameters() if isinstance(p, kind)}
-    sizes = {p.device_mesh.size() for p in sharded.values()}
-    if sizes != {dist.get_world_size()}:
-        raise NotImplementedError(
-            f"this model is sharded over meshes of {sorted(sizes)} of {dist.get_world_size()} "
-            "processes; fnloop gives each process its own share of the data, so every parameter "
-            "must be sharded or replicated over all of them (fully_shard)"
-        )
+    split = [p.device_mesh for p in sharded.values() if _is_split_twice(p)]
+    share, firsts = _check_meshes({p.device_mesh for p in sharded.values()}, split)
     managed = {id(p) for root in roots(model) for p in root.parameters()}
     for name, p in sharded.items():
-        if id(p) not in managed or not _is_data_parallel(p.placements):
+        if id(p) not in managed or not (split or _is_data_parallel(p.placements)):
             raise NotImplementedError(
                 f"the parameter {name} is placed as {p.placements} on a mesh of "
-                f"{tuple(p.device_mesh.shape)}, which fully_shard alone does not do. Tensor "
-                "parallelism needs the same batch in several processes, but fnloop gives each "
-                "process its own share of the data. Leave parallelize_module out, and call "
-                "fully_shard(model) over all processes, or over a mesh of two dimensions "
-                "(replicate, shard)"
+                f"{tuple(p.device_mesh.shape)}, which fully_shard does not do. For tensor "
+                'parallelism, call parallelize_module(model, mesh["tensor"], plan), and then '
+                'fully_shard(model, mesh=mesh["data"]), on a mesh of two dimensions (data, '
+                "tensor). Without it, call fully_shard(model) over all processes, or over a mesh "
+                "of two dimensions (replicate, shard)"
             )
+    return share, firsts
+
+
+def _check_meshes(meshes: set[DeviceMesh], split: list[DeviceMesh]) -> tuple[int, list[int]]:
+    """Return what :func:`check_sharded` does, from the meshes of a model.
+
+    Args:
+        meshes: those of all parameters.
+        split: those of the parameters that tensor parallelism has split, or replicated.
+
+    Raises:
+        NotImplementedError: they are not of all processes.
+    """
+    ranks = [*range(dist.get_world_size())]
+    share, firsts = dist.get_rank(), ranks
+    fits = all(mesh.size() == len(ranks) for mesh in split or meshes)
+    if split and fits:  # the processes of a row have the same data
+        grid = split[0].mesh.tolist()
+        share = next(n for n, row in enumerate(grid) if share in row)
+        firsts = [row[0] for row in grid]
+        columns = [grid, *map(list, zip(*grid, strict=True))]
+        fits = all(mesh.mesh.tolist() in columns for mesh in meshes)
+    if not fits:
+        raise NotImplementedError(
+            f"this model is sharded over meshes of {sorted({mesh.size() for mesh in meshes})} of "
+            f"{len(ranks)} processes; fnloop deals the data to all processes, so every parameter "
+            "must be sharded or replicated over all of them (fully_shard), or over the first "
+            "dimension of one mesh whose second is for tensor parallelism"
+        )
+    return share, firsts
 
 
 def _is_data_parallel(placements: Sequence[Placement]) -> bool:
@@ -80,6 +116,11 @@ def _is_data_parallel(placements: Sequence[Placement]) -> bool:
     return placements[-1].is_shard() and (
         len(placements) == 1 or (len(placements) == 2 and placements[0].is_replicate())
     )
+
+
+def _is_split_twice(parameter: DTensor) -> bool:
+    """Return whether ``fully_shard`` and ``parallelize_module`` have placed a parameter."""
+    return parameter.device_mesh.ndim == 2 and not parameter.placements[0].is_replicate()
 
 
 def roots(model: nn.Module) -> list[Any]:
@@ -102,6 +143,18 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return tensors by the mesh that they are on, since torch takes one mesh at a time."""
+    kind = _dtensor()
+    if kind is None:
+        return [[*tensors]]
+    groups: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, kind) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return [*groups.values()]
 
 
 def local_part(tensor: Tensor) -> Tensor:

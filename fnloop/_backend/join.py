@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import broadcast_tensors, check_collective_count, control_group
+from fnloop._backend.collectives import (
+    broadcast_tensors,
+    check_collective_count,
+    control_group,
+    share_data,
+)
 from fnloop._backend.fsdp import check_sharded, is_sharded
 from fnloop._backend.launch import Backend, accelerator, backend_of, fully_sharded, launched
 
@@ -66,9 +71,12 @@ def join(
     control_group()  # making it is a collective, and every process comes here
     check_collective_count(backend.device)
     if is_sharded(model):
-        check_sharded(model)
+        share, ranks = check_sharded(model)
+        share_data(ranks)
+        backend = attrs.evolve(backend, data_rank=share, data_size=len(ranks))
         broadcast_tensors([p.detach() for p in parameters_beside(model, optimizers)])
         return model, optimizers, backend
+    share_data(range(backend.world_size))
     if found is not None and found.distributed_type == "FSDP":
         model, optimizers = fully_sharded(found, model, optimizers)
         return model, optimizers, backend

@@ -44,6 +44,9 @@ class Backend:
         settings: arguments for torch's DistributedDataParallel, such as ``bucket_cap_mb``.
         prepare: called with each new DistributedDataParallel module, to register a communication
             hook.
+        data_rank: which share of the data this process has, from 0. It is the rank, but with tensor
+            parallelism several processes have the same share.
+        data_size: the number of shares.
 
     Example:
         >>> from fnloop.testing import toy
@@ -59,6 +62,12 @@ class Backend:
     settings: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
     prepare: Callable[[DistributedDataParallel], object] | None = attrs.field(
         default=None, repr=False
+    )
+    data_rank: int = attrs.field(
+        default=attrs.Factory(lambda self: self.rank, takes_self=True), repr=False
+    )
+    data_size: int = attrs.field(
+        default=attrs.Factory(lambda self: self.world_size, takes_self=True), repr=False
     )
 
     @property

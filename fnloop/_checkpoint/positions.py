@@ -54,6 +54,6 @@ def decode_position(
         TypeError: it cannot be a position.
     """
     every = [check_position(own) for own in decode(facts.get(POSITIONS, []), tensors)]
-    if not every or every[0]["shards"] not in (1, backend.world_size):
+    if not every or every[0]["shards"] not in (1, backend.data_size):
         return None
-    return every[min(backend.rank, len(every) - 1)]
+    return every[min(backend.data_rank, len(every) - 1)]

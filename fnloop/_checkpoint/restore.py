@@ -220,8 +220,8 @@ def _own_generators(
 
     Otherwise only the main process continues its stream, and the others begin new ones.
     """
-    if backend.main or len(generators) == backend.world_size:
-        return generators[backend.rank] if generators else None
+    if backend.data_rank == 0 or len(generators) == backend.data_size:
+        return generators[backend.data_rank] if generators else None
     return None
 
 
@@ -232,9 +232,9 @@ def _own_metrics(
 
     Otherwise the main process continues with those of all processes together.
     """
-    if len(shares) == backend.world_size:
-        return shares[backend.rank]
-    return merged if backend.main else {}
+    if len(shares) == backend.data_size:
+        return shares[backend.data_rank]
+    return merged if backend.data_rank == 0 else {}
 
 
 def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:

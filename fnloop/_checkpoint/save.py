@@ -184,7 +184,7 @@ def _encode_identity(state: TrainState, parts: Sequence[str]) -> dict[str, Json]
         "run": state.run_id,
         "position": position_of(state),
         "stop": state.stop,
-        "processes": state.backend.world_size,
+        "processes": state.backend.data_size,
         "measured": _measured(state),
         **({"phase": state.phases[-1].name} if state.phases else {}),
     }

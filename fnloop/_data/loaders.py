@@ -193,7 +193,7 @@ class sharded:
         >>> from torch.utils.data import IterableDataset
         >>> class Shards(IterableDataset):
         ...     def __iter__(self):
-        ...         rank, processes = state.backend.rank, state.backend.world_size
+        ...         rank, processes = state.backend.data_rank, state.backend.data_size
         ...         return (torch.ones(2) for file in range(rank, 6, processes))
         >>> state = toy()
         >>> state = fl.fit(fl.pipeline()(toy_loss), state, sharded(Shards()), hooks=())

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import os
+import time
+
 import attrs
 
+from fnloop._backend.public import broadcast
 from fnloop._core.call import Call
 from fnloop._core.run_info import now
 from fnloop._core.state import TrainState, with_slot
 from fnloop._core.stops import JOB_LIMIT, RUN_LIMIT
 from fnloop._display import checks
+from fnloop._display.log import log
 from fnloop._hooks.progress_text import format_duration
 
 __all__ = ["time_limit"]
 
 SLOT = "time_limit"  # holds the seconds that the run has taken, in a list
+SPARE = 60.0  # seconds that are left to SLURM, besides what was measured
+_UNKNOWN = (
+    'time_limit(per="job"): the end of this job is not known (SLURM_JOB_END_TIME is not set), so '
+    "there is no limit"
+)
 
 
 @attrs.frozen(repr=False, eq=False)
@@ -25,7 +36,11 @@ class time_limit:
 
     Args:
         *given: nothing; it is an error to give a time without its unit.
-        hours, minutes, seconds: the limit is their sum.
+        hours, minutes, seconds: the limit is their sum. With ``per="job"`` and none of them, it is
+            the end of the SLURM job (``SLURM_JOB_END_TIME``), less twice the longest time between
+            two updates so far, with evaluations and saves, less a minute: what comes next, and
+            the last save, have to fit in. Where no end is known, there is no limit, and a warning
+            says so.
         per: "run" counts all of the run. The time is saved with the state, so a script that is
             started again does not get more, and continues only if the limit was raised. "job"
             counts what this process has taken, and stops as a signal does: without a last
@@ -36,7 +51,7 @@ class time_limit:
         A hook. List it before ``checkpoint``.
 
     Raises:
-        TypeError: none of the three is given, or a time without its name.
+        TypeError: none of the three is given for a run, or a time without its name.
         ValueError: one of them is below 0, their sum is 0, or ``per`` is something else.
 
     Example:
@@ -54,6 +69,8 @@ class time_limit:
     per: str = attrs.field(default="run", kw_only=True)
     _began: list[float] = attrs.field(factory=list, init=False)  # what the clock said at time 0
     _taken: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # so far
+    _end: list[float] = attrs.field(factory=list, init=False)  # what the clock will say at the end
+    _longest: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # between two calls
 
     def __init__(
         self,
@@ -75,8 +92,11 @@ class time_limit:
         for name in ("hours", "minutes", "seconds"):
             checks.number("time_limit", name, getattr(self, name), "a time", least=0)
         checks.choice("time_limit", "per", self.per, ("run", "job"))
-        if not self.limit:
-            raise TypeError("time_limit expects a time above 0, such as time_limit(hours=8)")
+        if not self.limit and self.per == "run":
+            raise TypeError(
+                "time_limit expects a time above 0, such as time_limit(hours=8); or per='job' "
+                "alone, for the end of the SLURM job"
+            )
 
     @property
     def limit(self) -> float:
@@ -99,12 +119,21 @@ class time_limit:
         if self.per == "run":
             self._taken[:] = state.slots.get(SLOT, [0.0])
         self._began[:] = [now(state.run) - self._taken[0]]
+        if not self.limit:
+            left = broadcast(_time_left())  # of the main process: all stop after the same update
+            self._end[:] = [now(state.run) + left]
+            if left == math.inf and state.backend.main:
+                log.warning(_UNKNOWN)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
         if not self._began:  # it is called outside of a run
             self.begin(state)
-        self._taken[0] = now(state.run) - self._began[0]
+        before, self._taken[0] = self._taken[0], now(state.run) - self._began[0]
+        if not self.limit:
+            if before:  # the first update may compile
+                self._longest[0] = max(self._longest[0], self._taken[0] - before)
+            return self._stop_before_end(state)
         if self.per == "run":
             if SLOT not in state.slots:
                 state = with_slot(state, SLOT, [0.0])
@@ -113,3 +142,16 @@ class time_limit:
             return state
         what = RUN_LIMIT if self.per == "run" else JOB_LIMIT
         return attrs.evolve(state, stop=f"{what} has taken its {format_duration(self.limit)}")
+
+    def _stop_before_end(self, state: TrainState) -> TrainState:
+        """Return the state, stopped if the time until the job ends may be too short for more."""
+        left = self._end[0] - now(state.run)
+        if left > SPARE + 2 * self._longest[0]:
+            return state
+        return attrs.evolve(state, stop=f"{JOB_LIMIT} ends in {format_duration(max(left, 0.0))}")
+
+
+def _time_left() -> float:
+    """Return the seconds until the SLURM job ends; infinity if that is not known."""
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(end) - time.time() if end.isdigit() else math.inf

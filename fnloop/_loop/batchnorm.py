@@ -112,7 +112,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
             if (batch := next(batches, END)) is END:
                 break
             where = None
-            position(mix(seed, n * backend.world_size + backend.rank))
+            position(mix(seed, n * backend.data_size + backend.data_rank))
             before = _copied(norms) if type(batch) is Padding else None
             evaluation.call(step.forward, state, batch)
             if before is not None:

@@ -19,7 +19,6 @@ from fnloop._backend.collectives import ORDER_MISMATCH, is_lost, start_all_reduc
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.watchdog import ADVICE, DIVERGED, here, verdict, waiting_for_all
 from fnloop._core.state import TrainState
-from fnloop._core.stops import TERMINATED
 from fnloop._loop.interrupts import Interrupts
 
 __all__ = ["Consensus"]
@@ -126,8 +125,10 @@ class Consensus:
         # A request that came during the exchange is not in it.
         pairs = zip(interrupts.requested, self._sent, strict=True)
         interrupts.requested = [requested and not sent for requested, sent in pairs]
-        interrupts.stop = TERMINATED if stop else interrupts.stop
-        interrupts.save = interrupts.save or bool(save)
+        if save:
+            interrupts.ask_to_save()
+        if stop:
+            interrupts.terminate()
 
     def _check(self, most: list[float], least: list[float]) -> None:
         """Raise unless the largest and the smallest of each number agree."""

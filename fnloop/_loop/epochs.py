@@ -69,7 +69,7 @@ def train_epochs(
                     while not over:
                         state = run.state
                         position(mix(seed, state.batch))
-                        taken = backend.world_size * (1 if window == 1 else len(batch))
+                        taken = backend.data_size * (1 if window == 1 else len(batch))
                         run.taken = min(taken, run.info.window)  # without padding, if known
                         run.phase = None  # the step
                         new, out = step(state, batch)

@@ -45,7 +45,7 @@ def open_loader(loader: object, state: TrainState, total: int | None = None) -> 
     """
     __tracebackhide__ = True
     backend = state.backend
-    return open_source(loader, state.seed, backend.rank, backend.world_size, total)
+    return open_source(loader, state.seed, backend.data_rank, backend.data_size, total)
 
 
 def measure(
@@ -81,7 +81,7 @@ def measure(
                     break
                 where = None
                 # A function of the batch, whichever process evaluates it.
-                position(mix(seed, n * backend.world_size + backend.rank))
+                position(mix(seed, n * backend.data_size + backend.data_rank))
                 results = evaluation.call(step.evaluation, state, batch)
                 if outputs is not None:
                     outputs.append([_to_host(out) for _, out in results if out.skip is None])
@@ -223,7 +223,7 @@ def _predict(
                         prediction.finish(source)
                     return
                 where = name_of(fn)
-                position(fold_in(seed, n * backend.world_size + backend.rank))
+                position(fold_in(seed, n * backend.data_size + backend.data_rank))
                 results = prediction.call(fn, state.model, batch)
         except Exception as error:
             error.add_note(f"while in {where}, predict, batch {n}")

@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C and SIGTERM stop a run, SIGUSR1 saves it.
+"""Signals: Ctrl-C and SIGTERM stop a run, SIGUSR1 saves it, or stops it if a hook requeues the job.
 
 A single process acts on a signal at the next boundary. Several processes agree first: see
 :mod:`fnloop._loop.consensus`.
@@ -16,11 +16,15 @@ from typing import Any
 import attrs
 
 from fnloop._core.state import TrainState
-from fnloop._core.stops import INTERRUPTED, TERMINATED
+from fnloop._core.stops import INTERRUPTED, REQUEUED, TERMINATED
 
-__all__ = ["Interrupts", "handling"]
+__all__ = ["Abandoned", "Interrupts", "handling"]
 
 _CHILD = getattr(signal, "SIGCHLD", None)  # sent to a process when one that it started has ended
+
+
+class Abandoned(Exception):
+    """An evaluation has no time left: a scheduler ends this job soon. The run ends as usual."""
 
 
 class Interrupts:
@@ -35,9 +39,31 @@ class Interrupts:
         self.single_process = single_process
         self.stop: str | None = None
         self.save = False
+        self.usr1_stops = False  # whether SIGUSR1 also stops the run
         self.requested = [False, False]  # to stop, to save: what all processes agree on first
         self.done = False  # whether a run has ended because of it
         self._usual_on_child: Any = None  # the handler of SIGCHLD that ``_on_child`` has replaced
+
+    def stop_on_usr1(self) -> None:
+        """Let SIGUSR1 stop the run, also one that came before."""
+        self.usr1_stops = True
+        if self.save:
+            self.ask_to_save()
+
+    def ask_to_save(self) -> None:
+        """Obey SIGUSR1. A run that ends is saved."""
+        self.save = not self.usr1_stops
+        if self.usr1_stops:
+            self.stop = self.stop or REQUEUED
+
+    def terminate(self) -> None:
+        """Obey SIGTERM. A job that is about to be requeued still is."""
+        self.stop = REQUEUED if self.stop == REQUEUED else TERMINATED
+
+    def check_time_left(self) -> None:
+        """Raise if a scheduler, which waits for some seconds only, has asked the run to end."""
+        if self.stop is not None and self.stop != INTERRUPTED:
+            raise Abandoned
 
     def apply(self, state: TrainState) -> TrainState:
         """Return the state with the reason to stop, if a signal gave one."""
@@ -49,16 +75,16 @@ class Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.stop == INTERRUPTED:
             raise KeyboardInterrupt  # a second Ctrl-C does not wait for the boundary
-        if number in (signal.SIGINT, signal.SIGTERM):
+        if number in (signal.SIGINT, signal.SIGTERM) or self.usr1_stops:
             self._ignore_dead_workers()
         if number == signal.SIGINT:
             self.stop = INTERRUPTED
         elif not self.single_process:
             self.requested[number != signal.SIGTERM] = True
         elif number == signal.SIGTERM:
-            self.stop = TERMINATED
+            self.terminate()
         else:
-            self.save = True
+            self.ask_to_save()
 
     def _ignore_dead_workers(self) -> None:
         """Keep torch from raising, wherever the run is, when a worker of a loader dies.

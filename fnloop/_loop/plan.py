@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 import torch
 
+from fnloop._checkpoint.format import PARTS
 from fnloop._core.average import check_not_averaged
 from fnloop._core.call import name_of
 from fnloop._core.frozen import put_back_restored
@@ -27,6 +28,7 @@ from fnloop._hooks.checkpoint import checkpoint
 from fnloop._hooks.early_stop import halt_on_nonfinite
 from fnloop._hooks.moments import ConditionalHook, Trigger, show_call
 from fnloop._hooks.progress import progress
+from fnloop._hooks.requeue import requeue
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.triggers import once
 from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
@@ -133,13 +135,15 @@ class Plan:
         """Raise if a hook or a trigger cannot work in this run.
 
         Raises:
-            ValueError: two hooks share a slot or a folder, or a trigger would never be due.
+            ValueError: two hooks share a slot or a folder, a trigger would never be due, or a
+                job would be requeued that is not saved.
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
         every_layer = [layer for hook in self.hooks for layer in layers(hook)]
         _check_slots([hook.slot for hook in every_layer if isinstance(hook, once)])
         _check_folders([hook.folder for hook in every_layer if isinstance(hook, checkpoint)])
+        _check_saved_first([*map(unwrap_hook, self.hooks)])
         _check_only_one([hook for hook in every_layer if isinstance(hook, restore_best)])
         recent = () if self.record_every is None else ("recent",)
         check_names(every_layer, ("train", *recent, *info.evaluated))
@@ -161,7 +165,7 @@ class Plan:
 
     def check_position(self, state: TrainState) -> None:
         """Raise if the position within the epoch means nothing to this many processes."""
-        now = state.backend.world_size
+        now = state.backend.data_size
         in_shards = isinstance(self.loaders.train, sharded) and state.batch > 0
         if in_shards and state.saved_on not in (None, now):
             raise ValueError(
@@ -373,3 +377,14 @@ def _check_only_one(hooks: Sequence[restore_best]) -> None:
         raise ValueError(
             f"{hooks[0]!r} and {hooks[1]!r}: a run ends with one set of weights. Leave one out"
         )
+
+
+def _check_saved_first(hooks: Sequence[Hook]) -> None:
+    """Raise if a hook requeues a job that no hook before it saves completely."""
+    for n, hook in enumerate(hooks):
+        saving = (other for other in hooks[:n] if isinstance(other, checkpoint))
+        if isinstance(hook, requeue) and not any(other.parts == PARTS for other in saving):
+            raise ValueError(
+                "requeue() saves nothing by itself, so each job would start from zero: list "
+                "checkpoint(folder) before it, of all parts"
+            )

@@ -57,7 +57,7 @@ def evaluation_metrics(
     state: TrainState,
     loader: str,
     source: Source,
-    watch: Callable[[TrainState, str, int, int | None], object] | None,
+    watch: Callable[[TrainState, str, int, int | None], object],
     collectors: Sequence[Any] = (),
 ) -> dict[str, Metric]:
     """Evaluate a loader. Return its metrics by their names in a record.
@@ -68,8 +68,8 @@ def evaluation_metrics(
     """
     __tracebackhide__ = True
     run = None if state.run is None else attrs.evolve(state.run, loader=loader)
-    share = None if source.length is None else -(-source.length // state.backend.world_size)
-    tell = None if watch is None else lambda done: watch(state, loader, done, share)
+    share = None if source.length is None else -(-source.length // state.backend.data_size)
+    tell = lambda done: watch(state, loader, done, share)
     asking = [hook for hook in collectors if _asks(hook, state, loader)]
     outputs: list[list[Output]] | None = [] if asking else None
     device = state.backend.device

@@ -81,6 +81,8 @@ class Run:
         known = state.history[-1].seconds if len(state.history) else 0.0
         self.started = time.monotonic() - known
         self.state = self._first_state(attrs.evolve(state, run=self.info))
+        hooks = map(unwrap_hook, plan.hooks)
+        self._usr1_stops = any(getattr(hook, "ends_run_on_usr1", False) for hook in hooks)
 
     def _first_state(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins."""
@@ -108,6 +110,8 @@ class Run:
     def begin_epoch(self) -> int:
         """Begin an epoch, or continue the one that was left. Return the seed of its draws."""
         events, self.phase, self.rolled_back = self.state.events, LOADER, False
+        if self._usr1_stops:
+            self.interrupts.stop_on_usr1()
         self.info.stopwatch.newest = None
         if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
@@ -149,7 +153,7 @@ class Run:
         if state.generators is not None:
             state.generators.install()
         else:
-            rank = state.backend.rank
+            rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
         self.state = attrs.evolve(state, events=state.events - {PENDING})
         if state.stop is not None:  # by a hook at the start
@@ -347,9 +351,8 @@ class Run:
         began = time.perf_counter()
         for loader in evaluate:
             self.phase, source = loader, self.evaluated[loader]
-            watch = self._watch_evaluation if self._watchers else None
-            given = (self.plan.step, state, loader, source, watch, self._collectors)
-            report |= evaluation_metrics(*given)
+            given = (self.plan.step, state, loader, source, self._watch_evaluation)
+            report |= evaluation_metrics(*given, self._collectors)
         self.phase = "the record"
         known = state.history[-1].seconds if len(state.history) else 0.0
         seconds = max(time.monotonic() - self.started, known)  # a clock may be set back
@@ -371,7 +374,10 @@ class Run:
     def _watch_evaluation(
         self, state: TrainState, loader: str, done: int, total: int | None
     ) -> None:
-        """Tell the hooks how many batches of a loader are evaluated."""
+        """Abandon an evaluation that has no time left. Tell the hooks how far it is."""
+        __tracebackhide__ = True
+        self.peers.poll(state, self.interrupts)
+        self.interrupts.check_time_left()
         for hook in self._watchers:
             self.phase = hook
             hook.evaluating(state, loader, done, total)

@@ -10,6 +10,7 @@ from fnloop._core.events import EPOCH, PENDING
 from fnloop._core.state import newest, owns_handles
 from fnloop._core.stops import INTERRUPTED
 from fnloop._loop.errors import explain, tell_hooks
+from fnloop._loop.interrupts import Abandoned
 from fnloop._loop.peers import is_alone
 from fnloop._loop.run import LOADER, Run
 from fnloop._step.layers import STEP
@@ -47,7 +48,8 @@ def _survive(run: Run, error: BaseException) -> bool:
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
     alone = is_alone(state)
     interrupted = _is_interruption(run, error) and owns_handles(state)
-    if alone and (interrupted or _has_lost_its_workers(run, error)):
+    lost = alone and (interrupted or _has_lost_its_workers(run, error))
+    if lost or isinstance(error, Abandoned):
         run.interrupts.done, run.rolled_back = True, False
         stop = state.stop or run.interrupts.stop or INTERRUPTED
         run.state = attrs.evolve(state, stop=stop)

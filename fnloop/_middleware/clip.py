@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import utils
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import local_part
+from fnloop._backend.fsdp import by_mesh, local_part
 from fnloop._core.call import Call
 from fnloop._core.metrics import Mean
 from fnloop._core.middleware import Middleware, middleware
@@ -95,7 +95,8 @@ def clip(
             params = [p for p in chosen.of(state) if p.grad is not None]
             norm = _norm_of(params, norm_type)
             if not math.isinf(max_norm):
-                utils.clip_grads_with_norm_(params, max_norm, nan_unless_finite(norm))
+                for group in by_mesh(params):
+                    utils.clip_grads_with_norm_(group, max_norm, nan_unless_finite(norm))
             return {label: Mean(norm, 1)}
 
         return _measuring(step, "clip", scale)

@@ -106,7 +106,7 @@ def throughput(
     def wrap(step: Step) -> Step:
         def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            start, processes = mark(state.backend.device), state.backend.world_size
+            start, processes = mark(state.backend.device), state.backend.data_size
             new, out = step(state, batch)
             trained = out.metrics.get(name, Elapsed(0, is_rate=True))
             assert isinstance(trained, Elapsed)

@@ -66,7 +66,7 @@ class DistributedEngine:
     calls_every_batch = False
 
     def __init__(self, state: TrainState) -> None:
-        self.model, self.processes = state.model, state.backend.world_size
+        self.model, self.processes = state.model, state.backend.data_size
         self.reducer = (
             ShardReducer(state.model, self.processes)
             if is_sharded(state.model)
@@ -152,7 +152,7 @@ class DistributedEngine:
         )  # a step inside may be called more than once
         self._calls = self._calls + 1 if again else 0
         self._generation = generation_of(state)
-        self._seed(state, 1 + state.backend.rank)
+        self._seed(state, 1 + state.backend.data_rank)
 
     def seed_shared(self, state: TrainState) -> None:
         """Position torch's generators after a backward: all processes draw the same."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import utils
 
-from fnloop._backend.fsdp import full, local_part
+from fnloop._backend.fsdp import by_mesh, full, local_part
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Output, Step
 from fnloop._step.weighted_sum import Weight, at_least_float32, in_wide_dtype, valid_weight
@@ -121,12 +121,9 @@ def _fail_without_gradient(state: TrainState) -> None:
 
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients together, including the parts in other processes."""
-    sharded = [grad for grad in grads if local_part(grad) is not grad]
-    if not sharded:
+    if all(local_part(grad) is grad for grad in grads):
         return utils.get_total_norm(grads, norm_type)
-    norms = [full(utils.get_total_norm(sharded, norm_type))]
-    if whole := [grad for grad in grads if local_part(grad) is grad]:
-        norms.append(utils.get_total_norm(whole, norm_type))
+    norms = [full(utils.get_total_norm(group, norm_type)) for group in by_mesh(grads)]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 

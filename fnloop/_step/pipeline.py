@@ -310,7 +310,7 @@ class PipelineStep(abc.ABC):
             self.explain(error)
             raise
         batches = 1 if self.window == 1 else len(batch)
-        return consume(state, out, batches * state.backend.world_size), out
+        return consume(state, out, batches * state.backend.data_size), out
 
     def evaluate(self, state: TrainState, batch: Batch) -> Output:
         """Evaluate one batch: in evaluation mode, without gradients, only up to the forward ring.

@@ -1,5 +1,7 @@
 """Limits on the time of a run and of a job, by a clock that a test moves."""
 
+import time
+
 import pytest
 import torch
 
@@ -67,6 +69,29 @@ def test_a_time_limit_does_not_end_a_phase(clock, per):
     assert not state.phases[0].done
     state = fit(state, clock, fl.time_limit(seconds=1000, per=per), phase="a")
     assert (state.step, state.phases[0].done) == (8, True)
+
+
+@pytest.mark.parametrize(("loaders", "expected"), [(ONES, 12), ({"train": ONES, "valid": ONES}, 4)])
+def test_a_job_without_a_figure_ends_before_slurm_ends_it(clock, monkeypatch, loaders, expected):
+    """It leaves a minute and twice the longest time between two updates: 80 s of 200 s, which are
+    left after 12 updates of 10 s; or 160 s, after the evaluation of 40 s that follows the fourth.
+    """
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 200))
+    loss_fn = clock.timed(toy_loss, train=10.0, valid=10.0)
+    limit = fl.time_limit(per="job")
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, epochs=9, hooks=(limit,))
+    assert state.step == expected and state.stop.startswith("time_limit: this job ends in ")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 9000))  # the next job
+    limit = fl.time_limit(per="job")
+    state = fl.fit(fl.pipeline()(loss_fn), state, loaders, epochs=4, hooks=(limit,))
+    assert (state.step, state.stop) == (16, None)
+
+
+def test_a_job_without_an_end_has_no_limit_and_a_warning_says_so(clock, monkeypatch, caplog):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    state = fit(toy(), clock, fl.time_limit(per="job"), seconds=1e9)
+    assert (state.step, state.stop) == (8, None)
+    assert "SLURM_JOB_END_TIME is not set), so there is no limit" in caplog.text
 
 
 def test_evaluation_counts(clock):

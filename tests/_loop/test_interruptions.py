@@ -7,7 +7,7 @@ import pytest
 from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, step, terminate
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import assert_same, toy, toy_loss
 
 
 def test_ctrl_c_stops_the_run_after_the_current_update():
@@ -101,3 +101,41 @@ def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(monkeypat
     state = fl.fit(step, toy(), [ONE] * 3, hooks=(Terminating(),))
     expected = (2, "SIGTERM", []) if in_time else (3, None, [signal.SIGTERM])
     assert (state.step, state.stop, raised) == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "evaluated"), [(terminate, 2), (press, 5)], ids=["SIGTERM", "Ctrl-C"]
+)
+@pytest.mark.parametrize("every", [{"epochs": 1}, {"steps": 2}], ids=str)
+def test_an_evaluation_is_abandoned_where_a_scheduler_ends_the_job(how, evaluated, every):
+    """Its grace period is some seconds. A resumed run evaluates from the beginning."""
+    seen = []
+
+    def loss_fn(model, batch):
+        if not model.training:
+            seen.append(model.w.item())
+            if len(seen) == 2:
+                how()
+        return toy_loss(model, batch)
+
+    settings = {"evaluate_every": fl.every(**every), "epochs": 2, "hooks": ()}
+    loaders = ([ONE] * 3, [ONE] * 5)
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, **settings)
+    assert len(seen) == evaluated and state.stop in ("SIGTERM", "interrupted")
+    assert len(state.history) == (evaluated == 5)
+    whole = fl.fit(step, toy(), loaders, **settings)
+    assert_same(fl.fit(step, state, loaders, **settings), whole)
+
+
+def test_an_evaluation_of_the_untrained_model_is_abandoned_too():
+    def loss_fn(model, batch):
+        if not model.training and model.w.item() == 0.0:
+            terminate()
+        return toy_loss(model, batch)
+
+    settings = {"evaluate_every": fl.at_start() | fl.every(epochs=1), "hooks": ()}
+    loaders = ([ONE] * 3, [ONE] * 5)
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, **settings)
+    assert (state.step, state.stop, len(state.history)) == (0, "SIGTERM", 0)
+    whole = fl.fit(step, toy(), loaders, **settings)
+    assert_same(fl.fit(step, state, loaders, **settings), whole)

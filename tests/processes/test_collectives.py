@@ -152,14 +152,14 @@ def spread(folder):
     return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
 
 
-def test_tensor_parallelism_is_refused_and_hybrid_sharding_is_not(tmp_path):
+def test_tensor_parallelism_alone_is_refused_and_hybrid_sharding_is_not(tmp_path):
+    """For both together see test_tensor_parallel.py; here other models share the data otherwise."""
     for found in launch.results(tmp_path, 4, spread):
         assert found["data"] == found["data in two groups"] == 0
-        for way in ("tensor and data", "tensor"):
-            assert str(found[way]).startswith(
-                "NotImplementedError: the parameter 0.weight is placed as "
-            ), found[way]
-            assert "Leave parallelize_module out" in found[way]
+        alone, both = str(found["tensor"]), str(found["tensor and data"])
+        assert alone.startswith("NotImplementedError: the parameter 0.weight is placed as "), alone
+        assert 'and then fully_shard(model, mesh=mesh["data"])' in alone
+        assert both.startswith("NotImplementedError: this model shares the data among 2"), both
 
 
 REFUSED = {

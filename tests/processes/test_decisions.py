@@ -112,6 +112,45 @@ def save_and_continue(folder):
     return {**outcome(state), "kept": sorted(path.name for path in folder.iterdir())}
 
 
+def terminate_evaluation(folder):
+    """SIGTERM comes to one process at the second of 400 rounds of an evaluation."""
+    seen = []
+
+    def loss_fn(model, batch):
+        if not model.training:
+            seen.append(0)
+            if len(seen) == 2 and rank() == world() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return entropy(model, batch)
+
+    hooks = (fl.every(steps=1000)(fl.checkpoint(folder)),)
+    state = fitted(loader(), valid=Long(), loss=loss_fn, hooks=hooks)
+    kept = sorted(path.name for path in folder.iterdir())
+    settings = {"hooks": (), "epochs": 1}
+    resumed = fl.fit(fl.pipeline()(entropy), state, (loader(), loader()), **settings)
+    assert_same(resumed, fitted(loader(), valid=loader()))
+    return {**outcome(state), "kept": kept, "evaluated": len(seen)}
+
+
+def requeue(folder):
+    """SIGUSR1 comes to one process of a SLURM job."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "scontrol"
+    script.write_text(f"#!/bin/sh\necho $@ $(ls {folder}/run) >> {folder}/calls\n")
+    script.chmod(0o755)
+    before = dict(os.environ)
+    os.environ["PATH"] = f"{folder}:{before['PATH']}"
+    if rank() == 0:
+        os.environ["SLURM_JOB_ID"] = "12"  # what the main process says counts
+    saving = fl.every(steps=1000)(fl.checkpoint(folder / "run"))
+    hooks = (at_batch(20, signal.SIGUSR1), saving, fl.requeue())
+    state = fitted(Long(), hooks=hooks)
+    os.environ.clear()
+    os.environ.update(before)
+    fl.gather(0)  # the main process has called it
+    return {**outcome(state), "calls": (folder / "calls").read_text().splitlines()}
+
+
 def clock(folder):
     due = []
 
@@ -194,6 +233,8 @@ DECISIONS = {
     "SIGTERM to all, of a stream": lambda folder: terminate_group(folder, Stream),
     "SIGUSR1": save_and_continue,
     "SIGUSR1, then SIGTERM": save_then_stop,
+    "SIGTERM in an evaluation": terminate_evaluation,
+    "requeue": requeue,
     "seconds": clock,
     "main": main_alone,
     "nonfinite": nonfinite,
@@ -249,6 +290,19 @@ def test_a_signal_to_one_process_saves_once_and_the_run_continues(decided):
 def test_a_signal_after_another_is_not_lost(decided):
     found = decided[0]["SIGUSR1, then SIGTERM"]
     assert found["stop"] == "SIGTERM" and 21 <= found["counters"][0] < 400
+
+
+def test_an_evaluation_is_abandoned_at_the_same_batch_in_all_processes(decided):
+    found = decided[0]["SIGTERM in an evaluation"]
+    assert found["stop"] == "SIGTERM" and found["counters"][1] == 0 and not found["seconds"]
+    assert 2 <= found["evaluated"] < 400 and len(found["kept"]) == 1
+
+
+def test_a_job_is_requeued_once_by_the_main_process_after_a_signal_to_one(decided):
+    found = decided[0]["requeue"]
+    step = found["counters"][0]
+    assert found["stop"] == "SIGUSR1" and 20 <= step < 400
+    assert found["calls"] == [f"requeue 12 step-{step:08d}"]
 
 
 def test_seconds_are_due_at_the_same_update_in_all_processes(decided):
