@@ -44,6 +44,8 @@ class Backend:
         settings: arguments for torch's DistributedDataParallel, such as ``bucket_cap_mb``.
         prepare: called with each new DistributedDataParallel module, to register a communication
             hook.
+        exact: whether a run has the same bits on any number of processes; see
+            ``TrainState.create``.
 
     Example:
         >>> from fnloop.testing import toy
@@ -60,6 +62,7 @@ class Backend:
     prepare: Callable[[DistributedDataParallel], object] | None = attrs.field(
         default=None, repr=False
     )
+    exact: bool = attrs.field(default=False, repr=False)
 
     @property
     def main(self) -> bool:

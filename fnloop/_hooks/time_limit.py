@@ -5,8 +5,9 @@ from __future__ import annotations
 import attrs
 
 from fnloop._core.call import Call
+from fnloop._core.copies import with_slot
 from fnloop._core.run_info import now
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.state import TrainState
 from fnloop._core.stops import JOB_LIMIT, RUN_LIMIT
 from fnloop._display import checks
 from fnloop._hooks.progress_text import format_duration
