@@ -33,8 +33,10 @@ from fnloop._display.log import log
 
 __all__ = [
     "ORDER_MISMATCH",
+    "all_gather_tensor",
     "all_reduce_max",
     "all_reduce_max_tensor",
+    "all_to_all_tensor",
     "any_rank",
     "broadcast_tensors",
     "check_collective_count",
@@ -332,3 +334,30 @@ def all_reduce_max_tensor(value: Tensor) -> Tensor:
     )
     _finish(work, value, "an agreement")
     return value
+
+
+# --- tensors of a known shape, on their device
+
+
+def all_gather_tensor(mine: Tensor) -> list[Tensor]:
+    """Return the tensors of all processes, by rank. They must have one shape and one dtype."""
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    group = _group(mine.device)
+    _finish(keep_alive(dist.all_gather(parts, mine, group=group, async_op=True)), mine, "a sum")
+    return parts
+
+
+def all_to_all_tensor(mine: Tensor) -> Tensor:
+    """Return what each process has for this one, given what this one has for each of them.
+
+    Args:
+        mine: what each process gets, by rank along the first dimension; contiguous.
+
+    Returns:
+        What this process gets, by the rank of who sends it along the first dimension.
+    """
+    theirs = torch.empty_like(mine)
+    group = _group(mine.device)
+    _finish(keep_alive(dist.all_to_all_single(theirs, mine, group=group, async_op=True)), mine,
+            "a sum of gradients")  # fmt: skip
+    return theirs

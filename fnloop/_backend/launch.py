@@ -47,6 +47,8 @@ class Backend:
         data_rank: which share of the data this process has, from 0. It is the rank, but with tensor
             parallelism several processes have the same share.
         data_size: the number of shares.
+        exact: whether a run has the same bits on any number of processes; see
+            ``TrainState.create``.
 
     Example:
         >>> from fnloop.testing import toy
@@ -69,6 +71,7 @@ class Backend:
     data_size: int = attrs.field(
         default=attrs.Factory(lambda self: self.world_size, takes_self=True), repr=False
     )
+    exact: bool = attrs.field(default=False, repr=False)
 
     @property
     def main(self) -> bool:

@@ -120,6 +120,7 @@ def _unscale_one_by_one(grads: Sequence[Tensor], found: Tensor, inverse: Tensor)
         grad.mul_(inverse)
 
 
+foreach_add_ = _foreach("add_")
 foreach_clamp_max_ = _foreach("clamp_max_")
 foreach_clamp_min_ = _foreach("clamp_min_")
 foreach_copy_ = _foreach("copy_")

@@ -25,6 +25,7 @@ from fnloop._checkpoint.positions import POSITIONS, decode_position
 from fnloop._checkpoint.read import read_checkpoint
 from fnloop._checkpoint.regroup import groups_kept_on_error
 from fnloop._checkpoint.retention import run_of
+from fnloop._checkpoint.shares import own_generators, own_metrics, warn_of_exact
 from fnloop._core.frozen import remember_restored
 from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
@@ -187,12 +188,13 @@ def _decode_fields(
     fields |= {name: mappings[name] for name in ("slots", "extra") if name in parts}
     if "metrics" in parts:
         merged = _decode_metrics(mappings["metrics"], device)
-        fields["metrics"] = _own_metrics(merged, shares, backend)
+        fields["metrics"] = own_metrics(merged, shares, backend)
     if "history" in parts:
         fields["history"] = history
     if "counters" in parts:
+        warn_of_exact(facts, backend)
         fields |= counters | {"updates": updates_by_name(facts, state)}
-        fields |= {"run_id": run, "generators": _own_generators(generators, backend)}
+        fields |= {"run_id": run, "generators": own_generators(generators, backend)}
         fields["position"] = position
         fields["saved_on"] = facts.get("processes") if facts["batch"] else None
         if facts.get("news"):
@@ -211,30 +213,6 @@ def _decode_mapping(
 
 def _decode_generators(every: Sequence[Json]) -> list[HostGenerators | None]:
     return [own and HostGenerators.from_parts(own).checked() for own in every]
-
-
-def _own_generators(
-    generators: Sequence[HostGenerators | None], backend: Backend
-) -> HostGenerators | None:
-    """Return the generators of this process if the number of processes is unchanged.
-
-    Otherwise only the main process continues its stream, and the others begin new ones.
-    """
-    if backend.data_rank == 0 or len(generators) == backend.data_size:
-        return generators[backend.data_rank] if generators else None
-    return None
-
-
-def _own_metrics(
-    merged: dict[str, object], shares: Sequence[dict[str, object]], backend: Backend
-) -> dict[str, object]:
-    """Return the metrics of this process if the number of processes is unchanged.
-
-    Otherwise the main process continues with those of all processes together.
-    """
-    if len(shares) == backend.data_size:
-        return shares[backend.data_rank]
-    return merged if backend.data_rank == 0 else {}
 
 
 def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:

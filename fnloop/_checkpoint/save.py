@@ -187,6 +187,7 @@ def _encode_identity(state: TrainState, parts: Sequence[str]) -> dict[str, Json]
         "processes": state.backend.data_size,
         "measured": _measured(state),
         **({"phase": state.phases[-1].name} if state.phases else {}),
+        **({"exact": True} if state.backend.exact else {}),
     }
 
 
@@ -284,7 +285,9 @@ def _encode_mapping(part: str, value: object, tensors: dict[str, Tensor]) -> Jso
 
 def _encode_metrics(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Json]:
     """Return the metrics over all processes, and those of each process ("shares")."""
-    merged = {**state.metrics, **engine_of(state).reduce_report(state.metrics)}
+    merged = {**state.metrics}
+    if not state.backend.exact:  # then every process has those of all
+        merged |= engine_of(state).reduce_report(state.metrics)
     return {
         "metrics": encode(merged, tensors, "metrics"),
         "shares": [
@@ -301,6 +304,8 @@ def _metrics_by_rank(state: TrainState) -> list[Mapping[str, Metric]]:
     """
     metrics: Mapping[str, Any] = state.metrics
     own = {name: m.to_cpu() if hasattr(m, "to_cpu") else m for name, m in metrics.items()}
+    if state.backend.exact:
+        return []
     every = gather_objects(own)
     return every if len(every) > 1 else []
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import attrs
 
+from fnloop._core.copies import with_slot
 from fnloop._core.events import UPDATE
 from fnloop._core.ownership import Ownership
-from fnloop._core.state import TrainState, ownership_of, owns_handles, with_slot
+from fnloop._core.state import TrainState, ownership_of, owns_handles
 
 __all__ = ["TBPTT", "carry_of", "mark_half_done", "note_call", "updates_of_call", "with_carry"]
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import attrs
 from torch import nn
 from torch.optim import Optimizer
 
+from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.launch import Backend
 from fnloop._core.optimizers import Handle, check_optimizers, check_shares, named_in
 from fnloop._core.rng import SEED_BITS
 from fnloop._display import html
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import describe, flag, join_names
 from fnloop._display.log import log
 
-__all__ = ["check_handles", "check_settings", "count_parameters", "warn_of_others"]
+__all__ = [
+    "check_handles",
+    "check_settings",
+    "count_parameters",
+    "exact_backend",
+    "warn_of_others",
+]
 
 
 def check_handles(model: object, optimizer: Handle) -> None:
@@ -70,13 +78,35 @@ def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
         )
 
 
-def check_settings(seed: object, backend: object) -> None:
-    """Raise unless these are a seed and a backend, or None.
+def exact_backend(model: nn.Module, backend: Backend) -> Backend:
+    """Return a backend on which a run has the same bits on any number of processes.
+
+    Raises:
+        NotImplementedError: the model is sharded.
+        ValueError: there are settings of DistributedDataParallel, which such a run does not use.
+    """
+    if is_sharded(model):
+        raise NotImplementedError(
+            "exact=True needs the whole model in every process, and fully_shard gives each a part "
+            "of it: leave one of them out"
+        )
+    if backend.settings or backend.prepare is not None:
+        raise ValueError(
+            "exact=True sums gradients without DistributedDataParallel, so its settings and its "
+            "communication hook would do nothing: leave DistributedDataParallelKwargs out"
+        )
+    return attrs.evolve(backend, exact=True)
+
+
+def check_settings(seed: object, backend: object, exact: object = False) -> None:
+    """Raise unless these are a seed and a backend, or None, and a flag.
 
     Raises:
         ValueError: the seed is not one.
-        TypeError: the backend is not one.
+        TypeError: the backend or the flag is not one.
     """
+    meaning = "whether the run has the same bits on any number of processes"
+    flag("TrainState.create", "exact", exact, meaning)
     is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= SEED_BITS
     if seed is not None and not is_seed:
         raise ValueError(

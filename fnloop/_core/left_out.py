@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import attrs
 
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.copies import with_slot
+from fnloop._core.state import TrainState
 
 __all__ = ["begin_count", "count_left_out", "left_out"]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from fnloop._backend.collectives import gather_objects
 from fnloop._core.metrics import to_host
 from fnloop._core.serialize import Pending
+from fnloop._core.torchmetrics import TorchMetric
 from fnloop._core.types import Metric
 
-__all__ = ["merge_metrics"]
+__all__ = ["merge_metrics", "moved"]
 
 
 def merge_metrics(
@@ -37,3 +40,11 @@ def merge_metrics(
             elif name in shared:
                 merged[name] = merged[name].combine(metric)
     return merged
+
+
+def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
+    """Return metrics, those of torchmetrics with their inputs on a device."""
+    return {
+        name: metric.moved(device) if isinstance(metric, TorchMetric) else metric
+        for name, metric in metrics.items()
+    }

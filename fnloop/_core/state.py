@@ -19,8 +19,14 @@ from torch.optim import Optimizer
 from fnloop._backend.join import join
 from fnloop._backend.launch import Backend
 from fnloop._backend.public import broadcast
-from fnloop._core.events import RECORD, UPDATE
-from fnloop._core.handles import check_handles, check_settings, count_parameters, warn_of_others
+from fnloop._core.events import UPDATE
+from fnloop._core.handles import (
+    check_handles,
+    check_settings,
+    count_parameters,
+    exact_backend,
+    warn_of_others,
+)
 from fnloop._core.history import History
 from fnloop._core.optimizers import Handle, Optimizers, groups_of, in_form, named_in, optimizers_of
 from fnloop._core.ownership import Ownership, ParameterCache, StaleStateError
@@ -49,8 +55,6 @@ __all__ = [
     "owns_handles",
     "parameters",
     "take_ownership",
-    "with_record",
-    "with_slot",
 ]  # fmt: skip
 
 _NOTHING: frozenset[str] = frozenset()
@@ -142,6 +146,7 @@ class TrainState:
         *,
         seed: int | None = None,
         backend: Any = None,
+        exact: bool = False,
     ) -> TrainState:
         """Make the first state of a run.
 
@@ -160,6 +165,13 @@ class TrainState:
                 the seed of the main process is used.
             backend: an ``accelerate.Accelerator`` with settings of yours (``kwargs_handlers``, a
                 plugin); by default, what this process was launched with.
+            exact: whether the run has the same bits on any number of processes, if an update takes
+                as many batches in all together: ``accumulate(8)`` on one, ``accumulate(4)`` on two.
+                The gradients of its batches are summed in a tree that depends on their number
+                alone, and random draws follow the batch. It cannot hold on other hardware, with
+                another number of threads (``OMP_NUM_THREADS``) or library versions, with batches of
+                other samples, nor if the loss function is not deterministic on one process.
+                ``state.metrics`` are those of all processes: do not ``reduce`` them.
 
         Returns:
             A state at step 0.
@@ -169,7 +181,7 @@ class TrainState:
             ValueError: the optimizer was made for another model, or the seed is out of range. With
                 several optimizers: a parameter is in two of them, or in none.
             NotImplementedError: accelerate is configured for an engine that hides the gradients
-                (DeepSpeed, FSDP 1).
+                (DeepSpeed, FSDP 1); or ``exact``, and the model is sharded.
 
         Example:
             >>> import torch
@@ -180,9 +192,10 @@ class TrainState:
             Several: ``TrainState.create(model, {"matrices": muon, "rest": adamw})``.
         """
         check_handles(model, optimizer)
-        check_settings(seed, backend)
+        check_settings(seed, backend, exact)
         named = named_in(Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer)
         model, joined, facts = join(model, [*named.values()], backend)
+        facts = exact_backend(model, facts) if exact else facts
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
         made = cls(model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts)
@@ -344,22 +357,6 @@ def newest(state: TrainState, batches: int, samples: int) -> TrainState:
     if owns_handles(state) or made is None:
         return state
     return consume(made, None, batches, samples)
-
-
-# --- copies with other values
-
-
-def with_record(state: TrainState, history: History, metrics: Mapping[str, Metric]) -> TrainState:
-    """Return the state after a record was appended."""
-    new = _new(TrainState)  # attrs.evolve takes ten times as long
-    events = state.events | {RECORD}
-    vars(new).update(vars(state), history=history, metrics=metrics, events=events)
-    return new
-
-
-def with_slot(state: TrainState, name: str, value: object) -> TrainState:
-    """Return the state with another value in a slot."""
-    return attrs.evolve(state, slots={**state.slots, name: value})
 
 
 # --- what belongs to a state

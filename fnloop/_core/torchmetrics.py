@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._backend.transfer import to_device
 from fnloop._core.call import name_of
 from fnloop._core.torchmetric_objects import (
     Arguments,
@@ -167,6 +168,10 @@ class TorchMetric:
                 f"that is {count}; got {len(names)}: {', '.join(names)}. {hint}"
             )
         return vector
+
+    def moved(self, device: torch.device) -> TorchMetric:
+        """Return a metric whose inputs are on a device."""
+        return attrs.evolve(self, inputs=to_device(self.inputs, device))
 
     def to_cpu(self) -> TorchMetric:
         """Return a copy that can be sent to another process."""

@@ -356,8 +356,13 @@ def _check_capturable(state: TrainState) -> None:
 
     Raises:
         CaptureError: there are several processes or devices, the optimizer evaluates the loss
-            itself, or a gradient is sparse.
+            itself, a gradient is sparse, or the state was made with ``exact=True``.
     """
+    if state.backend.exact:
+        raise CaptureError(
+            "cuda_graph cannot capture an update of TrainState.create(..., exact=True), whose host "
+            "positions the random draws of each batch: leave one of them out"
+        )
     if state.backend.world_size > 1:
         raise CaptureError(
             "cuda_graph captures the updates of a single process; there are "

@@ -14,11 +14,12 @@ from fnloop._backend.fsdp import like_sharded, local_part
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.average import Average
 from fnloop._core.call import Call
+from fnloop._core.copies import with_slot
 from fnloop._core.events import END, RECORD
 from fnloop._core.monitor import better, check_monitored, mode_of
 from fnloop._core.phase import SINCE, first_record
 from fnloop._core.snapshot import unwrap
-from fnloop._core.state import TrainState, take_ownership, with_slot
+from fnloop._core.state import TrainState, take_ownership
 from fnloop._display.checks import choice, metric_name
 from fnloop._display.log import log
 

@@ -10,8 +10,9 @@ import attrs
 
 from fnloop._backend.public import broadcast
 from fnloop._core.call import Call
+from fnloop._core.copies import with_slot
 from fnloop._core.run_info import now
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.state import TrainState
 from fnloop._core.stops import JOB_LIMIT, RUN_LIMIT
 from fnloop._display import checks
 from fnloop._display.log import log

@@ -11,9 +11,10 @@ import attrs
 
 from fnloop._core.call import name_of
 from fnloop._core.carry import updates_of_call
+from fnloop._core.copies import with_slot
 from fnloop._core.events import EPOCH, START, UPDATE
 from fnloop._core.run_info import RunInfo, now
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.state import TrainState
 from fnloop._display import checks
 from fnloop._hooks.moments import ConditionalHook, Moment, check_hook, show_call
 from fnloop._hooks.wrapper import Hook, Wrapper

@@ -12,9 +12,8 @@ import torch
 from fnloop._backend.collectives import gather_objects
 from fnloop._backend.transfer import copy_to_cpu
 from fnloop._core.call import name_of
-from fnloop._core.metrics import Mean, read
+from fnloop._core.metrics import read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
-from fnloop._core.running import update_, update_loss_
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Metric, Output
 from fnloop._data.loaders import check_loader
@@ -64,8 +63,6 @@ def measure(
     list for each batch, empty for padding.
     """
     __tracebackhide__ = True
-    metrics: dict[str, Metric] = {}
-    loss: Mean | None = None
     backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
     position = torch_seeder(backend.device)
     seed_all(seed)
@@ -88,10 +85,7 @@ def measure(
                 for made, out in results:
                     if step.carries:
                         state = made
-                    if out.weight.__class__ is int and not out.weight:
-                        continue  # the batch has no item
-                    metrics = update_(metrics, out.metrics) if out.metrics else metrics
-                    loss = update_loss_(loss, out.loss, out.weight)
+                    evaluation.add(out)
                 n += 1
             except Exception as error:
                 if not in_run:
@@ -101,7 +95,7 @@ def measure(
     if not n:
         raise ValueError("the loader to evaluate gave no batch." + READ_ONCE)
     evaluation.finish(source)
-    return evaluation.own_metrics(metrics if loss is None else {"loss": loss, **metrics})
+    return evaluation.own_metrics()
 
 
 def _to_host(out: Output) -> Output:

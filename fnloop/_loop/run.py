@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from fnloop._core.copies import with_record
 from fnloop._core.events import AGAIN, END, EPOCH, PENDING, RECORD, START, UPDATE
 from fnloop._core.left_out import count_left_out
 from fnloop._core.metrics import Max, read
@@ -16,7 +17,7 @@ from fnloop._core.optimizers import optimizers_of
 from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
 from fnloop._core.running import without_recent
-from fnloop._core.state import TrainState, with_record
+from fnloop._core.state import TrainState
 from fnloop._core.stops import is_interruption
 from fnloop._data.source import num_updates
 from fnloop._hooks.wrapper import Hook, unwrap_hook

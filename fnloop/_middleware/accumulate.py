@@ -18,14 +18,11 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.state import TrainState, parameters
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import Backward, Insertable, commutes_with_scaling
 from fnloop._step.engine import engine_of
-from fnloop._step.gradients import restore_gradients, stash_gradients
-from fnloop._step.update import skip_together
-from fnloop._step.weighted_sum import Weight
 
 __all__ = ["accumulate"]
 
@@ -162,33 +159,13 @@ def _averaged(step: Step, n: int, call: str) -> Step:
     def averaged(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         _check_window(window, n, call)
-        engine, params = engine_of(state), parameters(state)
-        total, stashed = engine.start_sum(), stash_gradients(state)
-        sums: list[Tensor | None] = [None] * len(params)
-        for batch in window:
-            state, out = step(state, batch)
-            out = skip_together(state, out)
-            if out.skip is None:
-                relative = total.relative_weight(out)
-                gradients = engine.gradients(params)
-                sums = [_plus(s, g, relative) for s, g in zip(sums, gradients, strict=True)]
-            for p in params:
-                p.grad = None
-            total.add(out)
-        for p, gradient in zip(params, sums, strict=True):
-            p.grad = gradient
-        total.divide(sums)
-        restore_gradients(state, stashed)
-        return state, total.output()
+        with engine_of(state).start_sum(state, len(window)) as total:
+            for batch in window:
+                state, out = step(state, batch)
+                total.add(state, out)
+            return state, total.finish(state)
 
     return averaged
-
-
-def _plus(so_far: Tensor | None, gradient: Tensor | None, relative: Weight | None) -> Tensor | None:
-    if gradient is None:
-        return so_far
-    part = gradient if relative is None else gradient * relative
-    return part if so_far is None else so_far + part
 
 
 def _check_window(window: object, n: int, call: str) -> None:

@@ -8,6 +8,7 @@ from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
+from fnloop._step.exact import check_not_exact
 from fnloop._step.update import CLOSURE, CREATE_GRAPH
 
 __all__ = ["closure"]
@@ -75,6 +76,8 @@ def closure(*, create_graph: bool = False) -> Middleware:
 
 
 def _refuse_several(state: TrainState) -> None:
+    name = "closure(create_graph=True)"
+    check_not_exact(state, name, "it works in one process only. Leave one of them out")
     if not engine_of(state).calls_every_batch:
         raise NotImplementedError(
             "closure(create_graph=True) works in one process only: the graph of a gradient does "

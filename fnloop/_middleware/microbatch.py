@@ -14,6 +14,7 @@ from fnloop._core.types import Step
 from fnloop._display import checks
 from fnloop._step.backward import Backward, Insertable
 from fnloop._step.engine import engine_of
+from fnloop._step.exact import check_not_exact
 from fnloop._step.pieces import InPieces
 from fnloop._step.retry import Retrying
 from fnloop._step.update import CREATE_GRAPH
@@ -123,6 +124,11 @@ def _instead_of(step: Step, replace: Callable[[Backward], Backward]) -> Step:
 
 
 def _whole_batches(state: TrainState) -> int:
+    name, why = (
+        "retry_on_oom",
+        "the size of pieces changes the last bits, and it follows the memory",
+    )
+    check_not_exact(state, name, f"{why}. List microbatch(size) instead")
     exchanging = is_sharded(state.model) or any(
         isinstance(module, nn.SyncBatchNorm) for module in state.model.modules()
     )

@@ -10,6 +10,7 @@ from numbers import Real
 from torch import Tensor
 
 from fnloop._core.call import name_of
+from fnloop._core.copies import with_slot
 from fnloop._core.metrics import Last
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.optimizers import (
@@ -21,7 +22,7 @@ from fnloop._core.optimizers import (
     was_scheduled,
 )
 from fnloop._core.run_length import explain_unknown_length
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._display.log import log

@@ -18,6 +18,7 @@ from fnloop._core.types import Batch, LossFn, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._step.carry import takes_carry
 from fnloop._step.engine import engine_of
+from fnloop._step.exact import check_not_exact
 from fnloop._step.weighted_sum import WeightedSum
 
 __all__ = ["tbptt"]
@@ -90,6 +91,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
 
 
 def _no_carry(state: TrainState) -> None:
+    check_not_exact(state, TBPTT, "it works in one process only. Leave one of them out")
     if not engine_of(state).calls_every_batch:
         raise NotImplementedError(
             "tbptt works in one process only: several would share the batches of a loader, and "

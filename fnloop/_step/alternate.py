@@ -21,6 +21,7 @@ from fnloop._display.checks import describe, join_names
 from fnloop._display.log import log
 from fnloop._step.composition import check_around, is_ours
 from fnloop._step.engine import engine_of
+from fnloop._step.exact import check_not_exact
 from fnloop._step.first_reply import Replaceable, calls_noted
 from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.layers import STEP
@@ -270,14 +271,13 @@ class AlternateStep(PipelineStep):
 
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
-        found, wanted = named_in(state.optimizer), [*self.settings.steps]
-        missing = [name for name in wanted if name not in found]
+        check_not_exact(state, "alternate", "its turns share a window. Leave exact=True out")
+        found = named_in(state.optimizer)
+        missing = [name for name in self.settings.steps if name not in found]
         if not missing:
             return
-        has = f"has {join_names([*found])}"
-        if "" in found:
-            has = "has one optimizer, without a name"
-        given = ", ".join(f"{name!r}: ..." for name in wanted)
+        has = "has one optimizer, without a name" if "" in found else f"has {join_names([*found])}"
+        given = ", ".join(f"{name!r}: ..." for name in self.settings.steps)
         raise ValueError(
             f"alternate has a step for {join_names(missing)}, but the state {has}. Name an "
             f"optimizer for each step: TrainState.create(model, {{{given}}})"

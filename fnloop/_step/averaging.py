@@ -30,10 +30,11 @@ from fnloop._core.average import (
     viewed_model,
 )
 from fnloop._core.carry import TBPTT, carry_of, with_carry
+from fnloop._core.copies import with_slot
 from fnloop._core.metrics import Mean, to_accumulator_dtype
 from fnloop._core.rng import isolated
 from fnloop._core.snapshot import unwrap
-from fnloop._core.state import TrainState, all_parameters, with_slot
+from fnloop._core.state import TrainState, all_parameters
 from fnloop._core.types import Batch, Metric, Output, Step, Wrap
 from fnloop._step.engine import engine_of
 from fnloop._step.host import is_recorded

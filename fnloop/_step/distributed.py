@@ -35,12 +35,13 @@ from fnloop._data.window import Padding, Window
 from fnloop._step.ddp import BucketReducer
 from fnloop._step.distributed_window import DistributedBatch, DistributedWindow
 from fnloop._step.evaluation import CollectiveProbe, DistributedEvaluation, drop_last_metrics
+from fnloop._step.gradient_sum import GradientSum, SumInOrder
 from fnloop._step.gradients import LossRoot
 from fnloop._step.sharded import ShardReducer
 from fnloop._step.weight_agreement import WeightAgreement
 from fnloop._step.weighted_sum import Weight, WeightedSum
 
-__all__ = ["DistributedEngine"]
+__all__ = ["DistributedEngine", "agree_on_skip"]
 
 _UNKNOWN = Window()
 
@@ -198,8 +199,8 @@ class DistributedEngine:
     def largest(self, number: int) -> int:
         return int(all_reduce_max([number])[0])
 
-    def start_sum(self) -> WeightedSum:
-        return _SumOfMeans(self)
+    def start_sum(self, state: TrainState, batches: int) -> GradientSum:
+        return SumInOrder(self, state, _SumOfMeans(self))
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
         # Copies, because the gradients are views of DDP's buckets.
@@ -209,12 +210,7 @@ class DistributedEngine:
         return any_rank(flag)
 
     def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
-        skipped = out.skip is not None
-        both = torch.stack([flag.reshape(()).float(), flag.new_tensor(skipped).float()])
-        flagged, any_skipped = all_reduce_max_tensor(both).tolist()  # the host read of ``decide``
-        if any_skipped and not skipped:
-            out = attrs.evolve(out, skip=BY_ANOTHER)
-        return torch.tensor(flagged), out
+        return agree_on_skip(flag, out)
 
     def mean_loss(self, out: Output) -> Tensor:
         loss = out.loss.double()
@@ -250,6 +246,16 @@ class DistributedEngine:
         padded = {name for name in own if name in trained and self._had_padding(trained[name])}
         report = drop_last_metrics(report, padded.__contains__)
         return merge_metrics(report, own)
+
+
+def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
+    """Return a flag as it is in any process, and an output that is skipped if it is in any."""
+    skipped = out.skip is not None
+    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(skipped).float()])
+    flagged, any_skipped = all_reduce_max_tensor(both).tolist()  # the host read of ``decide``
+    if any_skipped and not skipped:
+        out = attrs.evolve(out, skip=BY_ANOTHER)
+    return torch.tensor(flagged), out
 
 
 class _SumOfMeans(WeightedSum):

@@ -1,8 +1,8 @@
 """The gradient engine: what depends on the number of processes in training and evaluation.
 
-There are two, :class:`LocalEngine` for one process and :class:`DistributedEngine` for several.
-:func:`engine_of` chooses. Nothing else in the steps and the middleware branches on the number
-of processes.
+There are three: :class:`LocalEngine` for one process, :class:`DistributedEngine` for several, and
+:class:`ExactEngine` for any number, with the same bits. :func:`engine_of` chooses. Nothing else in
+the steps and the middleware branches on the number of processes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
 from fnloop._step.distributed import DistributedEngine
+from fnloop._step.exact import ExactDistributedEngine, ExactEngine
+from fnloop._step.gradient_sum import GradientSum
 from fnloop._step.gradients import LossRoot
 from fnloop._step.local import LocalEngine
-from fnloop._step.weighted_sum import WeightedSum
 
 __all__ = ["BatchPass", "EvaluationPass", "GradientEngine", "WindowPass", "engine_of"]
 
@@ -30,6 +31,7 @@ Result = TypeVar("Result")
 
 _LOCAL = LocalEngine()
 _engines: WeakKeyDictionary[Ownership, DistributedEngine] = WeakKeyDictionary()
+_exact: WeakKeyDictionary[Ownership, ExactEngine] = WeakKeyDictionary()
 
 
 def engine_of(state: TrainState) -> GradientEngine:
@@ -38,6 +40,8 @@ def engine_of(state: TrainState) -> GradientEngine:
     A distributed engine lives as long as the states of its model. It holds the model, but not what
     they own it by, which is its key.
     """
+    if state.backend.exact:
+        return _exact_engine_of(state)
     if state.backend.world_size == 1:
         return _LOCAL
     owner = ownership_of(state)
@@ -46,6 +50,14 @@ def engine_of(state: TrainState) -> GradientEngine:
         engine = engine if viewed_model(state.model) is engine.model else None
     if engine is None:
         engine = _engines[owner] = DistributedEngine(state)
+    return engine
+
+
+def _exact_engine_of(state: TrainState) -> ExactEngine:
+    owner = ownership_of(state)
+    if (engine := _exact.get(owner)) is None:
+        alone = state.backend.world_size == 1
+        engine = _exact[owner] = ExactEngine(state) if alone else ExactDistributedEngine(state)
     return engine
 
 
@@ -98,7 +110,11 @@ class EvaluationPass(Protocol):
         """Raise if the processes have read the data in different orders."""
         ...
 
-    def own_metrics(self, metrics: dict[str, Metric], /) -> dict[str, Metric]:
+    def add(self, out: Output, /) -> None:
+        """Combine the loss and the metrics of a batch with those before it."""
+        ...
+
+    def own_metrics(self) -> dict[str, Metric]:
         """Return the metrics that this process contributes, the loss first."""
         ...
 
@@ -178,12 +194,8 @@ class GradientEngine(Protocol):
         """Return the largest of a number over all processes."""
         ...
 
-    def start_sum(self) -> WeightedSum:
-        """Start a sum of gradients that are means over all processes."""
-        ...
-
-    def gradients(self, params: Sequence[Tensor], /) -> list[Tensor | None]:
-        """Return the gradients, to keep."""
+    def start_sum(self, state: TrainState, batches: int, /) -> GradientSum:
+        """Start the sum of a window, whose batches a step takes one by one."""
         ...
 
     def any(self, flag: bool, /) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -11,17 +12,29 @@ from torch import nn
 
 from fnloop._backend.collectives import collective_count, gather_objects
 from fnloop._backend.fsdp import is_sharded, reshard
+from fnloop._backend.launch import Backend
 from fnloop._backend.public import to_device_of
-from fnloop._core.metrics import Last, Mean
-from fnloop._core.types import Batch, Metric
+from fnloop._core.merge import moved
+from fnloop._core.metrics import Last, Mean, to_host
+from fnloop._core.rng import fold_in, seed_host
+from fnloop._core.running import update_, update_loss_
+from fnloop._core.types import Batch, Metric, Output
 from fnloop._data.source import Source
 from fnloop._data.window import Padding
 
-__all__ = ["CollectiveProbe", "DistributedEvaluation", "drop_last_metrics", "evaluating"]
+__all__ = [
+    "CollectiveProbe",
+    "DistributedEvaluation",
+    "ExactEvaluation",
+    "Fold",
+    "drop_last_metrics",
+    "evaluating",
+]
 
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
+ROUNDS = 16  # batches of each process that are exchanged at once
 _NO_GRADIENTS = (
     "an evaluation runs without gradients. A loss function that needs them, such as that of a "
     "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
@@ -50,6 +63,28 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
         if sharded:
             reshard(model)
+
+
+class Fold:
+    """The loss and the metrics of the batches of an evaluation, in their order."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+        self._loss: Mean | None = None
+
+    def add(self, out: Output) -> None:
+        """Combine those of one more batch, unless it has no item."""
+        __tracebackhide__ = True
+        if out.weight.__class__ is int and not out.weight:
+            return
+        if out.metrics:
+            self._metrics = update_(self._metrics, out.metrics)
+        self._loss = update_loss_(self._loss, out.loss, out.weight)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return all metrics, the loss first."""
+        found = {**self._metrics} if self._loss is None else {"loss": self._loss, **self._metrics}
+        return {"loss": found.pop("loss", Mean(0.0, 0)), **found}
 
 
 class CollectiveProbe:
@@ -86,7 +121,7 @@ class CollectiveProbe:
         return is_padding and self.uses_collectives is False
 
 
-class DistributedEvaluation:
+class DistributedEvaluation(Fold):
     """An evaluation or a prediction of which each process computes its share.
 
     The methods are those of :class:`fnloop._step.engine.EvaluationPass`.
@@ -96,6 +131,7 @@ class DistributedEvaluation:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._probe = CollectiveProbe(model)
         self._on_padding = False  # whether the last batch was padding
         self._had_batch = False  # whether any batch was this process's own
@@ -119,12 +155,11 @@ class DistributedEvaluation:
     def finish(self, source: Source) -> None:
         source.check_order()
 
-    def own_metrics(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+    def own_metrics(self) -> dict[str, Metric]:
         if not self._had_batch:
             return {}
-        if self._on_padding:
-            metrics = drop_last_metrics(metrics)
-        return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics}
+        found = self.metrics()
+        return drop_last_metrics(found) if self._on_padding else found
 
     def gather(self, results: list[Result]) -> list[Result]:
         return [
@@ -132,6 +167,61 @@ class DistributedEvaluation:
             for share in gather_objects(results)
             for result in share
         ]
+
+
+class ExactEvaluation(DistributedEvaluation):
+    """An evaluation whose metrics are combined in the order of the batches, in every process.
+
+    What some batches come to is exchanged at once, on the host. What a function draws from Python's
+    and NumPy's generators is a function of the batch too.
+
+    Args:
+        model: the model that is evaluated.
+        backend: where its batches are.
+        seed: of the draws.
+    """
+
+    def __init__(self, model: nn.Module, backend: Backend, seed: int) -> None:
+        super().__init__(model)
+        self._backend, self._seed, self._n = backend, seed, 0
+        self._rounds: list[list[Output]] = []  # of this process: for each round, none or one
+        self._in_order: dict[str, Metric] = {}
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
+    ) -> list[Result]:
+        __tracebackhide__ = True
+        if len(self._rounds) == ROUNDS:
+            self._exchange()
+        self._rounds.append([])
+        position = self._n * self._backend.world_size + self._backend.rank
+        seed_host(fold_in(self._seed, position))
+        self._n += 1
+        return super().call(fn, subject, batch)
+
+    def add(self, out: Output) -> None:
+        if out.weight.__class__ is not int or out.weight:
+            self._rounds[-1].append(out)
+
+    def _exchange(self) -> None:
+        """Combine the metrics of the rounds since the last time, of all processes."""
+        __tracebackhide__ = True
+        own = [[_on_host(out) for out in round_] for round_ in self._rounds]
+        self._rounds = []
+        for round_ in zip(*gather_objects(own), strict=True):
+            for metrics in itertools.chain.from_iterable(round_):
+                self._in_order = update_(self._in_order, moved(metrics, self._backend.device))
+
+    def own_metrics(self) -> dict[str, Metric]:
+        __tracebackhide__ = True
+        self._exchange()
+        return {"loss": self._in_order.pop("loss", Mean(0.0, 0)), **self._in_order}
+
+
+def _on_host(out: Output) -> dict[str, Metric]:
+    """Return the loss and the metrics of a batch, which can be sent."""
+    found = {"loss": update_loss_(None, out.loss, out.weight), **out.metrics}
+    return moved(to_host(found), torch.device("cpu"))
 
 
 def drop_last_metrics(

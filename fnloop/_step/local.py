@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from fnloop._core.metrics import Mean
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
+from fnloop._step.evaluation import Fold
+from fnloop._step.gradient_sum import GradientSum, SumInOrder
 from fnloop._step.gradients import LossRoot, restore_gradients, stash_gradients
 from fnloop._step.weighted_sum import WeightedSum
 
@@ -54,8 +55,8 @@ class LocalEngine:
     def largest(self, number: int) -> int:
         return number
 
-    def start_sum(self) -> WeightedSum:
-        return WeightedSum()
+    def start_sum(self, state: TrainState, batches: int) -> GradientSum:
+        return SumInOrder(self, state, WeightedSum())
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
         return [p.grad for p in params]
@@ -102,7 +103,7 @@ class LocalWindow:
         return self._total.output()
 
 
-class LocalEvaluation:
+class LocalEvaluation(Fold):
     """An evaluation or a prediction in one process."""
 
     def call(
@@ -113,8 +114,8 @@ class LocalEvaluation:
 
     def finish(self, source: Source) -> None: ...
 
-    def own_metrics(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        return {"loss": metrics.pop("loss", Mean(0.0, 0)), **metrics}
+    def own_metrics(self) -> dict[str, Metric]:
+        return self.metrics()
 
     def gather(self, results: list[Result]) -> list[Result]:
         return results

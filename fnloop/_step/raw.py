@@ -19,6 +19,7 @@ from fnloop._core.types import Batch, LossFn, Output, Step
 from fnloop._display import checks
 from fnloop._step.composition import check_around
 from fnloop._step.engine import engine_of
+from fnloop._step.exact import check_not_exact
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep
 
 __all__ = ["RawStep", "raw"]
@@ -138,6 +139,9 @@ class RawStep(LossStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
+        if not evaluation:
+            its = "it runs its own backward, so no other step can sum its gradients in a tree"
+            check_not_exact(state, repr(self), f"{its}. Leave exact=True out")
         if not (evaluation or engine_of(state).calls_every_batch):
             raise NotImplementedError(
                 f"{self!r} works in one process only: {name_of(self.fn)} runs its own backward, so "

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.memory import is_out_of_memory
+from fnloop._core.copies import with_slot
 from fnloop._core.rng import mark_generators
-from fnloop._core.state import TrainState, all_parameters, with_slot
+from fnloop._core.state import TrainState, all_parameters
 from fnloop._core.types import Batch, Output
 from fnloop._display.log import log
 from fnloop._step.backward import Backward

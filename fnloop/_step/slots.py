@@ -10,11 +10,12 @@ from weakref import WeakKeyDictionary
 import attrs
 from torch import Tensor, nn
 
+from fnloop._core.copies import with_slot
 from fnloop._core.middleware import Middleware
 from fnloop._core.optimizers import groups_of
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.serialize import has_pending, materialize
-from fnloop._core.state import TrainState, all_parameters, with_slot
+from fnloop._core.state import TrainState, all_parameters
 
 __all__ = ["init_slots", "renew_slots"]
 

@@ -192,10 +192,10 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
             processes.
     """
     made_on = (origin.later or origin.start).facts.get("processes", 1)
-    if made_on != state.backend.world_size:
+    if made_on != state.backend.data_size:
         raise ValueError(
             f"replay: the update was made on {made_on} processes, and here are "
-            f"{state.backend.world_size}, which would take other batches for it: start as many"
+            f"{state.backend.data_size}, which would take other batches for it: start as many"
         )
     restored = restore(origin.start.path, snapshot(state))
     if restored.stop is None or is_interruption(restored.stop):

@@ -1,0 +1,303 @@
+"""With ``exact=True``, a run has the same bits on any number of processes.
+
+The job ``table`` trains a table of cases on 1, 2, 3 and 4 processes, each update from 12 batches of
+2 samples in all. There are 41 samples: the last window has 9 batches, the last of them 1 sample.
+"""
+
+import hashlib
+import logging
+import random
+
+import attrs
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launch import written_by
+from process_problems import (
+    adam_and_sgd,
+    by_tokens,
+    entropy,
+    kinds,
+    loader,
+    network,
+    rank,
+    said,
+    torchmetrics,
+    world,
+)
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fnloop as fl
+
+pytestmark = pytest.mark.slow
+COUNTS = (1, 2, 3, 4)
+TOGETHER = 12  # batches of an update, in all processes
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Odd(nn.Module):
+    """A layer that only some batches use, another that none does, and one of float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.never = nn.Linear(6, 3), nn.Linear(3, 3), nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return (self.second(hidden) if x[0, 0] > 1 else hidden) * self.scale.float()
+
+
+def convolutions():
+    one = nn.Conv2d(3, 3, (2, 1), padding=(1, 0))
+    parts = nn.Unflatten(1, (3, 2, 1)), one, nn.Tanh(), one, nn.Flatten(), nn.Linear(12, 3)
+    return nn.Sequential(*parts).to(memory_format=torch.channels_last)
+
+
+def drawing(model, batch):
+    """Draw from the generators of Python and NumPy too."""
+    loss, aux = entropy(model, batch)
+    return loss * (1 + 0.1 * np.random.rand() + 0.1 * random.random()), aux
+
+
+def choosy(model, batch):
+    """Leave some batches out, and those of the first window nearly all."""
+    return by_tokens(model, batch) if batch[3][0] % 5 < 2 else fl.skip("does not fit")
+
+
+def weightless(model, batch):
+    loss, aux = by_tokens(model, batch)
+    return loss, {"weight": aux["weight"] * (batch[3][0] % 2)}
+
+
+@fl.middleware("gradient")
+def noise():
+    def wrap(step):
+        def noisy(state, batch):
+            state, out = step(state, batch)
+            for p in state.model.parameters():
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p) * 0.01)
+            return state, out
+
+        return noisy
+
+    return wrap
+
+
+def newest():
+    return fl.metric(first=lambda aux, batch: fl.Last(batch[3][0]))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def window():
+    return fl.accumulate(TOGETHER // world())
+
+
+def cases():
+    """Return the cases: model, optimizer, middleware, loss function, settings of the data."""
+    usual = fl.clip(0.5), fl.schedule(fl.schedules.cosine(warmup=0.1)), fl.ema(0.9)
+    return {
+        "all": (dropping, adamw, (window(), *usual, kinds(), newest()), drawing),
+        "tokens": (dropping, adamw, (window(), fl.clip(0.1)), by_tokens),
+        "weights of zero": (network, adamw, (window(),), weightless),
+        "skips": (dropping, momentum, (window(),), choosy),
+        "bf16": (dropping, adamw, (fl.amp("bf16"), window(), fl.clip(0.5)), entropy),
+        "fp16": (network, momentum, (fl.amp("fp16", init_scale=2.0**18), window()), entropy),
+        "bf16 weights": (lambda: network().bfloat16(), momentum, (window(),), in_bf16),
+        "clip inside": (dropping, adamw, (fl.clip(0.1), noise(), window()), by_tokens),
+        "skips inside": (dropping, momentum, (fl.clip(0.1), window()), choosy),
+        "pieces": (dropping, adamw, (fl.microbatch(1), window()), by_tokens),
+        "pieces inside": (network, momentum, (fl.microbatch(1), fl.clip(0.1), window()), by_tokens),
+        "sam": (dropping, momentum, (window(), fl.sam()), entropy),
+        "unused": (Odd, adamw, (window(), fl.skip_nonfinite()), entropy),
+        "channels last": (convolutions, adamw, (window(), fl.clip(0.5)), entropy),
+        "several": (dropping, lambda model: adam_and_sgd(model.parameters()), (window(),), entropy),
+        "torchmetrics": (network, momentum, (window(), fl.metric(**torchmetrics())), entropy),
+    }
+
+
+def in_bf16(model, batch):
+    return entropy(model, (batch[0].bfloat16(), *batch[1:]))
+
+
+def bits_of(state):
+    """Return a hash of the weights, the optimizers' states, the averages and the history."""
+    found = hashlib.sha256()
+    every = state.optimizer
+    every = [every] if isinstance(every, torch.optim.Optimizer) else [*every.values()]
+    tensors = [*state.model.state_dict().values()]
+    for optimizer in every:
+        for of_one in optimizer.state_dict()["state"].values():
+            tensors += [value for value in of_one.values() if isinstance(value, torch.Tensor)]
+    if "ema" in state.slots:
+        tensors += [*state.slots["ema"].values()]
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    rows = [[*record.metrics.items()] for record in state.history]
+    found.update(repr([rows, state.step, state.skipped, state.epoch, state.extra]).encode())
+    return found.hexdigest()
+
+
+def begun(model, optimizer, exact=True):
+    torch.manual_seed(0)
+    made = model()
+    return fl.TrainState.create(made, optimizer(made), seed=0, exact=exact)
+
+
+def trained(case, exact=True, state=None, **settings):
+    model, optimizer, middleware, loss = case
+    state = begun(model, optimizer, exact) if state is None else state
+    loaders = {"train": loader(size=2, shuffle=True), "valid": loader(size=3)}
+    settings = {"epochs": 2, "hooks": (), "record_every": fl.every(steps=1), **settings}
+    return fl.fit(fl.pipeline(*middleware)(loss), state, loaders, **settings)
+
+
+def joined():
+    logging.disable()
+    if world() > 1:
+        dist.init_process_group("gloo")
+
+
+def table(folder):
+    """Return the bits that each case comes to."""
+    joined()
+    return {name: bits_of(trained(case)) for name, case in cases().items()}
+
+
+@pytest.mark.parametrize("n", COUNTS[1:])
+def test_the_bits_are_the_same_on_any_number_of_processes(launched, n):
+    (one,) = launched(table, 1)
+    assert launched(table, n) == [one] * n
+
+
+# --- what changes them
+
+
+def changed(folder):
+    """Return whether runs without exact, and with other draws, come to other bits."""
+    joined()
+    case = cases()["tokens"]
+    return [bits_of(trained(case, exact=False)), trained(cases()["all"], exact=False).step]
+
+
+def test_without_exact_the_last_bits_depend_on_the_number_of_processes(launched):
+    assert len({launched(changed, n)[0][0] for n in (1, 2, 3)}) == 3
+
+
+# --- resume
+
+
+def enough(steps):
+    @fl.when(lambda state: state.step == steps)
+    def hook(state):
+        return attrs.evolve(state, stop="enough")
+
+    return hook
+
+
+RESUMED = ("all", "skips", "torchmetrics")
+STEPS = 3  # of 4; each epoch has 2
+
+
+def saves(folder):
+    """Save runs in the middle of an epoch, and return the bits of those that are not stopped."""
+    joined()
+    for name in RESUMED:
+        fl.save(trained(cases()[name], hooks=(enough(STEPS),)), folder / name)
+    return [bits_of(trained(cases()[name])) for name in RESUMED]
+
+
+def resumes(folder):
+    """Continue what each number of processes has saved."""
+    joined()
+    found = {}
+    for n in (1, 2, 3):
+        saved = written_by(saves, n, folder)
+        for name in RESUMED:
+            model, optimizer, *_ = cases()[name]
+            state = fl.restore(saved / name, begun(model, optimizer))
+            state = trained(cases()[name], state=attrs.evolve(state, stop=None))
+            found[f"{name} from {n}"] = bits_of(state)
+    return found
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_a_run_saved_on_any_number_of_processes_continues_with_the_same_bits(launched, n):
+    whole = dict(zip(RESUMED, launched(saves, 1)[0], strict=True))
+    for count in (2, 3):
+        launched(saves, count)
+    expected = {f"{name} from {m}": whole[name] for m in (1, 2, 3) for name in RESUMED}
+    assert launched(resumes, n) == [expected] * n
+
+
+# --- what is refused
+
+
+def refused(folder):
+    """Return what is said about what cannot be exact."""
+    joined()
+    usual = {"train": loader(size=2)}
+
+    def sharding():
+        model = network()
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return fl.TrainState.create(model, optimizer, exact=True)
+
+    def gathering(model, batch):
+        loss, _ = entropy(model, batch)
+        dist.all_reduce(torch.zeros(1))
+        return loss
+
+    def reporting_alone(model, batch):
+        loss, aux = entropy(model, batch)
+        return loss, {**aux, "rank": rank()}
+
+    @fl.middleware("forward")
+    def at_odds():
+        def wrap(step):
+            def reporting(state, batch):
+                state, out = step(state, batch)
+                made = {"odd": fl.Sum(1)} if rank() else {}
+                return state, attrs.evolve(out, metrics={**out.metrics, **made})
+
+            return reporting
+
+        return wrap
+
+    def fit(step, data=usual):
+        fl.fit(step, begun(network, momentum), data, epochs=1, hooks=())
+
+    shares = fl.sharded([samples_of(rank())])
+    return [
+        said(sharding),
+        said(lambda: fit(fl.pipeline()(gathering))),
+        said(lambda: fit(fl.pipeline(at_odds())(entropy))),
+        said(lambda: fit(fl.pipeline()(entropy), {"train": shares})),
+    ]
+
+
+def samples_of(part):
+    return next(iter(loader(size=2)))
+
+
+def test_what_cannot_be_exact_on_several_processes_is_refused(launched):
+    for own in launched(refused, 2):
+        sharding, gathering, at_odds, shares = own
+        assert sharding.startswith("NotImplementedError: exact=True needs the whole model")
+        assert gathering.startswith("NotImplementedError: exact=True: the loss function exchanges")
+        assert at_odds.startswith("ValueError: exact=True: every batch has to report the same")
+        assert shares.startswith("NotImplementedError: exact=True needs one order of all batches")
