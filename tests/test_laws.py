@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import fnloop as fl
 from fnloop import schedules
+from fnloop.debug import audit
 from fnloop.testing import (
     Problem,
     assert_same,
@@ -153,6 +154,7 @@ GUARDS = [
     fl.pipeline(fl.accumulate(2), own_guard()),
     fl.pipeline(fl.spike_guard(2, 1e6), fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2), fl.skip_nonfinite(), warm_cosine, fl.ema(0.9)),
+    fl.pipeline(fl.ema(0.9), fl.accumulate(2), fl.torch_scheduler(decay), audit(every=2)),
 ]
 
 
@@ -435,7 +437,10 @@ def test_a_neutral_setting_changes_nothing(neutral, members, problem):
 
 @pytest.mark.parametrize(
     "neutral",
-    [fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)],
+    [
+        *(fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)),
+        *(audit(every=1), audit(every=2, against="eager"), audit(every=3, against="float64")),
+    ],
     ids=repr,
 )
 def test_a_guard_without_work_changes_nothing(neutral):

@@ -1,8 +1,11 @@
 """Look into a run: make an update again, compare two runs, and check updates while they run."""
 
+from fnloop.debug._audit import audit
+from fnloop.debug._audit_error import AuditError
+
 __docformat__ = "google"
 
-__all__: list[str] = []
+__all__ = ["AuditError", "audit"]
 
 
 def __dir__() -> list[str]:
