@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop.debug import audit
+from fnloop.debug import audit, watch
 from fnloop.testing import (
     Problem,
     assert_same,
@@ -67,6 +67,7 @@ SINGLES = [
     fl.ema(0.9, start=0.5, evaluate=False),
     fl.swa(0.5),
     fl.swa(1, every=3),
+    watch(2),
     noise(0.01),
     weight_penalty(0.01),
 ]
@@ -76,7 +77,7 @@ COMBINATIONS = [
     *(fl.pipeline(single) for single in SINGLES),
     fl.pipeline(fl.accumulate(2), *TWO_PARTS, fl.grad_norm(by="module")),
     fl.pipeline(*TWO_PARTS, fl.accumulate(2), fl.clip_adaptive(0.01)),
-    fl.pipeline(fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.accumulate(2), watch(2, only="0"), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
     fl.pipeline(fl.accumulate(2), fl.sam(0.05), fl.clip(0.05)),
     fl.pipeline(fl.sam(0.05), fl.accumulate(2)),
@@ -422,6 +423,7 @@ def test_the_reported_loss_does_not_depend_on_n(n):
         *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
         *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
         *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.microbatch(100), fl.retry_on_oom()),
+        watch(2),
     ],
     ids=repr,
 )

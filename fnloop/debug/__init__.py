@@ -2,10 +2,11 @@
 
 from fnloop.debug._audit import audit
 from fnloop.debug._audit_error import AuditError
+from fnloop.debug._watch import watch
 
 __docformat__ = "google"
 
-__all__ = ["AuditError", "audit"]
+__all__ = ["AuditError", "audit", "watch"]
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,11 @@
-"""Audits on several processes: all of them make an update again, and all raise."""
+"""Audits and watches on several processes."""
 
 import pytest
 import torch
 from process_problems import created, entropy, loader, rank, world
 
 import fnloop as fl
-from fnloop.debug import AuditError, audit
+from fnloop.debug import AuditError, audit, watch
 from fnloop.testing import assert_same
 
 pytestmark = pytest.mark.slow
@@ -49,3 +49,21 @@ def test_all_processes_audit_the_same_updates_and_raise_together(launched, n):
             4,
         )
     assert "own in the closure of audited.loss_fn, a torch.Generator" in text
+
+
+def watched(folder):
+    torch.manual_seed(0)
+    step = fl.pipeline(watch(every=2))(entropy)
+    return fl.fit(step, created(), loader(), epochs=2, hooks=()).history.to_dicts()
+
+
+def test_what_is_watched_is_that_of_all_processes_together(launched):
+    """The mean of root mean squares over processes is not that of all items: it is near."""
+    (alone,) = launched(watched, 1)
+    for of_each in launched(watched, 2):
+        for one, other in zip(alone, of_each, strict=True):
+            names = [name for name in one if "watch/" in name]
+            assert len(names) == 7  # two linear layers with three numbers each, and a tanh
+            for name in names:
+                tolerance = 0.05 if name.endswith("activation") else 1e-4
+                assert other[name] == pytest.approx(one[name], rel=tolerance), name
