@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import fnloop as fl
 from fnloop import schedules
+from fnloop.debug import audit, watch
 from fnloop.testing import (
     Problem,
     assert_same,
@@ -67,6 +68,7 @@ SINGLES = [
     fl.ema(0.9, start=0.5, evaluate=False),
     fl.swa(0.5),
     fl.swa(1, every=3),
+    watch(2),
     noise(0.01),
     weight_penalty(0.01),
 ]
@@ -76,7 +78,7 @@ COMBINATIONS = [
     *(fl.pipeline(single) for single in SINGLES),
     fl.pipeline(fl.accumulate(2), *TWO_PARTS, fl.grad_norm(by="module")),
     fl.pipeline(*TWO_PARTS, fl.accumulate(2), fl.clip_adaptive(0.01)),
-    fl.pipeline(fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.accumulate(2), watch(2, only="0"), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(total=12), warm_cosine),
     fl.pipeline(fl.accumulate(2), fl.sam(0.05), fl.clip(0.05)),
@@ -155,6 +157,7 @@ GUARDS = [
     fl.pipeline(fl.accumulate(2), own_guard()),
     fl.pipeline(fl.spike_guard(2, 1e6), fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2), fl.skip_nonfinite(), warm_cosine, fl.ema(0.9)),
+    fl.pipeline(fl.ema(0.9), fl.accumulate(2), fl.torch_scheduler(decay), audit(every=2)),
 ]
 
 
@@ -428,6 +431,7 @@ def test_the_reported_loss_does_not_depend_on_n(n):
         *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
         *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
         *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.microbatch(100), fl.retry_on_oom()),
+        watch(2),
     ],
     ids=repr,
 )
@@ -443,7 +447,10 @@ def test_a_neutral_setting_changes_nothing(neutral, members, problem):
 
 @pytest.mark.parametrize(
     "neutral",
-    [fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)],
+    [
+        *(fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)),
+        *(audit(every=1), audit(every=2, against="eager"), audit(every=3, against="float64")),
+    ],
     ids=repr,
 )
 def test_a_guard_without_work_changes_nothing(neutral):

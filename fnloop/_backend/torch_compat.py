@@ -225,6 +225,15 @@ def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def draws_by_inductor() -> bool:
+    """Return whether compiled code draws other random numbers than eager code. Fallback: it does.
+
+    That is what Inductor does unless ``fallback_random`` is set.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and not getattr(config, "fallback_random", False)
+
+
 def uncompiled(model: nn.Module) -> nn.Module | None:
     """Return the module in torch.compile's wrapper, or None. Fallback: it stays wrapped."""
     inner = getattr(model, COMPILED, None)

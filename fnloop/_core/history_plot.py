@@ -94,7 +94,7 @@ def panel_size(title: str, place: int) -> str:
         return plot.LARGE
     name = title.rsplit("/", 1)[-1]
     first = title.split("/", 1)[0]
-    small = name in ("lr", "grad_norm") or first in ("lr", "grad_norm", "time", "memory")
+    small = name in ("lr", "grad_norm") or first in ("lr", "grad_norm", "time", "memory", "watch")
     return plot.SMALL if small or first == "throughput" else plot.MEDIUM
 
 
@@ -137,8 +137,13 @@ def _order(owner: str) -> int:
 
 
 def _panel_of(metric: str) -> str:
-    """Return the title of the axis of a metric. Those of parameter groups are in one axis."""
+    """Return the title of the axis of a metric. Those of parameter groups are in one axis.
+
+    So are those of all modules that ``watch`` reports.
+    """
     first = metric.split("/", 1)[0]
+    if first == "watch":
+        return f"{first}/{metric.rpartition('/')[2]}"
     return first if first in ("lr", "grad_norm") else metric
 
 

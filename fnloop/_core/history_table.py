@@ -148,8 +148,9 @@ def lay_out(
     """Choose the columns for some records, and their formats.
 
     The evaluated loaders come first, then ``train``, and ``recent`` last. If they do not fit, the
-    least important go: losses stay longest, and ``recent``, gradient norms and learning rates go
-    first. A later record may be shown with the same layout, if its names are in ``layout.names``.
+    least important go: losses stay longest, and ``watch``, ``recent``, gradient norms and learning
+    rates go first. A later record may be shown with the same layout, if its names are in
+    ``layout.names``.
 
     Args:
         records: the rows so far.
@@ -305,6 +306,8 @@ def _rank(name: str) -> int:
 def _importance(name: str) -> int:
     """Return the importance of a metric: 1 is the greatest."""
     title = name.split("/", 1)[-1]
+    if title.startswith("watch/"):
+        return 13
     if name.startswith("recent/"):
         return 12
     if title == "lr" or title.startswith("lr/"):

@@ -44,7 +44,7 @@ class LogView:
         if not is_row(entry.record):
             return
         record = entry.record
-        names = [name for name in record.metrics if not name.startswith("recent/")]
+        names = [n for n in record.metrics if not n.startswith("recent/") and "/watch/" not in n]
         fields = lay_out([record], names).fields
         ordered = [field.name for field in fields if field.name]
         epoch = format_epoch(entry)

@@ -12,6 +12,7 @@ from fnloop._display import checks
 from fnloop._graphs.capture import GraphedStep
 from fnloop._graphs.guards import CaptureError
 from fnloop._graphs.recorder import recorder_on
+from fnloop._step.host import leaves_graphs_out
 
 __all__ = ["cuda_graph"]
 
@@ -77,7 +78,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
         def graph(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             nonlocal refused
             __tracebackhide__ = True
-            if refused:
+            if refused or leaves_graphs_out():
                 return step(state, batch)
             try:
                 return captured(state, batch)

@@ -15,7 +15,16 @@ from fnloop._core.types import Output
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
 
-__all__ = ["EagerHost", "Host", "Judge", "decide", "is_recorded", "replace_host"]
+__all__ = [
+    "EagerHost",
+    "Host",
+    "Judge",
+    "decide",
+    "is_recorded",
+    "leaves_graphs_out",
+    "replace_host",
+    "without_graphs",
+]
 
 Judge = Callable[[TrainState, bool], str | None]
 
@@ -38,6 +47,7 @@ class EagerHost:
 
 class _Current(threading.local):
     host: Host = EagerHost()
+    eager: bool = False
 
 
 _current = _Current()
@@ -110,3 +120,18 @@ def replace_host(host: Host) -> Iterator[None]:
         yield
     finally:
         _current.host = before
+
+
+def leaves_graphs_out() -> bool:
+    """Return whether updates are made without CUDA graphs."""
+    return _current.eager
+
+
+@contextlib.contextmanager
+def without_graphs() -> Iterator[None]:
+    """Make updates without CUDA graphs in this thread, within a ``with`` block."""
+    before, _current.eager = _current.eager, True
+    try:
+        yield
+    finally:
+        _current.eager = before
