@@ -31,7 +31,7 @@ def test_every_notebook_is_here_and_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     assert set(BOOKS) == {
         *("all_of_fnloop", "averages_of_weights", "coming_from_a_trainer", "many_processes"),
-        *("recipes", "resume_and_checkpoints", "write_your_own_middleware"),
+        *("one_bad_sample", "recipes", "resume_and_checkpoints", "write_your_own_middleware"),
     }
     assert [path.name for path in NOTEBOOKS if path.name not in readme] == []
 
@@ -83,6 +83,10 @@ def test_a_notebook_runs_and_runs_again(name, tmp_path):
     texts = [out.text for _, cell in cells for out in cell.outputs if out.output_type == "stream"]
     # Of tqdm, which optuna imports, where ipywidgets are missing
     assert not [text for text in texts if "Warning" in text and "IProgress not found" not in text]
+
+
+def test_one_bad_sample_has_ten_cells_at_most():
+    assert len(BOOKS["one_bad_sample"].cells) <= 10
 
 
 def lines(code):

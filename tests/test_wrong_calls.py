@@ -354,6 +354,7 @@ HOOKS = {
     "restore_best(key)": Entry(fl.restore_best),
     "restore_best(mode)": Entry(lambda v: fl.restore_best("valid/loss", v), "None"),
     "halt_on_nonfinite(steps)": Entry(fl.halt_on_nonfinite),
+    "halt_on_nonfinite(keep)": Entry(lambda v: fl.halt_on_nonfinite(keep=v), "True"),
     "progress(since)": Entry(lambda v: fl.progress(since=v)),
     "progress(refresh)": Entry(fl.progress, "1.5"),
     "progress(file)": Entry(lambda v: fl.progress(file=v), "None"),

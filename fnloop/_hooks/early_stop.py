@@ -15,6 +15,7 @@ from fnloop._core.record import Record
 from fnloop._core.state import TrainState
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.html import format_count
+from fnloop._hooks.nonfinite import KEY, Trail, describe_place
 from fnloop._step.engine import engine_of
 
 __all__ = ["early_stop", "halt_on_nonfinite"]
@@ -186,7 +187,7 @@ def _place(record: Record, history: History) -> str:
     return f"epoch {record.epoch}" if ended else f"step {record.step}"
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class halt_on_nonfinite:
     """Stop when the training loss has become NaN or infinite.
 
@@ -200,14 +201,26 @@ class halt_on_nonfinite:
     raises if ``not output.isfinite().all()``: ``module.register_forward_hook(hook)``. Both errors
     say in which batch it was, and come before the update is applied.
 
+    With ``keep`` it also finds out which update it was. It notes after every update whether the
+    mean is finite, in a tensor that is not read, and reads all of them when it stops. Then
+    ``state.extra["nonfinite"]`` has the position of the first batch of that update, ``{"epoch",
+    "batch", "step", "indices"}``: ``step`` is ``state.step`` after it, and ``indices`` are those of
+    the samples of each of its batches; None if they are not taken by index. ``state.stop`` names
+    them too. ``fnloop.debug.replay(folder, ..., update=step)`` makes the update again, and finds
+    out which of the samples it was. Keep checkpoints from before it: ``checkpoint(folder,
+    keep=None)``.
+
     Args:
         steps: applied updates between two reads; at least 1.
+        keep: whether to find out which update and which samples it was. It costs a kernel in each
+            update.
 
     Returns:
         A hook.
 
     Raises:
         ValueError: steps is below 1.
+        TypeError: keep is not a bool.
 
     Example:
         >>> import fnloop as fl, torch
@@ -216,32 +229,65 @@ class halt_on_nonfinite:
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=(halt_on_nonfinite(),))
         >>> state.stop
         'halt_on_nonfinite: the training loss became nan between steps 1 and 3; ...'
+        >>> hooks = (halt_on_nonfinite(keep=True),)
+        >>> fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=hooks).extra["nonfinite"]
+        {'epoch': 0, 'batch': 0, 'step': 1, 'indices': None}
     """
 
     steps: int = 100
+    keep: bool = attrs.field(default=False, kw_only=True)
+    _trail: Trail = attrs.field(init=False, eq=False, factory=Trail)
 
     def __attrs_post_init__(self) -> None:
         integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
+        flag("halt_on_nonfinite", "keep", self.keep)
+
+    def __repr__(self) -> str:
+        kept = {"keep": True} if self.keep else {}
+        return repr(Call(halt_on_nonfinite, (), {"steps": self.steps, **kept}))
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Note where the run begins."""
+        if self.keep:
+            self._trail.begin(state)
+        return state
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Note where the run is, even at a boundary where the hook itself is not called."""
+        if self.keep:
+            self._trail.note(state)
+        return state
 
     def __call__(self, state: TrainState) -> TrainState:
+        if self.keep:
+            self._trail.note(state)
         if RECORD in state.events:
-            loss = state.history[-1].metrics.get("train/loss", 0.0)
+            loss = state.history[-1].metrics.get("train/loss")
+            if loss is None:
+                return state
         elif UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             running = {"loss": state.metrics["loss"]}
             loss = engine_of(state).merge_metrics(running)["loss"].compute()  # a host read
         else:
             return state
         if math.isfinite(loss):
+            self._trail.forget()
             return state
+        place = self._trail.find(state) if self.keep else None
+        reason = f"halt_on_nonfinite: the training loss became {loss} "
+        if place is not None:
+            extra = {**state.extra, KEY: place}
+            return attrs.evolve(state, stop=reason + describe_place(place), extra=extra)
+        return attrs.evolve(state, stop=reason + self._interval(state))
+
+    def _interval(self, state: TrainState) -> str:
+        """Return between which steps it was, as the records say."""
         # Only the last record is certain: this hook may not have run since then.
         recorded = (r.step for r in reversed(state.history) if not r.closing)
         before = next((step for step in recorded if step < state.step), 0)
         if state.phases:
             before = max(before, state.phases[-1].step)
-        reason = f"halt_on_nonfinite: the training loss became {loss} "
         if before + 1 == state.step:
-            return attrs.evolve(state, stop=f"{reason}at step {state.step}")
-        reason += f"between steps {before + 1} and {state.step}"
-        if self.steps > 1:
-            reason += "; to stop at once: halt_on_nonfinite(steps=1)"
-        return attrs.evolve(state, stop=reason)
+            return f"at step {state.step}"
+        offer = "; to stop at once: halt_on_nonfinite(steps=1)" if self.steps > 1 else ""
+        return f"between steps {before + 1} and {state.step}{offer}"

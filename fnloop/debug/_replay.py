@@ -194,8 +194,8 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
     made_on = (origin.later or origin.start).facts.get("processes", 1)
     if made_on != state.backend.data_size:
         raise ValueError(
-            f"replay: the update was made on {made_on} processes, and here are "
-            f"{state.backend.data_size}, which would take other batches for it: start as many"
+            f"replay: the update was made on {made_on} process{'es' * (made_on != 1)}, and here "
+            f"are {state.backend.data_size}, which would take other batches for it: start as many"
         )
     restored = restore(origin.start.path, snapshot(state))
     if restored.stop is None or is_interruption(restored.stop):

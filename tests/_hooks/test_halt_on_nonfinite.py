@@ -1,11 +1,13 @@
 """halt_on_nonfinite: where a run stops, the steps in the reason, and reads from the device."""
 
+import itertools
 import math
 
 import attrs
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop import History, Mean, Record, RunInfo, halt_on_nonfinite
@@ -140,3 +142,102 @@ def test_a_wrong_number_of_steps_is_an_error_when_composing(steps):
         ValueError, match=r"steps as an int >= 1, the updates between two reads; got "
     ):
         halt_on_nonfinite(steps)
+
+
+# --- keep=True: which update and which samples
+
+
+def kept(batches, steps=100, members=(), epochs=1, moment=None, **settings):
+    """Train until the hook stops the run, and return where it was."""
+    hook = halt_on_nonfinite(steps, keep=True)
+    hooks = (hook if moment is None else moment(hook),)
+    state = fl.fit(
+        fl.pipeline(*members)(toy_loss), toy(), batches, epochs=epochs, hooks=hooks, **settings
+    )
+    found = state.extra.get("nonfinite")
+    assert found is None or f"at step {found['step']} (epoch {found['epoch']}, " in state.stop
+    return found
+
+
+def place(epoch, batch, step, indices=None):
+    return {"epoch": epoch, "batch": batch, "step": step, "indices": indices}
+
+
+@pytest.mark.parametrize(
+    ("batches", "settings", "found"),
+    [
+        ([ONE, ONE, BAD, ONE, ONE], {}, place(0, 2, 3)),
+        ([ONE, ONE, BAD, ONE, ONE], {"steps": 2}, place(0, 2, 3)),
+        ([BAD, ONE], {}, place(0, 0, 1)),
+        ([ONE, ONE, BAD], {}, place(0, 2, 3)),  # the last of an epoch
+        ([ONE, ONE, BAD], {"moment": fl.every(epochs=1)}, place(0, 2, 3)),
+        ([ONE] * 4 + [BAD, ONE], {"members": (fl.accumulate(2),)}, place(0, 4, 3)),
+        ([ONE] * 3 + [BAD], {"members": (fl.accumulate(2),), "steps": 1}, place(0, 2, 2)),
+        ([ONE, BAD, ONE], {"evaluate_every": fl.every(steps=1)}, place(0, 1, 2)),
+        ([ONE, ONE], {"epochs": 2}, None),
+    ],
+)
+def test_it_names_the_update_that_made_it(batches, settings, found):
+    assert kept(batches, **settings) == found
+
+
+def test_it_names_the_update_of_a_later_epoch_and_of_a_resumed_run():
+    epochs = [[ONE, ONE], [ONE, ONE, BAD, ONE, ONE]]
+    loader = lambda epoch, batch: iter(epochs[epoch][batch:])
+    assert kept(loader, 2, epochs=2, moment=fl.every(steps=2)) == place(1, 2, 5)
+    assert kept(loader, epochs=2) == place(1, 2, 5)
+    state = fl.fit(STEP, toy(), loader, steps=3, epochs=2, hooks=())
+    state = fl.fit(STEP, state, loader, epochs=2, hooks=(halt_on_nonfinite(keep=True),))
+    assert state.extra["nonfinite"] == place(1, 2, 5)
+    # The run was bad already when the hook began: only the interval is known.
+    state = fl.fit(STEP, toy(), [ONE, BAD, ONE, ONE], steps=3, hooks=())
+    state = fl.fit(STEP, state, [ONE, BAD, ONE, ONE], hooks=(halt_on_nonfinite(keep=True),))
+    assert "nonfinite" not in state.extra and "between steps 1 and 4" in state.stop
+
+
+def test_an_update_that_was_skipped_is_not_the_one():
+    step = fl.pipeline(fl.skip_nonfinite())(toy_loss)
+    batches = [ONE, BAD, ONE, torch.tensor([3e38, 3e38])]
+    state = fl.fit(step, toy(w=1.0), batches, hooks=(halt_on_nonfinite(keep=True),))
+    assert state.skipped == 2 and "nonfinite" not in state.extra
+
+
+def test_it_names_the_samples_of_the_update():
+    x = torch.arange(1.0, 13.0)
+    x[7] = NAN
+    for members, batches in (((), 1), ((fl.accumulate(2),), 2)):
+        loader = DataLoader(x, batch_size=3, shuffle=True)
+        hook = halt_on_nonfinite(keep=True)
+        state = fl.fit(fl.pipeline(*members)(toy_loss), toy(), loader, epochs=3, hooks=(hook,))
+        found = state.extra["nonfinite"]
+        assert len(found["indices"]) == batches
+        samples = [i for index in found["indices"] for i in index]
+        assert 7 in samples and len(samples) == 3 * batches
+        assert f"samples {', '.join(map(str, samples))})" in state.stop
+
+
+def test_the_place_is_in_checkpoints(tmp_path):
+    state = fl.fit(STEP, toy(), [ONE, BAD], hooks=(halt_on_nonfinite(keep=True),))
+    fl.save(state, tmp_path / "one")
+    assert fl.restore(tmp_path / "one", toy()).extra["nonfinite"] == place(0, 1, 2)
+
+
+def test_keeping_reads_from_the_device_as_rarely():
+    counts = []
+    with CountReads() as reads:
+
+        def count(state):
+            counts.append(reads.count)
+            return state
+
+        hooks = (halt_on_nonfinite(3, keep=True), count)
+        fl.fit(STEP, toy(), [ONE] * 7, hooks=hooks)
+    without_record = [after - before for before, after in itertools.pairwise(counts[:-1])]
+    assert without_record == [0, 1, 0, 0, 1], "one read of a mean at steps 3 and 6"
+
+
+def test_keep_shows_and_is_checked():
+    assert repr(halt_on_nonfinite(5)) == "halt_on_nonfinite(steps=5)"
+    assert repr(halt_on_nonfinite(keep=True)) == "halt_on_nonfinite(steps=100, keep=True)"
+    with pytest.raises(TypeError, match="halt_on_nonfinite expects keep"):
+        halt_on_nonfinite(keep=1)

@@ -88,7 +88,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "name", "fault"), FAULTS, ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("what", "name", "fault"),
+    [
+        pytest.param(*one, id=one[0], marks=() if one[0] == "gradient" else pytest.mark.slow)
+        for one in FAULTS
+    ],
+)
 def test_a_fault_in_one_update_is_found_and_named(what, name, fault, tmp_path):
     usual = fl.pipeline(fl.schedule(lambda i, n: 1.0))(PROBLEM.loss_fn)
     steps = (usual if what == "optimizer" else USUAL), fl.pipeline(fault)(PROBLEM.loss_fn)
@@ -102,17 +108,20 @@ def test_a_fault_in_one_update_is_found_and_named(what, name, fault, tmp_path):
     fl.snapshot(state)  # it is still usable
 
 
+@pytest.mark.slow
 def test_another_batch_is_found(tmp_path):
     """A sample changes between the two runs: in the fifth batch, and so in update 5."""
     x, y = PROBLEM.batches[4]
     batches = [*PROBLEM.batches[:4], (x + 1, y), *PROBLEM.batches[5:]]
-    saved_run(tmp_path / "a", USUAL), saved_run(tmp_path / "b", USUAL, batches=batches)
+    saved_run(tmp_path / "a", USUAL, every=2)
+    saved_run(tmp_path / "b", USUAL, every=2, batches=batches)
     pair = {"train": PROBLEM.batches}, {"train": batches}
     found = bisect(tmp_path / "a", tmp_path / "b", USUAL, PROBLEM.state(), pair)
-    assert (found.update, found.what, found.between) == (5, "batch", (4, 5))
+    assert (found.update, found.what, found.between) == (5, "batch", (4, 6))
     assert found.text.startswith("6 of 6 elements differ, by up to 1")
 
 
+@pytest.mark.slow
 def test_other_draws_are_found(tmp_path):
     """The other loss function draws once more before the model does."""
     net = Problem(
@@ -128,7 +137,7 @@ def test_other_draws_are_found(tmp_path):
 
     steps = fl.pipeline()(net.loss_fn), fl.pipeline()(drawing)
     for folder, step in zip("ab", steps, strict=True):
-        saved_run(tmp_path / folder, step, net)
+        saved_run(tmp_path / folder, step, net, every=2)
     found = bisect(tmp_path / "a", tmp_path / "b", steps, net.state(), net.batches)
     assert (found.update, found.what, found.name) == (3, "draws", "1")
     assert "before 1 (Dropout) was called, one had drawn other numbers" in found.text
@@ -143,24 +152,24 @@ def test_a_flipped_bit_is_found_and_named(tmp_path):
         return state
 
     hook = fl.when(lambda state: state.step == BAD)(flip)
-    for a, b in (("a", "b"), ("c", "d")):
-        saved_run(tmp_path / a, USUAL), saved_run(tmp_path / b, USUAL, hooks=(hook,))
-        names = (a, b) if a == "a" else (b, a)
+    saved_run(tmp_path / "good", USUAL, every=3)
+    saved_run(tmp_path / "bad", USUAL, every=3, hooks=(hook,))
+    for bad, names in (("b", ("good", "bad")), ("a", ("bad", "good"))):
         found = bisect(*(tmp_path / n for n in names), USUAL, PROBLEM.state(), PROBLEM.batches)
-        bad = "b" if a == "a" else "a"
         assert (found.update, found.what, found.name) == (None, "not made again", bad)
-        assert found.between == (8, 9)
+        assert found.between == (6, 9)
         assert "model.2.weight of its checkpoint is not what it becomes again" in found.text
         measured = found.difference.tensor.measured
         assert (measured.elements, measured.index, measured.steps) == (1, (0, 5), 1)
 
 
+@pytest.mark.slow
 def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypatch):
-    """With 64 checkpoints: 7 comparisons, and two runs, each continued and made again once."""
-    batches = [torch.tensor([float(i)]) for i in range(64)]
+    """With 32 checkpoints: 6 comparisons, and two runs, each continued and made again once."""
+    batches = [torch.tensor([float(i)]) for i in range(32)]
 
     def other(model, batch):
-        return toy_loss(model, batch)[0] * (1 + (batch.item() == 41))
+        return toy_loss(model, batch)[0] * (1 + (batch.item() == 21))
 
     steps = fl.pipeline()(toy_loss), fl.pipeline()(other)
     for folder, step in zip("ab", steps, strict=True):
@@ -174,19 +183,19 @@ def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypat
 
     monkeypatch.setattr(_difference, "read_alone", counted)
     found = bisect(tmp_path / "a", tmp_path / "b", steps, toy(), batches)
-    assert (found.update, found.what) == (42, "loss")
-    assert len(reads) == found.restores - 4 <= 2 * (1 + math.log2(64))
+    assert (found.update, found.what) == (22, "loss")
+    assert len(reads) == found.restores - 4 <= 2 * (1 + math.log2(32))
 
 
 def test_equal_runs_and_runs_that_differ_from_the_beginning(tmp_path):
-    saved_run(tmp_path / "a", USUAL), saved_run(tmp_path / "b", USUAL)
+    saved_run(tmp_path / "a", USUAL, every=7), saved_run(tmp_path / "b", USUAL, every=7)
     equal = bisect(tmp_path / "a", tmp_path / "b", USUAL, PROBLEM.state(), PROBLEM.batches)
     assert not equal and equal.text == "the runs are equal" and equal.between == (14, None)
     other = PROBLEM.state(seed=1)
-    saves = fl.every(steps=1)(fl.checkpoint(tmp_path / "c", keep=None))
+    saves = fl.every(steps=7)(fl.checkpoint(tmp_path / "c", keep=None))
     fl.fit(USUAL, other, PROBLEM.batches, hooks=(saves,))
     found = bisect(tmp_path / "a", tmp_path / "c", USUAL, PROBLEM.state(), PROBLEM.batches)
-    assert (found.update, found.what, found.between) == (None, "beginning", (None, 1))
+    assert (found.update, found.what, found.between) == (None, "beginning", (None, 7))
     assert found.difference.findings[0].name == "seed"
 
 

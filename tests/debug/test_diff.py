@@ -24,6 +24,7 @@ def t(*values, dtype=torch.float32):
     [
         (t(1, 2, 3), t(1, 2.5, 4), 2, (1,), 1.0, 1 << 21),  # 2 and 2.5 are a quarter binade apart
         (t(1, math.nan), t(1, math.nan), None, None, None, None),
+        (t(math.nan), t(-math.nan), None, None, None, None),  # which have other bits
         (t(1, math.nan), t(1, 2), 1, (1,), math.nan, 1),
         (t(0.0), t(-0.0), 1, (0,), 0.0, None),
         (t(1.0), t(1.0).nextafter(t(2.0)), 1, (0,), 2.0**-23, 1),
