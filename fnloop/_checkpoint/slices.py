@@ -16,7 +16,7 @@ from fnloop._core.serialize import Json
 
 __all__ = ["Entry", "Slices", "decode_index"]
 
-MOST_MAPPED = 16 << 20  # bytes of files in memory at a time: what is mapped counts as memory too
+MOST_MAPPED = 4 << 20  # bytes of files in memory at a time: what is mapped counts as memory too
 
 
 @attrs.frozen

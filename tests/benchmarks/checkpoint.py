@@ -23,11 +23,17 @@ are taken within a round. /tmp may be in memory: see --folder.
   which training waits. The whole lasts until the checkpoint is complete and the one before it is
   removed. The first save of a hook allocates host memory, later ones reuse it; of those the second
   is shown. Two hooks take turns, and the second counts. Nothing is trained meanwhile.
+
+With --memory, started by ``torchrun --nproc-per-node 2``, it prints instead by how much the memory
+of each process grows while it saves and restores a model under ``fully_shard``, in MiB and as a
+part of the process's share of the state. Mapped files count. The target is at most 1.3.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import functools
 import gc
 import hashlib
@@ -39,6 +45,7 @@ import random
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -51,6 +58,8 @@ import torch
 from overhead import cpu, version  # the benchmark in this folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
@@ -168,11 +177,14 @@ CONTENDERS = {  # name -> (distribution, how to build it)
 # ----------------------------------------------------------------------------------------
 
 
-def make_model(megabytes: int) -> tuple[nn.Module, Optimizer]:
+def make_model(
+    megabytes: int, shard: Callable[[nn.Module], object] = lambda model: None
+) -> tuple[nn.Module, Optimizer]:
     """Return a model and its optimizer with moments: 4 + 8 bytes a parameter."""
     torch.manual_seed(0)
     width = round((megabytes * 1e6 / 12 / LAYERS) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+    shard(model)
     optimizer = AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -259,6 +271,52 @@ def measure(names: list[str], megabytes: int, folder: Path, rounds: int) -> dict
     return times
 
 
+def peak(do: Callable[[], object]) -> int:
+    """Return by how many bytes the memory of this process grows while it does something."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def sample() -> None:
+        while not done.is_set():
+            most[0] = max(most[0], resident())
+            time.sleep(0.0005)
+
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)  # so that no memory is there to be reused
+    before, most, done = resident(), [0], threading.Event()
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    do()
+    done.set()
+    sampling.join()
+    return most[0] - before
+
+
+def measure_memory(megabytes: int, parent: Path | None) -> None:
+    """Print by how much the memory of each process grows."""
+    dist.init_process_group()
+    folder = Path(fl.broadcast(tempfile.mkdtemp(dir=parent) if dist.get_rank() == 0 else None))
+    model, optimizer = make_model(megabytes, fully_shard)
+    state = fl.TrainState.create(model, optimizer, seed=0)
+    other, theirs = make_model(megabytes, fully_shard)
+    theirs.state.clear()
+    fresh = fl.TrainState.create(other, theirs, seed=0)
+    share = sum(t.to_local().nbytes for t in tensors_of(model, optimizer) if hasattr(t, "to_local"))
+    grown = {"save": peak(lambda: fl.save(state, folder / "saved"))}
+    grown["restore"] = peak(lambda: fl.restore(folder / "saved", fresh))
+    for what, size in grown.items():
+        print(
+            f"process {dist.get_rank()}, {what}: {size / 2**20:.0f} MiB, "
+            f"{size / share:.2f} of its share of {share / 2**20:.0f} MiB"
+        )
+    fl.gather(0)  # until all have read
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    dist.destroy_process_group()
+
+
 def ratios(values: list[float], to: list[float]) -> list[float]:
     return [value / other for value, other in zip(values, to, strict=True)]
 
@@ -329,10 +387,16 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=default, help="the output file; default: %(default)s"
     )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the memory of sharded models, see above"
+    )
     args = parser.parse_args()
     if args.rounds < 2 or args.megabytes < 1:
         parser.error("expected 2 rounds or more, and 1 megabyte or more")
 
+    if args.memory:
+        measure_memory(args.megabytes, args.folder)
+        return
     warnings.simplefilter("ignore")  # advice of the other libraries about loaders and loggers
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]

@@ -1,0 +1,172 @@
+"""A checkpoint whose tensors are parts in several files, as several processes write it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fnloop as fl
+from fnloop._checkpoint import files, slices
+from fnloop._checkpoint.format import CheckpointError
+from fnloop._checkpoint.model_load import weights_kept_on_error
+from fnloop._checkpoint.slices import Slices, decode_index
+
+NUMBERS = torch.arange(12.0).view(4, 3)
+
+
+class Linear(nn.Module):
+    def __init__(self, fill=0.0):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4, 3), fill))
+
+
+def state_of(fill=0.0):
+    model = Linear(fill)
+    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+
+
+def shard(number, *offsets, key="w"):
+    return {"file": f"model-0000{number}-of-00002.safetensors", "key": key, "offsets": [*offsets]}
+
+
+def entry(*shards, shape=(4, 3), dtype="float32", **dim):
+    return {"shape": [*shape], "dtype": dtype, **(dim or {"dim": 0}), "shards": [*shards]}
+
+
+def split_by_hand(folder, first, second, entries):
+    """Save a state, and put its model into two files and an index."""
+    path = fl.save(state_of(7.0), folder / "a")
+    (path / "model.safetensors").unlink()
+    for number, tensors in ((1, first), (2, second)):
+        save_file(tensors, path / f"model-0000{number}-of-00002.safetensors")
+    (path / "index.json").write_text(json.dumps({"model": entries}))
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["check"]
+    manifest["format_version"] = 3
+    there = [file for file in path.iterdir() if file.name != "manifest.json"]
+    manifest["files"] = {
+        file.name: {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+        for file in there
+    }
+    check = files.checksum_of_manifest(manifest)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "check": check}))
+    return path
+
+
+HALVES = {"w": NUMBERS[:2].clone()}, {"w": NUMBERS[2:].clone()}
+
+
+def test_parts_are_put_together(tmp_path):
+    path = split_by_hand(tmp_path, *HALVES, {"w": entry(shard(1, 0, 0), shard(2, 2, 0))})
+    assert fl.restore(path, state_of()).model.w.tolist() == NUMBERS.tolist()
+    assert fl.resume(tmp_path, state_of()).model.w.tolist() == NUMBERS.tolist()
+    assert fl.latest(tmp_path) == path
+
+
+def test_parts_may_be_columns_of_other_widths_under_other_names(tmp_path):
+    parts = {"one": NUMBERS[:, :1].clone()}, {"w": NUMBERS[:, 1:].clone()}
+    shards = shard(1, 0, 0, key="one"), shard(2, 0, 1)
+    path = split_by_hand(tmp_path, *parts, {"w": entry(*shards, dim=1)})
+    assert fl.restore(path, state_of()).model.w.tolist() == NUMBERS.tolist()
+
+
+WHOLE = shard(1, 0, 0), shard(2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (entry(shard(1, 0, 0)), "instead of"),
+        (entry(shard(2, 2, 0)), "its index lacks parts of w"),
+        (entry(shard(2, 2, 0), shard(1, 0, 0)), "its index lacks parts of w"),
+        (entry(shard(1, 0, 0), shard(2, 1, 0)), "instead of"),
+        (entry(shard(1, 0, 0), shard(2, 3, 0)), "instead of"),
+        (entry(shard(1, 0, 0), shard(2, 2, 1)), "its index lacks parts of w"),
+        (entry(shard(1, 0, 0), shard(2, 2)), "its index lacks parts of w"),
+        (entry(), "its index lacks parts of w"),
+        (entry(*WHOLE, dim=None), "its index lacks parts of w"),
+        (entry(*WHOLE, dim=2), "does not say how w is split"),
+        (entry(*WHOLE, dim="0"), "does not say how w is split"),
+        (entry(*WHOLE, dtype="float64"), "is torch.float32 instead of torch.float64"),
+        (entry(*WHOLE, dtype="load"), "does not say how w is split"),
+        (entry(*WHOLE, shape=(4, 4)), "instead of"),
+        (entry(*WHOLE, shape=(4, -3)), "something else than whole numbers"),
+        (entry(*WHOLE, shape=(4, 3.0)), "something else than whole numbers"),
+        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "file": "../b"}), "the manifest does not list"),
+        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "key": "v"}), "cannot be read"),
+        ({}, "cannot be read"),
+        (entry(*WHOLE, shape=(10**15, 3)), "instead of"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused_and_the_state_stays(tmp_path, given, said):
+    path, state = split_by_hand(tmp_path, *HALVES, {"w": given}), state_of(1.0)
+    with pytest.raises(CheckpointError, match=said):
+        fl.restore(path, state)
+    assert state.model.w.unique().tolist() == [1.0]
+    assert fl.restore(fl.save(state, tmp_path / "b"), state_of()).step == 0
+
+
+def test_a_damaged_part_is_found(tmp_path):
+    path = split_by_hand(tmp_path, *HALVES, {"w": entry(*WHOLE)})
+    file = path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match="checksum of model-00002-of-00002"):
+        fl.restore(path, state_of())
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.* is missing"):
+        fl.restore(path, state_of())
+
+
+@pytest.mark.parametrize("most", [1, 24, 10**6])
+def test_a_slice_is_read_across_parts_some_rows_at_a_time(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(slices, "MOST_MAPPED", most)
+    path = split_by_hand(tmp_path, *HALVES, {"w": entry(*WHOLE)})
+    index = json.loads((path / "index.json").read_text())
+    found = decode_index(index, {"model-00001-of-00002.safetensors", WHOLE[1]["file"]})
+    whole, reader = found["model"]["w"], Slices(path)
+    assert torch.equal(reader.read(whole, 1, 3, 0), NUMBERS[1:3])
+    assert torch.equal(reader.read(whole, 1, 2, 1), NUMBERS[:, 1:2])
+    assert reader.read(whole, 4, 4, 0).shape == (0, 3)
+    assert torch.equal(reader.read(whole), NUMBERS)
+
+
+def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
+    path = fl.save(state_of(2.0), tmp_path / "a")
+    assert load_file(path / "model.safetensors")["w"].unique().tolist() == [2.0]
+    assert not (path / "index.json").exists()
+    assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
+
+
+# --- a module, all or nothing
+
+
+def test_weights_and_their_new_values_are_exchanged_and_back():
+    module, new = nn.Linear(2, 1), {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.ones(2)}
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load(module, new)
+    assert all(torch.equal(module.state_dict()[name], before[name]) for name in before)
+    fitting = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.ones(1, dtype=torch.float64)}
+    kept = fitting["weight"]
+    load(module, fitting)
+    assert module.weight.tolist() == [[1.0, 2.0]] and module.bias.tolist() == [1.0]
+    assert torch.equal(kept, before["weight"])
+
+
+def load(module, values):
+    with weights_kept_on_error(module, values):
+        module.load_state_dict(values)
+
+
+def test_tied_weights_are_exchanged_once_for_each_name():
+    module = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    module[1].weight = module[0].weight
+    before = module[0].weight.item()
+    values = {"0.weight": torch.tensor([[2.0]]), "1.weight": torch.tensor([[3.0]])}
+    load(module, values)
+    assert module[0].weight.item() == 3.0  # the last, as load_state_dict does
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        load(module, {"0.weight": torch.tensor([[before]]), "1.weight": torch.ones(1, 1), "x": 1})
+    assert module[0].weight.item() == 3.0

@@ -1,0 +1,498 @@
+"""Checkpoints of sharded models: each process writes and reads its own parts.
+
+The environment variable FNLOOP_KILLS, 15 by default, scales how many processes are killed.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+import torch.distributed as dist
+from launch import written_by
+from process_problems import COUNTS, loader, rank, said, whole, world
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fnloop as fl
+from fnloop._checkpoint import atomic_write, shared_write
+from fnloop._checkpoint.slices import Slices
+
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("FNLOOP_KILLS", "15"))
+
+
+class Parts(nn.Module):
+    """Parameters tied, frozen, complex, in bf16, whole, and with rows that do not divide."""
+
+    def __init__(self, fill=None):
+        super().__init__()
+        self.first, self.tied = nn.Linear(4, 5), nn.Linear(4, 5, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm, self.frozen = nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.frozen.requires_grad_(False)
+        self.waves = nn.Linear(3, 7, dtype=torch.complex128)
+        self.small = nn.Linear(3, 2, dtype=torch.bfloat16)
+        self.register_buffer("empty", torch.zeros(0, 3))
+        with torch.no_grad():
+            for i, tensor in enumerate((*self.parameters(), *self.buffers())):
+                numbers = torch.arange(1.0, 1 + tensor.numel()) + 100 * i
+                tensor.copy_(numbers.view(tensor.shape) if fill is None else fill)
+
+
+def sharded(model, columns=False):
+    place = None
+    if columns and world() == 2:  # torch splits other dimensions only evenly
+        from torch.distributed.tensor import Shard
+
+        place = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] == 4 else None
+    for part in (model.waves, model.small):
+        fully_shard(part)
+    fully_shard(model, shard_placement_fn=place)
+    return model
+
+
+def state_of(shard, fill=None, columns=False):
+    model = Parts(fill)
+    model = sharded(model, columns) if shard and world() > 1 else model
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=0.1, foreach=False)
+    return fl.TrainState.create(model, optimizer, seed=0)
+
+
+def updated(state):
+    """Give the optimizer moments that are known: the weights, and twice the weights."""
+    for p in state.optimizer.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    with torch.no_grad():
+        for p, kept in state.optimizer.state.items():
+            kept["exp_avg"], kept["exp_avg_sq"] = p.detach().clone(), 2 * p.detach()
+    return state
+
+
+def numbers(state):
+    """Return all tensors of a state as numbers, by name."""
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    found = {f"model.{k}": plain(v) for k, v in state.model.state_dict().items()}
+    for p, kept in state.optimizer.state.items():
+        found |= {f"{names[id(p)]}.{key}": plain(value) for key, value in kept.items()}
+    return found
+
+
+def plain(tensor):
+    tensor = whole(tensor.detach())
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return [str(tensor.dtype), *tensor.double().flatten().tolist()]
+
+
+def begin():
+    if world() > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def saves(folder):
+    begin()
+    found = {}
+    for kind in ("rows", "columns"):
+        state = updated(state_of(True, columns=kind == "columns"))
+        fl.save(state, folder / kind)
+        found[kind] = numbers(state)
+    fl.save(state, folder / "model", only=("model",))
+    fl.save(state, folder / "trained", only=("trained",))
+    return found
+
+
+def restores(folder):
+    """Restore what 1, 2 and 3 processes saved; count the bytes that are read of what was split."""
+    begin()
+    read, copy = [], Slices._copy
+
+    def counting(self, piece, where, target):
+        read.append(target.nbytes)
+        copy(self, piece, where, target)
+
+    Slices._copy = counting
+    found = {}
+    for n in COUNTS:
+        saved = written_by(saves, n, folder)
+        for kind in ("rows", "columns"):
+            for shard in (False, True):
+                state = fl.restore(saved / kind, state_of(shard, 0.0))
+                found[f"{kind} of {n}, {shard}"] = numbers(state)
+                same = {type(v) for kept in state.optimizer.state.values() for v in kept.values()}
+                split = shard and world() > 1
+                found[f"{kind} of {n}, {shard}: kinds"] = len(same) == 1 + split
+        read.clear()
+        fl.restore(saved / "rows", state_of(True, 0.0))
+        found[f"bytes of {n}"] = sum(read)
+        for part in ("model", "trained"):
+            state = fl.restore(saved / part, state_of(True, 0.0), only=(part,))
+            found[f"{part} of {n}"] = numbers(state)
+    return found
+
+
+def expected():
+    """Return the numbers of a state that one process has made."""
+    return json.loads(json.dumps(numbers(updated(state_of(False)))))
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_each_process_restores_what_any_number_has_saved_bit_for_bit(launched, n):
+    right = expected()
+    for saved_on in COUNTS:
+        assert all(found["rows"] == right for found in launched(saves, saved_on))
+    for found in launched(restores, n):
+        for saved_on in COUNTS:
+            for kind in ("rows", "columns"):
+                for shard in (False, True):
+                    name = f"{kind} of {saved_on}, {shard}"
+                    assert found[name] == right and found[f"{name}: kinds"], name
+            for part in ("model", "trained"):
+                mine = found[f"{part} of {saved_on}"]
+                for key in (key for key in right if key.startswith("model.")):
+                    left = part == "trained" and ("frozen" in key or not is_parameter(key))
+                    assert (mine[key] == right[key]) != left or key == "model.empty", (part, key)
+
+
+def is_parameter(key):
+    return key.removeprefix("model.") in dict(Parts().named_parameters(remove_duplicate=False))
+
+
+def test_a_process_reads_only_its_parts(launched):
+    one, two, three = (launched(restores, n) for n in COUNTS)
+    every = sum(one[0][f"bytes of {n}"] for n in (2, 3)) / 2
+    for found, n in ((two, 2), (three, 3)):
+        for saved_on in COUNTS:
+            for mine in found:
+                assert 0 < mine[f"bytes of {saved_on}"] < every * {2: 0.75, 3: 0.65}[n]
+
+
+@pytest.mark.parametrize("n", COUNTS[1:])
+def test_safetensors_and_the_index_are_enough_to_read_it(launched, tmp_path_factory, n):
+    right = launched(saves, n)[0]
+    folder = shared_folder(tmp_path_factory) / launch.name_of(saves, n)
+    for kind in ("rows", "columns"):
+        index = json.loads((folder / kind / "index.json").read_text())
+        assert not (folder / kind / "model.safetensors").exists()
+        loaded = {}
+        for group, entries in index.items():
+            for name, entry in entries.items():
+                parts = [
+                    load_file(folder / kind / shard["file"])[shard["key"]]
+                    for shard in entry["shards"]
+                ]
+                loaded[f"{group}.{name}"] = (
+                    torch.cat(parts, entry["dim"]) if ("dim" in entry) else parts[0]
+                )
+                assert list(loaded[f"{group}.{name}"].shape) == entry["shape"]
+                assert str(loaded[f"{group}.{name}"].dtype) == f"torch.{entry['dtype']}"
+        for key, value in right[kind].items():
+            name = key if key.startswith("model.") else f"optimizer.{key}"
+            assert plain(loaded[name]) == value, name
+        tied = index["model"]["tied.weight"]["shards"], index["model"]["first.weight"]["shards"]
+        assert tied[0] == tied[1]
+        files = [
+            load_file(folder / kind / f"model-0000{i}-of-0000{n}.safetensors")
+            for i in range(1, n + 1)
+        ]
+        assert "empty" in files[0] and not any("norm.running_mean" in file for file in files[1:])
+        assert [file["first.weight"].numel() for file in files if "first.weight" in file] != [20]
+
+
+def shared_folder(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+# --- jobs of two processes
+
+
+def pairs(folder):
+    """Do what only two processes do, and return what each found."""
+    begin()
+    return {
+        "memory": memory(folder / "memory"),  # before anything else has memory to reuse
+        "faults": faults(folder / "faults"),
+        "background": background(folder / "background"),
+        "killed": [mortal(folder / str(kind), 0, 0, kind) for kind in (False, True)],
+    }
+
+
+# --- faults
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+@contextlib.contextmanager
+def replaced(module, name, there):
+    before = getattr(module, name)
+    setattr(module, name, there)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def faults(folder):
+    first, path = updated(state_of(True)), folder / "saved" / "a"
+    fl.save(first, path)
+    found, right, other = {}, numbers(first), state_of(True, 7.0)
+    for who in range(world()):
+        with replaced(shared_write, "write_files", full if rank() == who else write_files):
+            found[f"{who} cannot write"] = said(lambda: fl.save(other, path))
+        dist.barrier()
+        found[f"{who} cannot write: left"] = names_in(path.parent)
+        with replaced(Slices, "read", full if rank() == who else Slices.read):
+            found[f"{who} cannot read"] = said(lambda: fl.restore(path, other))
+    unchanged = numbers(other)
+    for name in names_in(path):
+        damaged = path.parent / "damaged"
+        if rank() == 0:
+            shutil.rmtree(damaged, ignore_errors=True)
+            shutil.copytree(path, damaged)
+            data = bytearray((damaged / name).read_bytes())
+            data[-2] ^= 1
+            (damaged / name).write_bytes(data)
+        dist.barrier()
+        found[f"damaged {name}"] = said(lambda: fl.restore(damaged, other))
+        dist.barrier()
+    found["unchanged"] = numbers(other) == unchanged
+    found["kept"] = numbers(fl.restore(path, other)) == right
+    return found
+
+
+write_files = atomic_write.write_files
+
+
+def test_a_fault_in_one_process_is_raised_in_all_and_nothing_changes(launched):
+    for found in launched(pairs, 2):
+        mine = found["faults"]
+        for who in (0, 1):
+            assert "No space left on device" in mine[f"{who} cannot write"]
+            assert "No space left on device" in mine[f"{who} cannot read"]
+            assert mine[f"{who} cannot write: left"] == ["a"]
+        damaged = {name for name in mine if name.startswith("damaged")}
+        assert len(damaged) == 8
+        assert all(mine[name].startswith("CheckpointError") for name in damaged)
+        assert mine["unchanged"] and mine["kept"]
+
+
+# --- in the background
+
+
+def network_of(shard=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    if shard:
+        fully_shard(model)
+    return fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=0.05), seed=0)
+
+
+def squares(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def trained(folder, *hooks, background=True, steps=14, every=2):
+    saves = fl.every(steps=every)(fl.checkpoint(folder, keep=1, background=background))
+    step, data = fl.pipeline(fl.ema(0.9, evaluate=False))(squares), loader(shuffle=True)
+    state = fl.resume(folder, network_of())
+    return fl.fit(step, state, data, steps=steps, epochs=9, hooks=(saves, *hooks))
+
+
+def wait_for_writers():
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+
+
+def background(folder):
+    found, seen, release = {}, {}, threading.Event()
+
+    def slow(contents, where):
+        release.wait()
+        return write_files(contents, where)
+
+    def watch(state):
+        if state.step == 5:
+            release.set()
+        if release.is_set():
+            wait_for_writers()
+        seen[state.step] = [fl.latest(folder / "slow") is not None, come(state)]
+        return state
+
+    with replaced(shared_write, "write_files", slow if rank() == 1 else write_files):
+        trained(folder / "slow", watch, every=3)
+    found["slow"] = {step: there for step, (there, _) in seen.items()}
+    weights = {step: now for step, (_, now) in seen.items()}
+    for name in names_in(folder / "slow"):
+        found["state"] = come(fl.restore(folder / "slow" / name, network_of())) == weights[14]
+
+    with replaced(shared_write, "write_files", full if rank() == 1 else write_files):
+        found["full"] = said(lambda: trained(folder / "full", every=3))
+    dist.barrier()
+    found["full: left"] = names_in(folder / "full")
+
+    def fail(state):
+        if state.step == 4:
+            raise ValueError("enough")
+        return state
+
+    release.clear()
+    timer = threading.Timer(0.5, release.set)  # the process that fails waits for its own writer
+    timer.start()
+    with replaced(shared_write, "write_files", slow if rank() == 1 else write_files):
+        found["failed"] = said(lambda: trained(folder / "failed", fail, every=3))
+    dist.barrier()
+    found["failed: left"] = names_in(folder / "failed")
+    return found
+
+
+def come(state):
+    return [whole(p.detach()).flatten().tolist() for p in state.model.parameters()]
+
+
+def test_in_the_background_a_checkpoint_is_complete_when_all_have_written(launched):
+    for found in launched(pairs, 2):
+        mine = found["background"]
+        there = {int(step): seen for step, seen in mine["slow"].items()}
+        assert not any(there[step] for step in range(1, 6))
+        assert all(there[step] for step in range(9, 15)) and mine["state"]
+        assert "No space left on device" in mine["full"]
+        assert "ValueError: enough" in mine["failed"]
+        for name in ("full", "failed"):
+            assert mine[f"{name}: left"] in ([], [".run"]), name
+
+
+# --- killed
+
+
+def die_before_operation(n, path):
+    """Kill this process before its n-th file operation in a folder. Return a count of them."""
+    operations, count = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}, [0]
+
+    def watch(event, arguments):
+        if (event in operations or event == "open") and str(path) in str(arguments[0]):
+            count[0] += 1
+            if count[0] == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    return count
+
+
+def mortal(folder, who, n, in_background):
+    """Train and save; one process dies before its n-th file operation, or none."""
+    begin()
+    seen = {}
+
+    def note(state):
+        seen[state.step] = come(state)
+        if in_background and state.step % 2:
+            time.sleep(0.02)
+        return state
+
+    count = die_before_operation(n if rank() == who else 0, folder / "run")
+    trained(folder / "run", note, background=in_background, steps=6)
+    return [count[0], seen]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_process_killed_while_all_write_leaves_the_old_or_the_new_checkpoint(
+    launched, tmp_path, in_background
+):
+    whole_run = [found["killed"][in_background] for found in launched(pairs, 2)]
+    right = {int(step): numbers for step, numbers in whole_run[0][1].items()}
+    rng, seen = random.Random(f"background {in_background}"), []
+    for who, (operations, _) in enumerate(whole_run):
+        for i in range(max(1, KILLS // 15)):
+            folder = tmp_path / f"{who} {i}"
+            n = rng.randint(1, operations)
+            killed = launch.launch(folder, 2, mortal, who, n, in_background, forked=True)
+            assert killed.codes[who] == -signal.SIGKILL and killed.codes[1 - who], killed.errors
+            state = fl.resume(folder / "run", network_of(shard=False))  # a warning is an error
+            assert state.step in (0, 2, 4, 6)
+            assert state.step == 0 or come(state) == right[state.step]
+            seen.append((who, n, state.step))
+            saves = fl.checkpoint(folder / "run", keep=1)
+            step, data = fl.pipeline(fl.ema(0.9, evaluate=False))(squares), loader(shuffle=True)
+            fl.fit(step, state, data, steps=state.step + 1, hooks=(saves,))
+            assert names_in(folder / "run") == [f"step-{state.step + 1:08d}"]
+    counts = [operations for operations, _ in whole_run]
+    print(f"killed (process, before operation of {counts}, found step): {seen}")
+    if KILLS >= 60:
+        assert len({step for *_, step in seen}) > 1
+
+
+# --- memory
+
+LARGE = 8 << 20  # elements
+
+
+def memory(folder):
+    made = []
+    for _ in range(2):
+        model = nn.Sequential(*(nn.Linear(1024, LARGE // 2048, bias=False) for _ in range(2)))
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        made.append(fl.TrainState.create(model, optimizer, seed=0))
+    first, second = made
+    for p in first.model.parameters():
+        p.grad = torch.ones_like(p)
+    first.optimizer.step()
+    first.optimizer.zero_grad()
+    fl.save(network_of(), folder / "warm")
+    fl.restore(folder / "warm", network_of())
+    share = 2 * 4 * LARGE / world()
+    saved = peak(lambda: fl.save(first, folder / "a")) / share
+    return saved, peak(lambda: fl.restore(folder / "a", second)) / share
+
+
+def peak(do):
+    """Return by how many bytes the memory of this process grows while it does something."""
+    before, most, done = resident(), [0], threading.Event()
+
+    def sample():
+        while not done.is_set():
+            most[0] = max(most[0], resident())
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    do()
+    done.set()
+    thread.join()
+    return most[0] - before
+
+
+def resident():
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
+def test_saving_and_restoring_take_little_more_memory_than_the_share_of_a_process(launched):
+    for found in launched(pairs, 2):
+        saved, restored = found["memory"]
+        print(f"of a share: {saved:.2f} to save, {restored:.2f} to restore")
+        assert saved < 0.3 and restored < 1.3
