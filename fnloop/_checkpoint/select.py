@@ -20,7 +20,7 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import MANIFEST, PARTS, CheckpointError, Contents, NewerFormatError
 from fnloop._checkpoint.parts import explain_partial, held_parts, is_partial
-from fnloop._checkpoint.restore import check_visible, restore_contents
+from fnloop._checkpoint.restore import restore_contents
 from fnloop._checkpoint.retention import (
     by_phase,
     candidates,
@@ -29,6 +29,7 @@ from fnloop._checkpoint.retention import (
     read_claim,
     run_of,
 )
+from fnloop._checkpoint.shared import check_all_empty, check_visible
 from fnloop._core.monitor import better
 from fnloop._core.phase import SINCE
 from fnloop._core.state import TrainState, check_not_stale
@@ -139,7 +140,8 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
     Raises:
         CheckpointError: the newest valid checkpoint is of another model or optimizer, all
-            checkpoints are damaged or partial, or a newer fnloop wrote the newest one.
+            checkpoints are damaged or partial, a newer fnloop wrote the newest one, or the machines
+            of the run do not share the folder.
         TypeError, ValueError: it is not a path.
         OSError: a file cannot be read for a reason other than that it does not exist.
 
@@ -163,8 +165,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     # The main process decides, because the others may see other checkpoints.
     path, claimed_by = on_main_process(choose, "fnloop.resume")
     if path is None:
+        check_all_empty(where)
         return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
-    check_visible(path, state.backend)
+    check_visible(path)
     contents = read[0] if read else read_checkpoint(path)
     return restore_contents(contents, state, PARTS, True, path)
 

@@ -24,6 +24,7 @@ from fnloop._checkpoint.retention import (
     run_of,
 )
 from fnloop._checkpoint.save import collect_contents, position_of
+from fnloop._checkpoint.shared import warn_unless_shared
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import RECORD
 from fnloop._core.history import History
@@ -156,6 +157,7 @@ class checkpoint:
         if "optimizer" in self.parts:
             check_resumable(state)
         self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
+        warn_unless_shared(self.folder)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
