@@ -190,7 +190,8 @@ name. Where that cannot be tried, a warning says so.
 Start the same script with `torchrun --nproc-per-node 8 train.py`, on each of two machines with
 `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 train.py`,
 or with `accelerate launch train.py`, which uses what `accelerate config` says. N processes with
-batch size b train as one process with batch size N·b.
+batch size b train as one process with batch size N·b. With `accumulate(total=64)` an update has 64
+samples of all processes together, whatever N is, so schedules and records do not depend on it.
 
 *Data.* The batches of a loader are distributed round-robin. No sample is repeated or left out,
 and sizes need not divide. Loaders stay plain: no `DistributedSampler`, no `prepare`. If each
@@ -226,6 +227,23 @@ Start such a script with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standa
 --max-restarts 3 ...`. A run saved on N processes can be resumed on M, mid-epoch too, if all
 processes can read the folder.
 
+*Several machines.* All of them need one shared folder for checkpoints. `resume` and `restore` raise
+if a machine does not see the checkpoint that another sees, and a run that keeps checkpoints warns
+when it begins. Gloo listens at the address of a machine's name. Where that is a loopback address,
+`GLOO_SOCKET_IFNAME` is set to the interface that reaches the first machine, unless you set it. If
+machines do not know each other by name, give torchrun `--local-addr` with the address of each, and
+`--rdzv-conf is_host=1` on that of the endpoint, `is_host=0` on the others.
+
+*Elastic jobs.* Start each machine with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:3
+--max-restarts 10 --rdzv-backend c10d --rdzv-endpoint host0:29500 train.py`. When one fails or
+joins, a script with `resume` and `accumulate(total=64)` continues from its last checkpoint, with
+the same updates on as many as there are. Without that variable, a machine that joins torch 2.13
+later waits for ever, before it runs the script. The machine of the endpoint has to stay; or hold
+`torch.distributed.TCPStore(host, 29500, is_master=True, wait_for_workers=False)` somewhere else,
+with `--rdzv-conf is_host=0`. When a machine joins, torchrun ends the processes by SIGTERM. After
+`fit`, write `if state.stop: sys.exit(state.stop)`, because torchrun takes a machine whose script
+ends without an error for one that is done.
+
 *Large models.* Call `fully_shard(model)` before you make the optimizer, or, on GPUs, choose FSDP
 version 2 in `accelerate config`. `snapshot` cannot copy such a model. All processes write its
 checkpoints, each its own part, to one folder on a disk that all share:
@@ -247,8 +265,8 @@ fp16, list `amp("fp16")`. Pass settings of DistributedDataParallel as `TrainStat
 backend=Accelerator(kwargs_handlers=[...]))`.
 
 *Tested* on every change: 1, 2 and 3 processes on the CPU of one machine (gloo),
-DistributedDataParallel and `fully_shard`, and restarts. NCCL and several machines use the same
-calls of torch and have not been tested yet.
+DistributedDataParallel and `fully_shard`, restarts, elastic jobs, and two machines as network
+namespaces. NCCL uses the same calls of torch and has not been tested yet.
 
 # Schedules and data
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fnloop._backend.fsdp import local_part
 from fnloop._backend.launch import accelerator, launched
-from fnloop._backend.rendezvous import own_store
+from fnloop._backend.rendezvous import choose_interface, own_store
 from fnloop._backend.torch_compat import (
     broadcast_coalesced,
     collectives_begun,
@@ -83,6 +83,7 @@ def control_group() -> dist.ProcessGroup:
     atexit.register(_shutdown)
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_drain)
+    choose_interface()  # the default group may be of NCCL, or made by others
     store = own_store(default_store(), dist.get_rank(), dist.get_world_size())
     with meeting_in(store):
         group: Any = dist.new_group(backend="gloo")

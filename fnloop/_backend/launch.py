@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fnloop._backend.rendezvous import join_settings
+from fnloop._backend.rendezvous import choose_interface, join_settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -100,6 +100,7 @@ def accelerator() -> Accelerator:
 
     made = bool(PartialState._shared_state)  # by the user, whose settings are kept
     cpu = not (made or torch.accelerator.is_available())
+    choose_interface()
     engine = _is_set("ACCELERATE_USE_DEEPSPEED")  # joins the processes itself; refused later
     if not (made or engine) and (settings := join_settings()):
         # The state is shared: Accelerator uses it.

@@ -1,27 +1,98 @@
-"""Let processes find each other when a job restarts (``torchrun --max-restarts``).
+"""Let processes find each other: when a job restarts, and on several machines.
 
-torchrun keeps one store for all attempts of a job on a host, and torch reads in it at which
-addresses the processes of a group listen. A process of the second attempt would read the addresses
-of the first, whose processes are dead. So the processes of an attempt first agree on a word, and
-then use keys that begin with it. TORCHELASTIC_RESTART_COUNT cannot be that word, because each host
-counts its own restarts.
+*Restarts* (``torchrun --max-restarts``). torchrun keeps one store for all attempts of a job on a
+host, and torch reads in it at which addresses the processes of a group listen. A process of the
+second attempt would read the addresses of the first, whose processes are dead. So the processes of
+an attempt first agree on a word, and then use keys that begin with it. TORCHELASTIC_RESTART_COUNT
+cannot be that word, because each host counts its own restarts.
+
+*Machines.* Gloo listens at the address that the name of a machine has there. In many ``/etc/hosts``
+that is a loopback address, which no other machine can reach.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
+import socket
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["agree_on_attempt", "join_settings", "own_store"]
+from fnloop._display.log import log
+
+__all__ = ["agree_on_attempt", "choose_interface", "join_settings", "own_store"]
 
 POLL_SECONDS = 0.01  # how long the first process sleeps between two looks at the store
 RETRY_AFTER = timedelta(seconds=1)  # how long the others wait before they look again
+
+
+INTERFACE = "GLOO_SOCKET_IFNAME"  # what gloo reads
+_ANY_PORT = 9  # nothing is sent
+
+
+def choose_interface() -> None:
+    """Let gloo use the network interface that reaches the first machine, where it would not."""
+    here, all_ = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    first = os.environ.get("MASTER_ADDR")
+    if INTERFACE in os.environ or all_ <= here or not first:
+        return
+    if all(map(_is_loopback, _addresses(first))) or not _is_unreachable(socket.gethostname()):
+        return
+    if (found := _interface_to(first)) is None:
+        log.warning(
+            "the name of this machine, %s, has no address that other machines can reach, and gloo "
+            "would listen there: name the network interface between the machines, %s=eth0 torchrun "
+            "...",
+            *(socket.gethostname(), INTERFACE),
+        )
+        return
+    os.environ[INTERFACE] = found
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        return [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
+    except OSError:
+        return []
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _is_unreachable(name: str) -> bool:
+    """Return whether other machines cannot reach what listens at the name of this machine.
+
+    Like gloo, it takes the first address that this machine has; without any, a loopback address.
+    """
+    for address in _addresses(name):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return _is_loopback(address)
+    return True
+
+
+def _interface_to(host: str) -> str | None:
+    """Return the name of the network interface over which a host is reached, if it is known."""
+    from psutil import net_if_addrs  # accelerate needs it too
+
+    try:
+        family = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, _ANY_PORT))
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in net_if_addrs().items():
+        if any(known.address.partition("%")[0] == own for known in addresses):
+            return name
+    return None
 
 
 def join_settings() -> dict[str, object]:

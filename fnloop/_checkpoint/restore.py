@@ -10,11 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import any_rank
-from fnloop._backend.launch import Backend
 from fnloop._checkpoint.averages import with_averages
 from fnloop._checkpoint.counters import check_counters, updates_by_name
-from fnloop._checkpoint.files import locate
 from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
 from fnloop._checkpoint.history_blocks import decode_record
 from fnloop._checkpoint.model_load import model_tensors, prepare_model, weights_kept_on_error
@@ -25,6 +22,7 @@ from fnloop._checkpoint.positions import POSITIONS, decode_position
 from fnloop._checkpoint.read import read_checkpoint
 from fnloop._checkpoint.regroup import groups_kept_on_error
 from fnloop._checkpoint.retention import run_of
+from fnloop._checkpoint.shared import check_visible
 from fnloop._checkpoint.shares import own_generators, own_metrics, warn_of_exact
 from fnloop._core.frozen import remember_restored
 from fnloop._core.history import History
@@ -41,7 +39,7 @@ from fnloop._core.state import (
 )
 from fnloop._display.checks import describe, flag, folder_path
 
-__all__ = ["check_visible", "restore", "restore_contents"]
+__all__ = ["restore", "restore_contents"]
 
 
 def restore(
@@ -69,7 +67,8 @@ def restore(
 
     Raises:
         CheckpointError: it is not a checkpoint, is damaged, was written by a newer fnloop, does not
-            match the model or the optimizer, or does not hold a part.
+            match the model or the optimizer, or does not hold a part; or another machine of the
+            run does not see it.
         StaleStateError: the state has been advanced.
         TypeError, ValueError: an argument is not what it should be.
 
@@ -86,24 +85,15 @@ def restore(
     parts = read_parts("restore", only)
     flag("restore", "strict", strict)
     if path is None:
+        check_visible(None)
         raise TypeError(
             "restore expects a path; got None, which is what latest(folder) returns if there is no "
             "checkpoint"
         )
     source = folder_path("restore", "path", path)
-    check_visible(source, state.backend)
+    check_visible(source)
     contents = read_checkpoint(source, state, history="history" in parts)
     return restore_contents(contents, state, parts, strict, source)
-
-
-def check_visible(path: Path, backend: Backend) -> None:
-    """Raise if other processes see a checkpoint and this one does not. A collective."""
-    visible = locate(path).exists()
-    if any_rank(visible) and not visible:
-        raise CheckpointError(
-            f"process {backend.rank} does not see {path}, and another process does: with several "
-            "machines, checkpoints must be on a disk that all of them share"
-        )
 
 
 def restore_contents(

@@ -21,7 +21,7 @@ from fnloop._checkpoint.files import (
 from fnloop._checkpoint.format import MANIFEST, PARTS, CheckpointError, Contents, NewerFormatError
 from fnloop._checkpoint.parts import explain_partial, held_parts
 from fnloop._checkpoint.read import read_whole_checkpoint
-from fnloop._checkpoint.restore import check_visible, restore_contents
+from fnloop._checkpoint.restore import restore_contents
 from fnloop._checkpoint.retention import (
     by_phase,
     candidates,
@@ -30,6 +30,7 @@ from fnloop._checkpoint.retention import (
     read_claim,
     run_of,
 )
+from fnloop._checkpoint.shared import check_all_empty, check_visible
 from fnloop._core.monitor import better
 from fnloop._core.phase import SINCE
 from fnloop._core.state import TrainState, check_not_stale
@@ -140,7 +141,8 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
     Raises:
         CheckpointError: the newest valid checkpoint is of another model or optimizer, all
-            checkpoints are damaged or partial, or a newer fnloop wrote the newest one.
+            checkpoints are damaged or partial, a newer fnloop wrote the newest one, or the machines
+            of the run do not share the folder.
         TypeError, ValueError: it is not a path.
         OSError: a file cannot be read for a reason other than that it does not exist.
 
@@ -155,6 +157,7 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     alone, paths, claimed_by = on_main_process(lambda: _look_into(where), "fnloop.resume")
     newest = _read_one(where, state) if alone else _read_newest(where, paths, state)
     if newest is None:
+        check_all_empty(where)
         return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
     path, contents = newest
     return restore_contents(contents, state, PARTS, True, path)
@@ -170,7 +173,7 @@ def _look_into(folder: Path) -> tuple[bool, list[Path], str | None]:
 
 def _read_one(path: Path, state: TrainState) -> tuple[Path, Contents]:
     """Return a checkpoint with its contents."""
-    check_visible(path, state.backend)
+    check_visible(path)
     contents = read_whole_checkpoint(path, state)
     if contents is None:
         raise CheckpointError(_explain_not_resumable(path))
@@ -193,7 +196,7 @@ def _read_newest(
     faults: list[str] = []
     partial: list[Path] = []
     for path in paths:
-        check_visible(path, state.backend)
+        check_visible(path)
         read = functools.partial(read_whole_checkpoint, state=state)
         for _, contents in _skip_damaged((path,), read, faults, state.backend.main):
             if contents is not None:

@@ -25,6 +25,7 @@ from fnloop._checkpoint.retention import (
     run_of,
 )
 from fnloop._checkpoint.save import collect_contents, position_of
+from fnloop._checkpoint.shared import warn_unless_shared
 from fnloop._checkpoint.shared_write import SharedWrite
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import RECORD
@@ -160,6 +161,7 @@ class checkpoint:
         if "optimizer" in self.parts:
             check_resumable(state)
         self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
+        warn_unless_shared(self.folder)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:

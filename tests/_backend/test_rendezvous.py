@@ -11,7 +11,51 @@ from process_problems import rank, world
 
 from fnloop._backend import rendezvous
 
-pytestmark = pytest.mark.slow
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """One of two machines, whose name has a loopback address only."""
+    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "127.0.1.1")
+    monkeypatch.setattr(rendezvous, "_interface_to", {"10.77.0.1": "eth7"}.get)
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+    def choose(first, **environment):
+        for name, value in {"MASTER_ADDR": first, **environment}.items():
+            monkeypatch.setenv(name, value)
+        rendezvous.choose_interface()
+        return os.environ.get("GLOO_SOCKET_IFNAME")
+
+    yield choose
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def test_gloo_gets_the_interface_between_the_machines(cluster):
+    assert cluster("10.77.0.1") == "eth7"
+
+
+def test_what_is_known_to_work_is_left_alone(cluster, monkeypatch):
+    assert cluster("127.0.0.1") is None  # the machines are processes on one
+    assert cluster("10.77.0.1", LOCAL_WORLD_SIZE="2") is None
+    assert cluster("10.77.0.1", LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="mine") == "mine"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(rendezvous, "_is_loopback", "127.0.0.9".__eq__)  # all others are reachable
+    assert cluster("10.77.0.1") is None
+
+
+def test_an_interface_that_is_not_found_is_asked_for(cluster, caplog):
+    assert cluster("10.77.0.2") is None
+    assert caplog.messages == [
+        "the name of this machine, 127.0.1.1, has no address that other machines can reach, and "
+        "gloo would listen there: name the network interface between the machines, "
+        "GLOO_SOCKET_IFNAME=eth0 torchrun ..."
+    ]
+
+
+def test_a_name_without_an_address_of_this_machine_is_unreachable():
+    assert rendezvous._is_unreachable("192.0.2.1")  # of documentation
+    assert rendezvous._is_unreachable("no.such.name.invalid")
 
 
 def agreeing(folder, stale):
@@ -31,6 +75,7 @@ def agreeing(folder, stale):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [False, True])
 def test_the_running_processes_agree_on_an_attempt(tmp_path, stale):
     first, *others = launch.results(tmp_path, 3, agreeing, stale)
@@ -38,6 +83,7 @@ def test_the_running_processes_agree_on_an_attempt(tmp_path, stale):
     assert len({*first, "dead 0"}) == 4
 
 
+@pytest.mark.slow
 def test_waiting_for_a_process_that_does_not_join_times_out():
     store, moment = dist.HashStore(), timedelta(seconds=0.1)
     with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] did not join process 0"):
