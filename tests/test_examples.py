@@ -1,5 +1,6 @@
 """The examples run to their end, and reach what they promise."""
 
+import ast
 import functools
 import os
 import re
@@ -54,6 +55,22 @@ def run(name: str, *arguments: str, first=None, killed_when=None) -> str:
         expected = -signal.SIGKILL if killed_when else 0
         assert child.exitcode == expected, written.with_suffix(".err").read_text()
         return written.with_suffix(".out").read_text()
+
+
+def test_ray_train_trains_as_two_processes(tmp_path, monkeypatch):
+    pytest.importorskip("ray.train")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))  # of the workers too
+    out = subprocess.run(
+        [sys.executable, str(EXAMPLES / "ray_train.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=os.environ | SETTINGS,
+    ).stdout
+    reported = ast.literal_eval(out.splitlines()[-1])
+    assert reported["processes"] == 2 and len(reported["loss"]) == 3
+    assert reported["loss"][-1] < 0.2 < reported["loss"][0]
+    assert fl.latest(tmp_path / "run").name == "step-00000030"
 
 
 def test_mnist_reaches_97_percent_and_draws_its_history(tmp_path):

@@ -62,6 +62,9 @@ each process reads a part (``sharded``) is better. For loaders that are not Data
 map-style dataset it is better in any case, since otherwise N processes read everything N times.
 Then comes gloo, which carries the messages of the host: N - 1 sockets in each process, N² in all.
 And every process waits for the slowest one.
+
+``--scale`` counts fnloop's own messages, measures them here, and prints what they would cost on 8
+to 4,096 processes: see ``scale.py``.
 """
 
 from __future__ import annotations
@@ -82,6 +85,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import scale
 import torch
 import torch.distributed as dist
 from overhead import (
@@ -355,7 +359,19 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=beside, help="where numbers go; default: %(default)s"
     )
+    parser.add_argument(
+        "--scale", action="store_true", help="what messages cost on N processes: see scale.py"
+    )
+    parser.add_argument(
+        "--hop", type=float, default=30.0, help="us of a message; default: %(default)s"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, default=1e9, help="bytes per second; default: %(default)s"
+    )
     args = parser.parse_args()
+    if args.scale:
+        scale.show(args.hop * 1e-6, args.bandwidth)
+        return
     if args.rounds < 2 or args.batches < WARM_UP or args.batches % (10 * WINDOW):
         parser.error(
             f"expected 2 rounds or more, and {WARM_UP} batches or more, a multiple of {10 * WINDOW}"

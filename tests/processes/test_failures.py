@@ -1,8 +1,10 @@
 """If one process fails, the job ends; and launchers start it."""
 
+import importlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import launch
 import pytest
@@ -75,6 +77,13 @@ def test_if_one_process_fails_all_end_at_once(tmp_path, way, launcher):
         assert WAYS[way] in errors and "while in" in errors
     if launcher == "by hand" and way in ("loss", "kill"):
         assert all(found.codes) and (way == "loss" or found.codes[1] == -signal.SIGKILL), found
+
+
+def test_if_one_process_is_killed_at_a_random_moment_the_others_end(monkeypatch):
+    """Run tests/benchmarks/losses.py for more than these three."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    losses = importlib.import_module("losses")
+    assert max(losses.kill(3, seed=1)) < losses.LIMIT
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
