@@ -301,6 +301,12 @@ def test_settings_that_an_exact_run_would_not_use_are_refused():
     assert created(model, backend=Backend("cpu")).backend.exact
 
 
+def test_an_update_that_positions_draws_on_the_host_is_not_captured(recorders):
+    step = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
+    with pytest.raises(RuntimeError, match=r"cuda_graph cannot capture an update .*exact=True"):
+        fl.fit(step, exact_toy(), [ONE] * 3, hooks=())
+
+
 # --- checkpoints
 
 
