@@ -212,6 +212,22 @@ Random numbers drawn after backward are the same in all processes; those of the 
 middleware reports after gradients were averaged (`grad_norm`) count once. `state.backend` has
 `rank`, `world_size`, `device`, and `main`: whether this is the main process.
 
+*The same bits.* With `TrainState.create(..., exact=True)`, a run comes to the same bits on any
+number of processes, if an update takes as many batches in all: `accumulate(8)` on one process,
+`accumulate(4)` on two. Each batch has a backward of its own, and gradients, losses, weights and
+metrics are summed in a tree that depends on the number of batches alone, uneven last windows
+included. Draws are a function of the seed and of the position of the batch. A run that is saved on
+N processes continues on M with the same bits. It cannot hold on other hardware, with another number
+of threads (set `OMP_NUM_THREADS`; torchrun sets 1), or with other versions of libraries; nor if the
+loss function gives other bits when it is called again (on GPUs, see
+`torch.use_deterministic_algorithms`), or if a hook draws from the generators of Python or NumPy.
+Gradients are exchanged after backward, not during it. 1, 2, 4, 8, ... processes exchange as much as
+without; another number exchanges the gradients of each batch, and holds them. Metrics that are not
+of fnloop's own kinds are exchanged on the host in each update. `state.metrics` are those of all
+processes. Refused are layers with running statistics, sharded models, sparse gradients, loss
+functions that exchange something, `sharded`, `alternate`, `raw`, `tbptt`, `cuda_graph`,
+`retry_on_oom` and `closure(create_graph=True)`.
+
 *Hooks.* All processes must decide alike: by the history, by counters, by `every(seconds=...)`,
 whose clock is shared, or by `reduce(state.metrics)`. If processes diverge, the run fails within a
 minute, and the error names the process, the call it waits in, and the step. If one waits for the

@@ -72,6 +72,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import functools
 import gc
 import itertools
 import json
@@ -164,14 +165,14 @@ def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
     return plain if setting == PLAIN else accumulated
 
 
-def with_fnloop(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
+def with_fnloop(model: nn.Module, optimizer: Optimizer, setting: str, exact: bool = False) -> Train:
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
         return cross_entropy(model(x), y)
 
     middleware = () if setting == PLAIN else (fl.accumulate(WINDOW), fl.clip(MAX_NORM))
     step = fl.pipeline(*middleware)(loss_fn)
-    state = fl.TrainState.create(model, optimizer, seed=0)
+    state = fl.TrainState.create(model, optimizer, seed=0, exact=exact)
 
     def train(batches: Batches) -> None:
         nonlocal state
@@ -261,6 +262,7 @@ CONTENDERS: dict[
 ] = {  # name -> (distribution, how to build it)
     HAND: ("torch", by_hand),
     "fnloop": ("fnloop", with_fnloop),
+    "fnloop, exact": ("fnloop", functools.partial(with_fnloop, exact=True)),
     "accelerate": ("accelerate", with_accelerate),
     "lightning": ("lightning", with_lightning),
 }

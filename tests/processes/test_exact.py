@@ -107,7 +107,7 @@ def window():
 
 
 def cases():
-    """Return the cases: model, optimizer, middleware, loss function, settings of the data."""
+    """Return the cases: the model, its optimizer, the middleware and the loss."""
     usual = fl.clip(0.5), fl.schedule(fl.schedules.cosine(warmup=0.1)), fl.ema(0.9)
     return {
         "all": (dropping, adamw, (window(), *usual, kinds(), newest()), drawing),
@@ -187,14 +187,13 @@ def test_the_bits_are_the_same_on_any_number_of_processes(launched, n):
 
 
 def changed(folder):
-    """Return whether runs without exact, and with other draws, come to other bits."""
+    """Return the bits that a run without dropout comes to, without exact."""
     joined()
-    case = cases()["tokens"]
-    return [bits_of(trained(case, exact=False)), trained(cases()["all"], exact=False).step]
+    return bits_of(trained(cases()["channels last"], exact=False))
 
 
 def test_without_exact_the_last_bits_depend_on_the_number_of_processes(launched):
-    assert len({launched(changed, n)[0][0] for n in (1, 2, 3)}) == 3
+    assert len({launched(changed, n)[0] for n in (1, 2, 3)}) == 3
 
 
 # --- resume
