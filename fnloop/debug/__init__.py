@@ -2,11 +2,12 @@
 
 from fnloop.debug._audit import audit
 from fnloop.debug._audit_error import AuditError
+from fnloop.debug._check_script import check_script
 from fnloop.debug._watch import watch
 
 __docformat__ = "google"
 
-__all__ = ["AuditError", "audit", "watch"]
+__all__ = ["AuditError", "audit", "check_script", "watch"]
 
 
 def __dir__() -> list[str]:
