@@ -42,7 +42,7 @@ from fnloop._hooks.triggers import every
 from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step, make_plan
-from fnloop._loop.trials import at_start_of_epoch, train_trial
+from fnloop._loop.trials import advance_copy, at_start_of_epoch, contents_of, train_trial
 from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["Finding", "Report", "dry_run"]
@@ -61,7 +61,8 @@ class Finding:
     """A line of a :class:`Report`.
 
     Args:
-        kind: "loader", "update", "record", "hook", "resume" or "graph".
+        kind: "loader", "update", "record", "hook", "resume" or "graph"; of ``check_script`` "same",
+            "resume", "evaluation", "accumulation" or "host read".
         name: what it is about.
         text: what was seen.
         problem: whether something would not work.
@@ -79,18 +80,20 @@ class Report:
 
     Args:
         findings: the lines.
+        title: what has seen it.
     """
 
     findings: tuple[Finding, ...]
+    title: str = "dry run"
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What would not work: what would not resume, and what ``cuda_graph`` would not capture."""
+        """What would not work, such as what would not resume."""
         return tuple(f"{f.kind}: {f.text}" for f in self.findings if f.problem)
 
     def _title(self) -> str:
         found = html.format_count(len(self.problems), "problem") if self.problems else "no problem"
-        return f"dry run: {found}"
+        return f"{self.title}: {found}"
 
     def _table(self) -> tuple[list[Column], list[list[Cell]]]:
         rows = [(f.kind, f.name, ("! " if f.problem else "") + f.text) for f in self.findings]
@@ -312,23 +315,23 @@ def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Pat
     __tracebackhide__ = True
     target = state.epoch + 2  # the same for all, as a schedule may depend on it
     compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
-    watch = HostReads()
+    watch, train = HostReads(), {"train": loaders.train}
     with contextlib.nullcontext() if compiles else watch:
-        straight = _advance(step, at_start_of_epoch(state), loaders, UPDATES, target)
+        straight = advance_copy(step, at_start_of_epoch(state), train, UPDATES, target)
     graph = [Finding("graph", "update", text, problem=True) for text in watch.places]
     try:
         check_resumable(state)
-        half = _advance(step, at_start_of_epoch(state), loaders, 1, target)
+        half = advance_copy(step, at_start_of_epoch(state), train, 1, target)
         began = time.perf_counter()
         save(half, folder / "checkpoint")
         saved = time.perf_counter()
         resumed = restore(folder / "checkpoint", at_start_of_epoch(state))
         took = [_milliseconds(saved - began), _milliseconds(time.perf_counter() - saved)]
-        resumed = _advance(step, resumed, loaders, UPDATES - 1, target)
+        resumed = advance_copy(step, resumed, train, UPDATES - 1, target)
     except CheckpointError as error:
         return [Finding("resume", "checkpoint", str(error), problem=True), *graph]
     times = Finding("save", "checkpoint", f"saved in {took[0]}, restored in {took[1]}")
-    if (where := find_difference(_contents(straight), _contents(resumed), "state")) is None:
+    if (where := find_difference(contents_of(straight), contents_of(resumed), "state")) is None:
         text = "bit for bit, in the middle of an epoch"
         return [times, Finding("resume", "checkpoint", text), *graph]
     text = (
@@ -336,30 +339,6 @@ def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Pat
         "that is not deterministic, or something that no checkpoint holds"
     )
     return [times, Finding("resume", "checkpoint", text, problem=True), *graph]
-
-
-def _advance(
-    step: PipelineStep, state: TrainState, loaders: Loaders, updates: int, epochs: int
-) -> TrainState:
-    """Make a number of updates of a longer run; those of one batch count as one."""
-    __tracebackhide__ = True
-    counted = itertools.count(1)
-
-    def stop(state: TrainState) -> TrainState:
-        return attrs.evolve(state, stop="enough") if next(counted) >= updates else state
-
-    reached = train_trial(step, state, {"train": loaders.train}, epochs=epochs, hooks=(stop,))
-    return attrs.evolve(reached, stop=None)
-
-
-def _contents(state: TrainState) -> dict[str, object]:
-    optimizers = {name: one.state_dict() for name, one in optimizers_of(state).items()}
-    counters = (state.step, state.epoch, state.batch)
-    return {
-        "model": state.model.state_dict(),
-        "optimizer": optimizers if state.updates else optimizers[""],
-        "slots": dict(state.slots), "counters": counters,
-    }  # fmt: skip
 
 
 # --- graphs

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
 from fnloop._core.history import History
 from fnloop._core.middleware import Middleware
+from fnloop._core.optimizers import optimizers_of
 from fnloop._core.snapshot import snapshot
 from fnloop._core.state import TrainState
 from fnloop._core.stops import INTERRUPTED
@@ -32,7 +34,9 @@ __all__ = [
     "AVERAGES",
     "RATES",
     "REPORTS",
+    "advance_copy",
     "at_start_of_epoch",
+    "contents_of",
     "train_copy",
     "train_trial",
     "with_members",
@@ -107,3 +111,34 @@ def train_copy(
     check_loader(loader, "training", alone=True)
     copied = at_start_of_epoch(state)
     return train_trial(step, copied, {"train": loader}, steps=copied.step + updates, hooks=hooks)
+
+
+def advance_copy(
+    step: PipelineStep,
+    copied: TrainState,
+    loaders: Mapping[str, object],
+    updates: int,
+    epochs: int,
+    evaluate_every: Trigger | None = None,
+) -> TrainState:
+    """Make a number of updates of a longer run; those of one batch count as one."""
+    __tracebackhide__ = True
+    counted = itertools.count(1)
+
+    def stop(state: TrainState) -> TrainState:
+        return attrs.evolve(state, stop="enough") if next(counted) >= updates else state
+
+    reached = train_trial(
+        step, copied, loaders, epochs=epochs, hooks=(stop,), evaluate_every=evaluate_every
+    )
+    return attrs.evolve(reached, stop=None)
+
+
+def contents_of(state: TrainState) -> dict[str, object]:
+    """Return what two states that came to the same are compared by."""
+    optimizers = {name: one.state_dict() for name, one in optimizers_of(state).items()}
+    return {
+        "model": state.model.state_dict(),
+        "optimizer": optimizers if state.updates else optimizers[""],
+        "slots": dict(state.slots), "counters": (state.step, state.epoch, state.batch),
+    }  # fmt: skip

@@ -4,19 +4,21 @@
 - `diff`: the first difference between two states, checkpoints, histories or runs.
 - `bisect`: the first update at which two runs diverge, and what differs in it first.
 - `audit`, `AuditError`: make an update twice now and then, and compare the bits.
+- `check_script`: whether a script keeps the laws: resumed, accumulated, evaluated in between.
 - `watch`: activations, gradients and updates of each module, as metrics.
 """
 
 from fnloop.debug._audit import audit
 from fnloop.debug._audit_error import AuditError
 from fnloop.debug._bisect import bisect
+from fnloop.debug._check_script import check_script
 from fnloop.debug._diff import diff
 from fnloop.debug._replay import replay
 from fnloop.debug._watch import watch
 
 __docformat__ = "google"
 
-__all__ = ["AuditError", "audit", "bisect", "diff", "replay", "watch"]
+__all__ = ["AuditError", "audit", "bisect", "check_script", "diff", "replay", "watch"]
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ from fnloop.debug._bits import (
 from fnloop.debug._copies import Before
 from fnloop.debug._references import Facts
 from fnloop.debug._sources import find_sources
-from fnloop.debug._trace import Called, Trace, first_other_operator
+from fnloop.debug._trace import OUTSIDE, Called, Trace, first_other_operator
 
 __all__ = ["Makings", "describe", "explain"]
 
@@ -106,7 +106,7 @@ def explain(makings: Makings, found: Differences | None, facts: Facts) -> tuple[
         names = "; ".join(str(source) for source in changed[:MOST_SOURCES])
         parts.append(f"Between the makings this changes, which a checkpoint does not hold: {names}")
     if called is not None:
-        where = f"at {called.line}" if called.line else "in the backward or in the optimizer"
+        where = f"at {called.line}" if called.line else OUTSIDE
         parts.append(f"The first operator whose result differs is {called.operator}, {where}")
     if not changed and called is None:
         parts.append(_vote(makings, without_gradients(third), found))

@@ -34,7 +34,7 @@ ROUGH = 5e-2
 OF_CHANGES = 0.1  # of the change of the weights, where no gradients can be seen
 SMALL = 0.01  # of the norm of all gradients: what less is compared with
 MOST_UNITS = 1000.0
-_DROPOUTS = (
+DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
@@ -246,7 +246,7 @@ class _Copy:
         self.outputs: list[tuple[str, Tensor]] = []
         self.gradients: dict[str, Tensor] = {}
         for module in model.modules():
-            if isinstance(module, _DROPOUTS):
+            if isinstance(module, DROPOUTS):
                 module.training = False
 
     def run(self, inner: Step) -> None:

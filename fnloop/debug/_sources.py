@@ -32,6 +32,7 @@ MOST_OBJECTS, MOST_ITEMS, MOST_BYTES = 50_000, 1_000, 1 << 22
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _WALKED = ("torch.nn", "torch.utils.data", "fnloop", "toolz", "functools")
 _INSTALLED = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")})
+_GENERATED = ("<frozen", "<attrs", "<string")  # code without a file
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -132,8 +133,9 @@ class _Walk:
         self.found.setdefault(name, Source(name, kind, fingerprint, put_back, line))
 
     def _function(self, function: types.FunctionType) -> None:
-        ours = (function.__module__ or "").startswith("fnloop.")
-        if is_users(function.__module__):
+        written_in = function.__code__.co_filename
+        ours = written_in.startswith(_PACKAGE)
+        if not written_in.startswith((*_INSTALLED, _PACKAGE, *_GENERATED)):
             self._codes += codes_of(function.__code__)
             file = Path(function.__code__.co_filename).name
             names = {name for code in codes_of(function.__code__) for name in code.co_names}
@@ -231,7 +233,7 @@ def _state_of(
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return "torch.Generator", state.numpy().tobytes(), partial(value.set_state, state)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return "random.Random", value.getstate(), partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
         held = value.get_state(legacy=True)

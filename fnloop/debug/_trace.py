@@ -14,8 +14,11 @@ from fnloop._backend.transfer import tensors_in
 from fnloop.debug._bits import as_integers
 from fnloop.debug._lines import running_line
 
-__all__ = ["Trace", "first_other_operator"]
+__all__ = ["OUTSIDE", "Called", "Trace", "first_other_operator"]
 
+OUTSIDE = (
+    "in no line of yours: in backward, in the optimizer or in a library"  # where it was called
+)
 # Memory that nothing was written to yet has any content.
 _UNWRITTEN = ("empty", "resize", "set_")
 

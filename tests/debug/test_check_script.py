@@ -1,0 +1,251 @@
+"""The laws on a user's own script: what breaks one is found, named, and put back."""
+
+import random
+
+import numpy as np
+import pytest
+import several
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import fnloop as fl
+from fnloop.debug import audit, check_script, watch
+from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
+
+PLAIN = fl.pipeline()
+CLEAN = {
+    "same": ["3 updates twice, bit for bit"],
+    "resume": ["continues bit for bit"] * 2,
+    "evaluation": ["changes no bit of training"],
+    "accumulation": ["two batches give the gradient of one with all their items"],
+    "host read": ["no line reads the device during an update"],
+}
+
+
+def seen(report):
+    found = {}
+    for finding in report.findings:
+        found.setdefault(finding.kind, []).append(finding.text)
+    return found
+
+
+def broken(report):
+    return {line.split(":")[0] for line in report.problems}
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (),
+        (fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
+        (fl.schedule(fl.schedules.linear()), fl.microbatch(2)),
+        (watch(2), audit(every=2)),
+    ],
+    ids=repr,
+)
+def test_a_script_that_keeps_the_laws_has_no_problem_and_stays_as_it_is(members):
+    problem = small()
+    state = problem.state()
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    step = fl.pipeline(*members)(problem.loss_fn)
+    report = check_script(step, state, (problem.batches, problem.batches[:2]))
+    assert report.problems == ()
+    assert (seen(report) == CLEAN) or audit(every=2) in members  # audits read the device
+    assert repr(report).startswith("check_script: no problem\n")
+    assert_same(state, problem.state())
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert generators[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_batch_norm_is_named_as_what_breaks_accumulation_alone():
+    problem = stochastic()
+    report = check_script(PLAIN(problem.loss_fn), problem.state(), problem.batches)
+    (line,) = report.problems
+    assert line.startswith("accumulation: accumulate(2) is not one large batch: the gradient of")
+    assert "the BatchNorm 1 normalizes by the statistics of each batch" in line
+
+
+# --- planted faults
+
+calls = 0
+
+
+def test_a_global_counter_is_named_with_its_line_and_put_back():
+    def loss_fn(model, batch):
+        global calls
+        calls += 1
+        return model(batch).mean() * calls
+
+    report = check_script(PLAIN(loss_fn), toy(), [torch.ones(2)] * 4)
+    assert broken(report) == {"same", "resume", "evaluation"}
+    line = loss_fn.__code__.co_firstlineno + 2
+    wanted = f"the global calls of test_check_script.py (test_check_script.py, line {line}, in"
+    assert all(wanted in text for text in report.problems)
+    assert calls == 0
+
+
+class Stateful(Dataset):
+    def __init__(self):
+        self.calls = 0
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        self.calls += 1
+        return torch.tensor([float(self.calls)])
+
+
+class Drawing(Dataset):
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        drawn = getattr(self.generator, "random", lambda: torch.rand(1, generator=self.generator))
+        return torch.tensor([float(drawn())])
+
+
+def test_a_dataset_with_state_is_named_with_its_line_and_put_back():
+    data = Stateful()
+    report = check_script(PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2))
+    assert {"same", "resume"} <= broken(report)
+    line = Stateful.__getitem__.__code__.co_firstlineno + 1
+    wanted = f"the train loader.dataset.calls (test_check_script.py, line {line}, in __getitem__)"
+    assert all(wanted in text for text in report.problems)
+    assert data.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.Generator().manual_seed(0), "torch.Generator"),
+        (lambda: random.Random(0), "random.Random"),
+        (lambda: np.random.default_rng(0), "numpy Generator"),
+    ],
+)
+def test_a_generator_of_a_datasets_own_is_named_and_put_back(make, kind):
+    data = Drawing(make())
+    report = check_script(PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2))
+    assert {"same", "resume"} <= broken(report)
+    assert f"the train loader.dataset.generator, a {kind} (test_check_script.py" in str(report)
+    assert data[0] == Drawing(make())[0]
+
+
+def test_a_dropout_with_a_generator_of_its_own_does_not_resume():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self, x):
+            return self.w * x * torch.rand(x.shape, generator=self.generator)
+
+    model = Own()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    report = check_script(PLAIN(lambda model, x: model(x).mean()), state, [torch.ones(2)] * 4)
+    assert "resume" in broken(report)
+    assert "the model.generator, a torch.Generator (test_check_script.py" in str(report)
+
+
+def test_a_draw_that_leaves_no_trace_is_named_by_its_line():
+    def loss_fn(model, batch):
+        noise = torch.rand(2, generator=torch.Generator().manual_seed(system.getrandbits(60)))
+        return (model(batch) * noise).mean()
+
+    system = random.SystemRandom()
+    report = check_script(PLAIN(loss_fn), toy(), [torch.ones(2)] * 4)
+    (line,) = report.problems
+    number = loss_fn.__code__.co_firstlineno + 1
+    assert f"aten.rand.generator, at test_check_script.py, line {number}, in loss_fn" in line
+    assert seen(report)["resume"] == ["not checked, because no two runs are the same"]
+
+
+def test_a_line_that_reads_the_device_is_named():
+    def loss_fn(model, batch):
+        loss = model(batch).mean()
+        if loss > 100:
+            loss = loss * 0
+        return loss
+
+    report = check_script(PLAIN(loss_fn), toy(), [torch.ones(2)] * 4)
+    number = loss_fn.__code__.co_firstlineno + 2
+    wanted = f"host read: reads a tensor to the host (test_check_script.py, line {number}, in"
+    assert report.problems == (f"{wanted} loss_fn)",)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "why"),
+    [
+        (lambda model, x: model(x).sum(), "returns a sum over the items of a batch"),
+        (lambda model, x: model(x)[:1].mean(), "return a mean over items, and how many they are"),
+    ],
+)
+def test_a_loss_that_is_not_a_mean_breaks_accumulation(loss_fn, why):
+    batches = [torch.tensor(values) for values in ([1.0, 2.0], [3.0, 4.0], [5.0])]
+    report = check_script(PLAIN(loss_fn), toy(w=1.0), batches)
+    (line,) = report.problems
+    assert line.startswith("accumulation: accumulate(2) is not one large batch")
+    assert why in line
+    assert "(test_check_script.py, line" in line
+
+
+def test_an_evaluation_that_changes_training_is_found():
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += 1
+            return self.w * x * self.seen
+
+    model = Remembering()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    report = check_script(PLAIN(lambda model, x: model(x).mean()), state, [torch.ones(2)] * 4)
+    assert broken(report) == {"evaluation"}
+    assert model.seen.item() == 0
+
+
+# --- other steps, and wrong arguments
+
+
+def test_other_kinds_of_steps_are_checked_as_far_as_they_can_be():
+    def by_hand(state, batch):
+        loss = toy_loss(state.model, batch)[0]
+        loss.backward()
+        state.optimizer.step()
+        return fl.Output(loss.detach(), len(batch))
+
+    report = check_script(fl.raw(by_hand), toy(), [torch.ones(2)] * 4)
+    assert report.problems == ()
+    assert seen(report)["accumulation"] == ["not checked: RawStep takes no accumulate(2)"]
+    assert seen(report)["evaluation"] == ["not checked, because the step evaluates nothing"]
+
+    problem = several.alternating(batch="next")
+    report = check_script(PLAIN(problem.loss_fn), problem.state(), problem.batches)
+    assert report.problems == ()
+
+    texts = [{"x": torch.ones(2, n)} for n in (3, 4, 5)]
+    report = check_script(PLAIN(lambda model, b: model(b["x"]).mean()), toy(), texts)
+    assert "cannot be joined" in seen(report)["accumulation"][0]
+    report = check_script(PLAIN(toy_loss), toy(), [torch.ones(2)])
+    assert seen(report)["accumulation"] == ["not checked: the loader has only one batch"]
+
+
+def test_wrong_arguments_are_refused():
+    step, state = PLAIN(toy_loss), toy()
+    with pytest.raises(TypeError, match="check_script"):
+        check_script(toy_loss, state, [torch.ones(2)])
+    with pytest.raises(ValueError, match="would use up the train loader"):
+        check_script(step, state, iter([torch.ones(2)]))
+    step(state, torch.ones(2))
+    with pytest.raises(fl.StaleStateError):
+        check_script(step, state, [torch.ones(2)])
+    with pytest.raises(ZeroDivisionError):
+        check_script(PLAIN(lambda model, batch: 1 / 0), toy(), [torch.ones(2)])
