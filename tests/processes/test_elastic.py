@@ -22,7 +22,7 @@ from fnloop import schedules
 
 pytestmark = pytest.mark.slow
 
-EVENTS = int(os.environ.get("FNLOOP_KILLS", "15")) * 2 // 15
+EVENTS = max(2, int(os.environ.get("FNLOOP_KILLS", "15")) * 2 // 15)
 SAMPLES, TOTAL, SAVED_EVERY = 80, 16, 3
 BETWEEN = (3, 7)  # updates between two events, at least and at most
 EPOCHS = 4 * EVENTS  # of 5 updates

@@ -172,7 +172,7 @@ def test_the_rest_of_an_epoch_is_trained_once(resumed):
         assert [items, samples] == pytest.approx([SIZE, SIZE], rel=1e-12)
 
 
-def test_a_run_does_not_begin_anew_where_another_process_sees_a_checkpoint(resumed):
+def test_a_run_does_not_begin_again_where_another_process_sees_a_checkpoint(resumed):
     n, found = resumed
     for mine in found:
         if n == 1:

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.slow
 TOTALS = (4, 8, 10)  # in batches of 2: on 3 processes one is idle, one has more, two have more
 LOADERS = {
     "shuffled": lambda: loader(size=2, shuffle=True),
-    "two workers": lambda: loader(size=2, shuffle=True, num_workers=2),
     "list": lambda: batches(2),
     "stream": lambda: loader(Stream(), size=2),
     "incomplete batch dropped": lambda: loader(size=2, shuffle=True, drop_last=True),
@@ -96,7 +95,7 @@ def totals(folder):
 
 def continued(folder):
     """Continue what another number of processes has begun, in the middle of an epoch."""
-    before = {1: 3, 2: 1, 3: 2}[world()]
+    before = {1: 3, 3: 2}[world()]
     path = written_by(totals, before, folder) / "half"
     with default_dtype(torch.float64):
         state = attrs.evolve(fl.restore(path, fresh()), stop=None)
@@ -126,7 +125,7 @@ def test_a_run_does_not_depend_on_the_number_of_processes(launched, name, n):
         assert_same(mine[name], alone[name])
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", [1, 3])
 def test_a_run_continues_on_another_number_with_the_same_updates(launched, n):
     (alone,) = launched(totals, 1)
     for count_ in COUNTS:
