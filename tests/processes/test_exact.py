@@ -126,6 +126,8 @@ def cases():
         "channels last": (convolutions, adamw, (window(), fl.clip(0.5)), entropy),
         "several": (dropping, lambda model: adam_and_sgd(model.parameters()), (window(),), entropy),
         "torchmetrics": (network, momentum, (window(), fl.metric(**torchmetrics())), entropy),
+        # 16 batches: on three processes 6, 5 and 5
+        "a total": (dropping, adamw, (fl.accumulate(total=32), *usual), drawing),
     }
 
 
@@ -207,7 +209,7 @@ def enough(steps):
     return hook
 
 
-RESUMED = ("all", "skips", "torchmetrics")
+RESUMED = ("all", "skips", "a total")
 STEPS = 3  # of 4; each epoch has 2
 
 

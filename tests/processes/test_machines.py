@@ -21,7 +21,8 @@ import fnloop as fl
 
 pytestmark = pytest.mark.slow
 
-NAMES, ADDRESSES = ("fnloop-a", "fnloop-b"), ("10.77.0.1", "10.77.0.2")
+NAMES = f"fnloop-a-{os.getpid()}", f"fnloop-b-{os.getpid()}"  # as tests may run side by side
+ADDRESSES = "10.77.0.1", "10.77.0.2"
 PORT = 29517
 # On the second machine, which gets a name of its own, a folder is another disk.
 HIDE = (
@@ -41,8 +42,8 @@ def why_not():
         return "needs root"
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "needs ip (iproute2) and unshare (util-linux)"
-    made = command("ip", "netns", "add", "fnloop-try", check=False)
-    command("ip", "netns", "del", "fnloop-try", check=False)
+    made = command("ip", "netns", "add", NAMES[0], check=False)
+    command("ip", "netns", "del", NAMES[0], check=False)
     return f"has no network namespaces: {made.stderr.decode()}" if made.returncode else None
 
 
