@@ -65,7 +65,8 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 
 
 def _view_as_integers(tensor: Tensor) -> Tensor:
-    return _as_real(tensor.detach()).resolve_neg().view(INTEGER_OF_SIZE[tensor.dtype.itemsize])
+    real = _as_real(tensor.detach()).resolve_neg()
+    return real.view(INTEGER_OF_SIZE[real.dtype.itemsize])
 
 
 @attrs.frozen

@@ -71,8 +71,10 @@ def classes_of(rank: int, leaves: int, processes: int) -> tuple[range, ...]:
     Every process has as many, if all have as many positions.
 
     Example:
-        >>> classes_of(0, 8, 2), classes_of(0, 6, 3)
-        ((range(0, 8, 2),), (range(0, 6, 4), range(3, 7, 4)))
+        >>> [[*members] for members in classes_of(0, 8, 2)]
+        [[0, 2, 4, 6]]
+        >>> [[*members] for members in classes_of(0, 6, 3)]
+        [[0], [3]]
     """
     found = _classes(range(leaves), processes)
     return tuple(members for members in found if rank == members[0] % processes)

@@ -201,12 +201,13 @@ class _Walk:
         for base in kind.__mro__:
             self.visit(base.__name__, base, None, quiet=False)
         ours = module.startswith("fnloop.")
-        left_out = ("_parameters", "_buffers") if isinstance(value, nn.Module) else ()
+        left_out: set[str] = set()
+        if isinstance(value, nn.Module):
+            left_out = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
+            for part, child in value.named_children():
+                self.visit(f"{name}.{part}", child, None, quiet=ours)
         for key, held in _attributes(value).items():
-            if key == "_modules" and isinstance(held, dict):
-                for part, module_ in held.items():
-                    self.visit(f"{name}.{part}", module_, None, quiet=ours)
-            elif key not in left_out and not (key.startswith("_") and module.startswith("torch")):
+            if key not in left_out and not (key.startswith("_") and module.startswith("torch")):
                 put = partial(object.__setattr__, value, key)
                 self.visit(f"{name}.{key}", held, put, quiet=ours)
 

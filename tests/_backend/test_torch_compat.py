@@ -33,6 +33,7 @@ OTHERS = {  # private names of other libraries, each in one file
     "_core/torchmetric_objects.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
     "_backend/watchdog.py": {"_exit", "_current_frames"},  # documented, of os and sys
     "_graphs/host_reads.py": {"_getframe"},  # documented, of sys
+    "debug/_trace.py": {"_getframe"},
 }
 
 

@@ -354,7 +354,7 @@ def test_what_cannot_be_made_again_is_refused_with_the_reason(tmp_path):
 
 def test_on_another_number_of_processes_it_is_refused(tmp_path):
     recorded(tmp_path, STEP, toy(), BATCHES, (2,))
-    two = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, world_size=2))
+    two = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, data_size=2))
     with pytest.raises(ValueError, match="made on 1 process, and here are 2, which"):
         replay(tmp_path, STEP, two, BATCHES, update=3)
 
