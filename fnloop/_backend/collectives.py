@@ -42,6 +42,8 @@ __all__ = [
     "check_collective_count",
     "collective_count",
     "control_group",
+    "counts_here",
+    "gather_from_all",
     "gather_objects",
     "is_lost",
     "keep_alive",
@@ -112,8 +114,8 @@ def share_data(ranks: Sequence[int]) -> None:
     _sharing[:] = ranks
 
 
-def _counts_here() -> bool:
-    """Return whether this process counts in sums."""
+def counts_here() -> bool:
+    """Return whether this process counts in sums: of those with the same data only the first."""
     return len(_sharing) == dist.get_world_size() or dist.get_rank() in _sharing
 
 
@@ -235,10 +237,16 @@ def _finish(work: dist.Work, value: Tensor, what: str) -> None:
 
 
 def gather_objects(value: object) -> list[Any]:
-    """Return the values of all processes by rank, with tensors on the host.
+    """Return the values of all shares of the data in their order, with tensors on the host.
 
-    Of processes that have the same share of the data, that of the first counts.
+    Of processes that have the same share, that of the first counts.
     """
+    every = gather_from_all(value)
+    return [every[rank] for rank in _sharing] if _sharing else every
+
+
+def gather_from_all(value: object) -> list[Any]:
+    """Return the values of all processes by rank, with tensors on the host."""
     size = rank_and_size()[1]
     if size == 1:
         return [value]
@@ -259,7 +267,7 @@ def gather_objects(value: object) -> list[Any]:
         torch.cat([head[8:], tail])[:length]
         for head, tail, length in zip(heads, tails, lengths, strict=True)
     ]
-    return [pickle.loads(whole[rank].numpy().tobytes()) for rank in _sharing or range(size)]
+    return [pickle.loads(part.numpy().tobytes()) for part in whole]
 
 
 def _gathered(mine: Tensor, size: int) -> list[Tensor]:
@@ -316,7 +324,7 @@ def start_all_reduce_sum(value: float | Tensor) -> Callable[[], Any]:
         if isinstance(value, Tensor)
         else torch.tensor(float(value), dtype=torch.float64)
     )
-    if _sharing and not _counts_here():
+    if _sharing and not counts_here():
         total.zero_()
     work = keep_alive(dist.all_reduce(total, group=_group(total.device), async_op=True))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fnloop._backend.collectives import (
     control_group,
+    gather_from_all,
     gather_objects,
     keep_alive,
     pickled,
@@ -86,7 +87,7 @@ def on_every_process(do: Callable[[], Tree], what: str) -> Tree:
     except BaseException as raised:
         error = raised
     with waiting_for_all(what):
-        errors = gather_objects(None if error is None else _portable(error, what, rank))
+        errors = gather_from_all(None if error is None else _portable(error, what, rank))
     if error is not None:
         raise error
     for failed in errors:

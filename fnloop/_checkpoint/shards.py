@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import attrs
 from torch import Tensor
 
-from fnloop._backend.collectives import gather_objects
+from fnloop._backend.collectives import counts_here, gather_from_all
 from fnloop._backend.fsdp import extent_in, full, local_part, split_dim
 from fnloop._backend.launch import Backend
 from fnloop._checkpoint.format import SHARDED_FORMAT, Contents, name_of_share
@@ -47,7 +47,7 @@ def keep_own_share(contents: Contents, backend: Backend) -> Contents:
     if not index:
         return kept
     facts = {**contents.facts, "format_version": SHARDED_FORMAT}
-    for theirs in gather_objects(index)[1:]:
+    for theirs in gather_from_all(index)[1:]:
         for group, entries in index.items():
             for name, entry in entries.items():
                 entry["shards"] += theirs[group].get(name, {"shards": ()})["shards"]
@@ -79,7 +79,8 @@ def _share_of(
             own, writes = full(tensor), main
         else:
             own, entry["dim"] = local_part(tensor).detach(), dim
-            offsets[dim], stop, writes = extent_in(tensor, tensor.shape[dim])
+            offsets[dim], stop, first = extent_in(tensor, tensor.shape[dim])
+            writes = first and counts_here()
             if own.shape[dim] != stop - offsets[dim]:
                 raise TypeError(
                     f"{name} is split over processes in another way than by fully_shard: this "

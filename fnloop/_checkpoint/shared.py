@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fnloop._backend.collectives import gather_objects
+from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.files import locate
 from fnloop._checkpoint.format import MANIFEST, CheckpointError
 from fnloop._checkpoint.retention import candidates
@@ -80,7 +80,7 @@ def warn_unless_shared(folder: Path) -> None:
 
 def _views(seen: str | None, missing: str) -> list[_View]:
     """Return what each process sees, by rank."""
-    return gather_objects(_View(seen, missing, socket.gethostname()))
+    return gather_from_all(_View(seen, missing, socket.gethostname()))
 
 
 def _first(views: Sequence[_View], sees: bool) -> int | None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fnloop._backend.collectives import gather_objects, start_all_reduce_max
+from fnloop._backend.collectives import gather_from_all, start_all_reduce_max
 from fnloop._backend.public import on_every_process, on_main_process
 from fnloop._checkpoint.atomic_write import Writing, write_checkpoint, write_files
 from fnloop._checkpoint.format import Contents
@@ -97,7 +97,7 @@ class SharedWrite:
         """
         self._join()
         own = on_every_process(self._outcome, self._what)
-        return {name: entry for files in gather_objects(own) for name, entry in files.items()}
+        return {name: entry for files in gather_from_all(own) for name, entry in files.items()}
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -103,7 +103,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
     batches = after.batch - before.batch
     if after.epoch != before.epoch or batches <= 0:  # at its end; or a hook went back since
         batches = run.window
-    rounds = -(-batches // state.backend.world_size)
+    rounds = -(-batches // state.backend.data_size)
     with isolated(state.backend.device):
         own = run.indices_at(before.epoch, before.batch, before.samples)
         mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]

@@ -68,9 +68,7 @@ class requeue:
         job = broadcast(_job_of(os.environ))  # the same in every process
         self._job[:] = [] if job is None else [job]
         if job is None and state.backend.main:
-            log.info(
-                "requeue: this is not a SLURM job (SLURM_JOB_ID is not set): SIGUSR1 only saves"
-            )
+            log.info(_OUTSIDE)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:

@@ -10,6 +10,7 @@ from process_problems import (
     entropy,
     kinds,
     loader,
+    rank,
     said,
     world,
 )
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fnloop as fl
+from fnloop._backend.public import on_every_process
 
 pytestmark = pytest.mark.slow
 CLOSE = 1e-5  # sums of halves differ in the last bits of float32
@@ -73,8 +75,14 @@ def train(folder):
     found["resumed"] = [resumed.step, *come_to(resumed)["weights"]]
     resumed = fl.fit(step, resumed, loaders["train"], epochs=2, hooks=())
     found["continued"] = come_to(resumed)
+    found["failed"] = said(lambda: on_every_process(fail_on_one, "a test"))
     found["other mesh"] = said(other_mesh)
     return found
+
+
+def fail_on_one():
+    if rank() == 1:  # which does not count in sums: process 0 has the same data
+        raise OSError("no space left")
 
 
 def other_mesh():
@@ -137,3 +145,8 @@ def test_a_second_layout_in_one_program_is_refused(trained):
         assert mine["other mesh"].startswith(
             "NotImplementedError: this model shares the data among 4 processes, and another"
         )
+
+
+def test_an_error_of_any_process_is_raised_in_all(trained):
+    four, two, _ = trained
+    assert [mine["failed"] for mine in four + two] == ["OSError: no space left"] * 6
