@@ -17,6 +17,7 @@ from fnloop import schedules
 from fnloop.testing import assert_same
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
+slow = pytest.mark.slow  # to import the packages takes seconds
 
 
 @functools.cache
@@ -172,12 +173,6 @@ OPTIMIZERS = dict(
         *(plainly("schedulefree", name) for name in SCHEDULEFREE),
     ]
 )
-QUICK = {  # run with the fast tests: those of torch, and one of each other kind
-    *dict(TORCH),
-    *("timm.adafactor.Adafactor", "timm.lookahead.Lookahead", "schedulefree.AdamWScheduleFree"),
-    *("pytorch_optimizer.SOAP", "pytorch_optimizer.Lookahead", "pytorch_optimizer.Muon"),
-    *("pytorch_optimizer.ScheduleFreeWrapper", "pytorch_optimizer.ASGD"),
-}
 REFUSED = {  # their state contains objects, which torch would pickle
     "Conda": lambda net: find("pytorch_optimizer", "Conda")(net.parameters()),
     "GaLore": lambda net: find("pytorch_optimizer", "GaLore")(
@@ -207,7 +202,7 @@ def new_state(make, seed=0, dtype=torch.float32):
 @pytest.mark.filterwarnings("ignore")  # warnings of the packages
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in OPTIMIZERS],
+    [pytest.param(name, marks=[] if name in dict(TORCH) else [slow]) for name in OPTIMIZERS],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog, name):
     scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step
@@ -215,6 +210,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog, name):
     assert "could not try whether" not in caplog.text
 
 
+@slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", ["timm.adafactor.Adafactor", "pytorch_optimizer.Kron", "pytorch_optimizer.QHAdam"]
@@ -224,6 +220,7 @@ def test_state_that_load_state_dict_casts_to_bfloat16_keeps_its_dtype(tmp_path, 
     check_resumes(tmp_path, new, step, DATA)
 
 
+@slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_cannot_be_resumed_are_refused_before_the_first_update(tmp_path, name):
@@ -237,6 +234,7 @@ def test_optimizers_that_cannot_be_resumed_are_refused_before_the_first_update(t
     assert all(torch.equal(value, before[key]) for key, value in state.model.state_dict().items())
 
 
+@slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_save_by_hand_warns_and_saves_the_weights(tmp_path, name, caplog):
@@ -250,6 +248,7 @@ def test_a_save_by_hand_warns_and_saves_the_weights(tmp_path, name, caplog):
     )
 
 
+@slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(

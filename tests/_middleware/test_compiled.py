@@ -69,6 +69,7 @@ def test_evaluation_is_compiled_too():
     "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
     reason="this torch has one limit for all that share code",
 )
+@pytest.mark.slow
 def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
     """torch compiles one code object at most 8 times, then runs it eagerly."""
     for size in range(1, 12):
@@ -84,9 +85,14 @@ def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
     "members",
     [
         (),
-        (fl.accumulate(3), fl.clip(0.05)),
-        (fl.amp("bf16"),),
-        (fl.metric(mean=mean_output), fl.schedule(fl.schedules.linear())),
+        *(
+            pytest.param(members, marks=pytest.mark.slow)
+            for members in [
+                (fl.accumulate(3), fl.clip(0.05)),
+                (fl.amp("bf16"),),
+                (fl.metric(mean=mean_output), fl.schedule(fl.schedules.linear())),
+            ]
+        ),
     ],
     ids=repr,
 )

@@ -326,6 +326,7 @@ def test_it_keeps_the_laws(members):
     check_laws(fl.pipeline(*members), problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_it_can_be_compiled(first):
     members = (fl.tbptt(2), fl.compiled(backend="eager"))
