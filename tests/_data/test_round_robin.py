@@ -74,3 +74,9 @@ def test_a_tensor_that_the_loader_reuses_is_refused():
     with pytest.raises(ValueError, match="reuses a tensor for its next batch, but 2 processes"):
         [*source.batches(0, 0, 0)]
     assert len([*open_source(loader, seed=0).batches(0, 0, 0)]) == 4
+
+
+def test_padding_beyond_the_batches_of_an_update_is_not_counted():
+    """Nine batches, five to an update, on three processes: the last update has four and padding."""
+    source = open_source([torch.ones(1)] * 9, 0, 0, 3, total=5)
+    assert [source.padded(n) for n in (3, 4, 5, 9)] == [3, 5, 5, 10]

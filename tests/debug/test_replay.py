@@ -403,3 +403,10 @@ def test_the_newest_checkpoint_is_enough_for_an_update_that_failed(tmp_path):
     with pytest.raises(ArithmeticError) as caught:
         replay(tmp_path, step, toy(), BATCHES, update=4)
     assert "batch 3, step 3" in caught.value.__notes__[0]
+
+
+def test_a_schedule_has_the_length_of_a_run_with_a_target_in_steps(tmp_path):
+    step = fl.pipeline(fl.schedule(fl.schedules.linear()))(toy_loss)
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path, keep=None))
+    fl.fit(step, toy(), [torch.ones(1)] * 6, steps=4, hooks=(saves,))
+    assert replay(tmp_path, step, toy(), [torch.ones(1)] * 6, update=3).confirmed
