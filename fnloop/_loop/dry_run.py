@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -42,7 +42,13 @@ from fnloop._hooks.triggers import every
 from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step, make_plan
-from fnloop._loop.trials import advance_copy, at_start_of_epoch, contents_of, train_trial
+from fnloop._loop.trials import (
+    advance_copy,
+    at_start_of_epoch,
+    contents_of,
+    loaders_to_try,
+    train_trial,
+)
 from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["Finding", "Report", "dry_run"]
@@ -157,17 +163,7 @@ def dry_run(
     plan = make_plan(*given)
     del given  # the copy
     found, checked = plan.loaders, plan.hooks
-    named = {"train": found.train, **found.evaluated}
-    for name, loader in named.items():
-        if isinstance(loader, Iterator):
-            raise ValueError(
-                f"dry_run would use up the {name} loader, which is an iterator: give a function "
-                "that returns one, or a list"
-            )
-    if state.backend.world_size > 1:
-        raise NotImplementedError(
-            "dry_run works in one process: call it in a script that is started without torchrun"
-        )
+    named = loaders_to_try("dry_run", state, found)
     check_names([layer for hook in checked for layer in layers(hook)], (*named,))
     findings, first = _read(step, state, named)
     with tempfile.TemporaryDirectory(prefix="fnloop-dry-run-") as folder:

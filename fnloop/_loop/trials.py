@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -13,7 +13,7 @@ from fnloop._core.optimizers import optimizers_of
 from fnloop._core.snapshot import snapshot
 from fnloop._core.state import TrainState
 from fnloop._core.stops import INTERRUPTED
-from fnloop._data.loaders import check_loader
+from fnloop._data.loaders import Loaders, check_loader
 from fnloop._hooks.moments import Trigger
 from fnloop._hooks.wrapper import Hook
 from fnloop._loop.epochs import train_epochs
@@ -37,6 +37,7 @@ __all__ = [
     "advance_copy",
     "at_start_of_epoch",
     "contents_of",
+    "loaders_to_try",
     "train_copy",
     "train_trial",
     "with_members",
@@ -142,3 +143,24 @@ def contents_of(state: TrainState) -> dict[str, object]:
         "optimizer": optimizers if state.updates else optimizers[""],
         "slots": dict(state.slots), "counters": (state.step, state.epoch, state.batch),
     }  # fmt: skip
+
+
+def loaders_to_try(owner: str, state: TrainState, loaders: Loaders) -> dict[str, object]:
+    """Return the loaders of a run by name, where they can be tried without harm.
+
+    Raises:
+        ValueError: one of them is an iterator.
+        NotImplementedError: there are several processes.
+    """
+    named: dict[str, object] = {"train": loaders.train, **loaders.evaluated}
+    for name, loader in named.items():
+        if isinstance(loader, Iterator):
+            raise ValueError(
+                f"{owner} would use up the {name} loader, which is an iterator: give a function "
+                "that returns one, or a list"
+            )
+    if state.backend.world_size > 1:
+        raise NotImplementedError(
+            f"{owner} works in one process: call it in a script that is started without torchrun"
+        )
+    return named

@@ -18,7 +18,7 @@ from fnloop._graphs.host_reads import HostReads
 from fnloop._hooks.triggers import every
 from fnloop._loop.dry_run import Finding, Report
 from fnloop._loop.plan import check_step, make_plan
-from fnloop._loop.trials import advance_copy, at_start_of_epoch, contents_of
+from fnloop._loop.trials import advance_copy, at_start_of_epoch, contents_of, loaders_to_try
 from fnloop._step.pipeline import PipelineStep
 from fnloop.data import take
 from fnloop.debug._check_accumulation import check_accumulation
@@ -79,18 +79,7 @@ def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Repo
     check_not_stale(state, "check_script")
     given = (step, at_start_of_epoch(state), loaders, None, None, (), None, None, 1, None)
     found = make_plan(*given).loaders
-    named: dict[str, object] = {"train": found.train, **found.evaluated}
-    for name, loader in named.items():
-        if isinstance(loader, Iterator):
-            raise ValueError(
-                f"check_script would use up the {name} loader, which is an iterator: give a "
-                "function that returns one, or a list"
-            )
-    if state.backend.world_size > 1:
-        raise NotImplementedError(
-            "check_script works in one process: call it in a script that is started without "
-            "torchrun"
-        )
+    named = loaders_to_try("check_script", state, found)
     script = _Script(step, state, named)
     try:
         straight = script.run().contents
