@@ -19,6 +19,7 @@ from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
 from fnloop._core.metrics import to_accumulator_dtype
 from fnloop._core.state import TrainState, all_parameters
 from fnloop._display.log import log
+from fnloop._step.weighted_sum import Weight
 
 __all__ = ["BucketReducer"]
 
@@ -28,10 +29,11 @@ class BucketReducer:
 
     Args:
         model: the model that is trained.
+        processes: the number of processes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, processes: int) -> None:
+        self._model, self._processes = model, processes
         # Its gradient is the mean, over the processes, of how many of their batches count. DDP
         # averages it with those of the parameters.
         self._count: Tensor | None = None
@@ -78,7 +80,7 @@ class BucketReducer:
         if self._count is None:
             self._count = torch.zeros((), device=root.device, requires_grad=True)
         self._count.grad = None
-        root = root + (self._count * kept).to(root.dtype)  # its value is 0
+        root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
         params = all_parameters(state)
         flags = [p.requires_grad for p in params]
         if params is not self._params or flags != self._flags:
@@ -92,10 +94,13 @@ class BucketReducer:
             root = _TouchParameters.apply(root, *self._trainable)
         return self._ddp.forward(root)
 
-    def counted(self) -> Tensor:
-        """Return how many batches of the window count, in all processes, on the device."""
+    def counted(self) -> Weight:
+        """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
         assert self._count is not None and self._count.grad is not None
-        return (to_accumulator_dtype(self._count.grad) * dist.get_world_size()).round()
+        mean = self._count.grad
+        if mean.device.type == "cpu":  # reading it waits for nothing
+            return round(mean.item() * self._processes)
+        return (to_accumulator_dtype(mean) * self._processes).round()
 
     def _make_ddp(self, state: TrainState, root: Tensor, trainable: list[Tensor]) -> None:
         nodes = list(_graph_nodes(root))

@@ -68,11 +68,8 @@ class DistributedEngine:
 
     def __init__(self, state: TrainState) -> None:
         self.model, self.processes = state.model, state.backend.data_size
-        self.reducer = (
-            ShardReducer(state.model, self.processes)
-            if is_sharded(state.model)
-            else BucketReducer(state.model)
-        )
+        kind = ShardReducer if is_sharded(state.model) else BucketReducer
+        self.reducer = kind(state.model, self.processes)
         self.weights = WeightAgreement()
         self.probe = CollectiveProbe(state.model)
         self.items: Weight = 0
