@@ -24,7 +24,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.containers import parts_of
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.optimizers import Group, optimizers_of
+from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState
 
@@ -68,7 +68,9 @@ class NamedOptimizer:
         """
         model, sharded = unwrap(state), is_sharded(state.model)
         own = {strip_compile_prefix(name): p for name, p in model.named_parameters()}
-        return {name: cls._of(one, own, sharded) for name, one in optimizers_of(state).items()}
+        return {
+            name: cls._of(one, own, sharded) for name, one in optimizers_in(state.optimizer).items()
+        }
 
     @classmethod
     def _of(cls, optimizer: Optimizer, own: Mapping[str, Tensor], sharded: bool) -> NamedOptimizer:

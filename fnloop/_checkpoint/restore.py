@@ -27,7 +27,7 @@ from fnloop._checkpoint.shares import own_generators, own_metrics, warn_of_exact
 from fnloop._core.frozen import remember_restored
 from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json, Pending, decode
 from fnloop._core.snapshot import unwrap
@@ -113,7 +113,7 @@ def restore_contents(
         CheckpointError: the contents are not valid, or do not match the state.
     """
     try:
-        with groups_kept_on_error(optimizers_of(state).values()):
+        with groups_kept_on_error(optimizers_in(state.optimizer).values()):
             check_held(path, contents.facts, parts)
             fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
             load_model, prepared = None, []

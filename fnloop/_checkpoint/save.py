@@ -42,7 +42,7 @@ from fnloop._checkpoint.targets import encode_targets
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import PENDING, RECORD, UPDATE
 from fnloop._core.history import History
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.phase import encode_phases
 from fnloop._core.serialize import Json, as_safetensor, encode
 from fnloop._core.snapshot import detached_from_run, unwrap
@@ -109,7 +109,7 @@ def save(
 
 def _warn_unless_resumable(state: TrainState) -> None:
     """Warn once if a run with the optimizers would not resume bit for bit. Weights can be saved."""
-    optimizers = optimizers_of(state).values()
+    optimizers = optimizers_in(state.optimizer).values()
     if not all(optimizer in _tried for optimizer in optimizers):
         _tried.update(optimizers)
         try:

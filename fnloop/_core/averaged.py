@@ -8,7 +8,7 @@ import attrs
 
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.average import AVERAGED, Average, check_not_averaged, load_average
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.snapshot import copy_handles, detached_from_run, unwrap
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks
@@ -63,7 +63,8 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     state = attrs.evolve(detached_from_run(state), slots={AVERAGED: name}, metrics={})
     # The copies of all optimizers begin without state.
     memo: dict[int, object] = {
-        id(optimizer.state): defaultdict(dict) for optimizer in optimizers_of(state).values()
+        id(optimizer.state): defaultdict(dict)
+        for optimizer in optimizers_in(state.optimizer).values()
     }
     made = copy_handles(state, memo)
     load_average(unwrap(made), average)

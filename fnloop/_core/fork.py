@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from fnloop._core.optimizers import Group, groups_of
+from fnloop._core.optimizers import Group, groups_in
 from fnloop._core.snapshot import snapshot
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks
@@ -58,12 +58,12 @@ def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str
     if not settings:
         raise ValueError(f"fork expects at least one setting, such as {EXAMPLE}; got none")
     for key, values in settings.items():
-        _check(key, values, groups_of(state))
+        _check(key, values, groups_in(state.optimizer))
     made: dict[str, TrainState] = {}
     for values in itertools.product(*settings.values()):
         chosen = dict(zip(settings, values, strict=True))
         copied = attrs.evolve(snapshot(state), run_id=secrets.token_hex(8))
-        for group in groups_of(copied):
+        for group in groups_in(copied.optimizer):
             for key, value in chosen.items():
                 _set(group, key, value)
         made[", ".join(f"{key}={value:g}" for key, value in chosen.items())] = copied

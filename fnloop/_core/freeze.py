@@ -19,7 +19,7 @@ from fnloop._core.optimizers import (
     UNFROZEN,
     Group,
     initial_value,
-    optimizers_of,
+    optimizers_in,
     set_initial_value,
 )
 from fnloop._core.selectors import Selected, Selector, select
@@ -133,7 +133,7 @@ def unfreeze(
     trained = {
         name: p for name, p in found.parameters.items() if p.is_floating_point() or p.is_complex()
     }
-    named = optimizers_of(state)
+    named = optimizers_in(state.optimizer)
     held = {id(p) for one in named.values() for g in one.param_groups for p in g["params"]}
     added = {name: p for name, p in trained.items() if id(p) not in held}
     taking = _taking(named, optimizer, [*added])

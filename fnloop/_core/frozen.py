@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
-from fnloop._core.optimizers import Group, optimizers_of
+from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.ownership import Ownership
 from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState, clear_parameter_cache, ownership_of
@@ -86,7 +86,7 @@ class Layout:
         return cls(
             [(p, p.requires_grad) for p in state.model.parameters()],
             [(module, module.training) for module in state.model.modules()],
-            [(one, Groups.of(one)) for one in optimizers_of(state).values()],
+            [(one, Groups.of(one)) for one in optimizers_in(state.optimizer).values()],
             kept_norms(state),
         )
 

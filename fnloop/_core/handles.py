@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.launch import Backend
-from fnloop._core.optimizers import Handle, check_optimizers, check_shares, named_in
+from fnloop._core.optimizers import Handle, check_optimizers, check_shares, optimizers_in
 from fnloop._core.rng import SEED_BITS
 from fnloop._display import html
 from fnloop._display.checks import describe, flag, join_names
@@ -67,7 +67,7 @@ def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
     theirs = {id(p) for p in model.parameters()}
     others = [
         repr(name) if name else type(one).__name__
-        for name, one in named_in(optimizer).items()
+        for name, one in optimizers_in(optimizer).items()
         if any(id(p) not in theirs for group in one.param_groups for p in group["params"])
     ]
     if others:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,13 +26,12 @@ __all__ = [
     "check_optimizers",
     "check_shares",
     "forget_schedules",
-    "groups_of",
+    "groups_in",
     "in_form",
     "initial_value",
     "labelled_groups",
-    "named_in",
     "note_set",
-    "optimizers_of",
+    "optimizers_in",
     "selected",
     "set_by_torch",
     "set_initial_value",
@@ -43,13 +42,6 @@ __all__ = [
 Group = dict[str, Any]  # a parameter group of an optimizer
 Handle = Any  # what state.optimizer is: an Optimizer, or Optimizers
 EXAMPLE = '{"matrices": muon, "rest": adamw}'
-
-
-class _Holder(Protocol):
-    """A state."""
-
-    @property
-    def optimizer(self) -> Handle: ...
 
 
 class Optimizers(Mapping[str, Optimizer]):
@@ -98,20 +90,14 @@ class Optimizers(Mapping[str, Optimizer]):
 # --- what callers loop over
 
 
-def named_in(optimizer: Handle) -> Mapping[str, Optimizer]:
-    """Return optimizers by name, from what ``state.optimizer`` is."""
+def optimizers_in(optimizer: Handle) -> Mapping[str, Optimizer]:
+    """Return optimizers by name, from what ``state.optimizer`` is; one alone has the name ""."""
     # Not isinstance, which is slow for a class with an abstract base.
     return optimizer if type(optimizer) is Optimizers else {"": optimizer}
 
 
-def optimizers_of(state: _Holder) -> Mapping[str, Optimizer]:
-    """Return the optimizers of a state by name; one that is alone has the name ""."""
-    return named_in(state.optimizer)
-
-
-def groups_of(state: _Holder) -> Sequence[Group]:
-    """Return the parameter groups of all optimizers of a state."""
-    optimizer = state.optimizer
+def groups_in(optimizer: Handle) -> Sequence[Group]:
+    """Return the parameter groups of all optimizers, from what ``state.optimizer`` is."""
     if type(optimizer) is Optimizers:
         return [group for one in optimizer.values() for group in one.param_groups]
     return optimizer.param_groups
@@ -125,13 +111,15 @@ def in_form(given: object, optimizers: Collection[Optimizer]) -> Handle:
     return only
 
 
-def selected(state: _Holder, only: Collection[str] | None, owner: str) -> Mapping[str, Optimizer]:
-    """Return the optimizers of a state by name, all of them or those that are named.
+def selected(
+    optimizer: Handle, only: Collection[str] | None, owner: str
+) -> Mapping[str, Optimizer]:
+    """Return optimizers by name, all of them or those that are named.
 
     Raises:
-        ValueError: the state has no optimizer of such a name.
+        ValueError: there is no optimizer of such a name.
     """
-    named = named_in(state.optimizer)
+    named = optimizers_in(optimizer)
     if only is None:
         return named
     for name in only:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.optimizers import named_in, optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.ownership import Ownership, ParameterCache
 from fnloop._core.rng import HostGenerators
 from fnloop._core.state import TrainState, check_not_stale
@@ -65,7 +65,7 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
     # One call: two copies would lose which tensors are shared.
     model, optimizer, slots, metrics = copy.deepcopy(handles, memo)
     for one, copied in zip(
-        optimizers_of(state).values(), named_in(optimizer).values(), strict=True
+        optimizers_in(state.optimizer).values(), optimizers_in(optimizer).values(), strict=True
     ):
         for name, value in vars(one).items():
             if name not in vars(copied) and name != "step":  # torch omits LBFGS's parameters

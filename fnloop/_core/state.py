@@ -28,7 +28,7 @@ from fnloop._core.handles import (
     warn_of_others,
 )
 from fnloop._core.history import History
-from fnloop._core.optimizers import Handle, Optimizers, groups_of, in_form, named_in, optimizers_of
+from fnloop._core.optimizers import Handle, Optimizers, groups_in, in_form, optimizers_in
 from fnloop._core.ownership import Ownership, ParameterCache, StaleStateError
 from fnloop._core.phase import Phase
 from fnloop._core.position import Position
@@ -193,7 +193,9 @@ class TrainState:
         """
         check_handles(model, optimizer)
         check_settings(seed, backend, exact)
-        named = named_in(Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer)
+        named = optimizers_in(
+            Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
+        )
         model, joined, facts = join(model, [*named.values()], backend)
         facts = exact_backend(model, facts) if exact else facts
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
@@ -210,10 +212,11 @@ class TrainState:
         return self.events
 
     def _facts(self) -> dict[str, object]:
+        optimizers = optimizers_in(self.optimizer).values()
         facts: dict[str, object] = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
             "model": f"{type(self.model).__name__} ({count_parameters(self.model)})",
-            "optimizer": ", ".join(type(o).__name__ for o in optimizers_of(self).values()),
+            "optimizer": ", ".join(type(each).__name__ for each in optimizers),
             "seed": self.seed,
         }  # fmt: skip
         if self.slots:
@@ -287,7 +290,7 @@ def begin_update(state: TrainState) -> list[Tensor]:
     if state._ownership.generation != state._generation:
         check_not_stale(state)
     cache = state._parameters
-    fits = cache.groups == len(groups_of(state))
+    fits = cache.groups == len(groups_in(state.optimizer))
     return cache.found if fits else all_parameters(state)
 
 
@@ -377,7 +380,7 @@ def all_parameters(state: TrainState) -> list[Tensor]:
     :func:`clear_parameter_cache`.
     """
     cache = state._parameters
-    if cache.groups != len(groups := groups_of(state)):
+    if cache.groups != len(groups := groups_in(state.optimizer)):
         cache.look_up(state.model, groups)
     return cache.found
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import map_leaves
-from fnloop._core.optimizers import optimizers_of, wants_closure
+from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.snapshot import tracing_copy
 from fnloop._core.state import TrainState, advance, give_up_ownership
 from fnloop._core.types import Batch, Metric, Output, Step
@@ -269,7 +269,7 @@ class GraphedStep:
         self.eager_updates.clear()
         self.recorder = self.recorder_on(state.backend.device)
         _check_capturable(state)
-        original = make_capturable(optimizers_of(state).values(), state.backend.device)
+        original = make_capturable(optimizers_in(state.optimizer).values(), state.backend.device)
         if self.original and self.original[0].group is original[0].group:
             # It was made capturable here before; groups may have been added since.
             known = {id(one.group) for one in self.original}

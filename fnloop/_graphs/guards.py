@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import map_leaves, parts_of
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import HostGenerators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
@@ -107,7 +107,7 @@ def host_state(state: TrainState) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     device = state.backend.device
-    for name, optimizer in optimizers_of(state).items():
+    for name, optimizer in optimizers_in(state.optimizer).items():
         owner = f"the optimizer {name!r}" if name else "the optimizer"
         for i, values in enumerate(optimizer.state.values()):
             _collect(f"the state of {owner} (parameter {i})", values, device, found, set())
@@ -235,7 +235,7 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
                 for p, held in optimizer.state.items()
             },
         )
-        for optimizer in optimizers_of(state).values()
+        for optimizer in optimizers_in(state.optimizer).values()
     ]
     attributes = [
         (vars(m), {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in modules

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.containers import parts_of
-from fnloop._core.optimizers import SCHEDULED, groups_of, optimizers_of
+from fnloop._core.optimizers import SCHEDULED, groups_in, optimizers_in
 from fnloop._core.state import TrainState
 from fnloop._graphs.guards import NUMBER
 
@@ -36,8 +36,8 @@ class GuardSet:
     def __init__(self, state: TrainState) -> None:
         self.model, self.optimizer = state.model, state.optimizer
         self.seed, self.run = state.seed, state.run
-        self.optimizers = [*optimizers_of(state).values()]
-        groups = groups_of(state)
+        self.optimizers = [*optimizers_in(state.optimizer).values()]
+        groups = groups_in(state.optimizer)
         self.groups = len(groups)
         self.rates = [
             (group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)
@@ -95,7 +95,7 @@ class GuardSet:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
         now = self.current()
-        if len(groups_of(state)) != self.groups:
+        if len(groups_in(state.optimizer)) != self.groups:
             return "the optimizer's groups"
         if now == self.expected:
             return None

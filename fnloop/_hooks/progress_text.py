@@ -12,7 +12,7 @@ from fnloop._core.history import records_since
 from fnloop._core.history_table import update_best
 from fnloop._core.metrics import Last, read
 from fnloop._core.monitor import mode_by_name
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.phase import first_record, unfinished
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
@@ -114,7 +114,7 @@ def running_values(state: TrainState) -> dict[str, float]:
     """
     rates = {
         f"lr/{name}" if name else "lr": Last(one.param_groups[0]["lr"])
-        for name, one in optimizers_of(state).items()
+        for name, one in optimizers_in(state.optimizer).items()
     }
     if RECORD in state.events:
         metrics = state.history[-1].metrics

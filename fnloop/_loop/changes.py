@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from fnloop._core.middleware import Middleware
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState
 from fnloop._loop.hints import fused_hint
 from fnloop._middleware.amp import amp
@@ -62,7 +62,7 @@ def changes_of(
     found: dict[str, Callable[[Setting], Setting]] = {}
     lines = [
         f"{type(optimizer).__name__}(..., fused=True)"
-        for optimizer in optimizers_of(state).values()
+        for optimizer in optimizers_in(state.optimizer).values()
         if could_be_fused(optimizer)
     ]
     if lines:

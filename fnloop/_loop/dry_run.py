@@ -19,7 +19,7 @@ from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.call import name_of
 from fnloop._core.events import EPOCH
 from fnloop._core.monitor import check_names
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch
@@ -345,7 +345,9 @@ def _capture(state: TrainState, batch: Batch) -> list[Finding]:
     findings = []
     try:
         signature(batch, [])
-        make_capturable([*optimizers_of(at_start_of_epoch(state)).values()], state.backend.device)
+        make_capturable(
+            [*optimizers_in(at_start_of_epoch(state).optimizer).values()], state.backend.device
+        )
     except CaptureError as error:
         findings.append(Finding("graph", "update", str(error), problem=True))
     return findings

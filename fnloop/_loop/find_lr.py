@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.optimizers import Group, groups_of, initial_value
+from fnloop._core.optimizers import Group, groups_in, initial_value
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks, html, plot
@@ -183,7 +183,7 @@ def find_lr(
     checks.number("find_lr", "low", low, "the first learning rate", above=0)
     checks.number("find_lr", "high", high, "the end of the range", above=low)
     checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
-    initial = _initial_rates(groups_of(state))
+    initial = _initial_rates(groups_in(state.optimizer))
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
     swept = with_members(step, (*RATES, *REPORTS, *AVERAGES), [_swept(sweep)])
     train_copy(swept, state, loader, updates, hooks=(sweep.follow,))
@@ -282,7 +282,7 @@ def _swept(sweep: _Sweep) -> Middleware:
     def wrap(step: Step) -> Step:
         def swept(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            factor, groups = sweep.rate() / first, groups_of(state)
+            factor, groups = sweep.rate() / first, groups_in(state.optimizer)
             before = [copy_number(group["lr"]) for group in groups]
             for group, initial in zip(groups, sweep.initial, strict=True):
                 put_number(group, "lr", initial * factor)

@@ -17,7 +17,7 @@ from fnloop._core.frozen import put_back_restored
 from fnloop._core.left_out import left_out
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
-from fnloop._core.optimizers import forget_schedules, groups_of
+from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.stops import RUN_LIMIT, is_interruption
@@ -95,7 +95,7 @@ class Plan:
                 f"program has not named. If it comes later in the program, stop here: "
                 f"{self.phase!r} would have to begin before it, in another folder",
             )
-        forget_schedules(groups_of(state))
+        forget_schedules(groups_in(state.optimizer))
         return begin_phase(self.step.renew_slots(state), self.phase)
 
     def passes_over(self, state: TrainState) -> bool:

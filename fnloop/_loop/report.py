@@ -12,7 +12,7 @@ from torch import Tensor
 from fnloop._core.call import name_of
 from fnloop._core.elapsed import wait_and_read_clock
 from fnloop._core.metrics import Last, Max
-from fnloop._core.optimizers import labelled_groups, optimizers_of
+from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.running import RECENT
 from fnloop._core.state import TrainState
@@ -45,7 +45,7 @@ def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dic
         return {}
     if (loss := f"{prefix}loss") in named:
         named = {loss: named[loss], **named}
-    for label, group in labelled_groups(optimizers_of(state)).items():
+    for label, group in labelled_groups(optimizers_in(state.optimizer)).items():
         name, rate = f"{prefix}lr{label}", group.get("lr")
         if name not in named and (rate.__class__ is float or isinstance(rate, Tensor | Real)):
             named[name] = Last(rate)

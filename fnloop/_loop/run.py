@@ -13,7 +13,7 @@ from fnloop._core.copies import with_record
 from fnloop._core.events import AGAIN, END, EPOCH, PENDING, RECORD, START, UPDATE
 from fnloop._core.left_out import count_left_out
 from fnloop._core.metrics import Max, read
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
 from fnloop._core.running import without_recent
@@ -93,7 +93,7 @@ class Run:
         if self.plan.record_every is None:
             state = attrs.evolve(state, metrics=without_recent(state.metrics))
         self.plan.step.begin_run(state)
-        suggest_fused(optimizers_of(state).values(), state.backend.device)
+        suggest_fused(optimizers_in(state.optimizer).values(), state.backend.device)
         if state.backend.main:
             suggest_loaders(self.plan.loaders, state.backend.device)
         try:

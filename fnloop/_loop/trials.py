@@ -9,7 +9,7 @@ import attrs
 
 from fnloop._core.history import History
 from fnloop._core.middleware import Middleware
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.snapshot import snapshot
 from fnloop._core.state import TrainState
 from fnloop._core.stops import INTERRUPTED
@@ -137,7 +137,7 @@ def advance_copy(
 
 def contents_of(state: TrainState) -> dict[str, object]:
     """Return what two states that came to the same are compared by."""
-    optimizers = {name: one.state_dict() for name, one in optimizers_of(state).items()}
+    optimizers = {name: one.state_dict() for name, one in optimizers_in(state.optimizer).items()}
     return {
         "model": state.model.state_dict(),
         "optimizer": optimizers if state.updates else optimizers[""],

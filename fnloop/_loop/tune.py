@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from fnloop._core.history import History
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.snapshot import snapshot
 from fnloop._core.state import TrainState, check_not_stale
@@ -290,7 +290,7 @@ class _Bench:
             snapshot(self.state), batch=0, samples=0, metrics={}, history=History(), run=None,
             stop=None, phases=(), events=frozenset(), ends=None, generators=None,
         )  # fmt: skip
-        for optimizer in optimizers_of(state).values() if setting.fused else ():
+        for optimizer in optimizers_in(state.optimizer).values() if setting.fused else ():
             if could_be_fused(optimizer):
                 for group in optimizer.param_groups:
                     group["fused"] = True

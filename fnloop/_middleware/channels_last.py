@@ -9,7 +9,7 @@ from torch import Tensor
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 
@@ -99,7 +99,7 @@ def _convert_state(state: TrainState) -> Converted:
             tensor.grad.data = _converted(tensor.grad.data)
     # A fused optimizer reads parameters and what it keeps of them as they are in memory: both need
     # one format.
-    for optimizer in optimizers_of(state).values():
+    for optimizer in optimizers_in(state.optimizer).values():
         for parameter, kept in optimizer.state.items():
             for name, value in kept.items() if isinstance(parameter, Tensor) else ():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:

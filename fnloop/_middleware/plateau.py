@@ -9,7 +9,7 @@ import attrs
 from fnloop._core.history import Fold
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.monitor import better, check_monitored, mode_of
-from fnloop._core.optimizers import groups_of
+from fnloop._core.optimizers import groups_in
 from fnloop._core.phase import SINCE, first_record
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
@@ -121,7 +121,7 @@ def plateau(
             if len(history) and key not in history[-1].metrics:
                 check_monitored("plateau", key, state)
             ratio = looked(history, first_record(state.phases, since)).ratio
-            groups = groups_of(state)
+            groups = groups_in(state.optimizer)
             for group in groups:
                 set_number(group, "lr", ratio, "plateau")
                 group[RATIO] = ratio

@@ -90,7 +90,7 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
             __tracebackhide__ = True
             first, total = _stretch(state)
             factor = _compute_factor(fn, state, state.step - first, total)
-            groups = labelled_groups(selected(state, names, "schedule"))
+            groups = labelled_groups(selected(state.optimizer, names, "schedule"))
             for group in groups.values():
                 ratio = group.get(RATIO) if field == "lr" else None
                 set_number(group, field, factor if ratio is None else factor * ratio, name)
@@ -107,7 +107,7 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
         return scheduled
 
     def init(state: TrainState) -> int | None:
-        for group in labelled_groups(selected(state, names, "schedule")).values():
+        for group in labelled_groups(selected(state.optimizer, names, "schedule")).values():
             if was_scheduled(group, field):  # as in an earlier phase
                 group[initial] = initial_value(group, field)
                 group[SCHEDULED + field] = group[field]

@@ -123,7 +123,7 @@ def torch_scheduler(
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
     """Return the only optimizer of a state, or the one that is named."""
     __tracebackhide__ = True
-    found = selected(state, None if only is None else (only,), "torch_scheduler")
+    found = selected(state.optimizer, None if only is None else (only,), "torch_scheduler")
     if only is None and "" not in found:
         name = next(iter(found))
         raise ValueError(

@@ -12,7 +12,7 @@ from fnloop._backend.fsdp import is_sharded
 from fnloop._core.call import Call
 from fnloop._core.carry import TBPTT
 from fnloop._core.middleware import Middleware
-from fnloop._core.optimizers import named_in
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.running import RECENT
 from fnloop._core.state import TrainState, advance, begin_update
 from fnloop._core.types import Batch, Output, Step
@@ -272,7 +272,7 @@ class AlternateStep(PipelineStep):
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
         check_not_exact(state, "alternate", "its turns share a window. Leave exact=True out")
-        found = named_in(state.optimizer)
+        found = optimizers_in(state.optimizer)
         missing = [name for name in self.settings.steps if name not in found]
         if not missing:
             return

@@ -79,6 +79,7 @@ class DistributedEngine:
         self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
         self._turns: dict[str, DistributedEngine] = {}  # of an alternating step
         self._calls, self._generation = 0, -1  # of backward, in one update
+        self._seed = 0  # of the latest backward
         self._position = torch_seeder(state.backend.device)
         shutdown_callbacks.add(self)
 
@@ -150,16 +151,13 @@ class DistributedEngine:
         )  # a step inside may be called more than once
         self._calls = self._calls + 1 if again else 0
         self._generation = generation_of(state)
-        self._seed(state, 1 + state.backend.data_rank)
+        self._seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        self._position(fold_in(self._seed, 1 + state.backend.data_rank))
 
     def seed_shared(self, state: TrainState) -> None:
         """Position torch's generators after a backward: all processes draw the same."""
         if state.run is not None:
-            self._seed(state, 0)
-
-    def _seed(self, state: TrainState, stream: int) -> None:
-        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
-        self._position(fold_in(seed, stream))
+            self._position(fold_in(self._seed, 0))
 
     def mark_draws(self) -> Callable[[], None]:
         before = self._calls, self._generation

@@ -223,12 +223,12 @@ class DistributedWindow:
         engine = self._engine
         if self._is_uniform:
             engine.items = counted * self._size
-            divide([p.grad for p in parameters(state)], counted, engine.processes)
+            divide((p.grad for p in parameters(state)), counted, engine.processes)
             return
         assert self._items is not None and self._total.reference is not None
         engine.items = self._items()
         reference = self._total.reference * engine.processes
-        divide([p.grad for p in parameters(state)], engine.items, reference)
+        divide((p.grad for p in parameters(state)), engine.items, reference)
 
 
 class DistributedBatch(DistributedWindow):

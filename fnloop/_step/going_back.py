@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnloop._core.average import Average
-from fnloop._core.optimizers import Group, groups_of, optimizers_of
+from fnloop._core.optimizers import Group, groups_in, optimizers_in
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import TrainState
 
@@ -39,9 +39,9 @@ def keep(state: TrainState, without: str) -> Kept:
         "model": {name: tensor.detach().clone() for name, tensor in _tensors(state)},
         "optimizers": [
             [copy.deepcopy(optimizer.state.get(p), memo) for p in _updated(optimizer)]
-            for optimizer in optimizers_of(state).values()
+            for optimizer in optimizers_in(state.optimizer).values()
         ],
-        "groups": [copy.deepcopy(_settings(group), memo) for group in groups_of(state)],
+        "groups": [copy.deepcopy(_settings(group), memo) for group in groups_in(state.optimizer)],
         "averages": {
             name: {"tensors": {k: t.clone() for k, t in slot.items()}, "count": slot.count}
             for name, slot in averages.items()
@@ -59,7 +59,7 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
         ValueError: the state has other parameters than the copy.
     """
     memo, tensors = _shared(state), dict(_tensors(state))
-    groups, optimizers = groups_of(state), list(optimizers_of(state).values())
+    groups, optimizers = groups_in(state.optimizer), list(optimizers_in(state.optimizer).values())
     if (
         tensors.keys() != kept["model"].keys()
         or len(groups) != len(kept["groups"])
@@ -96,8 +96,8 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
 
 def _shared(state: TrainState) -> dict[int, object]:
     """Return what copies refer to and do not copy: the model, its tensors and the optimizers."""
-    live = [state.model, *(t for _, t in _tensors(state)), *optimizers_of(state).values()]
-    live += [p for group in groups_of(state) for p in group["params"]]
+    live = [state.model, *(t for _, t in _tensors(state)), *optimizers_in(state.optimizer).values()]
+    live += [p for group in groups_in(state.optimizer) for p in group["params"]]
     return {id(one): one for one in live}
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fnloop._core.optimizers import Group, optimizers_of
+from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.state import TrainState, parameters
 
 __all__ = ["evaluation_weights", "to_training"]
@@ -69,7 +69,7 @@ def evaluation_weights(state: TrainState) -> Iterator[bool]:
 
 
 def _with_modes(state: TrainState) -> list[_Modal]:
-    found = optimizers_of(state).values()
+    found = optimizers_in(state.optimizer).values()
     return [one for one in found if _has_modes(type(one))]  # type: ignore[misc]
 
 

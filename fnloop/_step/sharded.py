@@ -11,7 +11,7 @@ from fnloop._backend.collectives import start_all_reduce_sum
 from fnloop._backend.fsdp import roots
 from fnloop._backend.join import parameters_beside
 from fnloop._core.metrics import to_accumulator_dtype
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState
 
 __all__ = ["ShardReducer"]
@@ -51,7 +51,7 @@ class ShardReducer:
         return to_accumulator_dtype(self._counted())
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
-        for p in parameters_beside(state.model, optimizers_of(state).values()):
+        for p in parameters_beside(state.model, optimizers_in(state.optimizer).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 p.grad.copy_(start_all_reduce_sum(p.grad)() / self._processes)

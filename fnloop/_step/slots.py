@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fnloop._core.copies import with_slot
 from fnloop._core.middleware import Middleware
-from fnloop._core.optimizers import groups_of
+from fnloop._core.optimizers import groups_in
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import TrainState, all_parameters
@@ -81,7 +81,7 @@ def _kept_group_settings(state: TrainState) -> Iterator[None]:
 
     A new torch scheduler changes them, those that are tensors in place.
     """
-    groups = groups_of(state)
+    groups = groups_in(state.optimizer)
     before = [
         {key: (v, v.clone() if isinstance(v, Tensor) else v) for key, v in group.items()}
         for group in groups

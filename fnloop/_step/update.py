@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
-from fnloop._core.optimizers import Optimizers, optimizers_of, wants_closure
+from fnloop._core.optimizers import Optimizers, optimizers_in, wants_closure
 from fnloop._core.skip import BY_ANOTHER
 from fnloop._core.state import (
     TrainState,
@@ -52,7 +52,7 @@ def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step
             applied = out.skip is None
             if applied:
                 give_up_ownership(new)  # until all of the parameters have changed
-                for optimizer in optimizers_of(new).values():
+                for optimizer in optimizers_in(new.optimizer).values():
                     apply_optimizer(optimizer)
         finally:
             for p in params:

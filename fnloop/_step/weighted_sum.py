@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -137,18 +137,18 @@ def in_wide_dtype(weight: Tensor, loss: Tensor) -> Tensor:
 
 
 def divide(
-    gradients: Sequence[Tensor | None], weight: Weight, reference: Weight | None = None
+    gradients: Iterable[Tensor | None], weight: Weight, reference: Weight | None = None
 ) -> None:
     """Divide gradients by weight / reference, in place."""
+    divisor = weight if reference is None else weight / reference
+    if not isinstance(divisor, Tensor) and divisor in (0, 1):
+        return
     local = [local_part(gradient) for gradient in gradients if gradient is not None]
     if not local:
         return
-    divisor = weight if reference is None else weight / reference
     if isinstance(divisor, Tensor):
         # Without any item the gradient is zero, and stays so.
         torch_compat.foreach_div_(local, torch.where(divisor == 0, 1.0, divisor))
-    elif divisor in (0, 1):
-        return
     elif math.frexp(divisor)[0] == 0.5:  # a power of two: multiplying is exact too, and faster
         torch_compat.foreach_mul_(local, 1 / divisor)
     else:

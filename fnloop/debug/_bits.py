@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend.fsdp import local_part
 from fnloop._checkpoint.compare import INTEGER_OF_SIZE
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 from fnloop.debug._copies import clone_all, named_tensors, tensors_of
@@ -105,7 +105,7 @@ class Gradients:
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.optimizers = [*optimizers_of(state).values()]
+        self.optimizers = [*optimizers_in(state.optimizer).values()]
         self.found: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -141,7 +141,7 @@ def result_of(state: TrainState, out: Output, gradients: Gradients | None, copie
     grads = [Part(GRADIENT, names[i], "", grad) for i, grad in found.items() if i in names]
     weights = [Part(WEIGHT, name, "", t) for name, t in named.items() if id(t) not in buffers]
     parts += weights
-    for optimizer in optimizers_of(state).values():
+    for optimizer in optimizers_in(state.optimizer).values():
         for key, held in optimizer.state.items():
             name = names.get(id(key), "")
             parts += [Part(OPTIMIZER, name, k, t) for k, t in tensors_of(held)]

@@ -20,7 +20,7 @@ from fnloop._backend.containers import parts_of, with_parts
 from fnloop._backend.fsdp import local_part
 from fnloop._checkpoint.optimizer import walk_optimizers
 from fnloop._core.average import Average
-from fnloop._core.optimizers import Group, optimizers_of
+from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, generation_of, ownership_of
 from fnloop._step.engine import engine_of
@@ -40,7 +40,9 @@ class Before:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         named = dict(named_tensors(state))
-        optimizers = [o for one in optimizers_of(state).values() for o in walk_optimizers(one)]
+        optimizers = [
+            o for one in optimizers_in(state.optimizer).values() for o in walk_optimizers(one)
+        ]
         # What copies refer to and do not copy.
         live = (state.model, *optimizers, *named.values())
         self._live: dict[int, object] = {id(one): one for one in live}
@@ -140,7 +142,7 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     yield from state.model.named_parameters()
     yield from state.model.named_buffers()
     known = {id(p) for p in state.model.parameters()}
-    for optimizer in optimizers_of(state).values():
+    for optimizer in optimizers_in(state.optimizer).values():
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if id(p) not in known:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.optimizers import optimizers_of
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.snapshot import snapshot, unwrap
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
@@ -108,7 +108,7 @@ class Recorder:
         self._active = True
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_active", False)
-            for optimizer in optimizers_of(state).values():
+            for optimizer in optimizers_in(state.optimizer).values():
                 before = functools.partial(self._keep_gradients, names, True)
                 after = functools.partial(self._keep_gradients, names, False)
                 stack.callback(optimizer.register_step_pre_hook(before).remove)

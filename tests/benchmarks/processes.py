@@ -7,12 +7,14 @@ DistributedDataParallel by hand.
     JSON beside this file
     python tests/benchmarks/processes.py                            # starts that itself
 
-All contenders live in the same two processes (gloo, CPU, one thread each), and take turns there in
-random order: once per round each trains on its half of one list of tensors. They begin with the
-same weights and have to arrive at those of the loop written by hand, to 1e-6; otherwise nothing is
-timed. A round's time is that of the slower process, between two barriers; ratios are taken within a
-round. What is timed is described in overhead.py: of fnloop the whole call of ``fit``, of lightning
-its epoch alone.
+All contenders live in the same two processes (gloo, CPU, one thread each, each process on a core
+of its own: without that, ratios vary twice as much), and take turns there in random order: once per
+round each trains on its half of one list of tensors. They begin with the same weights and have to
+arrive at those of the loop written by hand, to 1e-6; otherwise nothing is timed. A round's time is
+that of the slower process, between two barriers; ratios are taken within a round. What is timed is
+described in overhead.py: of fnloop the whole call of ``fit``, of lightning its epoch alone. A call
+of ``fit`` exchanges four messages beside those of its updates, a few milliseconds: ``--batches``
+says over how many batches they are spread.
 
 Two models: a tiny one, in which the loop shows beside the latency of an exchange, and one whose
 batch takes milliseconds. Each plain, and with four batches to an update, of which only the last is
@@ -327,6 +329,13 @@ def profile(contenders: dict[str, Train], batches: Batches) -> None:
         pstats.Stats(seen).sort_stats("tottime").print_stats(30)
 
 
+def pin_to_one_core() -> None:
+    """Give this process a core of its own, with its threads, where the system can."""
+    rank = int(os.environ["LOCAL_RANK"])
+    if hasattr(os, "sched_setaffinity") and rank < len(cores := sorted(os.sched_getaffinity(0))):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
 def launch() -> None:
     """Start two processes, each of which is this script, and become their launcher."""
     command = [
@@ -383,6 +392,7 @@ def main() -> None:
 
     warnings.simplefilter("ignore")  # what peers advise about loaders and loggers
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    pin_to_one_core()  # before threads start
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     main, size_of_world = dist.get_rank() == 0, dist.get_world_size()
