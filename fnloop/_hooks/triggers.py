@@ -121,8 +121,8 @@ class every(Moment):
     def due(self, state: TrainState) -> bool:
         """Return whether the hook is due at this boundary."""
         if self.steps is not None:
-            before = state.step - updates_of_call(state)
-            return UPDATE in state.events and state.step // self.steps > before // self.steps
+            # Whether the updates of the last call have reached or passed a multiple.
+            return UPDATE in state.events and state.step % self.steps < updates_of_call(state)
         if self.seconds is not None:
             time = now(state.run)
             if not self._clock:
