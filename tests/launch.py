@@ -263,6 +263,13 @@ def _variables(rank, n, port):
     return {**bare(), **ours, **(by_hand(rank, n, port) if n > 1 else {})}
 
 
+def _stop(child):
+    """Suspend a process, if it has not ended."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGSTOP)
+
+
 def _kill(child):
     """Kill a process with its children."""
     with contextlib.suppress(ProcessLookupError):
@@ -278,6 +285,8 @@ def _ends(children, deadline, kill_when):
             if child.pid not in ended and child.poll() is not None:
                 ended[child.pid] = time.time()
         if kill_when.exists():
+            for child in children:  # stopped, they do not notice that others are killed before them
+                _stop(child)
             for child in children:
                 _kill(child)
         if time.monotonic() > deadline:
