@@ -104,3 +104,11 @@ def test_an_interval_of_other_tensors_is_continued():
     mixed = {**without_recent(a), RECENT + "m": b[RECENT + "m"]}
     found = update_both_(mixed, {"m": KINDS["mean"](3.0)})
     assert (found["m"].compute(), found[RECENT + "m"].compute()) == (2 / 3, 4 / 3)
+
+
+def test_means_of_an_epoch_and_of_an_interval_in_tensors_of_their_own_are_both_added_to():
+    double = torch.float64
+    epoch = Mean(torch.tensor([6.0, 9.0], dtype=double)[0], 2)
+    recent = Mean(torch.tensor([4.0, 9.0], dtype=double)[0], 1)
+    added = update_losses_(epoch, recent, torch.tensor(3.0), 2)
+    assert [mean.compute() for mean in added] == [12 / 4, 10 / 3]
