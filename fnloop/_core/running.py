@@ -118,12 +118,6 @@ def update_losses_(
     epoch: Mean | None, recent: Mean | None, loss: Tensor, weight: int | Tensor
 ) -> tuple[Metric, Metric]:
     """Add a batch's mean loss to the mean of the epoch and to that of the interval."""
-    if isinstance(weight, int) and isinstance(epoch, Mean) and isinstance(recent, Mean):
-        totals = base_of(epoch.total)  # first the usual case, since this runs in every update
-        if totals is not None and base_of(recent.total) is totals:
-            totals.add_(loss, alpha=weight)
-            more = recent.weight + weight
-            return Mean(epoch.total, epoch.weight + weight), Mean(recent.total, more)
     if isinstance(weight, Tensor):
         items = _valid_or_nan(weight)
         value, factor = to_accumulator_dtype(loss).mul_(items), 1
