@@ -282,7 +282,7 @@ backend=Accelerator(kwargs_handlers=[...]))`.
 
 *Tested* on every change: 1, 2 and 3 processes on the CPU of one machine (gloo),
 DistributedDataParallel and `fully_shard`, restarts, elastic jobs, and two machines as network
-namespaces. NCCL uses the same calls of torch and has not been tested yet.
+namespaces. NCCL has been tested with one process on one GPU, and not with several.
 
 # Schedules and data
 

@@ -1,6 +1,11 @@
 """What only a GPU can show: real graphs, and that nothing waits for the device."""
 
+import os
+import shutil
+import subprocess
 import sys
+import textwrap
+import time
 
 import attrs
 import pytest
@@ -13,7 +18,11 @@ from fnloop import schedules
 from fnloop.testing import Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
+]
 
 
 def net(*between):
@@ -140,6 +149,19 @@ def test_a_host_read_in_the_loss_is_named_and_the_state_is_as_it_was():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")
+def test_a_kept_autograd_graph_of_the_parameters_is_named():
+    """Its nodes belong to the stream of the hook, for which backward would have to wait."""
+    kept = []
+
+    def keep(state):
+        kept.append(state.model[0].weight.clone())
+        return state
+
+    with pytest.raises(fl.CaptureError, match=r"weight\.detach\(\)\.clone\(\)"):
+        run(PROBLEMS["small"], fl.cuda_graph(warmup=1), hooks=(keep,))
+
+
 def test_checkpoints_go_from_graphs_to_eager_runs_and_back(tmp_path):
     problem = attrs.evolve(
         PROBLEMS["small"], optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
@@ -165,19 +187,31 @@ def test_compiled_and_captured_steps_are_the_same(members):
     assert_close(run(problem, *members), run(problem), rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam])
+@pytest.mark.parametrize("members", [(), (fl.cuda_graph(),)], ids=repr)
+def test_a_compiled_optimizer_is_the_same(optimizer, members):
+    problem = attrs.evolve(
+        PROBLEMS["small"], optimizer=lambda parameters: optimizer(parameters, lr=0.01)
+    )
+    members = (fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2)), *members)
+    compiled = run(problem, fl.compiled(update=True), *members)
+    assert_close(compiled, run(problem, *members), rtol=1e-3)
+
+
 @pytest.mark.parametrize("members", [(), (fl.cuda_graph(),)], ids=repr)
 def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
     """Law 7 on CUDA with all reporting hooks: torch raises on any wait outside of a report."""
     from fnloop._core import metrics
 
-    def reading(metrics, read=metrics.read):
+    def reading(*args, read=metrics.read, **kwargs):
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return read(metrics)
+            return read(*args, **kwargs)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    for module in ("fnloop._loop.fit", "fnloop._hooks.progress_text"):
+    for module in ("fnloop._loop.run", "fnloop._loop.evaluate", "fnloop._hooks.progress_text"):
         monkeypatch.setattr(sys.modules[module], "read", reading)
     problem = attrs.evolve(PROBLEMS["small"], batches=data(*[8] * 40))
     step = fl.pipeline(fl.accumulate(2), fl.clip(1.0), fl.schedule(schedules.cosine()), *members)(
@@ -190,3 +224,321 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
         fl.fit(step, state, problem.batches, epochs=3, hooks=hooks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# --- everything inside one graph
+
+
+def mixed_optimizers(parameters):
+    """AdamW for the matrices, SGD for the rest."""
+    parameters = list(parameters)
+    return {
+        "matrices": torch.optim.AdamW([p for p in parameters if p.ndim == 2], lr=0.01),
+        "rest": torch.optim.SGD([p for p in parameters if p.ndim != 2], lr=0.05, fused=True),
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", None])
+def test_everything_fits_into_one_graph(precision):
+    """fp16 with overflows, an average, accumulation, clipping, schedules, several optimizers."""
+    scale = {"init_scale": 2.0**24, "growth_interval": 3} if precision == "fp16" else {}
+    members = (
+        fl.amp(precision, **scale),
+        *(fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
+        fl.schedule(schedules.linear(), only="matrices"),
+        fl.schedule(schedules.cosine(warmup=2), only="rest"),
+    )
+    problem = attrs.evolve(PROBLEMS["small"], optimizer=mixed_optimizers)
+    graphed = run(problem, *members, fl.cuda_graph(warmup=1), epochs=6)
+    eager = run(problem, *members, epochs=6)
+    assert_close(graphed, eager, rtol=1e-3)
+    assert (graphed.step, graphed.skipped) == (eager.step, eager.skipped)
+    assert (graphed.skipped > 0) == (precision == "fp16")
+    for mine, theirs in zip(
+        fl.averaged(graphed).model.parameters(), fl.averaged(eager).model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
+
+
+def text_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def test_text_of_several_lengths_has_a_graph_for_each():
+    """More lengths than graphs: the least recently used one is captured again."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [8, 16, 32, 16, 8, 32, 64, 8] * 4
+    batches = [torch.randint(11, (4, n), generator=generator) for n in lengths]
+    problem = Problem(
+        lambda: nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)).to(DEVICE),
+        text_loss,
+        batches,
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    )
+    eager = run(problem, fl.accumulate(2), evaluate_every=fl.every(epochs=9))
+    for limit in (2, 8):
+        graph = fl.cuda_graph(warmup=1, limit=limit)
+        graphed = run(problem, fl.accumulate(2), graph, evaluate_every=fl.every(epochs=9))
+        assert_close(graphed, eager, rtol=1e-3)
+
+
+def test_a_graph_outlives_what_others_free():
+    """Lightning frees the workspaces of cuBLAS, which torch keeps for each stream."""
+
+    def free(state):
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        return state
+
+    wide = Problem(
+        lambda: nn.Linear(512, 512).to(DEVICE),
+        lambda model, batch: model(batch).square().mean(),
+        [torch.randn(256, 512, generator=torch.Generator().manual_seed(i)) for i in range(8)],
+        sgd,
+    )
+    graphed = run(wide, fl.cuda_graph(warmup=1), hooks=(free,))
+    torch.cuda.synchronize()
+    assert_close(graphed, run(wide))
+
+
+def test_what_a_hook_allocates_between_replays_is_not_overwritten_and_overwrites_nothing():
+    kept = []
+
+    def allocate(state):
+        size = 2 ** (state.step % 20)
+        kept.append((state.step, torch.full((size,), float(state.step), device=DEVICE)))
+        torch.full((size,), float("nan"), device=DEVICE)
+        del kept[:-5]
+        if state.step % 7 == 0:
+            torch.cuda.empty_cache()
+        return state
+
+    members = fl.accumulate(2), fl.clip(0.05)
+    graphed = run(PROBLEMS["small"], *members, fl.cuda_graph(), epochs=10, hooks=(allocate,))
+    assert all((t == step).all() for step, t in kept)
+    assert_close(graphed, run(PROBLEMS["small"], *members, epochs=10))
+
+
+# --- memory
+
+
+def greedy(most):
+    """Return a loss function for which the device holds ``most`` samples."""
+
+    def loss(model, batch):
+        if len(batch[0]) > most:
+            torch.empty(2**44, dtype=torch.uint8, device=DEVICE)  # 16 TiB
+        return loss_fn(model, batch)
+
+    return loss
+
+
+def test_running_out_of_memory_is_retried_in_smaller_pieces():
+    problem = attrs.evolve(PROBLEMS["small"], loss_fn=greedy(3))
+    retried = run(problem, fl.retry_on_oom(), evaluate_every=fl.every(epochs=9))
+    assert retried.slots["retry_on_oom"] == 2
+    pieces = run(PROBLEMS["small"], fl.microbatch(2), evaluate_every=fl.every(epochs=9))
+    assert_close(retried, pieces, rtol=1e-6)
+
+
+def test_running_out_of_memory_in_a_capture_leaves_the_state_as_it_was():
+    armed = []
+
+    def loss(model, batch):
+        if armed:
+            torch.empty(2**44, dtype=torch.uint8, device=DEVICE)
+        return loss_fn(model, batch)
+
+    problem = attrs.evolve(PROBLEMS["dropout and batch norm"], loss_fn=loss)
+    batch = problem.batches[0]
+    step = fl.pipeline(fl.cuda_graph(warmup=2))(problem.loss_fn)
+    state = problem.state()
+    for _ in range(2):
+        state, _ = step(state, batch)
+    before = {k: v.clone() for k, v in state.model.state_dict().items()}
+    armed.append(True)
+    with pytest.raises((torch.OutOfMemoryError, fl.CaptureError), match=r"(?i)memory"):
+        step(state, batch)
+    armed.clear()
+    for name, value in state.model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    for _ in range(4):
+        state, out = step(state, batch)
+    assert out.loss.isfinite()
+
+
+def test_batches_are_not_copied_far_ahead_of_the_device():
+    """Copies run beside the step: without a limit, all of them would be held at once."""
+    size = 16 * 2**20  # bytes of a batch
+    x = torch.zeros(size // 4).pin_memory()
+    weight = torch.zeros(4096, 4096, device=DEVICE)
+
+    def slow(model, batch):
+        work = weight
+        for _ in range(20):  # some milliseconds
+            work = work @ weight
+        return model(batch[:8]).mean() + 0 * work[0, 0]
+
+    problem = attrs.evolve(PROBLEMS["small"], loss_fn=slow, batches=[x] * 100)
+    step = fl.pipeline()(slow)
+    fl.fit(step, problem.state(), problem.batches[:3], epochs=1, hooks=())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fl.fit(step, problem.state(), problem.batches, epochs=1, hooks=())
+    held = (torch.cuda.max_memory_allocated() - before) / size
+    print(f"{held:.1f} batches at once")
+    assert held < 24, f"{held:.0f} batches at once"  # 256 MiB, and what the step uses
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_checkpoint_in_the_background_holds_the_weights_of_its_update(
+    room, tmp_path, monkeypatch
+):
+    """The updates after it overwrite them. A layer has 17 MB, more than what is copied at once."""
+    monkeypatch.setattr("fnloop._checkpoint.format.has_room", lambda device, size: room)
+    wide = Problem(
+        lambda: nn.Linear(2100, 2048).to(DEVICE),
+        lambda model, batch: model(batch).square().mean(),
+        [torch.randn(8, 2100, generator=torch.Generator().manual_seed(i)) for i in range(6)],
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    )
+    seen = {}
+
+    def note(state):
+        seen[state.step] = state.model.weight.detach().clone()
+        return state
+
+    hooks = (fl.every(steps=2)(fl.checkpoint(tmp_path, keep=None, background=True)), note)
+    for members in ((), (fl.cuda_graph(warmup=1),)):
+        state = run(wide, *members, epochs=1, hooks=hooks, evaluate_every=None)
+        for step in (2, 4, 6):
+            saved = fl.restore(tmp_path / f"step-{step:08d}", wide.state(seed=1))
+            assert torch.equal(saved.model.weight, seen[step])
+            assert saved.optimizer.state[saved.model.weight]["exp_avg"].is_cuda
+        assert state.step == 6
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        hooks = (fl.every(steps=2)(fl.checkpoint(tmp_path, keep=None, background=True)), note)
+
+
+# --- times
+
+
+def test_times_on_the_device_are_those_of_its_work():
+    """Two matrix products of known length: the host only launches them."""
+    weight = torch.randn(4096, 4096, device=DEVICE)
+
+    def slow(model, batch):
+        work = weight
+        for _ in range(20):
+            work = work @ weight
+        return model(batch[0]).mean() + 0 * work[0, 0].nan_to_num()
+
+    torch.cuda.synchronize()
+    for _ in range(2):
+        start = time.perf_counter()
+        slow(PROBLEMS["small"].model(), PROBLEMS["small"].batches[0])
+        torch.cuda.synchronize()
+        by_hand = time.perf_counter() - start
+    problem = attrs.evolve(PROBLEMS["small"], loss_fn=slow, batches=data(*[8] * 30))
+    state = run(
+        problem, fl.timings(), fl.throughput(), fl.device_memory(), epochs=1, evaluate_every=None
+    )
+    latest = state.history.latest
+    assert latest("train/time/step") == pytest.approx(by_hand, rel=0.5)
+    assert latest("train/throughput/samples") == pytest.approx(8 / by_hand, rel=0.5)
+    assert latest("train/memory/peak_gib") > 0.05
+
+
+# --- what can only be seen in a process of its own
+
+
+def in_a_process(code, *command, **environment):
+    """Run code in a new process, and return what it prints."""
+    command = command or (sys.executable,)
+    found = subprocess.run(
+        [*command, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+SCATTERING = """
+    import torch, fnloop as fl
+    from torch import nn
+
+    torch.use_deterministic_algorithms(True)
+
+    def loss_fn(model, batch):  # the gradient of an embedding is added up by many threads
+        return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+    def trained(*members):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 64), nn.Linear(64, 5)).cuda()
+        rate = torch.tensor(0.01, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+        state = fl.TrainState.create(model, optimizer, seed=0)
+        step = fl.pipeline(fl.accumulate(2), fl.clip(1.0), *members)(loss_fn)
+        draw = torch.Generator().manual_seed(0)
+        batches = [torch.randint(5, (64, 512), generator=draw) for _ in range(20)]
+        state = fl.fit(step, state, batches, epochs=2, hooks=())
+        return [p.clone() for p in state.model.parameters()]
+
+    one = trained()
+    assert all(map(torch.equal, one, trained()))
+    assert all(map(torch.equal, one, trained(fl.cuda_graph())))
+    print("equal")
+"""
+
+
+def test_deterministic_algorithms_give_the_same_bits_eagerly_and_in_graphs():
+    assert "equal" in in_a_process(SCATTERING, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+
+
+NCCL = """
+    import torch, fnloop as fl
+    from torch import distributed as dist, nn
+
+    def trained():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1).cuda()
+        state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+        step = fl.pipeline(fl.accumulate(2), fl.clip(1.0), fl.ema(0.9))(
+            lambda model, batch: model(batch).square().mean()
+        )
+        batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(9)]
+        return fl.fit(step, state, (batches, batches), epochs=3, hooks=())
+
+    alone = trained()
+    dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+    x = torch.ones(3, device="cuda")
+    dist.all_reduce(x)
+    together = trained()
+    assert torch.equal(alone.model.weight, together.model.weight)
+    assert alone.history["valid/loss"] == together.history["valid/loss"]
+    assert fl.gather(3) == [3] and fl.broadcast("a") == "a"
+    dist.destroy_process_group()
+    print("equal")
+"""
+
+
+def test_one_process_with_nccl_trains_as_without(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(NCCL))
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "MASTER_PORT": "0"},
+    )
+    assert "equal" in found.stdout, found.stderr[-3000:]

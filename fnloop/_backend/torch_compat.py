@@ -100,6 +100,13 @@ def silence_capturable_warning(optimizer: Optimizer) -> None:
     vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True
 
 
+# --- CUDA
+
+clear_cublas_workspaces: Callable[[], object] = getattr(  # Fallback: see CudaRecorder
+    torch._C, "_cuda_clearCublasWorkspaces", lambda: None
+)
+
+
 # --- tensors
 
 

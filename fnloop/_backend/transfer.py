@@ -37,6 +37,8 @@ def copy_on_side_stream(device: torch.device) -> Callable[[Tree], Tree]:
     stream = torch.cuda.Stream(device)
 
     def copy(batch: Tree) -> Tree:
+        if _is_there(batch, stream.device):
+            return batch
         if _is_opaque(batch):
             return to_device(batch, device)  # its memory cannot be tracked
         with torch.cuda.stream(stream):
@@ -60,6 +62,14 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
             yield part
         else:
             yield from tensors_in(part)
+
+
+def _is_there(batch: object, device: torch.device) -> bool:
+    """Return whether all tensors of a batch are on a device already, and nothing hides others."""
+    if isinstance(batch, Tensor):
+        return batch.device == device
+    inside = parts_of(batch, IN_BATCHES) or ()
+    return not hasattr(batch, "to") and all(_is_there(part, device) for _, part in inside)
 
 
 def _is_opaque(batch: object) -> bool:

@@ -14,7 +14,7 @@ from fnloop._core.optimizers import SCHEDULED, Group
 from fnloop._core.serialize import as_number
 from fnloop._graphs.guards import CaptureError
 
-__all__ = ["OriginalSettings", "make_capturable", "undo_capturable"]
+__all__ = ["OriginalSettings", "make_capturable", "read_from_tensors", "undo_capturable"]
 
 
 class OriginalSettings(NamedTuple):
@@ -47,25 +47,58 @@ def make_capturable(
     for optimizer, group in every:
         kept = {k: group[k] for k in ("lr", "capturable", "fused") if k in group}
         original.append(OriginalSettings(optimizer, group, kept))
-        if "lr" in group:
-            given = group["lr"]
-            dtype = None if isinstance(given, Tensor) else torch.float32
-            rate = torch.as_tensor(given, dtype=dtype, device=device)
-            others = (other for _, other in every if other is not group)
-            shared = any(rate is other.get("lr") for other in others)
-            group["lr"] = rate.clone() if shared else rate  # each is filled separately
-            _keep_scheduled(group)
+        _move_rate(group, [other for _, other in every if other is not group], device)
         if "capturable" in group:
             group["capturable"] = True
         elif "fused" in group:
             group["fused"] = True
     for optimizer in optimizers:
-        for values in optimizer.state.values():
-            if isinstance(values, dict):
-                counts = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
-                values.update({k: v.to(device) for k, v in counts.items()})
-        torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
+        _move_counts(optimizer, device)
     return original
+
+
+def read_from_tensors(optimizer: Optimizer) -> None:
+    """Let an optimizer read its learning rates from tensors, so that compiled code fits all values.
+
+    On a GPU it is also made capturable if it can be: compiled code then has its counts there.
+    """
+    groups = optimizer.param_groups
+    if all(isinstance(group.get("lr", _NO_RATE), Tensor) for group in groups):
+        return
+    device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+    for group in groups:
+        _move_rate(group, [other for other in groups if other is not group], device)
+        if device.type != "cpu" and "capturable" in group:
+            group["capturable"] = True
+    if device.type != "cpu":
+        _move_counts(optimizer, device)
+
+
+_NO_RATE = torch.empty(0)
+
+
+def _move_rate(group: Group, others: Collection[Group], device: torch.device) -> None:
+    """Move the learning rate of a group into a tensor of its own, since each is filled alone.
+
+    A GPU reads it in single precision.
+    """
+    if "lr" not in group:
+        return
+    given = group["lr"]
+    single = torch.float64 if device.type == "cpu" else torch.float32
+    dtype = None if isinstance(given, Tensor) else single
+    rate = torch.as_tensor(given, dtype=dtype, device=device)
+    shared = any(rate is other.get("lr") for other in others)
+    group["lr"] = rate.clone() if shared else rate
+    _keep_scheduled(group)
+
+
+def _move_counts(optimizer: Optimizer, device: torch.device) -> None:
+    for values in optimizer.state.values():
+        if isinstance(values, dict):
+            counts = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
+            values.update({k: v.to(device) for k, v in counts.items()})
+    torch_compat.silence_capturable_warning(optimizer)  # it also runs eagerly
 
 
 def _check_fused(optimizer: Optimizer) -> None:

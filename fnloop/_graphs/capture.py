@@ -110,6 +110,8 @@ class CapturedOutput(NamedTuple):
 
     def clone_results(self) -> Output:
         """Return the output with copies of its tensors, which no replay overwrites."""
+        if len(self.results) == 1 and not self.output.metrics:  # the loss: nearly always
+            return Output(self.results[0].clone(), self.output.weight, self.output.aux)
         copied = [torch.empty_like(t) for t in self.results]
         copy_all(copied, self.results)
         copies = iter(copied)
@@ -189,8 +191,9 @@ class Graph(NamedTuple):
 
     def __call__(self, state: TrainState, tensors: list[Tensor]) -> Output:
         """Replay the update on the tensors of a batch, and return a copy of its output."""
-        with torch.no_grad():  # a loss function may have requested the gradient of an input
-            copy_all(self.inputs, tensors)
+        if any(t.requires_grad for t in tensors):
+            tensors = [t.detach() for t in tensors]
+        copy_all(self.inputs, tensors)
         *first, last = self.parts
         for replay, (captured, flag, on_flag) in zip(first, self.breaks, strict=True):
             replay()
@@ -340,6 +343,7 @@ class GraphedStep:
                 raise
             raise explain(error) from error
         breaks = [GraphBreak(CapturedOutput.of(out), *decided) for out, *decided in cuts]
+        inputs = [t.detach() for t in inputs]  # the loss function may have asked for a gradient
         used = {name: state.slots[name] for name in slots.used if name in state.slots}
         held = {name: (value, identity_of(value)) for name, value in used.items()}
         return Graph(parts, breaks, inputs, CapturedOutput.of(out), held)

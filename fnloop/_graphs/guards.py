@@ -214,10 +214,18 @@ def explain(error: BaseException) -> CaptureError:
     frames = [frame for frame in trace if not frame.filename.startswith(torch_folder)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line}" if frames else "torch"
     what = (str(error).splitlines() or [""])[0]
-    return CaptureError(
-        f"the update cannot be captured as a CUDA graph: {type(error).__name__}: {what} ({where}). "
+    advice = (
         "Inside it nothing may be read to the host (.item(), float(tensor), if tensor: ...), and "
         "nothing may depend on a value that was. Keep it on the device"
+    )
+    if "legacy stream" in what:
+        advice = (
+            "A tensor from outside the update holds an autograd graph of the parameters, such as "
+            "weight.clone() in a hook: write weight.detach().clone()"
+        )
+    return CaptureError(
+        f"the update cannot be captured as a CUDA graph: {type(error).__name__}: {what} ({where}). "
+        f"{advice}"
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fnloop._backend import torch_compat
 from fnloop._graphs.guards import CaptureError
 
 __all__ = ["Recorder", "recorder_on"]
@@ -41,7 +43,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share memory: what is used between two replays is copied."""
+    """Records CUDA graphs, which share memory: what is used between two replays is copied.
+
+    A graph also uses a workspace of cuBLAS. torch keeps one for each stream, and others free it
+    (Lightning does at the end of a run). So every graph gets one of its own, in its memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.pool = _stream(device), torch.cuda.graph_pool_handle()
@@ -60,12 +66,14 @@ class CudaRecorder:
     ) -> tuple[list[Callable[[], None]], T]:
         graphs: list[torch.cuda.CUDAGraph] = []
         failed = None
+        gc.collect()  # backward would wait for the stream of an autograd graph that is still there
         try:
             # A capture that fails leaves its stream the current one, hence the outer context.
             with torch.cuda.stream(self.stream), contextlib.ExitStack() as capture:
 
                 def begin_part() -> None:
                     capture.close()
+                    torch_compat.clear_cublas_workspaces()
                     graphs.append(torch.cuda.CUDAGraph())
                     into: dict[str, Any] = {
                         "pool": self.pool,
@@ -84,7 +92,22 @@ class CudaRecorder:
             return [graph.replay for graph in graphs], result
         except BaseException as error:
             _failed.extend(graphs)
+            self._end_drawing()
             raise failed or error from None  # the cause, not that the capture was cut short
+        finally:
+            torch_compat.clear_cublas_workspaces()
+
+    def _end_drawing(self) -> None:
+        """Let the device's generator draw again after a capture that failed.
+
+        It was told that a capture had begun, and only a capture that succeeds tells it of the end.
+        """
+        device = self.stream.device
+        # If this fails too, the device is lost, and the error that is raised says so.
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self.stream):
+            number = torch.zeros((), device=device)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                number += 1
 
 
 @functools.cache

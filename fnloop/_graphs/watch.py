@@ -7,6 +7,7 @@ that can change between two updates is compared with what it was.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,8 +22,6 @@ from fnloop._core.state import TrainState
 from fnloop._graphs.guards import NUMBER
 
 __all__ = ["GuardSet", "TrackedSlots", "identity_of"]
-
-_SETTING = "a setting of the optimizer"
 
 
 class GuardSet:
@@ -60,7 +59,10 @@ class GuardSet:
 
     def snapshot(self) -> None:
         """Assume the current values from now on."""
-        self.expected = self.current()
+        self.expected, self.values = self.current(), self._values()
+        self.comparable = [*map(_comparable, self.values)]
+        rates = (value for value in self.values if isinstance(value, Tensor))
+        self.addresses = [(rate.data_ptr, rate.data_ptr()) for rate in rates]
         # Keep the tensors alive, so that no other object can have one of their ids.
         self.kept_alive = [*_state_values(self.optimizers)]
 
@@ -75,8 +77,23 @@ class GuardSet:
             "which tensors are in the optimizer's state": list(
                 map(id, _state_values(self.optimizers))
             ),
-            _SETTING: [_comparable(group[key]) for group, key in self.settings],
         }
+
+    def _values(self) -> list[object]:
+        return [group[key] for group, key in self.settings]
+
+    def _changed_setting(self) -> str | None:
+        """Return the first setting of an optimizer that has another value; nearly always None."""
+        values = self._values()
+        if all(map(operator.is_, values, self.values)) and all(
+            address() == before for address, before in self.addresses
+        ):
+            return None
+        now = [*map(_comparable, values)]
+        if now == self.comparable:
+            return None
+        pairs = zip(self.settings, now, self.comparable, strict=True)
+        return next(key for (_, key), a, b in pairs if a != b)
 
     def violated(self, state: TrainState) -> str | None:
         """Return the first assumption that no longer holds, or None."""
@@ -94,16 +111,14 @@ class GuardSet:
             if group["lr"] is not rate:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
-        now = self.current()
         if len(groups_in(state.optimizer)) != self.groups:
             return "the optimizer's groups"
+        if (key := self._changed_setting()) is not None:
+            return f"a setting of the optimizer ({key})"
+        now = self.current()
         if now == self.expected:
             return None
-        what = next(name for name in now if now[name] != self.expected[name])
-        if what != _SETTING:
-            return what
-        pairs = zip(self.settings, now[what], self.expected[what], strict=False)
-        return f"{what} ({next(key for (_, key), a, b in pairs if a != b)})"
+        return next(name for name in now if now[name] != self.expected[name])
 
     def structure(self) -> tuple[list[int], list[int], list[tuple[int, str]]]:
         """Return which modules, tensors and settings there are."""

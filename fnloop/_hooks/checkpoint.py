@@ -66,7 +66,8 @@ class checkpoint:
         keep_best: how many of the best to keep; at least 1.
         since: which are the best: those of each "phase", if the run has phases, or of the whole
             "run".
-        background: copy the state to host memory, and write it while training continues. At most
+        background: copy the state, and write it while training continues. The copy is made in host
+            memory, or first on the GPU if that has room for it, which takes milliseconds. At most
             one checkpoint is written at a time. An error is raised at the next boundary, and the
             end of the run waits for the writer. A checkpoint of a sharded model is complete at the
             boundary at which all processes have written; an exception before leaves it out.
@@ -245,8 +246,8 @@ class checkpoint:
         elif not self.background:
             on_main_process(lambda: self._write(contents, history, name), HOOK)
         elif state.backend.main:
-            copied = self._buffers = contents.copied(self._buffers)
-            self._start(lambda: self._write(copied, history, name))
+            to_host = contents.copy_aside(self._buffers)
+            self._start(lambda: self._write_copy(to_host, history, name))
 
     def _collect(self, state: TrainState) -> Contents:
         return collect_contents(state, self._encode_history, self.parts)
@@ -271,6 +272,10 @@ class checkpoint:
 
         self._writer = threading.Thread(target=write_and_note, name="checkpoint")
         self._writer.start()
+
+    def _write_copy(self, to_host: Callable[[], Contents], history: History, name: str) -> None:
+        copied = self._buffers = to_host()
+        self._write(copied, history, name)
 
     def _write(self, contents: Contents, history: History, name: str) -> None:
         path, ranking = self._prepare(contents, history, name)

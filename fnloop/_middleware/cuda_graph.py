@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Sequence
 
@@ -89,6 +90,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
                 warnings.warn(f"cuda_graph runs eagerly: {error}", stacklevel=2)
             refused = True
             captured.release()
+            gc.collect()  # of the failed capture: autograd would wait for the stream of its nodes
             return step(state, batch)
 
         return graph

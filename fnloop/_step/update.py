@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 from torch import Tensor
@@ -23,10 +25,35 @@ from fnloop._core.state import (
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
 
-__all__ = ["CLOSURE", "CREATE_GRAPH", "OPTIMIZER", "report", "skip_together", "update"]
+__all__ = [
+    "CLOSURE",
+    "CREATE_GRAPH",
+    "OPTIMIZER",
+    "replace_apply",
+    "report",
+    "skip_together",
+    "update",
+]
 
 CLOSURE, CREATE_GRAPH = "closure", "closure(create_graph)"  # names of middleware
 OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
+
+
+class _Current(threading.local):
+    apply: Callable[[Optimizer], None] = staticmethod(apply_optimizer)
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def replace_apply(apply: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Apply optimizers by another function in this thread, within a ``with`` block."""
+    before, _current.apply = _current.apply, apply
+    try:
+        yield
+    finally:
+        _current.apply = before
 
 
 def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step:
@@ -52,8 +79,9 @@ def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step
             applied = out.skip is None
             if applied:
                 give_up_ownership(new)  # until all of the parameters have changed
+                apply = _current.apply
                 for optimizer in optimizers_in(new.optimizer).values():
-                    apply_optimizer(optimizer)
+                    apply(optimizer)
         finally:
             for p in params:
                 p.grad = None

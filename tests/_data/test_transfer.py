@@ -53,7 +53,8 @@ def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
     streams show what is.
     """
     made, recorded = [], []
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    elsewhere = torch.device("meta")  # so that no batch is there already
+    stream = types.SimpleNamespace(wait_stream=lambda other: None, device=elsewhere)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(
         torch.cuda, "stream", lambda stream: made.append("side") or contextlib.nullcontext()
@@ -69,4 +70,8 @@ def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
     assert (recorded, len(made)) == ([1, 2, 3], 2)
     copied((torch.ones(1), Opaque(torch.ones(1))))
     copied(torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
+    assert (recorded, len(made)) == ([1, 2, 3], 2)
+    stream.device = torch.device("cpu")
+    there = {"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}
+    assert copied(there) is there
     assert (recorded, len(made)) == ([1, 2, 3], 2)

@@ -9,6 +9,7 @@ from torch import nn
 
 import fnloop as fl
 from fnloop import CaptureError
+from fnloop._graphs.guards import explain
 from fnloop.testing import (
     assert_same,
     toy,
@@ -286,3 +287,12 @@ def test_an_interruption_is_raised_as_such_and_the_optimizer_is_restored(recorde
         step(state, batch)
     assert state.optimizer.state[model.weight]["calls"] == 1
     assert_same(state, before)
+
+
+def test_a_kept_autograd_graph_of_the_parameters_is_named():
+    """What torch says in a capture if a hook keeps ``weight.clone()``: tests/test_gpu.py has it."""
+    said = (
+        "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+    )
+    message = str(explain(RuntimeError(said)))
+    assert "write weight.detach().clone()" in message and ".item()" not in message

@@ -3,7 +3,9 @@
 import inspect
 import pickle
 
+import attrs
 import pytest
+import several
 import torch
 
 import fnloop as fl
@@ -187,3 +189,79 @@ def test_the_default_backend_trains_as_an_eager_step_does():
         )
 
     assert_same(run(fl.compiled(), fl.accumulate(2)), run(fl.accumulate(2)), rtol=1e-9)
+
+
+# --- the optimizer
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.02),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.02),
+}
+halving = fl.schedule(lambda step, total: 0.5**step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ignore_warning_of_torch
+def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(name):
+    problem = attrs.evolve(small(), optimizer=OPTIMIZERS[name])
+    batches = problem.batches[:2] * 5
+    backend = Counting()
+    members = (fl.accumulate(2), fl.clip(0.05), halving)
+    step = fl.pipeline(fl.compiled(update=True, backend=backend), *members)(problem.loss_fn)
+    compiled = fl.fit(step, problem.state(), batches, epochs=2, steps=2, hooks=())
+    count = len(backend.graphs)  # SGD has no momentum at first
+    compiled = fl.fit(step, compiled, batches, epochs=2, hooks=())
+    assert (compiled.step, len(backend.graphs)) == (10, count)
+    eager = fl.fit(
+        fl.pipeline(*members)(problem.loss_fn), problem.state(), batches, epochs=2, hooks=()
+    )
+    for mine, theirs in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)  # counts are in float32
+    assert compiled.history["train/lr"][-1] == pytest.approx(eager.history["train/lr"][-1])
+
+
+@pytest.mark.slow
+@ignore_warning_of_torch
+def test_each_of_several_optimizers_is_compiled_and_a_restored_one_is_not_again(tmp_path):
+    problem = several.problem(several.muon_and_adamw)
+    backend = Counting()
+    step = fl.pipeline(fl.compiled(update=True, backend=backend), halving)(problem.loss_fn)
+    batches = problem.batches[:2]
+    whole = fl.fit(step, problem.state(), batches, epochs=2, hooks=())
+    half = fl.fit(step, problem.state(), batches, epochs=2, steps=2, hooks=())
+    fl.save(half, tmp_path / "half")
+    resumed = fl.fit(
+        step, fl.restore(tmp_path / "half", problem.state(seed=1)), batches, epochs=2, hooks=()
+    )
+    assert_same(resumed, whole, rtol=1e-9)
+
+
+def test_what_cannot_be_compiled_is_refused():
+    with pytest.raises(TypeError, match="update"):
+        fl.compiled(update="yes")
+    with pytest.raises(ValueError, match="calls the optimizer with a closure"):
+        fl.pipeline(fl.compiled(update=True), fl.closure())
+    step = fl.pipeline(fl.compiled(update=True, backend="eager"))(toy_loss)
+    fused = several.problem(several.fused_sgd_twice)
+    with pytest.raises(ValueError, match=r"does not support SGD\(\.\.\., fused=True\): leave out"):
+        step(fused.state(), fused.batches[0])
+    lbfgs = attrs.evolve(small(), optimizer=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss itself"):
+        step(lbfgs.state(), lbfgs.batches[0])
+    foreach = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, foreach=True))
+    with pytest.raises(ValueError, match="leave out foreach=True"):
+        step(foreach.state(), foreach.batches[0])
+
+
+@pytest.mark.slow
+@ignore_warning_of_torch
+def test_an_update_that_is_skipped_is_not_applied_by_compiled_code():
+    backend = Counting()
+    step = fl.pipeline(fl.compiled(update=True, backend=backend), fl.skip_nonfinite())(toy_loss)
+    state = fl.fit(step, toy(w=1.0, lr=1.0), [torch.tensor([float("nan")])], hooks=())
+    assert (state.model.w.item(), state.skipped) == (1.0, 1)
