@@ -14,6 +14,9 @@ from fnloop._display import checks, html
 __all__ = ["Record", "best_record", "metric_names"]
 
 
+_FLOAT = {float}
+
+
 class _FrozenDict(dict[str, float]):
     """A dict that cannot be changed."""
 
@@ -30,12 +33,12 @@ class _FrozenDict(dict[str, float]):
 def _floats(metrics: Mapping[str, object]) -> Mapping[str, float]:
     if metrics.__class__ is not dict:
         checks.mapping("Record", "metrics", metrics, 'such as {"valid/loss": 0.5}')
+    if {*map(type, metrics.values())} <= _FLOAT:
+        return _FrozenDict(metrics)  # type: ignore[arg-type]
     return _FrozenDict({name: _float(name, value) for name, value in metrics.items()})
 
 
 def _float(name: str, value: object) -> float:
-    if type(value) is float:
-        return value
     return float(checks.scalar("Record", f"metrics[{name!r}]", value))
 
 

@@ -54,6 +54,10 @@ class Moment(ABC):
     def due(self, state: TrainState) -> bool:
         """Return whether something is due at this boundary."""
 
+    def quiet_until(self, state: TrainState) -> float:
+        """Return ``state.step`` before which it need not be asked, unless the epoch ends."""
+        return 0
+
     def check(self, run: RunInfo) -> None:  # noqa: B027
         """Begin a run."""
 

@@ -138,6 +138,12 @@ class every(Moment):
         done, updates = math.ceil(state.batch / state.run.window), state.run.steps_per_epoch
         return _completes_part(_read_fraction(self.epochs), done, updates)  # type: ignore[arg-type]
 
+    def quiet_until(self, state: TrainState) -> float:
+        """Return ``state.step`` before which it need not be asked, unless the epoch ends."""
+        if self.steps is not None:
+            return (state.step // self.steps + 1) * self.steps
+        return math.inf if self.epochs is not None and self.epochs >= 1 else 0
+
 
 @functools.lru_cache
 def _read_fraction(epochs: float) -> tuple[int, int]:

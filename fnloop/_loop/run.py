@@ -72,6 +72,9 @@ class Run:
         self._watchers: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "evaluating")]
         self._collectors: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "collects")]
         self.last_step = math.inf if plan.steps is None else plan.steps
+        triggers = [trigger for trigger, _ in plan.evaluations]
+        triggers += [] if plan.record_every is None else [plan.record_every]
+        self._quiet = [getattr(trigger, "quiet_until", lambda state: 0) for trigger in triggers]
         self.interrupts = Interrupts()
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
@@ -79,8 +82,9 @@ class Run:
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.before_record = False  # whether an update is applied whose boundary has no record yet
         self.rolled_back = False  # whether a hook went back to a snapshot
-        known = state.history[-1].seconds if len(state.history) else 0.0
-        self.started = time.monotonic() - known
+        self.quiet_until = 0.0  # the step before which nothing is due, unless the epoch ends
+        self.seconds = state.history[-1].seconds if len(state.history) else 0.0
+        self.started = time.monotonic() - self.seconds
         self.state = self._first_state(attrs.evolve(state, run=self.info))
         hooks = map(unwrap_hook, plan.hooks)
         self._usr1_stops = any(getattr(hook, "ends_run_on_usr1", False) for hook in hooks)
@@ -111,6 +115,7 @@ class Run:
     def begin_epoch(self) -> int:
         """Begin an epoch, or continue the one that was left. Return the seed of its draws."""
         events, self.phase, self.rolled_back = self.state.events, LOADER, False
+        self.quiet_until = 0.0
         if self._usr1_stops:
             self.interrupts.stop_on_usr1()
         self.info.stopwatch.newest = None
@@ -232,9 +237,10 @@ class Run:
         last = ended or state.step >= self.last_step
         if last and self.plan.is_over(state):
             state = attrs.evolve(state, events=state.events | {END})
-        due, recent = self._ask(state)
-        if last or due is not None or recent:
-            state = self._report(state, due, recent, ended)
+        if last or state.step >= self.quiet_until:
+            due, recent = self._ask(state)
+            if last or due is not None or recent:
+                state = self._report(state, due, recent, ended)
         self.state, self.before_record = state, False
         self.phase = "the exchange between processes"
         self.peers.poll(state, self.interrupts)
@@ -271,7 +277,7 @@ class Run:
     def _ask(self, state: TrainState) -> tuple[tuple[str, ...] | None, bool]:
         """Return the names of the loaders to evaluate, and whether a record is due in any case.
 
-        The names are None if no evaluation is due. Every trigger is asked, as it may have a clock.
+        The names are None if no evaluation is due. If one trigger is asked, all are.
         """
         __tracebackhide__ = True
         due = None
@@ -280,7 +286,9 @@ class Run:
             if trigger.due(state):
                 due = names if due is None else due + names
         self.phase = records = self.plan.record_every
-        return due, records is not None and records.due(state)
+        recent = records is not None and records.due(state)
+        self.quiet_until = min((quiet(state) for quiet in self._quiet), default=math.inf)
+        return due, recent
 
     def _call_hooks(self, hooks: Sequence[Hook]) -> None:
         """Call hooks, each with the state that the one before it returned."""
@@ -355,14 +363,13 @@ class Run:
             given = (self.plan.step, state, loader, source, self._watch_evaluation)
             report |= evaluation_metrics(*given, self._collectors)
         self.phase = "the record"
-        known = state.history[-1].seconds if len(state.history) else 0.0
-        seconds = max(time.monotonic() - self.started, known)  # a clock may be set back
+        seconds = max(time.monotonic() - self.started, self.seconds)  # of another process
         if not is_alone(state):
             report["seconds"] = Max(seconds)
         if evaluate:
             report["evaluated"] = Max(time.perf_counter() - began)
         values = read(engine_of(state).reduce_report(report, "train/"))
-        seconds = values.pop("seconds", seconds)
+        self.seconds = seconds = values.pop("seconds", seconds)
         if evaluate:
             self.info.stopwatch.evaluated = values.pop("evaluated")
             self.info.stopwatch.newest = None

@@ -186,3 +186,63 @@ def test_a_state_between_two_records_is_plain_data_of_a_checkpoint(tmp_path):
     back = fl.restore(fl.save(state, tmp_path / "a"), toy())
     assert back.metrics["recent/loss"].compute() == 3.0
     assert attrs.evolve(back, metrics={}).metrics == {}
+
+
+# --- what is asked, and when
+
+
+class Asked:
+    """A trigger of the user, which only has ``due``."""
+
+    def __init__(self):
+        self.steps = []
+
+    def due(self, state):
+        self.steps.append(state.step)
+        return False
+
+
+def test_a_run_that_went_back_makes_the_record_that_it_had_passed(back_once):
+    """It goes back from step 3 to step 1, so step 2 is reached twice."""
+    records = []
+
+    def note(state):
+        records.append(state.history[-1].step if len(state.history) else 0)
+        return state
+
+    state = fl.fit(
+        fl.pipeline()(toy_loss),
+        toy(),
+        [torch.ones(1)] * 6,
+        hooks=(back_once, note),
+        record_every=fl.every(steps=2),
+    )
+    assert [r.step for r in state.history if "recent/loss" in r.metrics] == [2, 4, 6]
+    assert records == [0, 2, 0, 2, 2, 4, 4, 6]  # the third call is that of step 3, back at step 1
+
+
+def test_a_trigger_without_a_next_step_is_asked_after_every_update():
+    for asked, moment in ((one := Asked(), one), (two := Asked(), fl.every(steps=3) | two)):
+        fl.fit(
+            fl.pipeline()(toy_loss),
+            toy(),
+            [torch.ones(1)] * 4,
+            hooks=(),
+            record_every=moment,
+            evaluate_every=fl.every(epochs=1),
+        )
+        assert [step for step in asked.steps if step != 3] == [1, 2, 4]
+
+
+def test_a_skipped_update_after_a_record_makes_none():
+    """The step stays a multiple of 2."""
+    nan = torch.tensor([float("nan")])
+    one = torch.ones(1)
+    state = fl.fit(
+        fl.pipeline(fl.skip_nonfinite())(toy_loss),
+        toy(lr=0.1),
+        [one, one, nan, nan, one, one, one],
+        hooks=(),
+        record_every=fl.every(steps=2),
+    )
+    assert [r.step for r in state.history if "recent/loss" in r.metrics] == [2, 4, 5]
