@@ -110,10 +110,10 @@ def _select(tensors: Sequence[Tensor], index: list[int]) -> list[Tensor] | None:
     """Return these rows of each tensor, or None if stacking them might give something else."""
     if not all(map(_is_plain, tensors)):
         return None
-    if min(index) < 0 or max(index) >= min(map(len, tensors), default=0):
+    if min(index) < 0 or max(index) >= min((t.shape[0] for t in tensors), default=0):
         return None
     rows = torch.frombuffer(array("q", index), dtype=torch.int64)
-    return [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
+    return [t.index_select(0, rows if t.is_cpu else rows.to(t.device)) for t in tensors]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -264,6 +264,11 @@ def _batched(
 
 def _sampled(sampler: Iterable[Index], seed: int) -> Iterator[Index]:
     """Yield what a sampler yields, drawn from generators that are a function of the seed."""
+    return itertools.chain.from_iterable(_parts_of(sampler, seed))
+
+
+def _parts_of(sampler: Iterable[Index], seed: int) -> Iterator[Iterable[Index]]:
+    """Yield what a sampler yields in parts, so that no Python runs for each sample."""
     inner = getattr(sampler, "sampler", sampler)
     with seeded_generator(inner, seed), seeded_generator(sampler, seed):
         seed_all(seed)
@@ -271,14 +276,13 @@ def _sampled(sampler: Iterable[Index], seed: int) -> Iterator[Index]:
         # Within the block: torch's samplers take their generator when the first index is requested.
         index = next(indices, END)
     if type(sampler) in _TORCH_SAMPLERS:  # they draw from their own generator only
-        if index is not END:
-            yield index
-            yield from indices
+        yield () if index is END else (index,)
+        yield indices
         return
     for n in itertools.count():
         if index is END:
             return
-        yield index
+        yield (index,)
         seed_all(fold_in(seed, n))
         index = next(indices, END)
 

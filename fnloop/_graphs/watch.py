@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from fnloop._backend.containers import parts_of
 from fnloop._core.optimizers import SCHEDULED, groups_in, optimizers_in
@@ -51,32 +50,33 @@ class GuardSet:
             for key in group
             if key != "params" and not key.startswith(SCHEDULED)
         ]
-        self.numbers = [
-            (vars(m).get, [k for k, v in vars(m).items() if isinstance(v, NUMBER)])
-            for m in self.modules
-        ]
+        numbers = [(vars(m), _numbers_in(m)) for m in self.modules]
+        self.numbers = [(operator.itemgetter(*names), held) for held, names in numbers if names]
         self.snapshot()
 
     def snapshot(self) -> None:
         """Assume the current values from now on."""
+        held = [v for optimizer in self.optimizers for v in optimizer.state.values()]
+        self.dicts = [v for v in held if isinstance(v, dict)]
         self.expected, self.values = self.current(), self._values()
         self.comparable = [*map(_comparable, self.values)]
         rates = (value for value in self.values if isinstance(value, Tensor))
         self.addresses = [(rate.data_ptr, rate.data_ptr()) for rate in rates]
         # Keep the tensors alive, so that no other object can have one of their ids.
-        self.kept_alive = [*_state_values(self.optimizers)]
+        self.kept_alive = [held, *map(list, map(dict.values, self.dicts))]
 
     def current(self) -> dict[str, list[object]]:
         """Return the current values by what they are. Called before every replay, hence ``map``."""
         return {
             "a module's training flag or another of its numbers": [
-                [*map(get, names)] for get, names in self.numbers
+                get(held) for get, held in self.numbers
             ],
             "a parameter's requires_grad": [t.requires_grad for t in self.tensors],
             "where a parameter is in memory": list(map(Tensor.data_ptr, self.tensors)),
-            "which tensors are in the optimizer's state": list(
-                map(id, _state_values(self.optimizers))
-            ),
+            "which tensors are in the optimizer's state": [
+                *map(id, itertools.chain.from_iterable(o.state.values() for o in self.optimizers)),
+                *map(id, itertools.chain.from_iterable(map(dict.values, self.dicts))),
+            ],
         }
 
     def _values(self) -> list[object]:
@@ -115,7 +115,10 @@ class GuardSet:
             return "the optimizer's groups"
         if (key := self._changed_setting()) is not None:
             return f"a setting of the optimizer ({key})"
-        now = self.current()
+        try:
+            now = self.current()
+        except KeyError:  # it was deleted
+            return "a number of a module"
         if now == self.expected:
             return None
         return next(name for name in now if now[name] != self.expected[name])
@@ -129,13 +132,9 @@ class GuardSet:
         )
 
 
-def _state_values(optimizers: Iterable[Optimizer]) -> Iterator[object]:
-    """Yield the values in the state of optimizers, of each parameter or of all together."""
-    return itertools.chain.from_iterable(
-        v.values() if isinstance(v, dict) else (v,)
-        for optimizer in optimizers
-        for v in optimizer.state.values()
-    )
+def _numbers_in(module: nn.Module) -> list[str]:
+    """Return the names of the attributes of a module that are numbers; all have ``training``."""
+    return [name for name, value in vars(module).items() if isinstance(value, NUMBER)]
 
 
 def _comparable(value: object) -> object:
