@@ -133,8 +133,10 @@ foreach_clamp_min_ = _foreach("clamp_min_")
 foreach_copy_ = _foreach("copy_")
 foreach_div_ = _foreach("div_")
 foreach_mul_ = _foreach("mul_")
-foreach_norm: Callable[[Sequence[Tensor]], Sequence[Tensor]] = getattr(
-    torch, "_foreach_norm", lambda tensors: [*map(torch.linalg.vector_norm, tensors)]
+foreach_norm: Callable[..., Sequence[Tensor]] = getattr(
+    torch,
+    "_foreach_norm",
+    lambda tensors, norm_type=2.0: [torch.linalg.vector_norm(t, norm_type) for t in tensors],
 )
 unscale_: Callable[[Sequence[Tensor], Tensor, Tensor], object] = getattr(  # as GradScaler does
     torch, "_amp_foreach_non_finite_check_and_unscale_", _unscale_one_by_one

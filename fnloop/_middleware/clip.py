@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import utils
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import by_mesh, local_part
+from fnloop._backend.fsdp import local_part
 from fnloop._core.call import Call
 from fnloop._core.metrics import Mean
 from fnloop._core.middleware import Middleware, middleware
@@ -25,7 +24,7 @@ from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import commutes_with_scaling
 from fnloop._step.chosen import Chosen
-from fnloop._step.gradients import nan_unless_finite, total_norm
+from fnloop._step.gradients import scale_to_norm_, total_norm
 from fnloop._step.update import report
 
 __all__ = ["clip", "clip_value", "grad_norm"]
@@ -95,8 +94,7 @@ def clip(
             params = [p for p in chosen.of(state) if p.grad is not None]
             norm = _norm_of(params, norm_type)
             if not math.isinf(max_norm):
-                for group in by_mesh(params):
-                    utils.clip_grads_with_norm_(group, max_norm, nan_unless_finite(norm))
+                scale_to_norm_(params, max_norm, norm)
             return {label: Mean(norm, 1)}
 
         return _measuring(step, "clip", scale)

@@ -1,0 +1,61 @@
+"""The norm of gradients, and clipping by it, beside torch's own functions: the same bits."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from fnloop._step.gradients import scale_to_norm_, total_norm
+
+
+def parameters(*kinds):
+    draw = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.zeros(5, 3, dtype=kind)) for kind in kinds]
+    for p in params:
+        p.grad = torch.randn(5, 3, generator=draw).to(p.dtype)
+    return [*params, nn.Parameter(torch.zeros(2))]  # the last one has no gradient
+
+
+KINDS = {
+    "alike": (torch.float32,) * 3,
+    "one": (torch.float64,),
+    "of two dtypes": (torch.float32, torch.float64, torch.bfloat16),
+    "none": (),
+}
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_clipping_has_the_bits_of_torch(kinds, norm_type, limit):
+    mine, its = parameters(*kinds), parameters(*kinds)
+    norm = total_norm([p.grad for p in mine if p.grad is not None], norm_type)
+    scale_to_norm_(mine, limit, norm)
+    assert torch.equal(norm, clip_grad_norm_(its, limit, norm_type))
+    for a, b in zip(mine, its, strict=True):
+        assert a.grad is None if b.grad is None else torch.equal(a.grad, b.grad)
+
+
+def test_gradients_with_a_graph_lose_it_in_the_norm():
+    w = nn.Parameter(torch.tensor([3.0, 4.0]))
+    (w.grad,) = torch.autograd.grad((w**2).sum() / 2, w, create_graph=True)
+    norm = total_norm([w.grad], 2.0)
+    assert (norm.item(), norm.requires_grad) == (5.0, False)
+
+
+def test_an_infinite_gradient_becomes_nan():
+    p = parameters(torch.float32)[0]
+    p.grad[0, 0] = math.inf
+    scale_to_norm_([p], 1.0, total_norm([p.grad], 2.0))
+    assert p.grad.isnan().all()
+
+
+def test_sparse_gradients_have_no_norm_as_in_torch():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    with pytest.raises(NotImplementedError):
+        get_total_norm([table.weight.grad])
+    with pytest.raises(NotImplementedError):
+        total_norm([table.weight.grad], 2.0)
