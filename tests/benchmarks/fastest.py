@@ -33,9 +33,9 @@ per epoch by hand and 0.522 with fnloop, a ratio of 0.963 (quartiles 0.947 to 0.
 measurements had 0.972 and 0.975. Fetching takes 390 µs of an update by hand (4 %), and 140 with
 fnloop.
 
-An epoch of "mnist" with one thread fetches for 0.028 s by hand, and for 0.012 s with fnloop: 1 % of its time. In
-another measurement its medians were 1.886 by hand and 1.859 with fnloop. After 10 epochs the
-accuracy is 98.5 % as it is, and 98.9 % at its fastest (``--epochs 10``).
+An epoch of "mnist" with one thread fetches for 0.028 s by hand, and for 0.012 s with fnloop: 1 % of
+its time. In another measurement its medians were 1.886 by hand and 1.859 with fnloop. After 10
+epochs the accuracy is 98.5 % as it is, and 98.9 % at its fastest (``--epochs 10``).
 """
 
 from __future__ import annotations
