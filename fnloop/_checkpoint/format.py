@@ -162,7 +162,7 @@ class Contents:
             copied = self.copied(buffers)
             return lambda: copied
         groups = self.groups().items()
-        clones = {name: {k: t.clone() for k, t in group.items()} for name, group in groups}
+        clones = {name: {k: t.detach().clone() for k, t in group.items()} for name, group in groups}
         there = [self.with_groups(clones)]
         del clones
         stream = torch.cuda.Stream(tensors[0].device)

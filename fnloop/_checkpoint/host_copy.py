@@ -34,7 +34,8 @@ class HostCopier:
             # NumPy requests large pages and torch does not, which halves the time of a first copy.
             memory = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
             buffer = memory.view(tensor.dtype).view(tensor.shape)
-        if tensor.is_cuda and tensor.nbytes >= SMALL and buffer.is_contiguous():
+        is_plain = buffer.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if tensor.is_cuda and tensor.nbytes >= SMALL and is_plain:
             return self._copy_by_pieces(tensor, buffer)
         return buffer.copy_(tensor)
 

@@ -363,7 +363,7 @@ class Run:
             given = (self.plan.step, state, loader, source, self._watch_evaluation)
             report |= evaluation_metrics(*given, self._collectors)
         self.phase = "the record"
-        seconds = max(time.monotonic() - self.started, self.seconds)  # of another process
+        seconds = max(time.monotonic() - self.started, self.seconds)  # another process may be ahead
         if not is_alone(state):
             report["seconds"] = Max(seconds)
         if evaluate:

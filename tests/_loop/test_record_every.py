@@ -234,6 +234,15 @@ def test_a_trigger_without_a_next_step_is_asked_after_every_update():
         assert [step for step in asked.steps if step != 3] == [1, 2, 4]
 
 
+def test_a_subclass_of_every_with_moments_of_its_own_is_asked_after_every_update():
+    class Odd(fl.every):
+        def due(self, state):
+            return state.step % 2 == 1
+
+    state = train(record_every=Odd(steps=100))
+    assert [step for step, _ in losses(state)] == [1, 3, 5]
+
+
 def test_a_skipped_update_after_a_record_makes_none():
     """The step stays a multiple of 2."""
     nan = torch.tensor([float("nan")])
