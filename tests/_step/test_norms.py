@@ -52,10 +52,15 @@ def test_an_infinite_gradient_becomes_nan():
     assert p.grad.isnan().all()
 
 
-def test_sparse_gradients_have_no_norm_as_in_torch():
+def test_sparse_gradients_are_left_to_torch():
+    """torch 2.15 has a norm of them, and older ones do not."""
     table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1, 1, 3])).sum().backward()
-    with pytest.raises(NotImplementedError):
-        get_total_norm([table.weight.grad])
-    with pytest.raises(NotImplementedError):
-        total_norm([table.weight.grad], 2.0)
+    table(torch.tensor([1, 3])).sum().backward()  # two rows of ones
+
+    def found(norm):
+        try:
+            return norm([table.weight.grad], 2.0).item()
+        except NotImplementedError as error:
+            return type(error)
+
+    assert found(total_norm) == found(get_total_norm) in (2.0, NotImplementedError)
