@@ -137,7 +137,13 @@ class Contents:
 
     def copied(self, buffers: Contents | None = None) -> Contents:
         """Return a copy in host memory. It reuses the memory of an earlier copy where that fits."""
-        earlier, copy = buffers.groups() if buffers else {}, HostCopier()
+        return self._copied_by(HostCopier(), buffers)
+
+    def _copied_by(
+        self, copy: Callable[[Tensor, Tensor | None], Tensor], buffers: Contents | None
+    ) -> Contents:
+        """Return the contents with copies, each made from a tensor and an earlier copy, if any."""
+        earlier = buffers.groups() if buffers else {}
 
         def copy_of(name: str, group: Mapping[str, Tensor]) -> dict[str, Tensor]:
             old = earlier.get(name, {})
@@ -158,19 +164,25 @@ class Contents:
             A function to call once, in any thread: it returns the copy in host memory.
         """
         tensors = [t for group in self.groups().values() for t in group.values() if t.is_cuda]
-        if not tensors or not has_room(tensors[0].device, sum(t.nbytes for t in tensors)):
+        devices = {t.device for t in tensors}
+        if len(devices) != 1 or not has_room(next(iter(devices)), sum(t.nbytes for t in tensors)):
             copied = self.copied(buffers)
             return lambda: copied
-        groups = self.groups().items()
-        clones = {name: {k: t.detach().clone() for k, t in group.items()} for name, group in groups}
-        there = [self.with_groups(clones)]
-        del clones
-        stream = torch.cuda.Stream(tensors[0].device)
-        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        (device,), to_memory = devices, HostCopier()
+
+        def copy_there(tensor: Tensor, earlier: Tensor | None) -> Tensor:
+            return tensor.detach().clone() if tensor.is_cuda else to_memory(tensor, earlier)
+
+        def copy_from_there(tensor: Tensor, earlier: Tensor | None) -> Tensor:
+            return to_memory(tensor, earlier) if tensor.is_cuda else tensor
+
+        there = [self._copied_by(copy_there, buffers)]
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
 
         def to_host() -> Contents:
-            with torch.cuda.stream(stream):
-                return there.pop().copied(buffers)  # it frees the copy on the device
+            with torch.cuda.stream(stream):  # popped, so that the copy on the device is freed
+                return there.pop()._copied_by(copy_from_there, buffers)
 
         return to_host
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,8 @@ def make_capturable(
         elif "fused" in group:
             group["fused"] = True
     for optimizer in optimizers:
-        _move_counts(optimizer, device)
+        _move_counts(optimizer, optimizer.state, device)
+        torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
     return original
 
 
@@ -63,18 +64,16 @@ def read_from_tensors(optimizer: Optimizer) -> None:
     On a GPU it is also made capturable if it can be: compiled code then has its counts there.
     """
     groups = optimizer.param_groups
-    if all(isinstance(group.get("lr", _NO_RATE), Tensor) for group in groups):
-        return
-    device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
     for group in groups:
-        _move_rate(group, [other for other in groups if other is not group], device)
-        if device.type != "cpu" and "capturable" in group:
-            group["capturable"] = True
-    if device.type != "cpu":
-        _move_counts(optimizer, device)
-
-
-_NO_RATE = torch.empty(0)
+        if type(group.get("lr")) not in (int, float) or not group["params"]:
+            continue  # nearly always: it was moved in an earlier update
+        device = group["params"][0].device
+        _move_rate(group, (), device)
+        if device.type != "cpu":
+            if "capturable" in group:
+                group["capturable"] = True
+            _move_counts(optimizer, group["params"], device)
+            torch_compat.silence_capturable_warning(optimizer)  # it also runs eagerly
 
 
 def _move_rate(group: Group, others: Collection[Group], device: torch.device) -> None:
@@ -89,16 +88,18 @@ def _move_rate(group: Group, others: Collection[Group], device: torch.device) ->
     dtype = None if isinstance(given, Tensor) else single
     rate = torch.as_tensor(given, dtype=dtype, device=device)
     shared = any(rate is other.get("lr") for other in others)
+    mark = group.get(f"{SCHEDULED}lr")
     group["lr"] = rate.clone() if shared else rate
-    _keep_scheduled(group)
+    if mark is given or mark == given:  # else the user has changed it, as the schedule will say
+        _keep_scheduled(group)
 
 
-def _move_counts(optimizer: Optimizer, device: torch.device) -> None:
-    for values in optimizer.state.values():
+def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.device) -> None:
+    """Move the scalars in the state that an optimizer keeps for these parameters."""
+    for values in [optimizer.state[key] for key in keys if key in optimizer.state]:
         if isinstance(values, dict):
             counts = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
             values.update({k: v.to(device) for k, v in counts.items()})
-    torch_compat.silence_capturable_warning(optimizer)  # it also runs eagerly
 
 
 def _check_fused(optimizer: Optimizer) -> None:

@@ -50,14 +50,14 @@ class GuardSet:
             for key in group
             if key != "params" and not key.startswith(SCHEDULED)
         ]
-        numbers = [(vars(m), _numbers_in(m)) for m in self.modules]
-        self.numbers = [(operator.itemgetter(*names), held) for held, names in numbers if names]
         self.snapshot()
 
     def snapshot(self) -> None:
         """Assume the current values from now on."""
         held = [v for optimizer in self.optimizers for v in optimizer.state.values()]
         self.dicts = [v for v in held if isinstance(v, dict)]
+        numbers = [(vars(m), _numbers_in(m)) for m in self.modules]
+        self.numbers = [(operator.itemgetter(*names), held) for held, names in numbers if names]
         self.expected, self.values = self.current(), self._values()
         self.comparable = [*map(_comparable, self.values)]
         rates = (value for value in self.values if isinstance(value, Tensor))

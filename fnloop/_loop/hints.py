@@ -10,6 +10,9 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
+from fnloop._core.middleware import Middleware
+from fnloop._core.optimizers import optimizers_in
+from fnloop._core.state import TrainState
 from fnloop._data.loaders import Loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display.html import format_count
@@ -18,10 +21,13 @@ from fnloop._display.log import log
 __all__ = ["check_length", "fused_hint", "loader_hints", "suggest_fused", "suggest_loaders"]
 
 
-def suggest_fused(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Log once how each optimizer would be faster on this device."""
-    for optimizer in optimizers if device.type in ("cuda", "cpu") else ():
-        if hint := fused_hint(optimizer, device.type):
+def suggest_fused(listed: Iterable[Middleware], state: TrainState) -> None:
+    """Log once how each optimizer would be faster on this device, unless its step is compiled."""
+    device = state.backend.device.type
+    if device not in ("cuda", "cpu") or any(m.name == "compiled" and m.update for m in listed):
+        return
+    for optimizer in optimizers_in(state.optimizer).values():
+        if hint := fused_hint(optimizer, device):
             _log_once(hint)
 
 

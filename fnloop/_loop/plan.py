@@ -149,9 +149,15 @@ class Plan:
         check_names(every_layer, ("train", *recent, *info.evaluated))
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
-        for trigger in (*(trigger for trigger, _ in self.evaluations), self.record_every):
+        for trigger in self.triggers:
             if (check := getattr(trigger, "check", None)) is not None:
                 check(info)
+
+    @property
+    def triggers(self) -> tuple[Trigger, ...]:
+        """What says when to evaluate and to make a record."""
+        own = () if self.record_every is None else (self.record_every,)
+        return (*(trigger for trigger, _ in self.evaluations), *own)
 
     def hooks_at(self, event: str) -> list[Hook]:
         """Return the hooks that may be due at a boundary without an update: "start" or "end"."""

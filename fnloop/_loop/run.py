@@ -13,7 +13,6 @@ from fnloop._core.copies import with_record
 from fnloop._core.events import AGAIN, END, EPOCH, PENDING, RECORD, START, UPDATE
 from fnloop._core.left_out import count_left_out
 from fnloop._core.metrics import Max, read
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
 from fnloop._core.running import without_recent
@@ -72,9 +71,7 @@ class Run:
         self._watchers: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "evaluating")]
         self._collectors: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "collects")]
         self.last_step = math.inf if plan.steps is None else plan.steps
-        triggers = [trigger for trigger, _ in plan.evaluations]
-        triggers += [] if plan.record_every is None else [plan.record_every]
-        self._quiet = [getattr(trigger, "quiet_until", lambda state: 0) for trigger in triggers]
+        self._quiet = [getattr(each, "quiet_until", lambda state: 0) for each in plan.triggers]
         self.interrupts = Interrupts()
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
@@ -82,7 +79,7 @@ class Run:
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.before_record = False  # whether an update is applied whose boundary has no record yet
         self.rolled_back = False  # whether a hook went back to a snapshot
-        self.quiet_until = 0.0  # the step before which nothing is due, unless the epoch ends
+        self.asked_at = self.quiet_until = 0.0  # in between nothing is due, unless the epoch ends
         self.seconds = state.history[-1].seconds if len(state.history) else 0.0
         self.started = time.monotonic() - self.seconds
         self.state = self._first_state(attrs.evolve(state, run=self.info))
@@ -97,7 +94,7 @@ class Run:
         if self.plan.record_every is None:
             state = attrs.evolve(state, metrics=without_recent(state.metrics))
         self.plan.step.begin_run(state)
-        suggest_fused(optimizers_in(state.optimizer).values(), state.backend.device)
+        suggest_fused(self.plan.step.pipeline.middleware, state)
         if state.backend.main:
             suggest_loaders(self.plan.loaders, state.backend.device)
         try:
@@ -116,6 +113,8 @@ class Run:
         """Begin an epoch, or continue the one that was left. Return the seed of its draws."""
         events, self.phase, self.rolled_back = self.state.events, LOADER, False
         self.quiet_until = 0.0
+        if len(self.state.history):  # which may be that of another state, after a hook
+            self.seconds = max(self.seconds, self.state.history[-1].seconds)
         if self._usr1_stops:
             self.interrupts.stop_on_usr1()
         self.info.stopwatch.newest = None
@@ -237,7 +236,7 @@ class Run:
         last = ended or state.step >= self.last_step
         if last and self.plan.is_over(state):
             state = attrs.evolve(state, events=state.events | {END})
-        if last or state.step >= self.quiet_until:
+        if last or not self.asked_at <= state.step < self.quiet_until:
             due, recent = self._ask(state)
             if last or due is not None or recent:
                 state = self._report(state, due, recent, ended)
@@ -287,6 +286,7 @@ class Run:
                 due = names if due is None else due + names
         self.phase = records = self.plan.record_every
         recent = records is not None and records.due(state)
+        self.asked_at = state.step  # a step of the pipeline may go back before it
         self.quiet_until = min((quiet(state) for quiet in self._quiet), default=math.inf)
         return due, recent
 

@@ -41,8 +41,9 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
 
     Args:
         update: whether to compile the step of the optimizers, too. It pays for an optimizer that
-            has no fused form. Learning rates become tensors, so that a schedule compiles nothing
-            again; another setting that changes does.
+            has no fused form. Learning rates become tensors, whose values change in place, so that
+            a schedule compiles nothing again: keep ``float(group["lr"])``. Another optimizer, such
+            as that of a snapshot, is compiled again. ``fullgraph`` is for the loss function only.
         **options: the arguments of ``torch.compile``: mode, dynamic, fullgraph, backend, ...
 
     Returns:
@@ -79,7 +80,8 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
         return Middleware("compiled", loss_fn=compile_)
 
     def wrap(step: Step) -> Step:
-        apply = _CompiledSteps(compile_)
+        own = {name: value for name, value in options.items() if name != "fullgraph"}
+        apply = _CompiledSteps(lambda function: torch.compile(function, **own))
 
         def apply_compiled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True

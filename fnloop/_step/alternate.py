@@ -367,7 +367,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why += ": leave it out"
         elif member.name == "spike_guard" and member.check_state is not None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
-        elif member.update is not None and is_ours(member):  # ema, swa
+        elif member.update is not None and is_ours(member) and member.name != "compiled":
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:

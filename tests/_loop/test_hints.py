@@ -1,4 +1,5 @@
 import os
+import types
 
 import attrs
 import pytest
@@ -11,6 +12,12 @@ from fnloop._loop.hints import fused_hint, loader_hints, suggest_fused, suggest_
 from fnloop.testing import toy, toy_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def suggest(optimizer, device):
+    """What a run with this optimizer on this device is told."""
+    backend = types.SimpleNamespace(device=device)
+    suggest_fused((), types.SimpleNamespace(optimizer=optimizer, backend=backend))
 
 
 def parameters(dtype=torch.float32):
@@ -41,8 +48,8 @@ def test_parameters_that_fused_can_not_take_and_optimizers_of_others_are_left_al
 
 
 def test_the_hint_comes_once_for_each_kind_of_optimizer(caplog):
-    suggest_fused([torch.optim.NAdam(parameters(), foreach=False)], CUDA)
-    suggest_fused([torch.optim.NAdam(parameters(), foreach=False)], CUDA)
+    suggest(torch.optim.NAdam(parameters(), foreach=False), CUDA)
+    suggest(torch.optim.NAdam(parameters(), foreach=False), CUDA)
     assert len(caplog.messages) == 1
 
 
@@ -117,17 +124,17 @@ def test_hints_about_loaders_come_once(caplog):
 
 
 def test_on_the_cpu_fused_adam_is_named_with_its_rounding_and_nothing_else(caplog):
-    suggest_fused([torch.optim.RAdam(parameters(), foreach=False)], CPU)
-    suggest_fused([torch.optim.SGD(parameters(), lr=0.1)], CPU)
-    suggest_fused([torch.optim.AdamW(parameters(), fused=False)], CPU)
-    suggest_fused([torch.optim.AdamW(parameters())], torch.device("meta"))
+    suggest(torch.optim.RAdam(parameters(), foreach=False), CPU)
+    suggest(torch.optim.SGD(parameters(), lr=0.1), CPU)
+    suggest(torch.optim.AdamW(parameters(), fused=False), CPU)
+    suggest(torch.optim.AdamW(parameters()), torch.device("meta"))
     assert not caplog.messages
     assert fused_hint(torch.optim.AdamW(parameters()), "cpu") == (
         "fit: AdamW makes several passes over the parameters; AdamW(..., fused=True) makes one, "
         "equal up to rounding"
     )
     fl._loop.hints._log_once.cache_clear()
-    suggest_fused([torch.optim.AdamW(parameters())], CPU)
+    suggest(torch.optim.AdamW(parameters()), CPU)
     assert len(caplog.messages) == 1
 
 

@@ -221,6 +221,32 @@ def test_a_run_that_went_back_makes_the_record_that_it_had_passed(back_once):
     assert records == [0, 2, 0, 2, 2, 4, 4, 6]  # the third call is that of step 3, back at step 1
 
 
+def test_a_guard_that_goes_back_makes_the_records_again_and_so_does_a_resumed_run():
+    """A spike in the sixth batch takes the run from step 5 back to step 3."""
+    batches = [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 1.0, 1.0, 1.0, 1.0)]
+    step = fl.pipeline(fl.spike_guard(3, 10.0, then="back"))(toy_loss)
+
+    def steps_of_records(*hooks, state=None):
+        state = fl.fit(
+            step,
+            state or toy(w=1.0, lr=1e-3),
+            batches,
+            epochs=1,
+            hooks=hooks,
+            record_every=fl.every(steps=5),
+        )
+        return state, [
+            r.step for r in state.history if "recent/loss" in r.metrics and not r.closing
+        ]
+
+    whole, steps = steps_of_records()
+    assert steps.count(5) == 2
+    pause = fl.when(lambda state: state.batch == 6)(lambda state: attrs.evolve(state, stop="now"))
+    paused, _ = steps_of_records(pause)
+    resumed, again = steps_of_records(state=attrs.evolve(paused, stop=None))
+    assert (again, resumed.step) == (steps, whole.step)
+
+
 def test_a_trigger_without_a_next_step_is_asked_after_every_update():
     for asked, moment in ((one := Asked(), one), (two := Asked(), fl.every(steps=3) | two)):
         fl.fit(

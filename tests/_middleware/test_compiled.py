@@ -1,5 +1,6 @@
 """compiled: what is compiled and how often, and equality with the step that is not."""
 
+import importlib
 import inspect
 import pickle
 
@@ -210,13 +211,16 @@ halving = fl.schedule(lambda step, total: 0.5**step)
 def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(name):
     problem = attrs.evolve(small(), optimizer=OPTIMIZERS[name])
     batches = problem.batches[:2] * 5
-    backend = Counting()
-    members = (fl.accumulate(2), fl.clip(0.05), halving)
-    step = fl.pipeline(fl.compiled(update=True, backend=backend), *members)(problem.loss_fn)
-    compiled = fl.fit(step, problem.state(), batches, epochs=2, steps=2, hooks=())
-    count = len(backend.graphs)  # SGD has no momentum at first
-    compiled = fl.fit(step, compiled, batches, epochs=2, hooks=())
-    assert (compiled.step, len(backend.graphs)) == (10, count)
+    members, counts = (fl.accumulate(2), fl.clip(0.05)), []
+    for more in ((), (halving,)):
+        backend = Counting()
+        step = fl.pipeline(fl.compiled(update=True, backend=backend), *members, *more)
+        step = step(problem.loss_fn)
+        compiled = fl.fit(step, problem.state(), batches, epochs=2, hooks=())
+        counts.append(len(backend.graphs))
+    # One for the loss function, and one for the update; SGD has no momentum in its first update.
+    assert counts == [2 + (name == "SGD")] * 2
+    members = (*members, halving)
     eager = fl.fit(
         fl.pipeline(*members)(problem.loss_fn), problem.state(), batches, epochs=2, hooks=()
     )
@@ -227,12 +231,13 @@ def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(
 
 @pytest.mark.slow
 @ignore_warning_of_torch
-def test_each_of_several_optimizers_is_compiled_and_a_restored_one_is_not_again(tmp_path):
+def test_each_of_several_optimizers_is_compiled_and_a_restored_run_is_the_same(tmp_path):
     problem = several.problem(several.muon_and_adamw)
     backend = Counting()
     step = fl.pipeline(fl.compiled(update=True, backend=backend), halving)(problem.loss_fn)
     batches = problem.batches[:2]
     whole = fl.fit(step, problem.state(), batches, epochs=2, hooks=())
+    assert len(backend.graphs) == 3  # the loss function and two optimizers
     half = fl.fit(step, problem.state(), batches, epochs=2, steps=2, hooks=())
     fl.save(half, tmp_path / "half")
     resumed = fl.fit(
@@ -265,3 +270,54 @@ def test_an_update_that_is_skipped_is_not_applied_by_compiled_code():
     step = fl.pipeline(fl.compiled(update=True, backend=backend), fl.skip_nonfinite())(toy_loss)
     state = fl.fit(step, toy(w=1.0, lr=1.0), [torch.tensor([float("nan")])], hooks=())
     assert (state.model.w.item(), state.skipped) == (1.0, 1)
+
+
+def adamw_and_sgd(parameters):
+    first, *others = parameters
+    return {
+        "matrices": torch.optim.AdamW([first], lr=0.02),
+        "rest": torch.optim.SGD(others, lr=0.05, momentum=0.9),
+    }
+
+
+@pytest.mark.slow
+@ignore_warning_of_torch
+def test_turns_may_compile_their_updates():
+    compiled = (fl.compiled(update=True, backend="eager"),)
+    problem = attrs.evolve(small(), optimizer=adamw_and_sgd)
+    states = []
+    for members in (compiled, ()):
+        one = several.alternating(matrices=members, rest=members, problem=problem)
+        step = fl.pipeline()(one.loss_fn)
+        states.append(fl.fit(step, one.state(), one.batches[:2], epochs=2, hooks=()))
+    for mine, theirs in zip(*(state.model.parameters() for state in states), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@ignore_warning_of_torch
+def test_fullgraph_is_for_the_loss_function():
+    step = fl.pipeline(fl.compiled(update=True, fullgraph=True, backend="eager"))(toy_loss)
+    state, _ = step(toy(), torch.ones(1))
+    assert state.model.w.item() == -1.0
+
+
+@pytest.mark.slow
+@ignore_warning_of_torch
+def test_a_learning_rate_set_by_hand_is_not_taken_for_that_of_the_schedule():
+    compiled = fl.compiled(update=True, backend="eager")
+    scheduled, plain = fl.pipeline(compiled, halving)(toy_loss), fl.pipeline(compiled)(toy_loss)
+    state = fl.fit(scheduled, toy(lr=0.1), [torch.ones(1)], epochs=1, hooks=())
+    state.optimizer.param_groups[0]["lr"] = 0.05
+    state = fl.fit(plain, state, [torch.ones(1)], epochs=2, hooks=())
+    with pytest.raises(ValueError, match="the schedule had set it to"):
+        fl.fit(scheduled, state, [torch.ones(1)], epochs=3, hooks=())
+
+
+def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog):
+    problem = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.123))
+    step = fl.pipeline(fl.compiled(update=True, backend="eager"))(problem.loss_fn)
+    fl.fit(step, problem.state(), problem.batches[:1], epochs=0, hooks=())
+    hints = importlib.import_module("fnloop._loop.hints")
+    hints.suggest_fused(step.pipeline.middleware, problem.state())
+    assert "fused=True" not in caplog.text
