@@ -286,3 +286,10 @@ def test_a_stop_iteration_in_a_dataset_is_an_error_with_any_number_of_workers(
 ):
     with pytest.raises(RuntimeError, match=message):
         fl.fit(fl.pipeline()(toy_loss), toy(), make(workers), hooks=())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_without_samples_gives_no_batch(shuffle):
+    sampler = [] if shuffle else None  # torch shuffles no empty dataset
+    loader = DataLoader(TensorDataset(torch.empty(0, 2)), 4, sampler=sampler)
+    assert list(open_source(loader, 0).batches(0, 0, 0)) == []

@@ -75,3 +75,5 @@ def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
     there = {"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}
     assert copied(there) is there
     assert (recorded, len(made)) == ([1, 2, 3], 2)
+    hiding = Opaque(torch.ones(1))
+    assert copied((torch.ones(1), hiding))[1] is not hiding

@@ -57,6 +57,12 @@ def other_memory(state):
     return state
 
 
+def other_memory_of_the_rate(state):
+    rate = state.optimizer.param_groups[0]["lr"]
+    rate.data = rate.data * 2
+    return state
+
+
 def other_optimizer_state(state):
     state.optimizer.load_state_dict(state.optimizer.state_dict())
     for values in state.optimizer.state.values():
@@ -65,7 +71,11 @@ def other_optimizer_state(state):
 
 
 @pytest.mark.parametrize(
-    "change", [momentum, freeze, evaluation_mode, other_memory, other_optimizer_state]
+    "change",
+    [
+        *(momentum, freeze, evaluation_mode),
+        *(other_memory, other_memory_of_the_rate, other_optimizer_state),
+    ],
 )
 def test_a_change_between_two_updates_makes_new_graphs(change, recorders):
     assert [entry for entry in stopping(recorders, change) if "replay" not in entry] == [
