@@ -388,7 +388,6 @@ def test_batches_are_not_copied_far_ahead_of_the_device():
     before = torch.cuda.memory_allocated()
     fl.fit(step, problem.state(), problem.batches, epochs=1, hooks=())
     held = (torch.cuda.max_memory_allocated() - before) / size
-    print(f"{held:.1f} batches at once")
     assert held < 24, f"{held:.0f} batches at once"  # 256 MiB, and what the step uses
 
 
@@ -430,7 +429,7 @@ def test_a_checkpoint_in_the_background_holds_the_weights_of_its_update(
 
 
 def test_times_on_the_device_are_those_of_its_work():
-    """Two matrix products of known length: the host only launches them."""
+    """Matrix products, timed by hand too: the host only launches them."""
     weight = torch.randn(4096, 4096, device=DEVICE)
 
     def slow(model, batch):

@@ -160,10 +160,10 @@ def _check_optimizers(state: TrainState, members: Sequence[Middleware]) -> None:
 def _check_names(options: Mapping[str, object], known: Sequence[str]) -> None:
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
+            close = difflib.get_close_matches(name, ("update", *known), 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise TypeError(
-                f"compiled takes the arguments of torch.compile ({', '.join(known)}); "
+                f"compiled takes the arguments of torch.compile ({', '.join(known)}), and update; "
                 f"got {name!r}.{hint}"
             )
 

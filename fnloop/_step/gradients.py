@@ -123,7 +123,7 @@ def _fail_without_gradient(state: TrainState) -> None:
 
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients together, including the parts in other processes."""
-    if _are_alike(grads):  # get_total_norm takes twice as long, for the same bits
+    if _are_alike(grads):  # what get_total_norm does after it has sorted them by kind
         norms = torch_compat.foreach_norm(grads, norm_type)
         return torch.linalg.vector_norm(torch.stack([*norms]), norm_type)
     if all(local_part(grad) is grad for grad in grads):

@@ -247,8 +247,10 @@ def test_each_of_several_optimizers_is_compiled_and_a_restored_run_is_the_same(t
 
 
 def test_what_cannot_be_compiled_is_refused():
-    with pytest.raises(TypeError, match="update"):
+    with pytest.raises(TypeError, match="expects update as True or False"):
         fl.compiled(update="yes")
+    with pytest.raises(TypeError, match=r"and update; got .*Did you mean update"):
+        fl.compiled(updates=True)
     with pytest.raises(ValueError, match="calls the optimizer with a closure"):
         fl.pipeline(fl.compiled(update=True), fl.closure())
     step = fl.pipeline(fl.compiled(update=True, backend="eager"))(toy_loss)
