@@ -9,6 +9,7 @@ from torch import nn
 
 import fnloop as fl
 from fnloop import schedules
+from fnloop._graphs.watch import GuardSet
 from fnloop.testing import (
     assert_same,
     toy,
@@ -293,3 +294,13 @@ def test_phases_that_train_more_and_more_are_captured_each(recorders):
     ]
     for a, b in zip(captured.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_number_that_a_module_deletes_makes_a_new_graph():
+    state = toy()
+    state.model.first = 1
+    guards = GuardSet(state)
+    del state.model.first
+    assert guards.violated(state) == "a number of a module"
+    guards.snapshot()  # as after an eager update
+    assert guards.violated(state) is None

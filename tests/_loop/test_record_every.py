@@ -281,3 +281,17 @@ def test_a_skipped_update_after_a_record_makes_none():
         record_every=fl.every(steps=2),
     )
     assert [r.step for r in state.history if "recent/loss" in r.metrics] == [2, 4, 5]
+
+
+def test_the_time_continues_from_the_history_of_a_state_that_a_hook_went_to():
+    old = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=())
+    record = attrs.evolve(old.history[-1], seconds=1000.0)
+    long_ago = fl.snapshot(attrs.evolve(old, history=fl.History([record])))
+    went = []
+
+    def go_there(state):
+        went.append(state.step)
+        return long_ago if len(went) == 1 else state
+
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=3, hooks=(go_there,))
+    assert [r.seconds >= 1000.0 for r in state.history] == [True] * 3

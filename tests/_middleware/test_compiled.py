@@ -8,8 +8,10 @@ import attrs
 import pytest
 import several
 import torch
+from torch import nn
 
 import fnloop as fl
+from fnloop._graphs.capturable import read_from_tensors
 from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
 # raised by torch itself when its compiler is imported
@@ -325,3 +327,17 @@ def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog)
     assert not caplog.messages
     hints.suggest_fused((), problem.state())
     assert "fused=True" in caplog.text
+
+
+def test_only_rates_that_are_numbers_become_tensors_each_where_its_parameters_are():
+    on_host, elsewhere = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))
+    optimizer = torch.optim.AdamW([{"params": [elsewhere]}, {"params": [on_host]}], lr=0.5)
+    for p in (on_host, elsewhere):
+        optimizer.state[p] = {"step": torch.tensor(1.0)}
+    read_from_tensors(optimizer)
+    assert [group["lr"].device.type for group in optimizer.param_groups] == ["meta", "cpu"]
+    assert [optimizer.state[p]["step"].device.type for p in (elsewhere, on_host)] == ["meta", "cpu"]
+    for group in optimizer.param_groups:
+        group["lr"] = None  # an optimizer that has a schedule of its own
+    read_from_tensors(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [None, None]
