@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from fnloop._backend.foreach import in_few_calls
 from fnloop._display.log import log
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def apply_optimizer(optimizer: Optimizer) -> None:
     ):
         optimizer.step()
     else:
-        bare(optimizer)
+        with in_few_calls(optimizer):
+            bare(optimizer)
 
 
 def is_hook_table(name: str) -> bool:

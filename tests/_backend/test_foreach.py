@@ -1,0 +1,143 @@
+"""Optimizers of small parameters on the CPU take fewer calls, and have the bits of a plain step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from fnloop._backend.torch_compat import apply_optimizer
+
+SETTINGS = {
+    "AdamW": (AdamW, {}),
+    "AdamW, amsgrad": (AdamW, {"amsgrad": True, "lr": 0.1}),
+    "AdamW, maximize": (AdamW, {"maximize": True, "betas": (0.7, 0.9), "weight_decay": 0.3}),
+    "Adam": (Adam, {"lr": 0.1}),
+    "Adam, decay": (Adam, {"weight_decay": 0.1, "eps": 1e-3}),
+    "SGD": (SGD, {"lr": 0.1}),
+    "SGD, momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    "SGD, decay": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+}
+DTYPES = {
+    "float32": [torch.float32],
+    "mixed": [torch.float32, torch.float64],
+}
+
+
+def made(cls, settings, dtypes=(torch.float32,), number=12, shape=(7, 11)):
+    draw = torch.Generator().manual_seed(0)
+    weights = (torch.randn(shape, generator=draw) for _ in range(number))
+    params = [nn.Parameter(w.to(dtypes[i % len(dtypes)])) for i, w in enumerate(weights)]
+    return params, cls(params, **settings)
+
+
+def give_gradients(params, n):
+    draw = torch.Generator().manual_seed(n)
+    for i, p in enumerate(params):
+        drawn = torch.randn(p.shape, generator=draw).to(p.dtype) * 10.0 ** (n - 3)
+        p.grad = None if (i, n) in {(2, 1), (5, 0)} else drawn  # some have none
+
+
+class Seen:
+    """Notes, while an optimizer steps, whether it updates all parameters at once."""
+
+    def __init__(self, optimizer, monkeypatch):
+        self.foreach = []
+        step = type(optimizer).step.__wrapped__
+
+        def noted(optimizer, closure=None):
+            self.foreach.append([group["foreach"] for group in optimizer.param_groups])
+            return step(optimizer, closure)
+
+        monkeypatch.setattr(type(optimizer).step, "__wrapped__", noted)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("cls", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_the_bits_are_those_of_a_plain_step(cls, settings, dtypes, monkeypatch):
+    (mine, optimizer), (its, plain) = made(cls, settings, dtypes), made(cls, settings, dtypes)
+    seen = Seen(optimizer, monkeypatch)
+    for n in range(6):
+        give_gradients(mine, n)
+        give_gradients(its, n)
+        apply_optimizer(optimizer)
+        plain.step()
+    assert seen.foreach[0] == [True] and optimizer.param_groups[0]["foreach"] is None
+    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    assert all(
+        torch.equal(value, plain.state[b][name])
+        for a, b in zip(mine, its, strict=True)
+        for name, value in optimizer.state[a].items()
+        if value is not None
+    )
+
+
+def test_sparse_gradients_have_the_bits_of_a_plain_step():
+    def trained(step):
+        torch.manual_seed(0)
+        tables = [nn.Embedding(4, 3, sparse=True) for _ in range(9)]
+        optimizer = SGD([t.weight for t in tables], lr=0.1, momentum=0.9)
+        for n in range(3):
+            optimizer.zero_grad()
+            sum(t(torch.tensor([n, 3])).pow(2).sum() for t in tables).backward()
+            step(optimizer)
+        return [t.weight for t in tables]
+
+    found = zip(trained(apply_optimizer), trained(SGD.step), strict=True)
+    assert all(torch.equal(a, b) for a, b in found)
+
+
+class Mine(SGD):
+    pass
+
+
+LEFT_ALONE = {
+    "few parameters": (SGD, {}, {"number": 7}),
+    "large parameters": (SGD, {}, {"shape": (129, 128)}),
+    "many elements": (SGD, {}, {"number": 100, "shape": (128, 82)}),
+    "a subclass": (Mine, {}, {}),
+    "foreach=False": (SGD, {"foreach": False}, {}),
+    "fused=False": (SGD, {"fused": False}, {}),
+    "nesterov": (SGD, {"nesterov": True, "momentum": 0.9}, {}),
+    "bfloat16": (SGD, {}, {"dtypes": [torch.float32, torch.bfloat16]}),
+    "complex": (SGD, {}, {"dtypes": [torch.complex64]}),
+    "a tensor as rate": (AdamW, {"lr": torch.tensor(0.1)}, {}),
+}
+
+
+@pytest.mark.parametrize(("cls", "settings", "sizes"), LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_others_are_left_as_they_are(cls, settings, sizes, monkeypatch):
+    params, optimizer = made(cls, settings, **sizes)
+    seen = Seen(optimizer, monkeypatch)
+    give_gradients(params, 3)
+    apply_optimizer(optimizer)
+    assert seen.foreach == [[settings.get("foreach")]]
+
+
+def test_state_of_another_dtype_has_the_bits_of_a_plain_step():
+    (mine, optimizer), (its, plain) = made(SGD, {"momentum": 0.9}), made(SGD, {"momentum": 0.9})
+    for params, one in ((mine, optimizer), (its, plain)):
+        give_gradients(params, 3)
+        one.state[params[4]]["momentum_buffer"] = torch.ones(7, 11, dtype=torch.float64)
+    apply_optimizer(optimizer)
+    plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def test_gradients_stay_as_they_are():
+    """As foreach=True changes them with nesterov."""
+    params, optimizer = made(SGD, {"nesterov": True, "momentum": 0.9})
+    for _ in range(2):
+        give_gradients(params, 3)
+        apply_optimizer(optimizer)
+    after = [p.grad.clone() for p in params]
+    give_gradients(params, 3)
+    assert all(torch.equal(a, p.grad) for a, p in zip(after, params, strict=True))
+
+
+def test_a_step_that_raises_leaves_the_setting_to_torch():
+    params, optimizer = made(SGD, {"lr": 0.1})
+    give_gradients(params, 3)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(TypeError):
+        apply_optimizer(optimizer)
+    assert optimizer.param_groups[0]["foreach"] is None
