@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.torch_compat import base_of
-from fnloop._core.metrics import Mean, Number, to_accumulator_dtype
+from fnloop._core.metrics import Mean, Number, to_accumulator_dtype, weighted
 from fnloop._core.serialize import Pending, materialize
 from fnloop._core.torchmetrics import TorchMetric
 from fnloop._core.types import Metric, Output
@@ -106,9 +106,9 @@ def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Me
     if isinstance(weight, Tensor):
         weight = _valid_or_nan(weight)
     if running is None:
-        return Mean(to_accumulator_dtype(loss).mul_(weight), weight)
+        return Mean(weighted(loss, weight), weight)
     if isinstance(weight, Tensor):
-        total = running.total.add_(to_accumulator_dtype(loss).mul_(weight))
+        total = running.total.add_(weighted(loss, weight))
     else:
         total = running.total.add_(loss, alpha=weight)
     return Mean(total, running.weight + weight)
@@ -120,7 +120,7 @@ def update_losses_(
     """Add a batch's mean loss to the mean of the epoch and to that of the interval."""
     if isinstance(weight, Tensor):
         items = _valid_or_nan(weight)
-        value, factor = to_accumulator_dtype(loss).mul_(items), 1
+        value, factor = weighted(loss, items), 1
     else:
         items, value, factor = weight, loss, weight
     pair = None if epoch is None else _add_(epoch, recent, value, factor, items)

@@ -110,10 +110,20 @@ def _select(tensors: Sequence[Tensor], index: list[int]) -> list[Tensor] | None:
     """Return these rows of each tensor, or None if stacking them might give something else."""
     if not all(map(_is_plain, tensors)):
         return None
-    if min(index) < 0 or max(index) >= min((t.shape[0] for t in tensors), default=0):
-        return None
     rows = torch.frombuffer(array("q", index), dtype=torch.int64)
-    return [t.index_select(0, rows if t.is_cpu else rows.to(t.device)) for t in tensors]
+    try:
+        return [t.index_select(0, _rows_for(t, rows, index)) for t in tensors]
+    except (IndexError, RuntimeError):  # an index is negative or too large
+        return None
+
+
+def _rows_for(tensor: Tensor, rows: Tensor, index: list[int]) -> Tensor:
+    """Return the rows where a tensor is. Elsewhere than on the CPU, no error would be raised."""
+    if tensor.is_cpu:
+        return rows
+    if min(index) < 0 or max(index) >= tensor.shape[0]:
+        raise IndexError
+    return rows.to(tensor.device)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from fnloop._backend import torch_compat
-from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
+from fnloop._core.rng import FETCH, ORDER, fold_in, mix, seed_all, seeded_generator
 from fnloop._core.types import Batch
 from fnloop._data.bucketed import Bucketed
 from fnloop._data.fetch import fetch_batch
@@ -86,13 +86,15 @@ class _BatchRequest(NamedTuple):
     """What a worker needs to make a batch that depends on nothing else.
 
     Args:
-        seed: what its randomness starts from.
+        seeds: what the seeds of an epoch are mixed from.
+        position: that of the batch in the epoch.
         index: that of one sample, or a list of them.
         size: how many samples it has, or 0 if that is not known.
         is_padding: whether it is another process's batch.
     """
 
-    seed: int
+    seeds: int
+    position: int
     index: Index
     size: int
     is_padding: bool = False
@@ -117,7 +119,7 @@ class _BatchDataset(Dataset[Batch]):
         if self.collates_by_default:
             batch = fetch_batch(self.dataset, request.index)
         if batch is None:
-            seed_all(request.seed)
+            seed_all(mix(request.seeds, request.position))
             batch = self._make(request.index)
         return Padding(batch) if request.is_padding else batch
 
@@ -164,7 +166,7 @@ def map_style(
         sharing: how batches are distributed to the processes.
     """
     made = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
-    return fetched(loader, _shared(made, sharing))
+    return fetched(loader, made if sharing.processes == 1 else _shared(made, sharing))
 
 
 def _shared(requests: Iterator[_BatchRequest], sharing: SingleProcess) -> Iterator[_BatchRequest]:
@@ -218,7 +220,7 @@ def requests(
     is_known = loader.batch_sampler is not None and _keeps_all(loader)
     for n, index in enumerate(left):
         size = len(index) if is_known else 0
-        yield _BatchRequest(fold_in(seeds, start + n * stride), index, size)
+        yield _BatchRequest(seeds, start + n * stride, index, size)
 
 
 def _keeps_all(loader: DataLoader[object]) -> bool:

@@ -24,7 +24,7 @@ from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import commutes_with_scaling
 from fnloop._step.chosen import Chosen
-from fnloop._step.gradients import scale_to_norm_, total_norm
+from fnloop._step.gradients import clip_to_norm_, total_norm
 from fnloop._step.update import report
 
 __all__ = ["clip", "clip_value", "grad_norm"]
@@ -91,11 +91,7 @@ def clip(
         chosen = Chosen("clip", selectors)
 
         def scale(state: TrainState) -> Mapping[str, Metric]:
-            params = [p for p in chosen.of(state) if p.grad is not None]
-            norm = _norm_of(params, norm_type)
-            if not math.isinf(max_norm):
-                scale_to_norm_(params, max_norm, norm)
-            return {label: Mean(norm, 1)}
+            return {label: Mean(clip_to_norm_(chosen.of(state), max_norm, norm_type), 1)}
 
         return _measuring(step, "clip", scale)
 
@@ -150,11 +146,11 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
     def gradient(step: Step) -> Step:
         def measure(state: TrainState) -> Mapping[str, Metric]:
             groups = {_NORM: parameters(state)} if by is None else _by_module(state)
-            trained = {k: [p for p in params if p.grad is not None] for k, params in groups.items()}
+            found = {k: [p.grad for p in ps if p.grad is not None] for k, ps in groups.items()}
             return {
-                label: Mean(_norm_of(params, norm_type), 1)
-                for label, params in trained.items()
-                if params or by is None
+                label: Mean(total_norm(grads, norm_type), 1)
+                for label, grads in found.items()
+                if grads or by is None
             }
 
         return _measuring(step, "grad_norm", measure)
@@ -174,10 +170,6 @@ def _measuring(step: Step, owner: str, measure: _Measure) -> Step:
         return (state, out) if out.skip is not None else (state, report(out, measure(state), owner))
 
     return measured
-
-
-def _norm_of(params: Sequence[Tensor], norm_type: float) -> Tensor:
-    return total_norm([p.grad for p in params if p.grad is not None], norm_type)
 
 
 def _by_module(state: TrainState) -> dict[str, list[Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnloop._core.call import name_of
-from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
+from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype, weighted
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
 from fnloop._core.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
@@ -222,7 +222,7 @@ def _to_metric(name: str, value: object, weight: int | Tensor) -> Metric:
                     f"{tuple(value.shape)}: add .mean()"
                 )
             value = value.reshape(())
-        return Mean(to_accumulator_dtype(value) * weight, to_accumulator_dtype(weight))
+        return Mean(weighted(value, weight), to_accumulator_dtype(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
         return _detach(value)
     if isinstance(value, int | float):

@@ -23,7 +23,7 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.run_length import explain_unknown_length
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Output, Step
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
 from fnloop._display.log import log
 from fnloop._step.rates import RATIO, copy_number, set_number
@@ -91,16 +91,14 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
             first, total = _stretch(state)
             factor = _compute_factor(fn, state, state.step - first, total)
             groups = labelled_groups(selected(state.optimizer, names, "schedule"))
-            for group in groups.values():
+            used: dict[str, Metric] = {}
+            for label, group in groups.items():
                 ratio = group.get(RATIO) if field == "lr" else None
                 set_number(group, field, factor if ratio is None else factor * ratio, name)
+                used[f"{field}{label}"] = Last(copy_number(group[field]))
             if total != state.slots.get(name, total):
                 group = next(iter(groups.values()))
                 state = _replan(state, name, fn, field, group, factor)
-            used = {
-                f"{field}{label}": Last(copy_number(group[field]))
-                for label, group in groups.items()
-            }
             state, out = step(state, batch)
             return state, report(out, used, "schedule")
 

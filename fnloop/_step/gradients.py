@@ -21,9 +21,9 @@ __all__ = [
     "NO_GRADIENT",
     "LossRoot",
     "NoGradientError",
+    "clip_to_norm_",
     "nan_unless_finite",
     "restore_gradients",
-    "scale_to_norm_",
     "stash_gradients",
     "total_norm",
 ]
@@ -123,27 +123,41 @@ def _fail_without_gradient(state: TrainState) -> None:
 
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients together, including the parts in other processes."""
-    if _are_alike(grads):  # what get_total_norm does after it has sorted them by kind
+    return _norm(grads, norm_type, _are_alike(grads))
+
+
+def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` does.
+
+    If their norm is not finite, they become NaN; unless ``max_norm`` is, which scales nothing.
+
+    Returns:
+        The norm before.
+    """
+    trained = [p for p in params if p.grad is not None]
+    grads = [p.grad for p in trained if p.grad is not None]
+    alike = _are_alike(grads)
+    norm = _norm(grads, norm_type, alike)
+    if math.isinf(max_norm):
+        return norm
+    finite = nan_unless_finite(norm)
+    if alike:  # in place, as each new tensor takes longer than what is computed
+        factor = finite.add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+        torch_compat.foreach_mul_(grads, factor)
+        return norm
+    for group in by_mesh(trained):
+        utils.clip_grads_with_norm_(group, max_norm, finite)
+    return norm
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float, alike: bool) -> Tensor:
+    if alike:  # what get_total_norm does after it has sorted them by kind
         norms = torch_compat.foreach_norm(grads, norm_type)
         return torch.linalg.vector_norm(torch.stack([*norms]), norm_type)
     if all(local_part(grad) is grad for grad in grads):
         return utils.get_total_norm(grads, norm_type)
     norms = [full(utils.get_total_norm(group, norm_type)) for group in by_mesh(grads)]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def scale_to_norm_(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients down from one norm to another, with the bits of ``clip_grad_norm_``.
-
-    If their norm is not finite, they become NaN.
-    """
-    norm, grads = nan_unless_finite(norm), [p.grad for p in params if p.grad is not None]
-    if _are_alike(grads):
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch_compat.foreach_mul_(grads, factor)
-        return
-    for group in by_mesh(params):
-        utils.clip_grads_with_norm_(group, max_norm, norm)
 
 
 def _are_alike(grads: Sequence[Tensor]) -> bool:
