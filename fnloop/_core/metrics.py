@@ -29,6 +29,7 @@ __all__ = [
     "Number",
     "Sum",
     "combine",
+    "mean_of",
     "read",
     "to_accumulator_dtype",
     "to_host",
@@ -110,12 +111,23 @@ class Mean:
     def update_(self, other: Mean) -> Mean:
         """Combine in place, into the tensor of this one, which must not be shared."""
         if isinstance(self.total, Tensor):
-            return Mean(self.total.add_(other.total), self.weight + other.weight)
+            return mean_of(self.total.add_(other.total), self.weight + other.weight)
         return self.combine(other)
 
     def to_accumulator(self) -> Mean:
         """Return a copy whose tensors are not shared, in a dtype wide enough to sum in."""
         return Mean(to_accumulator_dtype(self.total), to_accumulator_dtype(self.weight))
+
+
+_set_total, _set_weight = Mean.total.__set__, Mean.weight.__set__  # type: ignore[attr-defined]
+
+
+def mean_of(total: Number, weight: Number) -> Mean:
+    """Return a mean of numbers that were checked already: that takes half the time."""
+    made = object.__new__(Mean)
+    _set_total(made, total)
+    _set_weight(made, weight)
+    return made
 
 
 def _check_kind(mine: object, other: object) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.torch_compat import base_of
-from fnloop._core.metrics import Mean, Number, to_accumulator_dtype, weighted
+from fnloop._core.metrics import Mean, Number, mean_of, to_accumulator_dtype, weighted
 from fnloop._core.serialize import Pending, materialize
 from fnloop._core.torchmetrics import TorchMetric
 from fnloop._core.types import Metric, Output
@@ -111,7 +111,7 @@ def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Me
         total = running.total.add_(weighted(loss, weight))
     else:
         total = running.total.add_(loss, alpha=weight)
-    return Mean(total, running.weight + weight)
+    return mean_of(total, running.weight + weight)
 
 
 def update_losses_(
@@ -153,7 +153,10 @@ def _add_(
     elif not isinstance(recent, Mean) or base_of(recent.total) is not totals:
         return None
     totals.add_(value, alpha=factor)
-    return Mean(epoch.total, epoch.weight + weight), Mean(recent.total, recent.weight + weight)
+    return (
+        mean_of(epoch.total, epoch.weight + weight),
+        mean_of(recent.total, recent.weight + weight),
+    )
 
 
 def _join(epoch: Metric, recent: Metric) -> tuple[Metric, Metric]:

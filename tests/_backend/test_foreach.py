@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
+import fnloop as fl
 from fnloop._backend.torch_compat import apply_optimizer
 
 SETTINGS = {
@@ -121,6 +122,65 @@ def test_state_of_another_dtype_has_the_bits_of_a_plain_step():
     apply_optimizer(optimizer)
     plain.step()
     assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def to_bfloat16_(optimizer):
+    for p in optimizer.param_groups[0]["params"]:
+        p.data = p.data.bfloat16()
+        p.grad = None
+
+
+CHANGES = {
+    "foreach=False": lambda optimizer: optimizer.param_groups[0].update(foreach=False),
+    "nesterov": lambda optimizer: optimizer.param_groups[0].update(nesterov=True),
+    "a tensor as rate": lambda o: o.param_groups[0].update(lr=torch.tensor(0.1)),
+    "another dtype": to_bfloat16_,
+    "one less": lambda optimizer: optimizer.param_groups[0]["params"].__delitem__(slice(7, None)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_between_two_updates_is_noticed(change, monkeypatch):
+    params, optimizer = made(SGD, {"lr": 0.1, "momentum": 0.0})
+    seen = Seen(optimizer, monkeypatch)
+    for _ in range(2):
+        give_gradients(params, 3)
+        apply_optimizer(optimizer)
+        change(optimizer)
+    assert seen.foreach[0] == [True] and seen.foreach[1] != [True]
+
+
+def test_state_that_is_loaded_is_looked_at(monkeypatch):
+    params, optimizer = made(SGD, {"lr": 0.1, "momentum": 0.9})
+    seen = Seen(optimizer, monkeypatch)
+    give_gradients(params, 3)
+    apply_optimizer(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[params[0]]["momentum_buffer"] = torch.ones(7, 11, dtype=torch.float64)
+    apply_optimizer(optimizer)
+    assert seen.foreach == [[True], [None]]
+
+
+def test_a_run_has_the_bits_of_a_loop_by_hand(monkeypatch):
+    def make():
+        torch.manual_seed(0)
+        sizes = [3, 5, 7, 5, 3, 1]
+        layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        return nn.Sequential(*layers), AdamW
+
+    batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
+    (mine, cls), (its, _) = make(), make()
+    optimizer, plain = cls(mine.parameters(), lr=0.1), cls(its.parameters(), lr=0.1)
+    seen = Seen(optimizer, monkeypatch)
+    step = fl.pipeline(fl.clip(0.5))(fl.supervised(nn.MSELoss()))
+    fl.fit(step, fl.TrainState.create(mine, optimizer), batches, epochs=1, hooks=())
+    assert seen.foreach == [[True]] * 5
+    for x, y in batches:
+        plain.zero_grad()
+        nn.MSELoss()(its(x), y).backward()
+        nn.utils.clip_grad_norm_(its.parameters(), 0.5)
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), its.parameters(), strict=True))
 
 
 def test_gradients_stay_as_they_are():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
-from fnloop._core.metrics import read
+from fnloop._core.metrics import mean_of, read, weighted
 from fnloop._core.running import update_, update_loss_
 from fnloop.testing import toy, toy_loss
 
@@ -582,3 +582,27 @@ def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch):
         ImportError, match=r"needs torchmetrics: pip install 'fnloop\[torchmetrics\]'"
     ):
         from_torchmetrics(None, len)
+
+
+@pytest.mark.parametrize("weight", [0, 1, 3, 10**6 + 7, torch.tensor(3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_weighted_value_has_the_bits_of_a_product_in_float64(dtype, weight):
+    for number in (0.0, -0.0, 0.1, -7.3, 1e-45, 3e38, math.inf, math.nan):
+        value = torch.tensor(number, dtype=dtype, requires_grad=True)
+        found, expected = weighted(value, weight), value.detach().double() * weight
+        assert found.dtype is torch.float64 and not found.requires_grad
+        assert found.numpy().tobytes() == expected.numpy().tobytes() or (
+            found.isnan() and expected.isnan()
+        )
+
+
+def test_a_weighted_value_is_a_copy():
+    value = torch.tensor(2.0, dtype=torch.float64)
+    found = weighted(value, 3)
+    value.zero_()
+    assert found.item() == 6.0
+
+
+def test_a_mean_of_checked_numbers_is_a_mean():
+    made = mean_of(torch.tensor(6.0), 2)
+    assert (type(made), made.compute(), repr(made)) == (Mean, 3.0, repr(Mean(torch.tensor(6.0), 2)))
