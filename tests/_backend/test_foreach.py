@@ -1,5 +1,7 @@
 """Optimizers of small parameters on the CPU take fewer calls, and have the bits of a plain step."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -165,7 +167,7 @@ def test_a_run_has_the_bits_of_a_loop_by_hand(monkeypatch):
     def make():
         torch.manual_seed(0)
         sizes = [3, 5, 7, 5, 3, 1]
-        layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         return nn.Sequential(*layers), AdamW
 
     batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
