@@ -76,5 +76,7 @@ def _is_small(group: Group, state: Mapping[Tensor, Mapping[str, object]]) -> boo
         for own in (p.grad, *state.get(p, {}).values()):
             if isinstance(own, Tensor) and own.ndim and own.dtype is not p.dtype:
                 return False
+    if len({p.data_ptr() for p in params}) < len(params):  # one memory would be updated twice
+        return False
     elements = sum(p.numel() for p in params)
     return len(params) >= _FEWEST and elements <= min(_MOST_EACH * len(params), _MOST)

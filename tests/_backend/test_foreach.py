@@ -126,6 +126,22 @@ def test_state_of_another_dtype_has_the_bits_of_a_plain_step():
     assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
+@pytest.mark.parametrize("view", [lambda p: p, lambda p: nn.Parameter(p.data)], ids=["it", "data"])
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+def test_a_parameter_that_is_listed_twice_has_the_bits_of_a_plain_step(view):
+    def trained(step):
+        params, _ = made(AdamW, {})
+        params.append(view(params[0]))
+        optimizer = AdamW(params, lr=0.1, weight_decay=0.5)
+        for n in range(3):
+            give_gradients(params, n)
+            step(optimizer)
+        return params
+
+    found = zip(trained(apply_optimizer), trained(AdamW.step), strict=True)
+    assert all(torch.equal(a, b) for a, b in found)
+
+
 def to_bfloat16_(optimizer):
     for p in optimizer.param_groups[0]["params"]:
         p.data = p.data.bfloat16()
