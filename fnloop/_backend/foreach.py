@@ -9,9 +9,9 @@ because they leave the cache between two calls.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ Group = dict[str, object]
 
 _SAME_BITS = (SGD, Adam, AdamW)
 _DTYPES = (torch.float32, torch.float64)  # in narrower ones foreach rounds a number first
-# Settings that must be open, or off: torch refuses some of them, and with nesterov foreach changes
-# the gradients.
-_OPEN = ("foreach", "fused", "capturable", "differentiable", "nesterov")
 _FEWEST = 8  # parameters
 _MOST_EACH = 1 << 14  # elements of a parameter, on average
 _MOST = 1 << 20  # elements of a group, for which memory is taken
@@ -34,49 +31,49 @@ _MOST = 1 << 20  # elements of a group, for which memory is taken
 @contextlib.contextmanager
 def in_few_calls(optimizer: Optimizer) -> Iterator[None]:
     """Let an optimizer update its small groups with one call for all, within a ``with`` block."""
-    small = _small_groups(optimizer) if type(optimizer) in _SAME_BITS else []
-    for group in small:
-        group["foreach"] = True
+    chosen = []
+    if type(optimizer) in _SAME_BITS:
+        chosen = [group for group in optimizer.param_groups if _is_open(group)]
+        chosen = [group for group in chosen if _is_faster(group["params"], optimizer.state)]
     try:
+        for group in chosen:
+            group["foreach"] = True
         yield
     finally:
-        for group in small:
+        for group in chosen:
             group["foreach"] = None
 
 
-# By optimizer: its state, the dtypes of its parameters and the settings of its groups when they
-# were looked at, and those groups that were small.
-_known: WeakKeyDictionary[Optimizer, tuple[object, object, list[Group]]] = WeakKeyDictionary()
-
-
-def _small_groups(optimizer: Optimizer) -> list[Group]:
-    groups = optimizer.param_groups
-    found = [
-        (type(group["lr"]), *map(group.get, _OPEN), *[p.dtype for p in group["params"]])
-        for group in groups
-    ]
-    state, before, small = _known.get(optimizer, (None, None, []))
-    if state is not optimizer.state or before != found:
-        small = [group for group in groups if _is_small(group, optimizer.state)]
-        _known[optimizer] = optimizer.state, found, small
-    return small
-
-
-def _is_small(group: Group, state: Mapping[Tensor, Mapping[str, object]]) -> bool:
-    """Return whether ``foreach`` is left open for a group, is faster, and has the same bits."""
-    if any(map(group.get, _OPEN)) or any(group.get(name, 0) is not None for name in _OPEN[:2]):
+def _is_open(group: Group) -> bool:
+    """Return whether the user has left ``foreach`` to torch, and torch takes it here."""
+    if group.get("foreach", 0) is not None or group.get("fused") is not None:
         return False
-    betas = cast(tuple[object, ...], group.get("betas", ()))
-    if any(isinstance(number, Tensor) for number in (*group.values(), *betas)):
+    unlike = "capturable", "differentiable", "nesterov"  # which changes the gradients
+    numbers = *group.values(), *cast(tuple[object, ...], group.get("betas", ()))
+    return not (any(map(group.get, unlike)) or any(isinstance(n, Tensor) for n in numbers))
+
+
+def _is_faster(params: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, object]]) -> bool:
+    """Return whether parameters are many and small, and ``foreach`` has the bits of a plain step.
+
+    It is asked before each update, because anything may have changed.
+    """
+    if len(params) < _FEWEST or not all(map(_is_plain, params)):
         return False
-    params = cast(list[nn.Parameter], group["params"])
-    for p in params:
-        if type(p) is not nn.Parameter or not p.is_cpu or p.dtype not in _DTYPES:
-            return False
-        for own in (p.grad, *state.get(p, {}).values()):
-            if isinstance(own, Tensor) and own.ndim and own.dtype is not p.dtype:
-                return False
-    if len({p.data_ptr() for p in params}) < len(params):  # one memory would be updated twice
+    if not all(_is_like(p, own) for p in params for own in (p.grad, *state.get(p, {}).values())):
         return False
-    elements = sum(p.numel() for p in params)
-    return len(params) >= _FEWEST and elements <= min(_MOST_EACH * len(params), _MOST)
+    places = sorted((p.data_ptr(), p.numel() * p.element_size()) for p in params)
+    if any(start + size > after for (start, size), (after, _) in itertools.pairwise(places)):
+        return False  # one memory is updated twice
+    return sum(p.numel() for p in params) <= min(_MOST_EACH * len(params), _MOST)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter and parameter.is_cpu and parameter.dtype in _DTYPES
+
+
+def _is_like(parameter: Tensor, own: object) -> bool:
+    """Return whether foreach takes a gradient, or what an optimizer keeps, with a parameter."""
+    if not isinstance(own, Tensor) or own.dtype is parameter.dtype:
+        return True
+    return own.ndim == 0 and own.dtype in _DTYPES  # the number of its updates

@@ -52,10 +52,10 @@ _MINUS_ZERO = torch.tensor(-0.0, dtype=torch.float64, device="cpu")  # x + -0.0 
 
 def weighted(value: Tensor, weight: int | Tensor) -> Tensor:
     """Return a mean × the number of its items, without a graph, in a dtype to sum in."""
-    if value.is_cpu and value.dtype is torch.float32 and isinstance(weight, int):
+    if value.is_cpu and value.dtype is torch.float32 and type(weight) is int:
         value = value.detach() if value.requires_grad else value
         return torch.add(_MINUS_ZERO, value, alpha=weight)  # the same in one call in place of two
-    return to_accumulator_dtype(value).mul_(weight)
+    return to_accumulator_dtype(value) * weight
 
 
 @attrs.frozen(eq=False)

@@ -110,10 +110,10 @@ def _select(tensors: Sequence[Tensor], index: list[int]) -> list[Tensor] | None:
     """Return these rows of each tensor, or None if stacking them might give something else."""
     if not all(map(_is_plain, tensors)):
         return None
-    rows = torch.frombuffer(array("q", index), dtype=torch.int64)
     try:
+        rows = torch.frombuffer(array("q", index), dtype=torch.int64)
         return [t.index_select(0, _rows_for(t, rows, index)) for t in tensors]
-    except (IndexError, RuntimeError):  # an index is negative or too large
+    except (IndexError, OverflowError, RuntimeError):  # an index is negative or too large
         return None
 
 

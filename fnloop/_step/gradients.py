@@ -127,9 +127,10 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Scale gradients so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` does.
+    """Scale gradients so that their norm is at most ``max_norm``.
 
-    If their norm is not finite, they become NaN; unless ``max_norm`` is, which scales nothing.
+    Their bits are those of ``clip_grad_norm_``, but gradients whose norm is not finite become NaN.
+    An infinite ``max_norm`` changes nothing.
 
     Returns:
         The norm before.

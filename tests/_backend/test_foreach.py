@@ -1,6 +1,8 @@
 """Optimizers of small parameters on the CPU take fewer calls, and have the bits of a plain step."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -26,10 +28,10 @@ DTYPES = {
 }
 
 
-def made(cls, settings, dtypes=(torch.float32,), number=12, shape=(7, 11)):
+def made(cls, settings, dtypes=(torch.float32,), number=12, shape=(7, 11), kind=nn.Parameter):
     draw = torch.Generator().manual_seed(0)
     weights = (torch.randn(shape, generator=draw) for _ in range(number))
-    params = [nn.Parameter(w.to(dtypes[i % len(dtypes)])) for i, w in enumerate(weights)]
+    params = [kind(w.to(dtypes[i % len(dtypes)])) for i, w in enumerate(weights)]
     return params, cls(params, **settings)
 
 
@@ -93,11 +95,16 @@ class Mine(SGD):
     pass
 
 
+class Own(nn.Parameter):
+    pass
+
+
 LEFT_ALONE = {
     "few parameters": (SGD, {}, {"number": 7}),
     "large parameters": (SGD, {}, {"shape": (129, 128)}),
     "many elements": (SGD, {}, {"number": 100, "shape": (128, 82)}),
     "a subclass": (Mine, {}, {}),
+    "parameters of a subclass": (SGD, {}, {"kind": Own}),
     "foreach=False": (SGD, {"foreach": False}, {}),
     "fused=False": (SGD, {"fused": False}, {}),
     "nesterov": (SGD, {"nesterov": True, "momentum": 0.9}, {}),
@@ -126,9 +133,16 @@ def test_state_of_another_dtype_has_the_bits_of_a_plain_step():
     assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
-@pytest.mark.parametrize("view", [lambda p: p, lambda p: nn.Parameter(p.data)], ids=["it", "data"])
+VIEWS = {
+    "it": lambda p: p,
+    "its data": lambda p: nn.Parameter(p.data),
+    "a part of it": lambda p: nn.Parameter(p.data[3:]),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
-def test_a_parameter_that_is_listed_twice_has_the_bits_of_a_plain_step(view):
+def test_a_memory_that_is_updated_twice_has_the_bits_of_a_plain_step(view):
     def trained(step):
         params, _ = made(AdamW, {})
         params.append(view(params[0]))
@@ -152,6 +166,7 @@ CHANGES = {
     "foreach=False": lambda optimizer: optimizer.param_groups[0].update(foreach=False),
     "nesterov": lambda optimizer: optimizer.param_groups[0].update(nesterov=True),
     "a tensor as rate": lambda o: o.param_groups[0].update(lr=torch.tensor(0.1)),
+    "a tensor as beta": lambda o: o.param_groups[0].update(betas=(torch.tensor(0.9), 0.99)),
     "another dtype": to_bfloat16_,
     "one less": lambda optimizer: optimizer.param_groups[0]["params"].__delitem__(slice(7, None)),
 }
@@ -168,15 +183,34 @@ def test_what_changes_between_two_updates_is_noticed(change, monkeypatch):
     assert seen.foreach[0] == [True] and seen.foreach[1] != [True]
 
 
-def test_state_that_is_loaded_is_looked_at(monkeypatch):
-    params, optimizer = made(SGD, {"lr": 0.1, "momentum": 0.9})
-    seen = Seen(optimizer, monkeypatch)
+STEPS = {"float64": torch.float64, "int64": torch.int64}
+
+
+@pytest.mark.parametrize("dtype", STEPS.values(), ids=STEPS)
+def test_a_number_of_updates_of_another_dtype_has_the_bits_of_a_plain_step(dtype):
+    def trained(step):
+        params, optimizer = made(AdamW, {})
+        for n in range(3):
+            give_gradients(params, n + 2)
+            step(optimizer)
+            for p in params:
+                optimizer.state[p]["step"] = optimizer.state[p]["step"].to(dtype)
+        return params
+
+    found = zip(trained(apply_optimizer), trained(AdamW.step), strict=True)
+    assert all(torch.equal(a, b) for a, b in found)
+
+
+def test_an_optimizer_is_not_kept_alive():
+    params, optimizer = made(SGD, {"lr": 0.1})
     give_gradients(params, 3)
     apply_optimizer(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.state[params[0]]["momentum_buffer"] = torch.ones(7, 11, dtype=torch.float64)
-    apply_optimizer(optimizer)
-    assert seen.foreach == [[True], [None]]
+    alive = weakref.ref(optimizer)
+    for p in params:
+        p.owner = optimizer  # a cycle
+    del optimizer, params, p
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_run_has_the_bits_of_a_loop_by_hand(monkeypatch):

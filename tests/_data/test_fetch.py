@@ -107,11 +107,14 @@ def test_what_might_give_something_else_is_read_sample_by_sample(name):
     assert fetch_batch(PLAIN[name](), [0, 2]) is None
 
 
-@pytest.mark.parametrize("index", [[-1], [10], [1, 99], [], [True, 2], [1.0], (1, 2), 3, Y])
+@pytest.mark.parametrize(
+    "index", [[-1], [10], [1, 99], [2**63], [], [True, 2], [1.0], (1, 2), 3, Y]
+)
 def test_indices_that_are_not_surely_rows_are_left_to_the_dataset(index):
     assert fetch_batch(TensorDataset(X, Y), index) is None
     assert fetch_batch(Subset(TensorDataset(X), torch.tensor([0, 10])), [1]) is None
     assert fetch_batch(Subset(TensorDataset(X), torch.tensor([0, 1])), [2]) is None
+    assert fetch_batch(TensorDataset(torch.zeros(10, 0)), [10]) is None  # another error of torch's
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -34,6 +34,24 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert len({str(batches(loader(), seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
+class Noise(Dataset):
+    """The same sample each time, but for what is drawn."""
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_batch_of_an_epoch_draws_numbers_of_its_own(workers):
+    source = open_source(DataLoader(Noise(), 2, num_workers=workers), 0)
+    drawn = [batch.tolist() for batch in source.batches(0, 0, 0)]
+    assert len({number for batch in drawn for number in batch}) == 6
+    assert [batch.tolist() for batch in source.batches(0, 2, 0)] == drawn[2:]
+
+
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])

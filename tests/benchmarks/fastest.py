@@ -33,9 +33,9 @@ per epoch by hand and 0.522 with fnloop, a ratio of 0.963 (quartiles 0.947 to 0.
 measurements had 0.972 and 0.975. Fetching takes 390 µs of an update by hand (4 %), and 140 with
 fnloop.
 
-Since then fetching takes 30 µs less, the rest of an update 60, and AdamW 90, because one call of
-torch updates all parameters. They were taken on a machine whose wall times differed by 5 %, too
-much for a ratio. There an update without its forward and backward took 2.24 ms by hand and 1.71
+Since then fetching takes 30 µs less, the rest of an update 60, and AdamW about 100, because one
+call of torch updates all parameters. They were taken on a machine whose wall times differed by 5 %,
+too much for a ratio. There an update without its forward and backward took 2.24 ms by hand and 1.71
 with fnloop; forward and backward took 14.4 ms while it was quiet.
 
 An epoch of "mnist" with one thread fetches for 0.028 s by hand, and for 0.012 s with fnloop: 1 % of
