@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from fnloop._backend.memory import reusing_pages
 from fnloop._core.events import PENDING
 from fnloop._core.rng import isolated, mix, torch_seeder
 from fnloop._core.snapshot import detached_from_run
@@ -58,7 +59,7 @@ def train_epochs(
     with _closing(plan.hooks):
         while True:
             with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
-                with Survival(run):
+                with reusing_pages(backend.device), Survival(run):
                     seed, state = run.begin_epoch(), run.state
                     at = (state.epoch, state.batch, state.samples)
                     size = None if window == 1 else source.rounds_in_update(plan.window_in(state))

@@ -10,6 +10,7 @@ import toolz
 import torch
 
 from fnloop._backend.collectives import gather_objects
+from fnloop._backend.memory import reusing_pages
 from fnloop._backend.transfer import copy_to_cpu
 from fnloop._core.call import name_of
 from fnloop._core.metrics import read
@@ -143,7 +144,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
     check_step(step, "evaluate")
     check_not_stale(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
-    with isolated(state.backend.device):
+    with isolated(state.backend.device), reusing_pages(state.backend.device):
         state = step.init_slots(state, evaluation=True)
         metrics = measure(step, state, open_loader(loader, state), in_run=False)
         return step.derive(read(engine_of(state).merge_metrics(metrics), vectors=True))
@@ -210,7 +211,12 @@ def _predict(
         check_not_stale(state, "predict")
         where = "the loader"
         try:
-            with isolated(backend.device), evaluating(state.model), evaluation_weights(state):
+            with (
+                isolated(backend.device),
+                reusing_pages(backend.device),
+                evaluating(state.model),
+                evaluation_weights(state),
+            ):
                 batch = next(batches, END)
                 if batch is END:
                     if gather:

@@ -46,11 +46,13 @@ epochs the accuracy is 98.5 % as it is, and 98.9 % at its fastest (``--epochs 10
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import mnist
 
 Contender = Callable[[], tuple[float, list[float]]]  # trains once; the seconds and the losses
+Make = Callable[..., tuple[nn.Module, torch.optim.Optimizer]]
 SEED = 0
 
 
@@ -81,14 +84,30 @@ def batches_of(dataset: Any, size: int) -> DataLoader[Any]:
     return DataLoader(dataset, size, sampler=RandomSampler(dataset, generator=order))
 
 
-def by_hand(make: Callable[..., Any], dataset: Any, size: int, fast: bool, full: bool) -> Contender:
-    """Return the loop written by hand; ``full``: with what the example for MNIST does."""
+def by_hand(
+    make: Make, dataset: TensorDataset, size: int, fast: bool, held_out: TensorDataset | None = None
+) -> Contender:
+    """Return the loop written by hand; ``held_out``: with all that the example for MNIST does."""
+    full = held_out is not None
+    criterion = nn.CrossEntropyLoss()
+    layout = torch.channels_last if fast else torch.contiguous_format
+
+    def evaluate(model: nn.Module) -> float:
+        total, correct, seen = torch.zeros((), dtype=torch.float64), 0, 0
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            for x, y in DataLoader(held_out, 500):  # type: ignore[arg-type]
+                output = model(x.contiguous(memory_format=layout))
+                total += criterion(output, y).double() * len(y)
+                correct += (output.argmax(dim=1) == y).sum()
+                seen += len(y)
+        return total.item() / seen
 
     def train() -> tuple[float, list[float]]:
         model, optimizer = make(fused=fast or None)
-        criterion, factor = nn.CrossEntropyLoss(), one_cycle()
+        factor = one_cycle()
         if fast:
-            model = model.to(memory_format=torch.channels_last)
+            model = model.to(memory_format=layout)
         data, rate = batches_of(dataset, size), optimizer.param_groups[0]["lr"]
         total, correct, seen, norms = torch.zeros((), dtype=torch.float64), 0, 0, torch.zeros(())
         began = clock()
@@ -97,7 +116,7 @@ def by_hand(make: Callable[..., Any], dataset: Any, size: int, fast: bool, full:
             if full:  # dropout as in fnloop
                 torch.default_generator.manual_seed(mix(fold_in(SEED, COMPUTE, 0), i))
                 optimizer.param_groups[0]["lr"] = rate * factor(i, steps)
-            x = x.contiguous(memory_format=torch.channels_last) if fast else x
+            x = x.contiguous(memory_format=layout) if fast else x
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=fast):
                 output = model(x)
@@ -109,17 +128,17 @@ def by_hand(make: Callable[..., Any], dataset: Any, size: int, fast: bool, full:
             optimizer.step()
             total += loss.detach().double() * len(y)
             seen += len(y)
-        mean = total.item() / seen
-        return clock() - began, [mean]
+        losses = [total.item() / seen, *([evaluate(model)] if full else [])]
+        return clock() - began, losses
 
     return train
 
 
 def by_fnloop(
-    make: Callable[..., Any], dataset: Any, size: int, fast: bool, full: bool
+    make: Make, dataset: TensorDataset, size: int, fast: bool, held_out: TensorDataset | None = None
 ) -> Contender:
     members: tuple[fl.Middleware, ...] = ()
-    if full:
+    if held_out is not None:
         members = fl.metric(accuracy=mnist.accuracy), fl.clip(1.0), fl.schedule(one_cycle())
     if fast:
         members = fl.amp("bf16"), *members, fl.channels_last()
@@ -128,10 +147,12 @@ def by_fnloop(
     def train() -> tuple[float, list[float]]:
         model, optimizer = make(fused=fast or None)
         state = fl.TrainState.create(model, optimizer, seed=SEED)
-        data = DataLoader(dataset, size, shuffle=True)
+        loaders = {"train": DataLoader(dataset, size, shuffle=True)}
+        if held_out is not None:
+            loaders["valid"] = DataLoader(held_out, 500)
         began = clock()
-        state = fl.fit(step, state, data, epochs=1, hooks=())
-        return clock() - began, list(state.history["train/loss"])
+        state = fl.fit(step, state, loaders, epochs=1, hooks=())
+        return clock() - began, [state.history.latest(f"{name}/loss") for name in loaders]
 
     return train
 
@@ -165,6 +186,35 @@ def measure(title: str, contenders: dict[str, Contender], rounds: int) -> None:
         print(f"{name:<28}{statistics.median(taken):>9.3f}{ratio:>7.2f}   {agree}", flush=True)
 
 
+def epoch_alone(by: str, size: int, threads: int) -> float:
+    """Return the seconds of an epoch of "mnist" in a process that trains nothing else."""
+    torch.set_num_threads(threads)
+    digits, held_out = mnist.digits()
+    train = {"by hand": by_hand, "fnloop": by_fnloop}[by](cnn, digits, size, False, held_out)
+    train()  # to warm up
+    return statistics.median(train()[0] for _ in range(3))
+
+
+def measure_apart(title: str, size: int, rounds: int) -> None:
+    """Print the ratio of epochs in processes that train nothing else.
+
+    Memory that one run has freed, and what it has set, is what the next one finds.
+    """
+    times: dict[str, list[float]] = {"by hand": [], "fnloop": []}
+    for _ in range(rounds):
+        for by in random.sample(list(times), len(times)):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                job = pool.submit(epoch_alone, by, size, torch.get_num_threads())
+                times[by].append(job.result())
+    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+    print(f"\n{title:<28}{'s/epoch':>9}{'ratio':>7}   quartiles")
+    for name, taken in times.items():
+        its = ratios if name == "fnloop" else [1.0] * rounds
+        low, ratio, high = statistics.quantiles(its, n=4)
+        quartiles = f"{low:.3f} to {high:.3f}"
+        print(f"{name:<28}{statistics.median(taken):>9.3f}{ratio:>7.2f}   {quartiles}", flush=True)
+
+
 def accuracies(epochs: int) -> None:
     """Print the accuracy that the example reaches, as it is and at its fastest."""
     train, valid = mnist.digits()
@@ -192,11 +242,11 @@ def main() -> None:
         torch.randn(8192, 784, generator=draw), torch.randint(10, (8192,), generator=draw)
     )
     for size in (256, 1024):
-        made = (mlp, numbers, size, False, False)
+        made = (mlp, numbers, size, False)
         contenders = {"by hand": by_hand(*made), "fnloop": by_fnloop(*made)}
         measure(f"MLP, batches of {size}", contenders, 2 * args.rounds)
-    digits, _ = mnist.digits()
-    as_it_is, fastest = (cnn, digits, 64, False, True), (cnn, digits, 64, True, True)
+    digits, held_out = mnist.digits()
+    as_it_is, fastest = (cnn, digits, 64, False, held_out), (cnn, digits, 64, True, held_out)
     contenders = {
         "by hand": by_hand(*as_it_is),
         "fnloop": by_fnloop(*as_it_is),
@@ -204,6 +254,8 @@ def main() -> None:
         "fnloop, at its fastest": by_fnloop(*fastest),
     }
     measure("mnist", contenders, args.rounds)
+    for size in (64, 512):
+        measure_apart(f"mnist, {size}, processes apart", size, args.rounds)
     if args.epochs:
         accuracies(args.epochs)
     if args.advice:
