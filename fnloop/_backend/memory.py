@@ -55,13 +55,16 @@ def has_room(device: torch.device, size: int) -> bool:
 
 @contextlib.contextmanager
 def reusing_pages(device: torch.device) -> Iterator[None]:
-    """Keep up to 1 GiB of freed memory in this process, within a ``with`` block, on the CPU.
+    """Let the CPU's allocator keep up to 1 GiB of freed memory, within a ``with`` block.
 
     By default glibc gives most of what an update frees back to the system. The next update gets it
     as new pages. Each is a page fault, and is filled with zeros: a fifth to a third of the time,
-    with activations of 200 to 500 MB. Other C libraries stay as they are, and so does glibc if the
-    environment sets one of its thresholds. The caller has reserved the generators, so that no other
-    thread is here.
+    with activations of 200 to 500 MB. Tensors above 32 MiB are given back as before. So is all that
+    other C libraries free, and glibc if the environment sets one of its thresholds.
+
+    A setting is one of the whole process, and cannot be read. After the block it is the highest
+    that glibc chooses by itself. The caller has reserved the generators, so that no other thread is
+    here.
     """
     global _users
     set_threshold = _mallopt() if device.type == "cpu" and not _is_set_by_user() else None
@@ -69,14 +72,27 @@ def reusing_pages(device: torch.device) -> Iterator[None]:
     if set_threshold is None or not set_threshold(_MMAP_THRESHOLD, _LARGEST):
         yield
         return
-    set_threshold(_TRIM_THRESHOLD, _KEPT)
     _users += 1
     try:
+        set_threshold(_TRIM_THRESHOLD, _KEPT)
         yield
     finally:
-        _users -= 1
+        _users = max(_users - 1, 0)  # a process may have been forked within the block
         if not _users:
             set_threshold(_TRIM_THRESHOLD, 2 * _LARGEST)
+
+
+def _forget_users() -> None:
+    """Let a process that was forked within a block, such as a worker, give its memory back."""
+    global _users
+    set_threshold = _mallopt() if _users else None
+    _users = 0
+    if set_threshold is not None:
+        set_threshold(_TRIM_THRESHOLD, 2 * _LARGEST)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_users)
 
 
 @functools.cache
@@ -86,6 +102,8 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 
 def _is_set_by_user() -> bool:
-    names = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return any(map(os.environ.get, names)) or "_threshold" in tunables
+    return any(
+        f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}=" in tunables
+        for name in ("trim_threshold", "mmap_threshold")
+    )

@@ -35,8 +35,8 @@ def fit(
 ) -> TrainState:
     """Train: fold a step over batches until a target is reached.
 
-    On the CPU, up to 1 GiB of freed memory stays with the process until the end, for the next
-    update (with glibc, and unless the environment sets MALLOC_TRIM_THRESHOLD_).
+    On the CPU, glibc keeps up to 1 GiB of freed memory for the next update, in tensors of up to
+    32 MiB. MALLOC_TRIM_THRESHOLD_ in the environment prevents it.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.

@@ -1,5 +1,6 @@
-"""Freed memory stays with the process during a run, and only then."""
+"""The allocator keeps freed memory during a run, and is set back after it."""
 
+import os
 import platform
 import resource
 
@@ -14,6 +15,12 @@ CPU = torch.device("cpu")
 DURING, AFTER = (memory._TRIM_THRESHOLD, 1 << 30), (memory._TRIM_THRESHOLD, 64 << 20)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch):
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def settings(monkeypatch):
     """The settings that are given to the allocator, in a list."""
@@ -24,7 +31,6 @@ def settings(monkeypatch):
         return 1
 
     monkeypatch.setattr(memory, "_mallopt", lambda: mallopt)
-    monkeypatch.setattr(memory, "_is_set_by_user", lambda: False)
     return given
 
 
@@ -36,7 +42,10 @@ def new_pages(megabytes):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ,
+    reason="the setting is one of glibc",
+)
 def test_memory_is_used_again():
     memory._mallopt()(memory._MMAP_THRESHOLD, 1 << 17)  # as at the start of a process
     first = new_pages(160)
@@ -61,6 +70,23 @@ def test_an_exception_ends_it(settings):
         assert settings[-1] == DURING
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_process_that_is_forked_within_it_gives_its_memory_back(settings):
+    with memory.reusing_pages(CPU):
+        if not (process := os.fork()):
+            status = 1
+            try:
+                forked = settings[-1], memory._users
+                with memory.reusing_pages(CPU):
+                    assert (forked, settings[-1]) == ((AFTER, 0), DURING)
+                status = settings[-1] != AFTER
+            finally:
+                os._exit(status)
+        assert os.waitpid(process, 0)[1] == 0
+        assert settings[-1] == DURING
+    assert settings[-1] == AFTER
+
+
 def test_nothing_is_set_for_a_gpu(settings):
     with memory.reusing_pages(torch.device("cuda")):
         assert settings == []
@@ -72,6 +98,7 @@ def test_nothing_is_set_for_a_gpu(settings):
         ("MALLOC_TRIM_THRESHOLD_", "131072"),
         ("MALLOC_MMAP_THRESHOLD_", "131072"),
         ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.check=0:glibc.malloc.mmap_threshold=131072"),
     ],
 )
 def test_the_environment_comes_first(monkeypatch, name, value):
@@ -79,6 +106,12 @@ def test_the_environment_comes_first(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with memory.reusing_pages(CPU):
         pass
+
+
+def test_other_settings_of_the_environment_do_not_count(monkeypatch, settings):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=2048")
+    with memory.reusing_pages(CPU):
+        assert settings[-1] == DURING
 
 
 @pytest.mark.parametrize("mallopt", [None, lambda name, value: 0], ids=["missing", "refuses"])

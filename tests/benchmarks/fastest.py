@@ -46,6 +46,7 @@ epochs the accuracy is 98.5 % as it is, and 98.9 % at its fastest (``--epochs 10
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import random
 import statistics
@@ -178,41 +179,46 @@ def measure(title: str, contenders: dict[str, Contender], rounds: int) -> None:
     for _ in range(rounds):
         for name in random.sample(list(contenders), len(contenders)):
             times[name].append(contenders[name]()[0])
-    print(f"\n{title:<28}{'s/epoch':>9}{'ratio':>7}   losses")
+    print(f"\n{title:<28}{'s/epoch':>9}{'ratio':>8}{'25-75 %':>15}   losses")
     for name, taken in times.items():
-        ratio = statistics.median(a / b for a, b in zip(taken, times[first], strict=True))
+        ratios = [a / b for a, b in zip(taken, times[first], strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
         apart = max(abs(a - b) for a, b in zip(losses[name], losses[first], strict=True))
         agree = f"apart by {apart:.1g}" if apart else "same bits"
-        print(f"{name:<28}{statistics.median(taken):>9.3f}{ratio:>7.2f}   {agree}", flush=True)
+        middle = f"{low:.3f}-{high:.3f}"
+        print(
+            f"{name:<28}{statistics.median(taken):>9.3f}{ratio:>8.3f}{middle:>15}   {agree}",
+            flush=True,
+        )
 
 
-def epoch_alone(by: str, size: int, threads: int) -> float:
-    """Return the seconds of an epoch of "mnist" in a process that trains nothing else."""
+@functools.cache
+def contender_alone(by: str, size: int, threads: int) -> Contender:
+    """Return a contender of "mnist", in a process that trains nothing else."""
     torch.set_num_threads(threads)
     digits, held_out = mnist.digits()
     train = {"by hand": by_hand, "fnloop": by_fnloop}[by](cnn, digits, size, False, held_out)
     train()  # to warm up
-    return statistics.median(train()[0] for _ in range(3))
+    return train
+
+
+def epoch_alone(*args: Any) -> tuple[float, list[float]]:
+    return contender_alone(*args)()
 
 
 def measure_apart(title: str, size: int, rounds: int) -> None:
-    """Print the ratio of epochs in processes that train nothing else.
+    """Print the ratio of epochs in two processes that take turns.
 
-    Memory that one run has freed, and what it has set, is what the next one finds.
+    In one process, a run would find the memory that the other one has freed, and its settings.
     """
-    times: dict[str, list[float]] = {"by hand": [], "fnloop": []}
-    for _ in range(rounds):
-        for by in random.sample(list(times), len(times)):
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                job = pool.submit(epoch_alone, by, size, torch.get_num_threads())
-                times[by].append(job.result())
-    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
-    print(f"\n{title:<28}{'s/epoch':>9}{'ratio':>7}   quartiles")
-    for name, taken in times.items():
-        its = ratios if name == "fnloop" else [1.0] * rounds
-        low, ratio, high = statistics.quantiles(its, n=4)
-        quartiles = f"{low:.3f} to {high:.3f}"
-        print(f"{name:<28}{statistics.median(taken):>9.3f}{ratio:>7.2f}   {quartiles}", flush=True)
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    with ProcessPoolExecutor(1, context) as hand, ProcessPoolExecutor(1, context) as library:
+        pools = {"by hand": hand, "fnloop": library}
+        contenders = {
+            by: lambda by=by: pools[by].submit(epoch_alone, by, size, threads).result()
+            for by in pools
+        }
+        measure(title, contenders, rounds)
 
 
 def accuracies(epochs: int) -> None:
@@ -235,6 +241,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=0, help="compare accuracies after this many")
     parser.add_argument("--advice", action="store_true", help="print the table of fl.data.tune")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("expected 2 rounds or more")
     torch.set_num_threads(args.threads)
 
     draw = torch.Generator().manual_seed(0)
@@ -255,7 +263,7 @@ def main() -> None:
     }
     measure("mnist", contenders, args.rounds)
     for size in (64, 512):
-        measure_apart(f"mnist, {size}, processes apart", size, args.rounds)
+        measure_apart(f"mnist, {size}, two processes", size, 3 * args.rounds)
     if args.epochs:
         accuracies(args.epochs)
     if args.advice:
