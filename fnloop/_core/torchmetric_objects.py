@@ -70,13 +70,19 @@ def _metrics_in(metric: Torchmetric) -> Iterator[tuple[str, Metric, str | None]]
 
 
 def fresh_copy(template: Torchmetric) -> Torchmetric:
-    """Return a metric like the template that has seen nothing and does not synchronize."""
+    """Return a metric like the template that has seen nothing and does not synchronize.
+
+    It computes its value whenever asked, without what torchmetrics does around ``compute`` to
+    synchronize and to keep the value: that takes half as long as the computing.
+    """
     seen = copy.deepcopy(template)
     seen.reset()
     for _, metric, _ in _metrics_in(seen):
         metric.sync_on_compute = False
         metric.compute_with_cache = False  # merge_state keeps a value that was computed before
         metric._to_sync = False
+    for member in _members(seen).values():
+        member.compute = getattr(member.compute, "__wrapped__", member.compute)
     return seen
 
 

@@ -146,19 +146,20 @@ class TorchMetric:
         Raises:
             ValueError: it has another number of elements.
         """
+        number = _is_number(value)
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if names is None and not _is_number(value):
+        if names is None and not number:
             raise ValueError(
                 f"a metric of a run is one number, but {of!r} computes {shape}. Choose a reduction "
                 'in it, such as average="macro", or give one metric per number; the elements of a '
                 'vector can have names: from_torchmetrics(..., names=("cat", "dog"))'
             )
         vector = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        vector = vector.reshape(1) if _is_number(value) else vector
+        vector = vector.reshape(1) if number else vector
         if names is not None and vector.shape != (len(names),):
             count: object = vector.numel()
             hint = f"Write {count} names in metric(...=from_torchmetrics(..., names=(...)))"
-            if _is_number(value):
+            if number:
                 hint = "It is one number: leave out names"
             elif vector.ndim != 1:
                 count = f"an array of shape {shape}"
@@ -212,8 +213,8 @@ def _named(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
 
 def _to_numbers(vectors: Sequence[Tensor]) -> list[list[float]]:
     """Return the elements of vectors, with one read from the device."""
-    if len(vectors) == 1:
-        return [[float(number) for number in vectors[0].tolist()]]
+    if len(vectors) == 1 or all(vector.is_cpu for vector in vectors):
+        return [[float(number) for number in vector.tolist()] for vector in vectors]
     device = vectors[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     numbers = torch.cat([vector.detach().to(device, dtype) for vector in vectors]).tolist()

@@ -30,8 +30,10 @@ which is cheap on a CPU. lightning drops it in barebones mode.
 
 Then what ``record_every`` costs: fnloop with a record every 50 updates and at every update,
 relative to fnloop without; by itself, with accumulation, with a metric, and with a collection of
-two. All train one model in turn. "no records, again" is the same thing twice: how far its ratio is
-from 1 is the noise. Here the time of the thread is taken, so that other processes disturb it less.
+two. Each contender is one run of ``fit`` in a process of its own. They take turns of 50 updates, so
+that each compares with a turn of 0.1 s ago, and the time of the thread is taken: whatever else the
+machine does disturbs all of them alike. "no records, again" is the same thing twice: how far its
+ratio is from 1 is the noise.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import gc
 import importlib.metadata
 import json
 import logging
+import multiprocessing
 import os
 import platform
 import random
@@ -48,6 +51,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,33 +313,77 @@ CONTENDERS = {  # name -> (distribution, how to build it)
 }
 
 
-# --- records: what fnloop is given -> train
+# --- records: fnloop with them and without
 # -------------------------------------------------------------------------------------------------
 
 
-def with_records(middleware: Sequence[Any]) -> dict[str, Train]:
-    """fnloop with records and without: one model, trained in turn."""
+class Turns:
+    """Batches for a run that takes turns with others.
+
+    Args:
+        batches: the batches of a turn.
+        number: how many turns there are.
+        go: released when a turn may begin.
+        done: released at its end.
+    """
+
+    def __init__(self, batches: Batches, number: int, go: Semaphore, done: Semaphore) -> None:
+        self.batches, self.number, self.go, self.done = batches, number, go, done
+        self.times: list[float] = []  # microseconds per batch, turn by turn
+
+    def __len__(self) -> int:
+        return self.number * len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(self.number):
+            self.go.acquire()
+            began = time.thread_time()
+            yield from self.batches
+            self.times.append((time.thread_time() - began) / len(self.batches) * 1e6)
+            self.done.release()
+
+
+def train_in_turns(
+    setting: str, steps: int | None, turns: int, go: Semaphore, done: Semaphore, times: Connection
+) -> None:
+    """Train with a record every ``steps`` updates. Send the times of all turns."""
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x, y = batch
         output = model(x)
         return cross_entropy(output, y), {"output": output}
 
-    step = fl.pipeline(*middleware)(loss_fn)
-    state = fl.TrainState.create(*make_model(), seed=0)
+    torch.set_num_threads(1)
+    _, window, middleware = RECORDED[setting]
+    loader = Turns(make_batches(TURN * window), turns, go, done)
+    step = fl.pipeline(*middleware())(loss_fn)
+    moment = None if steps is None else fl.every(steps=steps)
+    fl.fit(step, fl.TrainState.create(*make_model()), loader, hooks=(), record_every=moment)
+    times.send(loader.times)
 
-    def contender(steps: int | None) -> Train:
-        moment = None if steps is None else fl.every(steps=steps)
 
-        def train(batches: Batches) -> None:
-            nonlocal state
-            CLOCK.start()
-            state = fl.fit(step, state, batches, hooks=(), record_every=moment)
-            CLOCK.stop()
-
-        return train
-
-    return {name: contender(steps) for name, steps in RECORDS.items()}
+def measure_in_turns(setting: str, turns: int) -> dict[str, list[float]]:
+    """Return microseconds per batch, turn by turn: each contender trains in its own process."""
+    context = multiprocessing.get_context("spawn")
+    running = {}
+    for name, steps in RECORDS.items():
+        go, done = context.Semaphore(0), context.Semaphore(0)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=train_in_turns, args=(setting, steps, turns + WARM_UP_TURNS, go, done, theirs)
+        )
+        process.start()
+        running[name] = (process, go, done, ours)
+    order = random.Random(0)
+    for _ in range(turns + WARM_UP_TURNS):
+        for name in order.sample(list(running), len(running)):
+            _, go, done, _ = running[name]
+            go.release()
+            done.acquire()
+    times = {name: ours.recv()[WARM_UP_TURNS:] for name, (*_, ours) in running.items()}
+    for process, *_ in running.values():
+        process.join()
+    return times
 
 
 def correct(aux: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -357,12 +406,13 @@ RECORDS = {
     "a record every 50": 50,
     "a record every update": 1,
 }
-RECORDED = {  # what a pipeline has -> (distribution, how to make it)
-    PLAIN: ("fnloop", lambda: ()),
-    f"accumulate({WINDOW})": ("fnloop", lambda: (fl.accumulate(WINDOW),)),
-    "one metric": ("fnloop", lambda: (fl.metric(correct=correct),)),
-    "a MetricCollection": ("torchmetrics", lambda: (collection(),)),
+RECORDED = {  # what a pipeline has -> (distribution, batches in an update, how to make it)
+    PLAIN: ("fnloop", 1, lambda: ()),
+    f"accumulate({WINDOW})": ("fnloop", WINDOW, lambda: (fl.accumulate(WINDOW),)),
+    "one metric": ("fnloop", 1, lambda: (fl.metric(correct=correct),)),
+    "a MetricCollection": ("torchmetrics", 1, lambda: (collection(),)),
 }
+TURN, WARM_UP_TURNS = 50, 2  # updates in a turn, and turns that are not counted
 
 
 # --- the measurement
@@ -375,6 +425,11 @@ def make_model() -> tuple[nn.Module, Optimizer]:
         nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
     )
     return model, SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def make_batches(number: int) -> Batches:
+    torch.manual_seed(0)
+    return [(torch.randn(32, 784), torch.randint(10, (32,))) for _ in range(number)]
 
 
 def build(setting: str, names: list[str], warm_up: Batches) -> dict[str, Train]:
@@ -469,21 +524,15 @@ def main() -> None:
     )
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
 
-    torch.manual_seed(0)
-    batches = [(torch.randn(32, 784), torch.randint(10, (32,))) for _ in range(args.batches)]
-    results = {}
+    batches, results = make_batches(args.batches), {}
     for setting in (PLAIN, ACCUMULATED) if args.only != "records" else ():
         results[setting] = measure(build(setting, names, batches[:WARM_UP]), batches, args.rounds)
         show(setting, results[setting])
-    CLOCK.now = time.thread_time
-    for setting, (distribution, middleware) in RECORDED.items() if args.only != "peers" else ():
+    for setting, (distribution, *_) in RECORDED.items() if args.only != "peers" else ():
         if version(distribution) is None:
             print(f"\n{setting}: not installed: pip install 'fnloop[bench]'")
             continue
-        contenders = with_records(middleware())
-        for train in contenders.values():
-            train(batches[:WARM_UP])
-        times = measure(contenders, batches, args.rounds)
+        times = measure_in_turns(setting, 10 * args.rounds)
         show(setting, times, RECORDS, to=NO_RECORDS, digits=3)
         results[f"records: {setting}"] = times
     facts = {
