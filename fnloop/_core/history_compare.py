@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -97,13 +98,14 @@ def _check(histories: Mapping[str, History]) -> None:
 
 
 def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
-    """Return the best record of each run that has an evaluated metric."""
+    """Return the best record of each run that has an evaluated metric, unless it is always NaN."""
     mode = mode_by_name(key) if is_evaluated(key) else None
     if mode is None:
         return {}
-    return {
+    best = {
         name: best_record(found[key], key, mode) for name, found in series.items() if key in found
     }
+    return {name: record for name, record in best.items() if not math.isnan(record.metrics[key])}
 
 
 def _label(name: str, best: Record, key: str, history: History, short: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,8 +63,9 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
             wanted = _mode_of(metric, groups[title], mode)
             if wanted is not None and owner not in TRAINED:
                 record = best_record(having, key, wanted)
-                label = f"{_label(owner, metric)} {best_label(record, key, records)}"
-                best = place(record), record.metrics[key], label
+                if not math.isnan(value := record.metrics[key]):  # or all are NaN: none is best
+                    label = f"{_label(owner, metric)} {best_label(record, key, records)}"
+                    best = place(record), value, label
             points = [(place(record), record.metrics[key]) for record in having]
             thin = owner == "recent"
             curves.append(plot.Curve(points, _label(owner, metric), colors[owner], thin, best))

@@ -192,7 +192,8 @@ class halt_on_nonfinite:
     """Stop when the training loss has become NaN or infinite.
 
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
-    at every record, with no device reads in between. By then the bad update has reached the
+    at every record, with no device reads in between; a record of ``record_every`` has the mean
+    since the last record. By then the bad update has reached the
     parameters: go back to a checkpoint or a snapshot. The mean begins again with every epoch, and
     so with every phase: there is nothing that ``since`` could change.
 
@@ -261,17 +262,10 @@ class halt_on_nonfinite:
     def __call__(self, state: TrainState) -> TrainState:
         if self.keep:
             self._trail.note(state)
-        if RECORD in state.events:
-            loss = state.history[-1].metrics.get("train/loss")
-            if loss is None:
-                return state
-        elif UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
-            running = {"loss": state.metrics["loss"]}
-            loss = engine_of(state).merge_metrics(running)["loss"].compute()  # a host read
-        else:
-            return state
-        if math.isfinite(loss):
-            self._trail.forget()
+        loss = self._read(state)
+        if loss is None or math.isfinite(loss):
+            if loss is not None:
+                self._trail.forget()
             return state
         place = self._trail.find(state) if self.keep else None
         reason = f"halt_on_nonfinite: the training loss became {loss} "
@@ -280,11 +274,29 @@ class halt_on_nonfinite:
             return attrs.evolve(state, stop=reason + describe_place(place), extra=extra)
         return attrs.evolve(state, stop=reason + self._interval(state))
 
+    def _read(self, state: TrainState) -> float | None:
+        """Return the mean loss of the epoch, or a bad one since the last record; None if unread."""
+        if RECORD in state.events:
+            metrics = state.history[-1].metrics
+            if "train/loss" in metrics:
+                return metrics["train/loss"]
+            if not math.isfinite(recent := metrics.get("recent/loss", 0.0)):
+                return recent
+        if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+            running = {"loss": state.metrics["loss"]}
+            return engine_of(state).merge_metrics(running)["loss"].compute()  # a host read
+        return None
+
     def _interval(self, state: TrainState) -> str:
         """Return between which steps it was, as the records say."""
-        # Only the last record is certain: this hook may not have run since then.
-        recorded = (r.step for r in reversed(state.history) if not r.closing)
-        before = next((step for step in recorded if step < state.step), 0)
+        # Only the records are certain: this hook may not have run at each of them.
+        before, epoch, finite = 0, 0, True
+        for record in state.history:
+            if record.closing or record.step >= state.step:
+                continue
+            losses = [record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")]
+            finite = record.epoch > epoch or (finite and all(map(math.isfinite, losses)))
+            before, epoch = record.step if finite else before, record.epoch
         if state.phases:
             before = max(before, state.phases[-1].step)
         if before + 1 == state.step:

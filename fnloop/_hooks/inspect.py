@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from fnloop._core.call import Call, name_of
+from fnloop._core.events import AGAIN
 from fnloop._core.monitor import suggestion
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
@@ -25,11 +26,13 @@ class _Inspection:
         waits: whether the next evaluation is to be kept.
         asked: whether the trigger was asked at this boundary already.
         outputs: those of an evaluation, until the function is called; or None.
+        received_at: the step of the last evaluation that was kept.
     """
 
     waits: bool = False
     asked: bool = False
     outputs: list[Output] | None = None
+    received_at: int | None = None
 
 
 @attrs.frozen(repr=False)
@@ -38,7 +41,8 @@ class inspect:
 
     It is for what a number cannot say: a confusion matrix, pictures of the worst samples. The
     evaluation is the one that the run makes anyway. Where the hook is due and the loader is not
-    evaluated, it waits for the next evaluation.
+    evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and another hook
+    has stopped the run after an evaluation, is the loader evaluated once more.
 
     Each ``Output`` has the loss, the weight and the aux that the loss function returned, so return
     there what you want to see, such as the targets. Tensors are copies on the host, and ``metrics``
@@ -134,6 +138,8 @@ class inspect:
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
+        if AGAIN in state.events and self._now.received_at == state.step:
+            return False  # it has those of the model with which the run ends
         due, self._now.asked = self.every.due(state), True
         self._now.waits = self._now.waits or due
         return self._now.waits
@@ -141,6 +147,7 @@ class inspect:
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""
         self._now.outputs, self._now.waits = list(outputs), False
+        self._now.received_at = state.step
 
     def __call__(self, state: TrainState) -> TrainState:
         asked, self._now.asked = self._now.asked, False
@@ -164,3 +171,4 @@ class inspect:
     def close(self) -> None:
         """Drop what was kept."""
         self._now.waits, self._now.asked, self._now.outputs = False, False, None
+        self._now.received_at = None

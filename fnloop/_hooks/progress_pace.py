@@ -179,8 +179,9 @@ class Pace:
         passed = time.monotonic() - self.began - self._evaluations
         seconds = updates * passed / made
         *_, before, newest = (self._first, *self._evaluated)
-        if newest > before:
-            more = (self._count(state) + updates - newest) // (newest - before)
+        # After an evaluation at the start alone, assume that there is one at the end of each epoch.
+        if between := newest - before or _run(state).steps_per_epoch or self._length:
+            more = (self._count(state) + updates - newest) // between
             seconds += more * self._evaluation
         return max(seconds, 0.0)
 

@@ -18,7 +18,21 @@ from fnloop._data.source import Source
 from fnloop._display.html import format_count
 from fnloop._display.log import log
 
-__all__ = ["check_length", "fused_hint", "loader_hints", "suggest_fused", "suggest_loaders"]
+__all__ = [
+    "check_length",
+    "fused_hint",
+    "loader_hints",
+    "suggest",
+    "suggest_fused",
+    "suggest_loaders",
+]
+
+
+def suggest(listed: Iterable[Middleware], loaders: Loaders, state: TrainState) -> None:
+    """Log once, on the main process, what would make a run faster."""
+    if state.backend.main:
+        suggest_fused(listed, state)
+        suggest_loaders(loaders, state.backend.device)
 
 
 def suggest_fused(listed: Iterable[Middleware], state: TrainState) -> None:

@@ -21,7 +21,7 @@ from fnloop._data.source import Source
 from fnloop._loop.evaluate import gather_outputs, measure
 from fnloop._step.pipeline import PipelineStep
 
-__all__ = ["evaluation_metrics", "recent_metrics", "train_metrics"]
+__all__ = ["asking", "evaluation_metrics", "recent_metrics", "train_metrics"]
 
 
 def train_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -70,8 +70,8 @@ def evaluation_metrics(
     run = None if state.run is None else attrs.evolve(state.run, loader=loader)
     share = None if source.length is None else -(-source.length // state.backend.data_size)
     tell = lambda done: watch(state, loader, done, share)
-    asking = [hook for hook in collectors if _asks(hook, state, loader)]
-    outputs: list[list[Output]] | None = [] if asking else None
+    asked_by = asking(collectors, state, loader)
+    outputs: list[list[Output]] | None = [] if asked_by else None
     device = state.backend.device
     began = wait_and_read_clock(device) if step.is_timed else 0.0
     with isolated(device):
@@ -79,15 +79,19 @@ def evaluation_metrics(
     if step.is_timed:
         found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
     gathered = [] if outputs is None else gather_outputs(outputs)
-    for hook in asking:
+    for hook in asked_by:
         hook.receive(state, gathered)
     return {f"{loader}/{name}": metric for name, metric in found.items()}
 
 
-def _asks(hook: Any, state: TrainState, loader: str) -> bool:
-    """Return whether a hook asks for the outputs of a loader."""
-    try:
-        return hook.collects(state, loader)
-    except Exception as error:
-        error.add_note(f"while in {name_of(hook)}")
-        raise
+def asking(collectors: Sequence[Any], state: TrainState, loader: str) -> list[Any]:
+    """Return the hooks that ask for the outputs of a loader."""
+    found = []
+    for hook in collectors:
+        try:
+            if hook.collects(state, loader):
+                found.append(hook)
+        except Exception as error:
+            error.add_note(f"while in {name_of(hook)}")
+            raise
+    return found

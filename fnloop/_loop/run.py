@@ -11,6 +11,7 @@ import attrs
 
 from fnloop._core.copies import with_record
 from fnloop._core.events import AGAIN, END, EPOCH, PENDING, RECORD, START, UPDATE
+from fnloop._core.history_table import is_row
 from fnloop._core.left_out import count_left_out
 from fnloop._core.metrics import Max, read
 from fnloop._core.record import Record
@@ -18,22 +19,18 @@ from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
 from fnloop._core.running import without_recent
 from fnloop._core.state import TrainState
 from fnloop._core.stops import is_interruption
+from fnloop._core.types import Metric
 from fnloop._data.source import num_updates
 from fnloop._hooks.wrapper import Hook, unwrap_hook
 from fnloop._loop.beginning import begin_hooks, to_training_mode
-from fnloop._loop.errors import (
-    check_counters,
-    check_returned,
-    explain,
-    explain_no_batches,
-)
+from fnloop._loop.errors import check_counters, check_returned, explain, explain_no_batches
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.hints import check_length, suggest_fused, suggest_loaders
+from fnloop._loop.hints import check_length, suggest
 from fnloop._loop.interrupts import Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan, describe
-from fnloop._loop.report import evaluation_metrics, recent_metrics, train_metrics
+from fnloop._loop.report import asking, evaluation_metrics, recent_metrics, train_metrics
 from fnloop._step.engine import engine_of
 
 __all__ = ["LOADER", "Run"]
@@ -69,7 +66,7 @@ class Run:
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info)
         self._watchers: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "evaluating")]
-        self._collectors: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "collects")]
+        self._collectors = [h for h in plan.hooks if hasattr(unwrap_hook(h), "collects")]
         self.last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [getattr(each, "quiet_until", lambda state: 0) for each in plan.triggers]
         self.interrupts = Interrupts()
@@ -94,9 +91,7 @@ class Run:
         if self.plan.record_every is None:
             state = attrs.evolve(state, metrics=without_recent(state.metrics))
         self.plan.step.begin_run(state)
-        suggest_fused(self.plan.step.pipeline.middleware, state)
-        if state.backend.main:
-            suggest_loaders(self.plan.loaders, state.backend.device)
+        suggest(self.plan.step.pipeline.middleware, self.plan.loaders, state)
         try:
             return self.plan.step.init_slots(state)
         except Exception as error:
@@ -207,16 +202,21 @@ class Run:
     def _end_early(self) -> None:
         """Make the closing record and call what is due at the end, when a hook has stopped."""
         __tracebackhide__ = True
-        self.before_record, made = True, RECORD in self.state.events
+        self.before_record = True
+        made = RECORD in self.state.events and is_row(self.state.history[-1])
         state = attrs.evolve(self.state, events=self.state.events | {END, AGAIN})
         due, _ = self._ask(state) if self.plan.evaluates_at(END) else (None, False)
         known = state.history[-1].metrics if made else {}
         names = [name for name in due or () if f"{name}/loss" not in known]
         if names or not made:
-            evaluate = tuple(names) if made else (*self.evaluated,)
-            state = self._append_record(state, evaluate, closing=True)
+            state = self._append_record(state, names if made else [*self.evaluated], closing=True)
+        hooks = self.plan.hooks_at(END)
+        collectors = [hook for hook in hooks if hook in self._collectors]
+        for loader in self.evaluated:
+            if asking(collectors, state, loader):
+                self._evaluate(state, loader)  # once more; a record has its metrics already
         self.state, self.before_record = state, False
-        self._call_hooks(self.plan.hooks_at(END))
+        self._call_hooks(hooks)
         self.state = attrs.evolve(self.state, events=self.state.events - {AGAIN})
 
     # --- a boundary
@@ -338,18 +338,13 @@ class Run:
         return self._append_record(state, (*self.evaluated,), closing=True)
 
     def _append_record(
-        self,
-        state: TrainState,
-        evaluate: tuple[str, ...],
-        *,
-        train: bool = True,
-        closing: bool = False,
+        self, state: TrainState, names: Sequence[str], *, train: bool = True, closing: bool = False
     ) -> TrainState:
         """Return the state with one more record in its history.
 
         Args:
             state: the state.
-            evaluate: the names of the loaders to evaluate.
+            names: the names of the loaders to evaluate.
             train: whether the record has the metrics since the epoch began.
             closing: whether the run ends here, between two records.
         """
@@ -358,19 +353,17 @@ class Run:
         report = train_metrics(state, running) if train else {}
         report |= recent_metrics(state, running if self.plan.record_every is not None else {})
         began = time.perf_counter()
-        for loader in evaluate:
-            self.phase, source = loader, self.evaluated[loader]
-            given = (self.plan.step, state, loader, source, self._watch_evaluation)
-            report |= evaluation_metrics(*given, self._collectors)
+        for loader in names:
+            report |= self._evaluate(state, loader)
         self.phase = "the record"
         seconds = max(time.monotonic() - self.started, self.seconds)  # another process may be ahead
         if not is_alone(state):
             report["seconds"] = Max(seconds)
-        if evaluate:
+        if names:
             report["evaluated"] = Max(time.perf_counter() - began)
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
-        if evaluate:
+        if names:
             self.info.stopwatch.evaluated = values.pop("evaluated")
             self.info.stopwatch.newest = None
         self.info.stopwatch.recorded = True
@@ -379,9 +372,14 @@ class Run:
         metrics = state.metrics if closing else without_recent(state.metrics)
         return with_record(state, state.history.append(record), metrics)
 
-    def _watch_evaluation(
-        self, state: TrainState, loader: str, done: int, total: int | None
-    ) -> None:
+    def _evaluate(self, state: TrainState, loader: str) -> dict[str, Metric]:
+        """Return the metrics of a loader by their names in a record."""
+        __tracebackhide__ = True
+        self.phase, source = loader, self.evaluated[loader]
+        given = (self.plan.step, state, loader, source, self._watch)
+        return evaluation_metrics(*given, self._collectors)
+
+    def _watch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Abandon an evaluation that has no time left. Tell the hooks how far it is."""
         __tracebackhide__ = True
         self.peers.poll(state, self.interrupts)

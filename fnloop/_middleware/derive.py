@@ -23,8 +23,9 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
 
     Args:
         **functions: name to ``numbers -> number``. The numbers are a mapping without the loader's
-            name: ``m["loss"]``. It also has what was derived before. An ArithmeticError, such as
-            the OverflowError of ``math.exp(1000.0)``, and the logarithm of 0 give NaN.
+            name: ``m["loss"]``; those that ``ema`` adds are ``m["ema/loss"]``. It also has what was
+            derived before. An ArithmeticError, such as the OverflowError of ``math.exp(1000.0)``,
+            and the logarithm of 0 give NaN.
 
     Returns:
         A middleware.

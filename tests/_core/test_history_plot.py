@@ -154,6 +154,17 @@ def test_a_plot_with_nan_and_infinity_can_be_saved():
     assert file.getvalue().startswith(b"\x89PNG")
 
 
+def test_nan_is_never_marked_as_best():
+    def marks(figure):
+        return [line.get_label() for line in figure.axes[0].lines if "best" in line.get_label()]
+
+    assert marks(plot(history(NAN, NAN))) == []
+    assert marks(plot(history(NAN, 1.0))) == ["valid best 1 (epoch 2)"]
+    figure = compare({"bad": history(NAN), "good": history(1.0)})
+    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert shown == ["bad", "good: best 1 (epoch 1)"]
+
+
 def test_an_empty_history_cannot_be_plotted():
     with pytest.raises(ValueError, match="nothing to plot: the history is empty"):
         History().plot()

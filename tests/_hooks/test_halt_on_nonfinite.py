@@ -63,6 +63,54 @@ def test_it_checks_every_record():
     )
 
 
+@pytest.mark.parametrize(
+    ("records", "steps", "stopped", "interval"),
+    [
+        (1, 100, 3, "at step 3"),
+        (2, 100, 4, "between steps 3 and 4"),
+        (2, 2, 4, "between steps 3 and 4"),
+        (3, 100, 3, "between steps 1 and 3"),
+        (3, 1, 3, "between steps 1 and 3"),
+        (9, 100, 5, "between steps 1 and 5"),
+    ],
+)
+def test_it_checks_the_mean_since_the_last_record(records, steps, stopped, interval):
+    state = fl.fit(
+        STEP,
+        toy(),
+        {"train": [ONE, ONE, BAD, ONE, ONE], "valid": [ONE]},
+        hooks=(halt_on_nonfinite(steps),),
+        record_every=fl.every(steps=records),
+    )
+    offer = OFFER if interval.startswith("between") and steps > 1 else ""
+    assert (state.step, state.stop) == (
+        stopped,
+        f"halt_on_nonfinite: the training loss became nan {interval}{offer}",
+    )
+
+
+def test_a_bad_interval_that_it_has_not_seen_is_in_the_mean_of_the_epoch():
+    """The loss of the second update alone is NaN, and no gradient is."""
+
+    def loss_fn(model, batch):
+        loss, aux = toy_loss(model, ONE)
+        return loss + batch.mean(), aux
+
+    hooks = (fl.every(steps=4)(halt_on_nonfinite(4)),)
+    state = fl.fit(
+        fl.pipeline()(loss_fn),
+        toy(),
+        [ONE, BAD, ONE, ONE, ONE],
+        hooks=hooks,
+        record_every=fl.every(steps=1),
+    )
+    assert [math.isnan(loss) for loss in state.history["recent/loss"]] == [0, 1, 0, 0]
+    assert (state.step, state.stop) == (
+        4,
+        "halt_on_nonfinite: the training loss became nan between steps 2 and 4" + OFFER,
+    )
+
+
 def test_the_interval_begins_after_the_last_epoch():
     epochs = iter([[ONE, ONE], [ONE, BAD, ONE], [ONE]])
     state = fl.fit(STEP, toy(), lambda: next(epochs), epochs=3, hooks=(halt_on_nonfinite(),))

@@ -1,10 +1,11 @@
 """inspect: the outputs of the evaluation that a run makes anyway."""
 
+import attrs
 import pytest
 import torch
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import assert_same, toy, toy_loss
 
 VALID = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
 
@@ -107,8 +108,6 @@ def test_what_it_returns_is_ignored():
 
 
 def test_the_closing_evaluation_of_a_stopped_run_is_seen():
-    import attrs
-
     looks = Looks()
     stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
     state = run(fl.inspect(looks, every=fl.every(steps=2)), stop, epochs=9)
@@ -116,6 +115,29 @@ def test_the_closing_evaluation_of_a_stopped_run_is_seen():
     looks = Looks()
     run(fl.inspect(looks, every=fl.every(steps=2)), steps=2)
     assert looks.steps == [2]
+
+
+@pytest.mark.parametrize("evaluate_every", [fl.every(epochs=1), fl.every(epochs=1) | fl.at_end()])
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [(fl.at_end(), [6]), (fl.every(epochs=1) | fl.at_end(), [3, 6]), (fl.every(epochs=1), [3, 6])],
+)
+def test_the_end_of_a_run_that_a_hook_stops_at_an_evaluation_is_seen_once(
+    evaluate_every, every, steps
+):
+    looks, made = Looks(), {"evaluate_every": evaluate_every, "epochs": 9}
+    stop = fl.when(lambda state: state.epoch == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    state = run(fl.inspect(looks, every=every), stop, **made)
+    assert looks.steps == steps and [r.step for r in state.history] == [3, 6]
+    assert looks.seen[-1] == (6, [[1.0, 2.0], [3.0]])
+    assert_same(state, run(stop, **made))
+
+
+def test_a_stop_at_an_evaluation_makes_no_second_one_for_a_hook_that_is_not_due():
+    looks = Looks()
+    stop = fl.when(lambda state: state.epoch == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    run(fl.inspect(looks, every=fl.every(epochs=5)), stop, epochs=9)
+    assert looks.steps == []
 
 
 def test_a_loader_that_fills_one_tensor_again_does_not_change_what_was_seen():

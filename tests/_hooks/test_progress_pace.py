@@ -69,6 +69,16 @@ def test_the_time_left_has_the_evaluations_to_come(clock):
         assert pace.look(state).left == (1000 - state.step) * 1.0 + evaluations * 4.0
 
 
+def test_an_evaluation_at_the_start_is_expected_at_the_end_of_each_epoch(clock):
+    state = start()
+    pace = Pace(state)
+    clock.now += 4.0
+    state = recorded(state, 4.0, **{"valid/loss": 1.0})
+    pace.read_records(state)
+    clock.now += 50.0
+    assert pace.look(after(state, 50, 50.0)).left == 950 * 1.0 + 10 * 4.0
+
+
 def test_the_smaller_of_two_targets_decides(clock):
     state = start(total_steps=150)
     pace = Pace(state)

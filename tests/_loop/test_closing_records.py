@@ -52,10 +52,16 @@ def test_a_run_that_ends_between_two_records_appends_a_closing_one(settings, rec
     assert ends(fit(loaders=([ONE] * 3, [ONE]), **settings).history) == records
 
 
+@pytest.mark.parametrize("record_every", [None, fl.every(steps=1), fl.every(steps=2)])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_run_that_a_hook_stops_appends_a_closing_record(at):
+def test_a_run_that_a_hook_stops_appends_a_closing_record(at, record_every):
     stop = fl.when(lambda state: state.step == at)(lambda state: attrs.evolve(state, stop="enough"))
-    state = fit(loaders=([ONE] * 3, [ONE]), epochs=2, hooks=(stop,))
+    given = {"loaders": ([ONE] * 3, [ONE]), "epochs": 2, "record_every": record_every}
+    state = fit(**given, hooks=(stop,))
+    assert ends(state.history)[-1] == (at, -(at - 1) / 2 if at < 4 else -3.0, -at, at != 3)
+    resumed = fit(attrs.evolve(state, stop=None), **given)
+    whole = fit(**given)
+    assert [r for r in resumed.history if not r.closing] == [*whole.history]
     assert (state.step, state.stop, "record" in state.events) == (at, "enough", True)
     assert ends(state.history)[-1][0] == at
     assert state.history[-1].metrics["valid/loss"] == -at
