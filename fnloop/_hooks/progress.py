@@ -32,15 +32,18 @@ class progress:
     its target, the reason of a stop, Ctrl-C or a signal; and the best value.
 
     In a terminal, a table grows above a bar. The table has a line for each evaluation and each end
-    of an epoch; a record of ``record_every`` has none, unless the run is a stream that evaluates
-    nothing. The evaluated loaders come first, and the best values so far have a star. Columns
-    that do not fit the width are left out, gradient norms and learning rates first. The time is
-    that since the line above. The bar shows the running epoch: updates per second, without the time
-    of evaluations and hooks; the running loss; and an estimate of the time left of the whole run.
-    During an evaluation, it shows that instead. What a hook prints appears above the bar, and a
-    tqdm bar of a hook below it. Colors are left out if NO_COLOR is set.
+    of an epoch. With ``record_every`` it has faint lines in between, at most one every 10 seconds:
+    they have the means since the last record, in the columns of ``train``. The evaluated loaders
+    come first, and the best values so far have a star. Columns that do not fit the width are left
+    out, gradient norms and learning rates first. The time is that since the last line that is not
+    faint. A stream that evaluates nothing has a line for each record. The bar shows the running
+    epoch: updates per second, without the time of evaluations and hooks; the running loss; and an
+    estimate of the time left of the whole run. During an evaluation, it shows that instead. What a
+    hook prints appears above the bar, and a tqdm bar of a hook below it. Colors are left out if
+    NO_COLOR is set.
 
-    A notebook has the same table and bar in one output of the cell.
+    A notebook has the same in one output of the cell, without the faint lines: ``live_plot`` draws
+    the curve.
 
     A log, which is a file that is not a terminal, has a line for each evaluation and each end of an
     epoch. In between, it has a line every 30 seconds; with ``record_every``, at most one every 10

@@ -11,6 +11,7 @@ from fnloop._core.history_table import is_row, lay_out
 from fnloop._core.state import TrainState
 from fnloop._hooks.progress_pace import Entry, Position
 from fnloop._hooks.progress_text import (
+    RECENT,
     format_count_of,
     format_duration,
     format_epoch,
@@ -23,7 +24,6 @@ from fnloop._hooks.progress_text import (
 __all__ = ["LogView"]
 
 HEARTBEAT = 30.0  # seconds between two lines, if there is no record
-RECENT = 10.0  # seconds between two lines, if there are records of ``record_every`` only
 
 
 class LogView:

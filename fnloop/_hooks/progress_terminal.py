@@ -11,11 +11,13 @@ from tqdm.utils import disp_len
 
 from fnloop._core.events import EPOCH, RECORD
 from fnloop._core.history_table import Layout, is_row, lay_out
+from fnloop._core.record import Record
 from fnloop._core.state import TrainState
 from fnloop._display.screen import Screen, columns_of, has_colors, paint
 from fnloop._display.tables import width_of
 from fnloop._hooks.progress_pace import Entry, Position, is_over, is_stream
 from fnloop._hooks.progress_text import (
+    RECENT,
     format_count_of,
     format_epoch,
     format_left,
@@ -35,6 +37,9 @@ _PLAIN = str.maketrans("━─│…", "#-|.")
 class TerminalView:
     """A line per record, and below them the bar of what is running: an epoch or an evaluation.
 
+    A record of ``record_every`` has its means in the columns of ``train``, and is faint. It has a
+    line only some time after the line above it, unless there may be no other records.
+
     Args:
         file: the terminal.
         refresh: the least time between two drawings that read from the device, in seconds.
@@ -50,6 +55,7 @@ class TerminalView:
         self.last_step = 0  # the greatest that is expected
         self.is_stream = False  # whether there may be no other records than those of intervals
         self.next = 0.0  # when to draw the bar of an epoch again
+        self.written = time.monotonic()  # when the last line was
 
     def start(self, state: TrainState, parts: list[str]) -> None:
         self.last_step = (state.run and state.run.total_steps) or 0
@@ -62,15 +68,19 @@ class TerminalView:
         self.screen.draw("")  # from here on, also before a loader forks workers that may print
 
     def add(self, entry: Entry, best: set[str]) -> None:
-        if not is_row(entry.record) and not self.is_stream:
-            return
+        if faint := not is_row(entry.record) and not self.is_stream:
+            if time.monotonic() < self.written + RECENT:
+                return
+            entry = attrs.evolve(entry, record=_as_training(entry.record))
+        self.written = time.monotonic()
         record = attrs.evolve(entry.record, epoch=entry.epoch)
         head = self.layout and self.layout.head()
         layout = self.lay_out(entry, best)
         line = layout.line(record, entry.seconds, best)
         above = [] if layout.head() == head else layout.head()
         for sign, styles in {"*": ("bold", "green"), "│": ("dim",)}.items():
-            line = line.replace(sign, self.paint(sign, *styles))
+            line = line if faint else line.replace(sign, self.paint(sign, *styles))
+        line = self.paint(line, "dim") if faint else line
         self.print(*(self.paint(title, "dim") for title in above), line)
 
     def lay_out(self, entry: Entry, best: set[str]) -> Layout:
@@ -157,6 +167,13 @@ class TerminalView:
 
     def print(self, *lines: str) -> None:
         self.screen.print(*(line.translate(_PLAIN) if self.is_plain else line for line in lines))
+
+
+def _as_training(record: Record) -> Record:
+    """Return a record of ``record_every`` with its means under the names of training metrics."""
+    metrics = record.metrics.items()
+    named = {f"train/{name.removeprefix('recent/')}": value for name, value in metrics}
+    return attrs.evolve(record, metrics=named)
 
 
 def _can_encode(file: TextIO, text: str) -> bool:

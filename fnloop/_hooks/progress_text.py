@@ -20,6 +20,7 @@ from fnloop._display import html
 from fnloop._hooks.progress_pace import Entry, Position
 
 __all__ = [
+    "RECENT",
     "Best",
     "describe_end",
     "describe_start",
@@ -31,6 +32,9 @@ __all__ = [
     "format_value",
     "running_values",
 ]
+
+
+RECENT = 10.0  # seconds between two lines, if there are records of ``record_every`` only
 
 
 class Best:

@@ -116,6 +116,40 @@ def test_records_of_record_every_update_the_bar_only(clock):
     ]
 
 
+def test_records_of_record_every_are_a_line_every_ten_seconds(clock):
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 4.0, 2.0))
+    loaders, often = {"train": [ONE] * 7, "valid": [ONE]}, fl.every(steps=1)
+    hooks = (progress(file=file),)
+    fl.fit(step, toy(), loaders, epochs=2, hooks=hooks, record_every=often)
+    assert file.lines()[1:-2] == [
+        "            │ train",
+        "epoch  step │    loss       lr │  time",
+        "    1     3 │ -2.0000  1.0e+00 │ 12.0s",
+        "    1     6 │ -5.0000  1.0e+00 │ 24.0s",
+        "            │ valid    │ train",
+        "epoch  step │    loss  │    loss       lr │  time",
+        "    1     7 │ -7.0000* │ -3.0000  1.0e+00 │ 30.0s",  # of the whole epoch
+        "    2    10 │          │ -9.0000  1.0e+00 │ 12.0s",
+        "    2    13 │          │ -12.000  1.0e+00 │ 24.0s",
+        "    2    14 │ -14.000* │ -10.000  1.0e+00 │ 30.0s",
+    ]
+
+
+def test_a_line_of_record_every_has_the_means_since_the_last_record_and_is_faint(
+    clock, monkeypatch
+):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 4.0))
+    often = fl.every(steps=4)
+    fl.fit(step, toy(), [ONE] * 5, hooks=(progress(file=file),), record_every=often)
+    lines = [line for line in file.getvalue().splitlines() if "│" in line and "epoch" not in line]
+    (faint,) = [line for line in lines if "    1     4" in line]
+    (plain,) = [line for line in lines if "    1     5" in line]
+    assert faint.strip() == "\x1b[2m    1     4 │ -1.5000  1.0e+00 │ 16.0s\x1b[0m"
+    assert "\x1b[2m│" in plain and "\x1b[2m " not in plain
+
+
 # --- the bar
 
 
