@@ -33,7 +33,8 @@ relative to fnloop without; by itself, with accumulation, with a metric, and wit
 two. Each contender is one run of ``fit`` in a process of its own. They take turns of 50 updates, so
 that each compares with a turn of 0.1 s ago, and the time of the thread is taken: whatever else the
 machine does disturbs all of them alike. "no records, again" is the same thing twice: how far its
-ratio is from 1 is the noise.
+ratio is from 1 is the noise. Two loops by hand show what one host read per update costs: next to
+nothing on a CPU; on a GPU (--device cuda) the device waits for it.
 """
 
 from __future__ import annotations
@@ -329,6 +330,7 @@ class Turns:
 
     def __init__(self, batches: Batches, number: int, go: Semaphore, done: Semaphore) -> None:
         self.batches, self.number, self.go, self.done = batches, number, go, done
+        self.on_gpu = batches[0][0].is_cuda
         self.times: list[float] = []  # microseconds per batch, turn by turn
 
     def __len__(self) -> int:
@@ -337,16 +339,29 @@ class Turns:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(self.number):
             self.go.acquire()
-            began = time.thread_time()
+            began = self.now()
             yield from self.batches
-            self.times.append((time.thread_time() - began) / len(self.batches) * 1e6)
+            self.times.append((self.now() - began) / len(self.batches) * 1e6)
             self.done.release()
+
+    def now(self) -> float:
+        """Return the seconds of this thread; on a GPU, those on the clock when all is done."""
+        if not self.on_gpu:
+            return time.thread_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def train_in_turns(
-    setting: str, steps: int | None, turns: int, go: Semaphore, done: Semaphore, times: Connection
+    setting: str,
+    name: str,
+    device: str,
+    turns: int,
+    go: Semaphore,
+    done: Semaphore,
+    times: Connection,
 ) -> None:
-    """Train with a record every ``steps`` updates. Send the times of all turns."""
+    """Train one contender. Send the times of all turns."""
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x, y = batch
@@ -355,22 +370,45 @@ def train_in_turns(
 
     torch.set_num_threads(1)
     _, window, middleware = RECORDED[setting]
-    loader = Turns(make_batches(TURN * window), turns, go, done)
-    step = fl.pipeline(*middleware())(loss_fn)
-    moment = None if steps is None else fl.every(steps=steps)
-    fl.fit(step, fl.TrainState.create(*make_model()), loader, hooks=(), record_every=moment)
+    batches = [(x.to(device), y.to(device)) for x, y in make_batches(TURN * window)]
+    loader, (model, optimizer) = Turns(batches, turns, go, done), make_model()
+    model.to(device)
+    if name in READS:
+        read_by_hand(model, optimizer, loader, READS[name])
+    else:
+        step, steps = fl.pipeline(*middleware())(loss_fn), RECORDS[name]
+        moment = None if steps is None else fl.every(steps=steps)
+        state = fl.TrainState.create(model, optimizer)
+        fl.fit(step, state, loader, hooks=(), record_every=moment)
     times.send(loader.times)
 
 
-def measure_in_turns(setting: str, turns: int) -> dict[str, list[float]]:
+def read_by_hand(
+    model: nn.Module, optimizer: Optimizer, batches: Iterable[tuple[Tensor, Tensor]], reads: bool
+) -> None:
+    """Train. Read the loss of each update from the device, or only their sum."""
+    total, losses = torch.zeros((), device=next(model.parameters()).device), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach() * len(y)
+        if reads:
+            losses.append(loss.item())
+    total.item()
+
+
+def measure_in_turns(setting: str, turns: int, device: str) -> dict[str, list[float]]:
     """Return microseconds per batch, turn by turn: each contender trains in its own process."""
     context = multiprocessing.get_context("spawn")
     running = {}
-    for name, steps in RECORDS.items():
+    for name in in_turns(setting):
         go, done = context.Semaphore(0), context.Semaphore(0)
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=train_in_turns, args=(setting, steps, turns + WARM_UP_TURNS, go, done, theirs)
+            target=train_in_turns,
+            args=(setting, name, device, turns + WARM_UP_TURNS, go, done, theirs),
         )
         process.start()
         running[name] = (process, go, done, ours)
@@ -406,6 +444,7 @@ RECORDS = {
     "a record every 50": 50,
     "a record every update": 1,
 }
+READS = {"by hand": False, "by hand, a read every update": True}
 RECORDED = {  # what a pipeline has -> (distribution, batches in an update, how to make it)
     PLAIN: ("fnloop", 1, lambda: ()),
     f"accumulate({WINDOW})": ("fnloop", WINDOW, lambda: (fl.accumulate(WINDOW),)),
@@ -413,6 +452,11 @@ RECORDED = {  # what a pipeline has -> (distribution, batches in an update, how 
     "a MetricCollection": ("torchmetrics", 1, lambda: (collection(),)),
 }
 TURN, WARM_UP_TURNS = 50, 2  # updates in a turn, and turns that are not counted
+
+
+def in_turns(setting: str) -> list[str]:
+    """Return the contenders that take turns."""
+    return [*RECORDS, *(READS if setting == PLAIN else ())]
 
 
 # --- the measurement
@@ -506,6 +550,7 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=beside, help="where numbers go; default: %(default)s"
     )
+    parser.add_argument("--device", default="cpu", help="of the records; default: %(default)s")
     parser.add_argument("--only", choices=("peers", "records"), help="default: both")
     args = parser.parse_args()
     if args.rounds < 2 or args.batches < WARM_UP or args.batches % WINDOW:
@@ -532,8 +577,8 @@ def main() -> None:
         if version(distribution) is None:
             print(f"\n{setting}: not installed: pip install 'fnloop[bench]'")
             continue
-        times = measure_in_turns(setting, 10 * args.rounds)
-        show(setting, times, RECORDS, to=NO_RECORDS, digits=3)
+        times = measure_in_turns(setting, 10 * args.rounds, args.device)
+        show(setting, times, in_turns(setting), to=NO_RECORDS, digits=3)
         results[f"records: {setting}"] = times
     facts = {
         "cpu": cpu(),
