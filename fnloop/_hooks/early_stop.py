@@ -290,13 +290,14 @@ class halt_on_nonfinite:
     def _interval(self, state: TrainState) -> str:
         """Return between which steps it was, as the records say."""
         # Only the records are certain: this hook may not have run at each of them.
-        before, epoch, finite = 0, 0, True
+        before, finite = 0, True
         for record in state.history:
             if record.closing or record.step >= state.step:
                 continue
-            losses = [record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")]
-            finite = record.epoch > epoch or (finite and all(map(math.isfinite, losses)))
-            before, epoch = record.step if finite else before, record.epoch
+            losses = {name: record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")}
+            whole = "train/loss" in record.metrics  # of the epoch so far, not of an interval
+            finite = (finite or whole) and all(map(math.isfinite, losses.values()))
+            before = record.step if finite else before
         if state.phases:
             before = max(before, state.phases[-1].step)
         if before + 1 == state.step:

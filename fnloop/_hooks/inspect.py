@@ -157,7 +157,7 @@ class inspect:
 
     def poll(self, state: TrainState) -> TrainState:
         """Drop what was kept: a wrapper has decided that the hook is not called."""
-        self._now.asked, self._now.outputs = False, None
+        self._now.asked, self._now.outputs, self._now.received_at = False, None, None
         return state
 
     def flush(self, state: TrainState) -> TrainState:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from fnloop._backend.collectives import any_rank
 from fnloop._core.call import name_of
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
@@ -83,6 +84,10 @@ class on_main(Wrapper):
     def settle(self, state: TrainState) -> TrainState:
         """Tidy up after a run that has already reached its end, on the main process."""
         return self._observe(super().settle, state)
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        """Return whether the hook asks for the outputs, on the main process. A collective."""
+        return any_rank(state.backend.main and super().collects(state, loader))
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation, on the main process."""

@@ -139,7 +139,7 @@ class time_limit:
             if SLOT not in state.slots:
                 state = with_slot(state, SLOT, [0.0])
             state.slots[SLOT][0] = self._taken[0]
-        if self._taken[0] < self.limit:
+        if self._taken[0] < self.limit or state.stop is not None:
             return state
         what = RUN_LIMIT if self.per == "run" else JOB_LIMIT
         return attrs.evolve(state, stop=f"{what} has taken its {format_duration(self.limit)}")
@@ -147,7 +147,7 @@ class time_limit:
     def _stop_before_end(self, state: TrainState) -> TrainState:
         """Return the state, stopped if the time until the job ends may be too short for more."""
         left = self._end[0] - now(state.run)
-        if left > SPARE + 2 * self._longest[0]:
+        if left > SPARE + 2 * self._longest[0] or state.stop is not None:
             return state
         return attrs.evolve(state, stop=f"{JOB_LIMIT} ends in {format_duration(max(left, 0.0))}")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fnloop._core.call import name_of
 from fnloop._core.elapsed import wait_and_read_clock
+from fnloop._core.events import EPOCH, RECORD
 from fnloop._core.metrics import Last, Max
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.rng import isolated
@@ -21,7 +22,15 @@ from fnloop._data.source import Source
 from fnloop._loop.evaluate import gather_outputs, measure
 from fnloop._step.pipeline import PipelineStep
 
-__all__ = ["asking", "evaluation_metrics", "recent_metrics", "train_metrics"]
+__all__ = ["asking", "evaluation_metrics", "is_full", "recent_metrics", "train_metrics"]
+
+
+def is_full(state: TrainState) -> bool:
+    """Return whether this boundary has a record with more than the metrics of ``record_every``."""
+    if RECORD not in state.events:
+        return False
+    metrics = state.history[-1].metrics
+    return EPOCH in state.events or not all(name.startswith(RECENT) for name in metrics)
 
 
 def train_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:

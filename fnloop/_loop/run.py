@@ -11,7 +11,6 @@ import attrs
 
 from fnloop._core.copies import with_record
 from fnloop._core.events import AGAIN, END, EPOCH, PENDING, RECORD, START, UPDATE
-from fnloop._core.history_table import is_row
 from fnloop._core.left_out import count_left_out
 from fnloop._core.metrics import Max, read
 from fnloop._core.record import Record
@@ -30,7 +29,7 @@ from fnloop._loop.interrupts import Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan, describe
-from fnloop._loop.report import asking, evaluation_metrics, recent_metrics, train_metrics
+from fnloop._loop.report import asking, evaluation_metrics, is_full, recent_metrics, train_metrics
 from fnloop._step.engine import engine_of
 
 __all__ = ["LOADER", "Run"]
@@ -203,7 +202,7 @@ class Run:
         """Make the closing record and call what is due at the end, when a hook has stopped."""
         __tracebackhide__ = True
         self.before_record = True
-        made = RECORD in self.state.events and is_row(self.state.history[-1])
+        made = is_full(self.state)
         state = attrs.evolve(self.state, events=self.state.events | {END, AGAIN})
         due, _ = self._ask(state) if self.plan.evaluates_at(END) else (None, False)
         known = state.history[-1].metrics if made else {}
@@ -328,14 +327,13 @@ class Run:
         __tracebackhide__ = True
         if due is not None or ended:
             return self._append_record(state, due or ())
+        at_target = state.step >= self.last_step
+        if at_target and self.interrupts.stop is not None:
+            # A signal came during the last update: the run that continues makes the records.
+            return attrs.evolve(state, events=state.events - {END} | {PENDING})
         if recent:
             state = self._append_record(state, (), train=False)
-        if state.step < self.last_step:
-            return state
-        if self.interrupts.stop is not None:
-            # A signal came during the last update: the run that continues makes the record.
-            return attrs.evolve(state, events=state.events | {PENDING})
-        return self._append_record(state, (*self.evaluated,), closing=True)
+        return self._append_record(state, [*self.evaluated], closing=True) if at_target else state
 
     def _append_record(
         self, state: TrainState, names: Sequence[str], *, train: bool = True, closing: bool = False

@@ -111,6 +111,13 @@ def test_a_bad_interval_that_it_has_not_seen_is_in_the_mean_of_the_epoch():
     )
 
 
+def test_an_epoch_with_a_bad_mean_that_it_has_not_seen_is_in_the_interval():
+    hooks = (fl.every(epochs=2)(halt_on_nonfinite()),)
+    state = fl.fit(STEP, toy(), [ONE, BAD, ONE], epochs=3, hooks=hooks)
+    assert math.isnan(state.history["train/loss"][0])
+    assert state.stop.endswith("became nan between steps 1 and 6" + OFFER)
+
+
 def test_the_interval_begins_after_the_last_epoch():
     epochs = iter([[ONE, ONE], [ONE, BAD, ONE], [ONE]])
     state = fl.fit(STEP, toy(), lambda: next(epochs), epochs=3, hooks=(halt_on_nonfinite(),))

@@ -133,6 +133,13 @@ def test_the_end_of_a_run_that_a_hook_stops_at_an_evaluation_is_seen_once(
     assert_same(state, run(stop, **made))
 
 
+def test_at_the_end_of_a_stopped_run_it_can_be_wrapped():
+    looks = Looks()
+    stop = fl.when(lambda state: state.epoch == 2)(lambda state: attrs.evolve(state, stop="enough"))
+    run(stop, fl.at_end()(fl.inspect(looks)), epochs=9)
+    assert looks.seen == [(6, [[1.0, 2.0], [3.0]])]
+
+
 def test_a_stop_at_an_evaluation_makes_no_second_one_for_a_hook_that_is_not_due():
     looks = Looks()
     stop = fl.when(lambda state: state.epoch == 2)(lambda state: attrs.evolve(state, stop="enough"))

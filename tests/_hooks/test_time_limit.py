@@ -94,6 +94,16 @@ def test_a_job_without_an_end_has_no_limit_and_a_warning_says_so(clock, monkeypa
     assert "SLURM_JOB_END_TIME is not set), so there is no limit" in caplog.text
 
 
+@pytest.mark.parametrize("per", ["run", "job"])
+def test_the_reason_of_an_earlier_hook_stays(clock, per):
+    step = fl.pipeline()(clock.timed(toy_loss, 10.0))
+    loaders = ([torch.ones(1)] * 2, [torch.ones(1)])
+    falls = fl.early_stop("valid/loss", mode="max", patience=1)
+    hooks = (falls, fl.time_limit(seconds=35, per=per))
+    state = fl.fit(step, toy(), loaders, epochs=9, hooks=hooks)
+    assert state.step == 4 and state.stop.startswith("early_stop: ")
+
+
 def test_evaluation_counts(clock):
     loss_fn = clock.timed(toy_loss, train=10.0, valid=10.0)
     loaders = {"train": ONES[:1], "valid": ONES[:2]}  # 30 seconds an epoch

@@ -76,6 +76,54 @@ def test_an_endless_stream_ends_with_a_record():
     assert ends(fit(loaders=(endless, [ONE]), steps=4).history) == [(4, -1.5, -4.0, True)]
 
 
+def test_an_empty_record_of_record_every_is_not_the_closing_one():
+    """The first update is skipped, and a hook stops after it."""
+    stop = fl.when(lambda state: state.skipped == 1)(lambda s: attrs.evolve(s, stop="enough"))
+
+    def loss_fn(model, batch):
+        return fl.skip("no") if model.training else toy_loss(model, batch)
+
+    state = fl.fit(
+        fl.pipeline()(loss_fn),
+        toy(),
+        ([ONE] * 3, [ONE]),
+        hooks=(stop,),
+        record_every=fl.when(lambda state: True),
+    )
+    assert [(dict(r.metrics), r.closing) for r in state.history] == [
+        ({}, False),
+        ({"valid/loss": 0.0}, True),
+    ]
+
+
+@pytest.mark.parametrize("how", [press, terminate])
+def test_a_signal_in_the_last_update_is_not_the_end(how):
+    """What is due at the end, and restore_best, wait for the run that continues."""
+    seen = []
+
+    def note(state):
+        seen.append((state.step, len(state.history)))
+        return state
+
+    def train(state, step=step):
+        hooks = (fl.at_end()(note), fl.restore_best("valid/loss"))
+        given = {"hooks": hooks, "steps": 4, "record_every": fl.every(steps=2)}
+        return fl.fit(step, state, ([ONE, ONE, ONE, 4 * ONE, ONE], [ONE]), **given)
+
+    def loss_fn(model, batch):
+        if model.training and batch[0] == 4:
+            how()
+        return toy_loss(model, batch)
+
+    whole = train(toy())
+    assert [r.closing for r in whole.history] == [False, False, True]
+    assert seen.pop() == (4, 3) and not seen
+    part = train(toy(), fl.pipeline()(loss_fn))
+    assert (part.step, seen, len(part.history)) == (4, [], 1)
+    assert_same(train(part), whole)
+    assert seen == [(4, 3)]
+
+
 @pytest.mark.parametrize("how", [press, terminate, raise_interrupt])
 def test_an_interrupted_run_appends_no_record(how):
     assert (

@@ -99,6 +99,31 @@ def reports(folder):
     }
 
 
+def rare(folder):
+    """Look at the outputs on the main process only, in a run that a hook stops."""
+    torch.manual_seed(0)
+    model, seen = network(), []
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.0), seed=0)
+    look = lambda state, outputs: seen.append([state.epoch, len(outputs)])
+    first = fl.when(lambda state: (state.epoch, state.batch) == (1, 0))
+    hooks = (
+        fl.early_stop("valid/loss", patience=2),
+        fl.on_main(fl.inspect(look, every=first)),
+        fl.on_main(fl.inspect(look, every=fl.at_end())),
+    )
+    loaders = {"train": DataLoader(samples(), BATCH // world()), "valid": batches(VALID)}
+    state = fl.fit(fl.pipeline()(indexed), state, loaders, epochs=9, hooks=hooks)
+    return {"seen": seen, "main": state.backend.main, "epoch": state.epoch}
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_the_main_process_may_look_alone_at_some_evaluations(launched, n):
+    for mine in launched(rare, n):
+        count = len(in_batches(VALID))
+        assert mine["seen"] == ([[1, count], [3, count]] if mine["main"] else [])
+        assert mine["epoch"] == 3  # no loss is below that of the first epoch
+
+
 def in_batches(size):
     return [list(range(i, min(i + size, SIZE))) for i in range(0, SIZE, size)]
 
