@@ -193,9 +193,9 @@ class halt_on_nonfinite:
 
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
     at every record, with no device reads in between; a record of ``record_every`` has the mean
-    since the last record. By then the bad update has reached the
-    parameters: go back to a checkpoint or a snapshot. The mean begins again with every epoch, and
-    so with every phase: there is nothing that ``since`` could change.
+    since the last record. By then the bad update has reached the parameters: go back to a
+    checkpoint or a snapshot. The mean begins again with every epoch, and so with every phase: there
+    is nothing that ``since`` could change.
 
     To find the line that makes it, run that part again ``with torch.autograd.detect_anomaly():``
     around ``fit``, for a NaN in backward. For one in forward, register a hook with each module that

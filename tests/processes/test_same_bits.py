@@ -148,7 +148,8 @@ def bits_of(state):
         tensors += [*state.slots["ema"].values()]
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    rows = [[*record.metrics.items()] for record in state.history]
+    # A run that continues makes its records as if a closing one did not exist.
+    rows = [[*record.metrics.items()] for record in state.history if not record.closing]
     found.update(repr([rows, state.step, state.skipped, state.epoch, state.extra]).encode())
     return found.hexdigest()
 
