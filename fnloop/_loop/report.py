@@ -12,6 +12,7 @@ from torch import Tensor
 from fnloop._core.call import name_of
 from fnloop._core.elapsed import wait_and_read_clock
 from fnloop._core.events import EPOCH, RECORD
+from fnloop._core.history_table import is_row
 from fnloop._core.metrics import Last, Max
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.rng import isolated
@@ -29,8 +30,8 @@ def is_full(state: TrainState) -> bool:
     """Return whether this boundary has a record with more than the metrics of ``record_every``."""
     if RECORD not in state.events:
         return False
-    metrics = state.history[-1].metrics
-    return EPOCH in state.events or not all(name.startswith(RECENT) for name in metrics)
+    record = state.history[-1]
+    return EPOCH in state.events or (bool(record.metrics) and is_row(record))
 
 
 def train_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -8,7 +8,14 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.loaders import Loaders
-from fnloop._loop.hints import fused_hint, loader_hints, suggest_fused, suggest_loaders
+from fnloop._loop.hints import (
+    _log_once,
+    fused_hint,
+    loader_hints,
+    suggest_fused,
+    suggest_loaders,
+)
+from fnloop._loop.hints import suggest as suggest_all
 from fnloop.testing import toy, toy_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -145,3 +152,13 @@ def test_what_is_advised_on_the_cpu_works_there(make):
         p.grad = torch.ones(1)
         make([p], lr=0.5, **settings).step()
     assert mine.item() == pytest.approx(-0.5) and fused.item() == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_only_the_main_process_is_told(caplog, main):
+    _log_once.cache_clear()
+    backend = types.SimpleNamespace(main=main, device=CPU)
+    optimizer = torch.optim.AdamW(parameters())
+    state = types.SimpleNamespace(optimizer=optimizer, backend=backend)
+    suggest_all((), Loaders([torch.ones(1)], {}), state)
+    assert ("fused=True" in caplog.text) is main

@@ -113,17 +113,29 @@ class Loader:
 # ---------------------------------------------------
 
 
+def train_by_hand(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    reads: bool = False,
+) -> None:
+    """Train. Read the loss of each update from the device, or only their sum."""
+    total, losses = torch.zeros((), device=next(model.parameters()).device), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach() * len(y)
+        if reads:
+            losses.append(loss.item())
+    total.item()
+
+
 def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
     def plain(batches: Batches) -> None:
         CLOCK.start()
-        total = torch.zeros(())
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach() * len(y)
-        total.item()
+        train_by_hand(model, optimizer, batches)
         CLOCK.stop()
 
     def accumulated(batches: Batches) -> None:
@@ -374,29 +386,13 @@ def train_in_turns(
     loader, (model, optimizer) = Turns(batches, turns, go, done), make_model()
     model.to(device)
     if name in READS:
-        read_by_hand(model, optimizer, loader, READS[name])
+        train_by_hand(model, optimizer, loader, READS[name])
     else:
         step, steps = fl.pipeline(*middleware())(loss_fn), RECORDS[name]
         moment = None if steps is None else fl.every(steps=steps)
         state = fl.TrainState.create(model, optimizer)
         fl.fit(step, state, loader, hooks=(), record_every=moment)
     times.send(loader.times)
-
-
-def read_by_hand(
-    model: nn.Module, optimizer: Optimizer, batches: Iterable[tuple[Tensor, Tensor]], reads: bool
-) -> None:
-    """Train. Read the loss of each update from the device, or only their sum."""
-    total, losses = torch.zeros((), device=next(model.parameters()).device), []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach() * len(y)
-        if reads:
-            losses.append(loss.item())
-    total.item()
 
 
 def measure_in_turns(setting: str, turns: int, device: str) -> dict[str, list[float]]:
