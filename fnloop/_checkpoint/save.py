@@ -40,8 +40,9 @@ from fnloop._checkpoint.shards import keep_own_share
 from fnloop._checkpoint.shared_write import write_by_all
 from fnloop._checkpoint.targets import encode_targets
 from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.events import PENDING, RECORD, UPDATE
+from fnloop._core.events import RECORD
 from fnloop._core.history import History
+from fnloop._core.left_to_do import events_to_keep
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.phase import encode_phases
 from fnloop._core.serialize import Json, as_safetensor, encode
@@ -199,7 +200,7 @@ def _encode_counters(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
         **({"phases": encode_phases(state.phases)} if state.phases else {}),
         **({"ends": state.ends} if state.ends else {}),
         # The key is the old name of events: the format stays.
-        "news": sorted(state.events & {UPDATE, PENDING}) if PENDING in state.events else [],
+        "news": sorted(events_to_keep(state)),
         "generators": encode(_generators_by_rank(state), tensors, "generators"),
     }
 

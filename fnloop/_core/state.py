@@ -96,8 +96,8 @@ class TrainState:
         backend: the device, the rank of this process, and the number of processes (a ``Backend``).
         events: what happened at the last boundary: "update" (one was applied, not skipped), "epoch"
             (one was completed), "record" (one was appended to the history), "start" (none was
-            applied yet), "end" (it was the run's last, by its target or by a hook). Hooks decide by
-            it.
+            applied yet), "stop: ..." (a hook has stopped the run, and its end follows), "end" (it
+            was the run's last, by its target or by a hook). Hooks decide by it.
         generators: the state of Python's and NumPy's generators in mid-epoch; None at the start
             of an epoch. All other randomness is a function of the seed and the counters.
         position: where the training loader is in mid-epoch, by its ``state_dict``; or None.

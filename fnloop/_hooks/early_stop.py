@@ -8,7 +8,7 @@ import attrs
 
 from fnloop._core.call import Call
 from fnloop._core.events import RECORD, UPDATE
-from fnloop._core.history import Fold, History
+from fnloop._core.history import Fold
 from fnloop._core.monitor import better, check_monitored, mode_of
 from fnloop._core.phase import SINCE, first_record
 from fnloop._core.record import Record
@@ -173,17 +173,19 @@ class early_stop:
         # With min_delta, later values may be better than an accepted one, but not by enough.
         best = "best" if self.reference == "best" or not self.min_delta else "compared with"
         least = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        where = _place(wait.record, state.history)
+        where = _place(wait.record, state)
         return (
             f"has not improved{least} for {format_count(wait.evaluations, 'evaluation')} ({best} "
             f"{wait.reference:.4g}, {where})"
         )
 
 
-def _place(record: Record, history: History) -> str:
+def _place(record: Record, state: TrainState) -> str:
     """Return where a record is: its epoch if it was made at the end of one, otherwise its step."""
-    first = next(r for r in history if r.epoch == record.epoch)  # was made when that epoch ended
-    ended = record.epoch > 0 and first.step == record.step
+    at = next(n for n, r in enumerate(state.history) if r.epoch == record.epoch)
+    # The first of its epoch was made when that ended, unless a phase began by leaving the epoch.
+    left = any(p.epoch == record.epoch and p.records <= at for p in state.phases)
+    ended = record.epoch > 0 and not left and state.history[at].step == record.step
     return f"epoch {record.epoch}" if ended else f"step {record.step}"
 
 

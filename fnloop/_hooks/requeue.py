@@ -10,7 +10,7 @@ import attrs
 
 from fnloop._backend.public import broadcast
 from fnloop._core.call import Call
-from fnloop._core.events import END, PENDING
+from fnloop._core.events import END
 from fnloop._core.state import TrainState
 from fnloop._core.stops import ends_job
 from fnloop._display.log import log
@@ -76,8 +76,7 @@ class requeue:
 
     def flush(self, state: TrainState) -> TrainState:
         """Requeue the job, if it ends before its run does."""
-        done = END in state.events and PENDING not in state.events
-        if self._job and ends_job(state.stop) and not done:
+        if self._job and ends_job(state.stop) and END not in state.events:
             job = self._job.pop()
             if state.backend.main:
                 _requeue(job)

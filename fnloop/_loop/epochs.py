@@ -16,7 +16,6 @@ from typing import Any
 import attrs
 
 from fnloop._backend.memory import reusing_pages
-from fnloop._core.events import PENDING
 from fnloop._core.rng import isolated, mix, torch_seeder
 from fnloop._core.snapshot import detached_from_run
 from fnloop._core.state import TrainState, check_not_stale, consume
@@ -26,7 +25,7 @@ from fnloop._hooks.wrapper import Hook
 from fnloop._loop.errors import check_returned, inform_on_main, warn_on_main
 from fnloop._loop.interrupts import Interrupts, handling
 from fnloop._loop.peers import is_alone
-from fnloop._loop.phases import end_phase
+from fnloop._loop.phases import end_phase, has_left, is_newest
 from fnloop._loop.plan import Plan
 from fnloop._loop.run import LOADER, Run
 from fnloop._loop.survival import Survival
@@ -48,7 +47,7 @@ def train_epochs(
     __tracebackhide__ = True
     tell = inform_on_main if plan.passes_over(state) else warn_on_main
     state = plan.begin(state)
-    if plan.is_over(state) and PENDING not in state.events:
+    if plan.is_over(state) and not has_left(state, plan.phase):
         tell(state, plan.why_nothing_to_do(state))
         yield _settle(plan, state)
         return
@@ -90,6 +89,8 @@ def train_epochs(
 
 def _settle(plan: Plan, state: TrainState) -> TrainState:
     """Let hooks complete what a process left that was killed at the end of this run."""
+    if not is_newest(state, plan.phase):
+        return state
     state = end_phase(state, plan.phase)
     for hook in plan.hooks:
         if (settle := getattr(hook, "settle", None)) is not None:

@@ -24,7 +24,11 @@ _CHILD = getattr(signal, "SIGCHLD", None)  # sent to a process when one that it 
 
 
 class Abandoned(Exception):
-    """An evaluation has no time left: a scheduler ends this job soon. The run ends as usual."""
+    """A boundary is left to the run that continues. The run ends as usual after a signal.
+
+    Either an evaluation has no time left, because a scheduler ends this job soon, or the signal
+    came during the last update.
+    """
 
 
 class Interrupts:
@@ -69,7 +73,6 @@ class Interrupts:
         """Return the state with the reason to stop, if a signal gave one."""
         if self.stop is None or state.stop is not None:
             return state
-        self.done = True
         return attrs.evolve(state, stop=self.stop)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from fnloop._core.left_out import begin_count
+from fnloop._core.left_to_do import events_to_keep
 from fnloop._core.phase import Phase, unfinished
 from fnloop._core.state import TrainState
 from fnloop._core.stops import ends_phase, is_interruption
@@ -17,6 +18,8 @@ __all__ = [
     "begin_phase",
     "check_phase",
     "end_phase",
+    "has_left",
+    "is_newest",
     "name_phase",
     "phase_of",
     "skipped_phase",
@@ -124,12 +127,25 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
     counts = {"skipped": state.skipped, "updates": dict(state.updates)}
     phase = Phase(name, state.step, epoch, len(state.history), **counts, named=True)
     phases = (*state.phases, phase)
-    state = attrs.evolve(begin_count(state), phases=phases, stop=None, events=frozenset())
+    state = attrs.evolve(
+        begin_count(state), phases=phases, stop=None, ends=None, events=frozenset()
+    )
     if not left:
         return state
     return attrs.evolve(
         state, epoch=epoch, batch=0, samples=0, metrics={}, generators=None, saved_on=None
     )
+
+
+def is_newest(state: TrainState, name: str | None) -> bool:
+    """Return whether no other phase has begun since this one, or since the run of no phase."""
+    begun = phase_of(state, name)
+    return begun is None or begun is state.phases[-1]
+
+
+def has_left(state: TrainState, name: str | None) -> bool:
+    """Return whether a run that ended within a boundary has left some of it to this phase."""
+    return bool(events_to_keep(state)) and is_newest(state, name)
 
 
 def end_phase(state: TrainState, name: str | None) -> TrainState:

@@ -15,12 +15,13 @@ from fnloop._core.average import check_not_averaged
 from fnloop._core.call import name_of
 from fnloop._core.frozen import put_back_restored
 from fnloop._core.left_out import left_out
+from fnloop._core.left_to_do import forget_interruption
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.stops import RUN_LIMIT, is_interruption
+from fnloop._core.stops import RUN_LIMIT
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display import checks
@@ -78,8 +79,7 @@ class Plan:
 
         What has only interrupted the run before is forgotten.
         """
-        if is_interruption(state.stop):
-            state = attrs.evolve(state, stop=None)
+        state = forget_interruption(state)
         for hook in self.hooks:
             if (take_back := getattr(unwrap_hook(hook), "take_back", None)) is not None:
                 state = take_back(state)

@@ -10,8 +10,9 @@ from typing import Any
 import attrs
 
 from fnloop._core.copies import with_record
-from fnloop._core.events import AGAIN, END, EPOCH, PENDING, RECORD, START, UPDATE
+from fnloop._core.events import AGAIN, END, EPOCH, PENDING, START
 from fnloop._core.left_out import count_left_out
+from fnloop._core.left_to_do import events_to_keep, mark_stop, owes_end
 from fnloop._core.metrics import Max, read
 from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
@@ -25,7 +26,7 @@ from fnloop._loop.beginning import begin_hooks, to_training_mode
 from fnloop._loop.errors import check_counters, check_returned, explain, explain_no_batches
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.hints import check_length, suggest
-from fnloop._loop.interrupts import Interrupts
+from fnloop._loop.interrupts import Abandoned, Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan, describe
@@ -85,7 +86,7 @@ class Run:
     def _first_state(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins."""
         __tracebackhide__ = True
-        state = begin_hooks(self.plan.hooks, state)
+        state = mark_stop(begin_hooks(self.plan.hooks, state))
         to_training_mode(state)
         if self.plan.record_every is None:
             state = attrs.evolve(state, metrics=without_recent(state.metrics))
@@ -105,7 +106,7 @@ class Run:
 
     def begin_epoch(self) -> int:
         """Begin an epoch, or continue the one that was left. Return the seed of its draws."""
-        events, self.phase, self.rolled_back = self.state.events, LOADER, False
+        self.phase, self.rolled_back = LOADER, False
         self.quiet_until = 0.0
         if len(self.state.history):  # which may be that of another state, after a hook
             self.seconds = max(self.seconds, self.state.history[-1].seconds)
@@ -115,7 +116,7 @@ class Run:
         if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
         self.first_batch, self.batches_in_epoch = self.state.batch, 0
-        left = events & {UPDATE, PENDING} if PENDING in events else frozenset()
+        left = events_to_keep(self.state)
         ahead = self.plan.prefetch * self.info.window
         self.source.positions.begin(self.state.position, ahead)
         self.state = attrs.evolve(self.state, events=left, position=None)
@@ -155,10 +156,10 @@ class Run:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
         self.state = attrs.evolve(state, events=state.events - {PENDING})
-        if state.stop is not None:  # by a hook at the start
+        if state.stop is not None:  # by a hook at the start, or before the run continued
             return True
-        if state.ends is not None and PENDING not in state.events:
-            return self._end_epoch_early(ended)
+        if state.ends is not None:
+            return self._end_epoch_early(over=False)
         return (ended or PENDING in state.events) and self.boundary(ended)
 
     def end_epoch(self, ended: bool) -> None:
@@ -170,14 +171,14 @@ class Run:
         order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)
-        stopped = self.state.stop is not None and not is_interruption(self.state.stop)
-        if stopped and END not in self.state.events:
+        if owes_end(self.state):
             self._end_early()
-        if PENDING not in self.state.events and self.is_over():
+        if self.is_over():
             self.state = end_phase(self.state, self.plan.phase)
         if self.interrupts.save or self.is_over():
             self.phase = "the end of the run"
             self.flush_hooks()
+            self.interrupts.done = is_interruption(self.state.stop)
 
     def _is_new(self) -> bool:
         """Return whether no update was tried yet, and something is due before the first."""
@@ -195,15 +196,15 @@ class Run:
             state, hooks = self._append_record(state, due), self.plan.hooks
         self.state = state
         self._call_hooks(hooks)
-        events = self.state.events & {RECORD} if self.state.stop is not None else frozenset()
-        self.state, self.phase = attrs.evolve(self.state, events=events), LOADER
+        self.state = attrs.evolve(self.state, events=events_to_keep(self.state))
+        self.phase = LOADER
 
     def _end_early(self) -> None:
         """Make the closing record and call what is due at the end, when a hook has stopped."""
         __tracebackhide__ = True
-        self.before_record = True
         made = is_full(self.state)
-        state = attrs.evolve(self.state, events=self.state.events | {END, AGAIN})
+        events = self.state.events - {START} | {END, AGAIN}
+        state = mark_stop(attrs.evolve(self.state, events=events))
         due, _ = self._ask(state) if self.plan.evaluates_at(END) else (None, False)
         known = state.history[-1].metrics if made else {}
         names = [name for name in due or () if f"{name}/loss" not in known]
@@ -214,7 +215,7 @@ class Run:
         for loader in self.evaluated:
             if asking(collectors, state, loader):
                 self._evaluate(state, loader)  # once more; a record has its metrics already
-        self.state, self.before_record = state, False
+        self.state = state
         self._call_hooks(hooks)
         self.state = attrs.evolve(self.state, events=self.state.events - {AGAIN})
 
@@ -231,6 +232,8 @@ class Run:
         """
         __tracebackhide__ = True
         self.before_record = True
+        if self.state.stop is not None:  # by a guard, in the step
+            self.state = mark_stop(self.state)
         state = self._complete_epoch() if ended else self.state
         last = ended or state.step >= self.last_step
         if last and self.plan.is_over(state):
@@ -263,13 +266,7 @@ class Run:
             ended = EPOCH in self.state.events
             self.state = attrs.evolve(self.state, ends=None if ended else self.state.ends)
             return True
-        state, window = self.state, self.info.window
-        left = None
-        if not self.plan.step.carries:
-            at = (state.epoch, state.batch, state.samples)
-            left = num_updates(self.source.left(*at), window)
-        state = count_left_out(state, left or 0)
-        self.state = attrs.evolve(state, ends=None, events=frozenset())
+        self.state = attrs.evolve(self.state, events=frozenset())
         return self.boundary(ended=True)
 
     def _ask(self, state: TrainState) -> tuple[tuple[str, ...] | None, bool]:
@@ -278,13 +275,14 @@ class Run:
         The names are None if no evaluation is due. If one trigger is asked, all are.
         """
         __tracebackhide__ = True
-        due = None
+        due, recent = None, False
         for trigger, names in self.plan.evaluations:
             self.phase = trigger
             if trigger.due(state):
                 due = names if due is None else due + names
-        self.phase = records = self.plan.record_every
-        recent = records is not None and records.due(state)
+        if self.plan.record_every is not None:
+            self.phase = self.plan.record_every
+            recent = self.plan.record_every.due(state)
         self.asked_at = state.step  # a step of the pipeline may go back before it
         self.quiet_until = min((quiet(state) for quiet in self._quiet), default=math.inf)
         return due, recent
@@ -298,6 +296,7 @@ class Run:
             new = check_returned(hook, hook(self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
+                new = mark_stop(new)
             self.state = new
         self.rolled_back = self.state.model is not before.model
         if self.state.run is None:
@@ -307,10 +306,13 @@ class Run:
 
     def _complete_epoch(self) -> TrainState:
         """Return the state with its epoch counted. ``self.state`` stays until there is a record."""
-        self.batches_in_epoch = self.state.batch
+        state, self.batches_in_epoch = self.state, self.state.batch
+        if state.ends is not None and not self.plan.step.carries:
+            at = (state.epoch, state.batch, state.samples)
+            state = count_left_out(state, num_updates(self.source.left(*at), self.info.window) or 0)
         return attrs.evolve(
-            self.state, epoch=self.state.epoch + 1, batch=0, samples=0, metrics={},
-            events=self.state.events | {EPOCH}, saved_on=None,
+            state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, ends=None,
+            events=state.events | {EPOCH}, saved_on=None,
         )  # fmt: skip
 
     def _report(
@@ -329,8 +331,8 @@ class Run:
             return self._append_record(state, due or ())
         at_target = state.step >= self.last_step
         if at_target and self.interrupts.stop is not None:
-            # A signal came during the last update: the run that continues makes the records.
-            return attrs.evolve(state, events=state.events - {END} | {PENDING})
+            # A signal came during the last update: the run that continues has its boundary.
+            raise Abandoned
         if recent:
             state = self._append_record(state, (), train=False)
         return self._append_record(state, [*self.evaluated], closing=True) if at_target else state

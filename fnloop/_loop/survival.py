@@ -7,6 +7,7 @@ from types import TracebackType
 import attrs
 
 from fnloop._core.events import EPOCH, PENDING
+from fnloop._core.left_to_do import owes_end
 from fnloop._core.state import newest, owns_handles
 from fnloop._core.stops import INTERRUPTED
 from fnloop._loop.errors import explain, tell_hooks
@@ -51,8 +52,9 @@ def _survive(run: Run, error: BaseException) -> bool:
     lost = alone and (interrupted or _has_lost_its_workers(run, error))
     if lost or isinstance(error, Abandoned):
         run.interrupts.done, run.rolled_back = True, False
-        stop = state.stop or run.interrupts.stop or INTERRUPTED
-        run.state = attrs.evolve(state, stop=stop)
+        if state.stop is None or owes_end(state):
+            state = attrs.evolve(state, stop=run.interrupts.stop or INTERRUPTED)
+        run.state = state
         run.flush_hooks()
         return True
     batch = run.batches_in_epoch if EPOCH in state.events else state.batch

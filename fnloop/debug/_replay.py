@@ -14,7 +14,6 @@ from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.listing import Saved, read_history, saved_in
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.targets import Targets, decode_targets
-from fnloop._core.events import PENDING
 from fnloop._core.history import History
 from fnloop._core.phase import Phase, decode_phases, unfinished
 from fnloop._core.rng import isolated, reserved_generators
@@ -28,6 +27,7 @@ from fnloop._loop.epochs import train_epochs
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.interrupts import Interrupts
 from fnloop._loop.peers import is_alone
+from fnloop._loop.phases import has_left
 from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._difference import compare_states
@@ -288,7 +288,7 @@ def continue_from(
     records = None if origin.later is None else read_history(origin.newest.path)
     follow = _Follow(until, records, each)
     plan = _plan(origin, step, state, loaders, targets or origin.targets, follow)
-    if plan.is_over(state) and PENDING not in state.events:
+    if plan.is_over(state) and not has_left(state, plan.phase):
         return state
     reached = state
     with reserved_generators():

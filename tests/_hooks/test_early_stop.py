@@ -513,3 +513,14 @@ def test_an_unknown_metric_of_a_loader_evaluated_later_is_an_error_then():
 def test_a_wrong_setting_is_an_error_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_record_within_the_first_epoch_of_a_phase_is_named_by_its_step():
+    """The epoch that the first phase left counts, without a record at its end."""
+    loaders, given = {"train": [ONE] * 4, "valid": [ONE]}, {"evaluate_every": fl.every(steps=1)}
+    state = fl.fit(STEP, toy(), loaders, phase="a", steps=2, hooks=(), evaluate_every=None)
+    assert [(r.epoch, r.step) for r in state.history] == [(0, 2)]
+    stop = fl.early_stop("valid/loss", patience=1, mode="max")
+    state = fl.fit(STEP, state, loaders, phase="b", epochs=9, hooks=(stop,), **given)
+    assert [(r.epoch, r.step) for r in state.history[1:]] == [(1, 3), (1, 4)]
+    assert state.stop.endswith("(best -3, step 3)")

@@ -119,9 +119,76 @@ def test_a_signal_in_the_last_update_is_not_the_end(how):
     assert [r.closing for r in whole.history] == [False, False, True]
     assert seen.pop() == (4, 3) and not seen
     part = train(toy(), fl.pipeline()(loss_fn))
-    assert (part.step, seen, len(part.history)) == (4, [], 1)
+    assert (part.step, part.events, seen, len(part.history)) == (4, {"update", "pending"}, [], 1)
     assert_same(train(part), whole)
     assert seen == [(4, 3)]
+
+
+class Killed(BaseException):
+    """The process was killed here."""
+
+
+def stop_at(step):
+    return fl.when(lambda state: state.step == step)(
+        lambda state: attrs.evolve(state, stop="enough")
+    )
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["within an epoch", "at its end"])
+def test_the_closing_record_of_a_run_that_was_killed_before_it_is_made_later(tmp_path, step):
+    """A hook has stopped it, and that was saved."""
+    moments = {"valid": fl.every(epochs=1), "test": fl.at_end()}
+    loaders = {"train": [ONE] * 3, "valid": [ONE], "test": [-ONE]}
+    notes = []
+
+    def train(state, *hooks, folder=tmp_path):
+        note = fl.at_end()(lambda state: (notes.append(state.step), state)[1])
+        hooks = (stop_at(step), note, fl.every(steps=1)(fl.checkpoint(folder)), *hooks)
+        return fit(state, loaders, epochs=2, evaluate_every=moments, hooks=hooks)
+
+    def kill(state):
+        raise Killed
+
+    whole = train(toy(), folder=tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(toy(), fl.when(lambda state: state.stop == "enough")(kill))
+    saved = fl.resume(tmp_path, toy())
+    assert (saved.step, saved.stop, len(saved.history)) == (step, "enough", int(step == 3))
+    ended = train(saved)
+    assert_same(ended, whole)
+    assert [dict(r.metrics) for r in ended.history] == [dict(r.metrics) for r in whole.history]
+    assert (ended.history[-1].closing, notes) == (True, [step, step])
+    assert train(fl.resume(tmp_path, toy())).history == ended.history  # nothing is left to do
+
+
+@pytest.mark.parametrize("at", [2, 3], ids=["within an epoch", "at its end"])
+def test_a_closing_evaluation_that_a_scheduler_ends_is_made_later(at):
+    """The run has only ended for now; the one that continues knows why the hook has stopped it."""
+    loaders = {"train": [ONE] * 3, "valid": [ONE] * 2}
+
+    def train(state, step=step):
+        moment = {"evaluate_every": fl.every(epochs=2) | fl.at_end(), "epochs": 4}
+        return fl.fit(step, state, loaders, hooks=(stop_at(at),), **moment)
+
+    def loss_fn(model, batch):
+        if not model.training:
+            terminate()
+        return toy_loss(model, batch)
+
+    part = train(toy(), fl.pipeline()(loss_fn))
+    assert (part.step, part.stop) == (at, "SIGTERM")
+    assert [r.closing for r in part.history] == [False] * (at == 3)
+    whole, ended = train(toy()), train(part)
+    assert_same(ended, whole)
+    assert ended.stop == "enough"
+    assert [dict(r.metrics) for r in ended.history] == [dict(r.metrics) for r in whole.history]
+
+
+def test_a_stop_that_a_later_hook_takes_back_owes_nothing():
+    back = lambda state: attrs.evolve(state, stop=None)
+    state = fit(loaders=([ONE] * 3, [ONE]), hooks=(stop_at(3), back))
+    assert (state.stop, state.events) == (None, {"update", "epoch", "record", "end"})
+    assert ends(state.history) == [(3, -1.0, -3.0, False)]
 
 
 @pytest.mark.parametrize("how", [press, terminate, raise_interrupt])
@@ -181,8 +248,9 @@ def test_an_evaluation_that_fails_at_the_end_of_a_run_loses_nothing(stops):
         -2.0,
         "enough" if stops else None,
     )
-    if not stops:
-        assert ends(fit(state, loaders, steps=2).history) == [(2, -0.5, -6.0, True)]  # of -4 and -8
+    ended = fit(state, loaders, steps=2)
+    assert ends(ended.history) == [(2, -0.5, -6.0, True)]  # of -4 and -8
+    assert (ended.stop, ended.events) == (state.stop, {"update", "record", "end"})
 
 
 def test_a_closing_record_is_marked_in_tables_and_files(tmp_path):

@@ -148,3 +148,29 @@ def test_a_run_that_continues_has_the_length_that_was_planned(rate, ended, caplo
     assert_same(state, whole)
     assert state.history["train/lr"] == whole.history["train/lr"]
     assert "was planned for" not in caplog.text
+
+
+def test_updates_left_out_are_counted_once_if_the_evaluation_fails():
+    """Three of five are, in each of two epochs."""
+    passes = []
+
+    def fails_once():
+        passes.append(1)
+        if len(passes) == 1:
+            raise OSError("no answer")
+        yield ONES[0]
+
+    given = {"hooks": (ends_at(2),), "epochs": 2}
+    with pytest.raises(OSError, match="no answer") as caught:
+        fl.fit(STEP, toy(), {"train": ONES, "valid": fails_once}, **given)
+    state = fl.fit(STEP, caught.value.state, {"train": ONES, "valid": fails_once}, **given)
+    assert_same(state, fl.fit(STEP, toy(), {"train": ONES, "valid": ONES[:1]}, **given))
+    assert state.slots["ends"] == 6
+
+
+def test_the_end_of_an_epoch_that_a_phase_left_does_not_end_one_of_the_next_phase():
+    stop = lambda state: attrs.evolve(state, stop="enough", ends="epoch")
+    state = fl.fit(STEP, toy(), ONES, phase="a", hooks=(fl.every(steps=2)(stop),))
+    assert (state.step, state.ends) == (2, "epoch")
+    state = fl.fit(STEP, state, ONES, phase="b", hooks=())
+    assert (state.step, state.epoch, state.ends) == (7, 2, None)

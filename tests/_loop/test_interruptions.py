@@ -3,6 +3,7 @@
 import os
 import signal
 
+import attrs
 import pytest
 from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, step, terminate
 
@@ -139,3 +140,18 @@ def test_an_evaluation_of_the_untrained_model_is_abandoned_too():
     assert (state.step, state.stop, len(state.history)) == (0, "SIGTERM", 0)
     whole = fl.fit(step, toy(), loaders, **settings)
     assert_same(fl.fit(step, state, loaders, **settings), whole)
+
+
+def test_a_sigterm_whose_run_a_hook_stops_for_good_is_raised_when_the_run_ends(monkeypatch):
+    """The script would not see it in the state."""
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+
+    def loss_fn(model, batch):
+        terminate()
+        return toy_loss(model, batch)
+
+    stop = lambda state: attrs.evolve(state, stop="enough")
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 3, hooks=(stop,))
+    assert (state.step, state.stop, raised) == (1, "enough", [signal.SIGTERM])
+    assert [r.closing for r in state.history] == [True]

@@ -1,5 +1,7 @@
 """Runs made of phases: targets that count from where a phase began, and scripts started again."""
 
+import signal
+
 import attrs
 import pytest
 import torch
@@ -372,3 +374,46 @@ def test_progress_says_which_phase_it_is_and_how_long(capsys):
     assert "phase b" in shown.out + shown.err
     assert "3 epochs of 4 updates" in shown.out + shown.err
     assert "3/5" in shown.out + shown.err  # those of the state
+
+
+# --- a script that is started again in its second phase
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["from a checkpoint", "in memory"])
+def test_a_phase_that_is_over_leaves_the_best_weights_of_the_next_one_alone(tmp_path, saved):
+    """They are put back at its end, not where the script passes over the first."""
+    rates = fl.schedule(lambda i, total: (1.0, -1.0, -1.0, 5.0)[i])  # b: -2, -1, 0, -5
+    loaders = (ONES[:1], ONES[:1])
+
+    def script(state, folder, *more):
+        hooks = (fl.restore_best("valid/loss"), fl.checkpoint(tmp_path / folder))
+        state = fit(state, "a", batches=loaders, hooks=hooks, epochs=1)
+        step = fl.pipeline(rates)(toy_loss)
+        return fit(state, "b", step, loaders, (*hooks, *more), epochs=4)
+
+    press = fl.when(lambda s: s.epoch == 3)(lambda s: attrs.evolve(s, stop="interrupted"))
+    part = script(toy(), "a", press)
+    assert part.model.w.item() == -1.0  # its best are those of the epoch before, -2
+    part = fl.resume(tmp_path / "a", toy()) if saved else part
+    whole = script(toy(), "whole")
+    assert_same(script(part, "a"), whole)
+    assert whole.model.w.item() == -5.0
+
+
+def test_a_boundary_that_was_left_belongs_to_the_newest_phase():
+    """The first phase evaluates each epoch, the second does not."""
+
+    def loss_fn(model, batch):
+        if model.w.item() == -5.0 and model.training:
+            signal.raise_signal(signal.SIGTERM)
+        return toy_loss(model, batch)
+
+    def script(state, step):
+        state = fit(state, "a", step, (ONES, ONES), epochs=1)
+        return fit(state, "b", step, (ONES, ONES), steps=2, evaluate_every=None)
+
+    part = script(toy(), fl.pipeline()(loss_fn))
+    assert (part.step, part.stop, len(part.history)) == (6, "SIGTERM", 1)
+    found = [(r.step, r.closing, sorted(r.metrics)) for r in script(part, PLAIN).history]
+    both = ["train/loss", "train/lr"]
+    assert found == [(4, False, [*both, "valid/loss"]), (6, True, both)]
