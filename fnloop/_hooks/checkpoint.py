@@ -44,11 +44,13 @@ HOOK = "the hook checkpoint"  # its name in messages about processes that wait
 class checkpoint:
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
-    The state is also saved when a run ends, for any reason except an exception (see
-    ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as ``step-00000812`` in
-    ``folder``, which is either complete or absent. What is kept is decided by what is on the disk,
-    so it also holds after a resume. :func:`fnloop.resume` continues from the newest. With several
-    processes the main process writes; of a sharded model each process writes its own part.
+    List it after the other hooks, but before ``requeue``: what a later hook changes at that
+    boundary is not in the checkpoint. The state is also saved when a run ends, for any reason
+    except an exception (see ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as
+    ``step-00000812`` in ``folder``, which is either complete or absent. What is kept is decided by
+    what is on the disk, so it also holds after a resume. :func:`fnloop.resume` continues from the
+    newest. With several processes the main process writes; of a sharded model each process writes
+    its own part.
 
     A folder belongs to one run. A run that was not resumed from it is refused before its first
     update, and nothing in the folder is touched.

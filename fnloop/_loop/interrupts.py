@@ -45,7 +45,7 @@ class Interrupts:
         self.save = False
         self.usr1_stops = False  # whether SIGUSR1 also stops the run
         self.requested = [False, False]  # to stop, to save: what all processes agree on first
-        self.done = False  # whether a run has ended because of it
+        self.done = False  # whether the state says that the run has ended because of it
         self._usual_on_child: Any = None  # the handler of SIGCHLD that ``_on_child`` has replaced
 
     def stop_on_usr1(self) -> None:
@@ -73,6 +73,7 @@ class Interrupts:
         """Return the state with the reason to stop, if a signal gave one."""
         if self.stop is None or state.stop is not None:
             return state
+        self.done = True
         return attrs.evolve(state, stop=self.stop)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

@@ -86,7 +86,7 @@ class Run:
     def _first_state(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins."""
         __tracebackhide__ = True
-        state = mark_stop(begin_hooks(self.plan.hooks, state))
+        state = begin_hooks(self.plan.hooks, state)
         to_training_mode(state)
         if self.plan.record_every is None:
             state = attrs.evolve(state, metrics=without_recent(state.metrics))
@@ -119,7 +119,7 @@ class Run:
         left = events_to_keep(self.state)
         ahead = self.plan.prefetch * self.info.window
         self.source.positions.begin(self.state.position, ahead)
-        self.state = attrs.evolve(self.state, events=left, position=None)
+        self.state = mark_stop(attrs.evolve(self.state, events=left, position=None))
         if self._is_new():
             self._start()
         self.info.stopwatch.resume()
@@ -178,7 +178,7 @@ class Run:
         if self.interrupts.save or self.is_over():
             self.phase = "the end of the run"
             self.flush_hooks()
-            self.interrupts.done = is_interruption(self.state.stop)
+            self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
 
     def _is_new(self) -> bool:
         """Return whether no update was tried yet, and something is due before the first."""

@@ -154,6 +154,15 @@ def test_it_may_stop_the_run_before_its_first_update():
     assert (state.step, state.stop, state.model.w.item()) == (0, "not now", 0.0)
 
 
+@pytest.mark.parametrize("steps", [2, 3], ids=["within an epoch", "at its end"])
+def test_what_is_due_at_the_end_is_due_where_it_stops_a_run_that_continues(steps):
+    first, hook, ends = fit(steps=steps), Hook(lambda s: attrs.evolve(s, stop="not now")), []
+    note = fl.at_end()(lambda state: (ends.append(state.step), state)[1])
+    state = fit(first, epochs=2, hooks=(hook, note))
+    assert (state.step, state.stop, ends) == (steps, "not now", [steps])
+    assert "end" in state.events
+
+
 def test_another_position_is_refused(tmp_path):
     path = fl.save(fit(hooks=()), tmp_path / "a")
     with pytest.raises(ValueError) as error:

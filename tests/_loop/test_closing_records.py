@@ -164,14 +164,15 @@ def test_the_closing_record_of_a_run_that_was_killed_before_it_is_made_later(tmp
 @pytest.mark.parametrize("at", [2, 3], ids=["within an epoch", "at its end"])
 def test_a_closing_evaluation_that_a_scheduler_ends_is_made_later(at):
     """The run has only ended for now; the one that continues knows why the hook has stopped it."""
-    loaders = {"train": [ONE] * 3, "valid": [ONE] * 2}
+    loaders = {"train": [ONE] * 3, "valid": [ONE] * 2, "test": [4 * ONE] * 2}
+    moments = {"valid": fl.every(epochs=1), "test": fl.every(epochs=2) | fl.at_end()}
 
     def train(state, step=step):
-        moment = {"evaluate_every": fl.every(epochs=2) | fl.at_end(), "epochs": 4}
-        return fl.fit(step, state, loaders, hooks=(stop_at(at),), **moment)
+        given = {"hooks": (stop_at(at),), "evaluate_every": moments, "epochs": 4}
+        return fl.fit(step, state, loaders, **given)
 
     def loss_fn(model, batch):
-        if not model.training:
+        if batch[0] == 4:
             terminate()
         return toy_loss(model, batch)
 
