@@ -83,6 +83,7 @@ class RunInfo:
             process has``, from that position on; nothing where that is unknown. It may draw from
             the global generators.
         precision: what ``amp`` computes in, "bf16" or "fp16"; None without it.
+        hook_slots: the names of the slots that hooks keep, and not the step.
 
     Example:
         >>> import fnloop as fl, torch
@@ -110,6 +111,7 @@ class RunInfo:
     indices_at: Callable[[int, int, int], Iterator[object]] = attrs.field(
         default=_no_indices, eq=False
     )
+    hook_slots: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return html.record_text("RunInfo", self._facts())
@@ -119,7 +121,7 @@ class RunInfo:
         return html.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        hidden = ("clock", "indices_at", "loader", "position_at", "stopwatch")
+        hidden = ("clock", "hook_slots", "indices_at", "loader", "position_at", "stopwatch")
         rare = ("precision", "first_step")
         facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
         return {name: fact for name, fact in facts.items() if fact or name not in rare}

@@ -209,9 +209,9 @@ class halt_on_nonfinite:
     ``state.extra["nonfinite"]`` has the position of the first batch of that update, ``{"epoch",
     "batch", "step", "indices"}``: ``step`` is ``state.step`` after it, and ``indices`` are those of
     the samples of each of its batches; None if they are not taken by index. ``state.stop`` names
-    them too. ``fnloop.debug.replay(folder, ..., update=step)`` makes the update again, and finds
-    out which of the samples it was. Keep checkpoints from before it: ``checkpoint(folder,
-    keep=None)``.
+    them too. A run that was resumed knows of its own updates only. ``fnloop.debug.replay(folder,
+    ..., update=step)`` makes the update again, and finds out which of the samples it was. Keep
+    checkpoints from before it: ``checkpoint(folder, keep=None)``.
 
     Args:
         steps: applied updates between two reads; at least 1.

@@ -270,6 +270,9 @@ class _All(_Compound):
 class _Not(Moment):
     part: Moment
 
+    def __invert__(self) -> Moment:
+        return self.part
+
     def __repr__(self) -> str:
         return f"~({self.part!r})" if _is_compound(self.part) else f"~{self.part!r}"
 

@@ -76,7 +76,8 @@ class requeue:
 
     def flush(self, state: TrainState) -> TrainState:
         """Requeue the job, if it ends before its run does."""
-        if self._job and ends_job(state.stop) and END not in state.events:
+        over = END in state.events and not state.phases  # another phase may follow
+        if self._job and ends_job(state.stop) and not over:
             job = self._job.pop()
             if state.backend.main:
                 _requeue(job)

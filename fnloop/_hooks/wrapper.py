@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 
-__all__ = ["Hook", "Wrapper", "layers", "unwrap_hook"]
+__all__ = ["Hook", "Wrapper", "layers", "slots_of", "unwrap_hook"]
 
 
 class Hook(Protocol):
@@ -96,6 +96,12 @@ def layers(hook: Hook) -> Iterator[Hook]:
     while isinstance(hook, Wrapper):
         hook = hook.hook
         yield hook
+
+
+def slots_of(hooks: Iterable[Hook]) -> frozenset[str]:
+    """Return the names of the slots that hooks keep."""
+    slots = (getattr(layer, "slot", None) for hook in hooks for layer in layers(hook))
+    return frozenset(slot for slot in slots if slot is not None)
 
 
 def unwrap_hook(hook: Hook) -> Hook:

@@ -32,7 +32,7 @@ from fnloop._hooks.progress import progress
 from fnloop._hooks.requeue import requeue
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.triggers import once
-from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
+from fnloop._hooks.wrapper import Hook, layers, slots_of, unwrap_hook
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.moments import Moments, check_moment, own_clock, read_moments
 from fnloop._loop.phases import (
@@ -276,6 +276,7 @@ def describe(
         plan.epochs, total, per_epoch, batches, window, evaluated, clock,
         precision=plan.step.precision, first_step=0 if phase is None else phase.step,
         position_at=source.positions.at, indices_at=source.indices,
+        hook_slots=slots_of(plan.hooks),
     )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ class Run:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
         self.state = attrs.evolve(state, events=state.events - {PENDING})
-        if state.stop is not None:  # by a hook at the start, or before the run continued
+        if state.stop is not None and PENDING not in state.events:  # by a hook, as the run began
             return True
         if state.ends is not None:
             return self._end_epoch_early(over=False)

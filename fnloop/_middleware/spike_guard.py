@@ -74,9 +74,10 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
             ``state.stop`` says why; to continue, ``attrs.evolve(state, stop=None)``. "back" goes
             back to the newest snapshot, and continues with the next batch. It takes a snapshot
             after every ``window`` applied updates: of the model, the optimizers (their ``state``
-            and ``param_groups``), the slots and ``state.step``. Updates made since then count as
-            skipped. A snapshot takes as much memory as the model and its optimizer, in checkpoints
-            too. The run stops when it has gone back to one snapshot 10 times.
+            and ``param_groups``), the slots of middleware and ``state.step``. A phase begins with
+            the snapshot of where it began. Updates made since then count as skipped; records of
+            them stay. A snapshot takes as much memory as the model and its optimizer, in
+            checkpoints too. The run stops when it has gone back to one snapshot 10 times.
 
     Returns:
         A middleware of the gradient and the step ring.
@@ -156,6 +157,8 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
             losses: Losses = state.slots[NAME]
             if len(losses.recent) != window:  # it is that of a checkpoint
                 losses.recent = _resized(losses.recent, window)
+            if losses.kept is not None and losses.kept.get("phases") != len(state.phases):
+                _take_snapshot(state, losses)  # to go back to where the phase has begun
             state, out = step(state, batch)
             if out.skip is None:
                 losses.recent.copy_(torch.cat((losses.recent[1:], losses.newest.reshape(1))))
@@ -187,8 +190,14 @@ def _keep(state: TrainState, losses: Losses, window: int) -> None:
     """Keep a snapshot after each ``window`` applied updates."""
     losses.since += 1
     if losses.since >= window:
-        losses.kept = {**keep(state, without=NAME), "recent": losses.recent.clone()}
-        losses.since = losses.returns = 0
+        _take_snapshot(state, losses)
+
+
+def _take_snapshot(state: TrainState, losses: Losses) -> None:
+    """Keep what there is to go back to."""
+    kept = {"recent": losses.recent.clone(), "phases": len(state.phases)}
+    losses.kept = {**keep(state, without=NAME), **kept}
+    losses.since = losses.returns = 0
 
 
 def _go_back(state: TrainState, losses: Losses) -> TrainState:

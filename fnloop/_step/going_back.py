@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._core import left_out
 from fnloop._core.average import Average
 from fnloop._core.optimizers import Group, groups_in, optimizers_in
 from fnloop._core.serialize import has_pending, materialize
@@ -25,7 +26,9 @@ COUNTERS = ("step", "updates")
 
 
 def keep(state: TrainState, without: str) -> Kept:
-    """Return a copy of the weights, the optimizers, the slots and the counters.
+    """Return a copy of the weights, the optimizers, the slots of the step, and the counters.
+
+    What hooks keep is about records, which stay, as the updates left out of ended epochs do.
 
     Args:
         state: the state after an update.
@@ -33,7 +36,8 @@ def keep(state: TrainState, without: str) -> Kept:
     """
     memo = _shared(state)
     averages = {name: slot for name, slot in state.slots.items() if isinstance(slot, Average)}
-    slots = {name: state.slots[name] for name in state.slots.keys() - averages.keys() - {without}}
+    left = {without, left_out.SLOT, *averages, *(state.run.hook_slots if state.run else ())}
+    slots = {name: state.slots[name] for name in state.slots.keys() - left}
     return {
         "counters": {name: copy.copy(getattr(state, name)) for name in COUNTERS},
         "model": {name: tensor.detach().clone() for name, tensor in _tensors(state)},

@@ -249,6 +249,11 @@ def test_the_end_is_where_a_hook_stops(step, first):
     assert steps == [(step, "enough")]
 
 
+def test_not_not_is_the_moment_itself():
+    assert ~~at_end() == at_end()
+    assert calls(~~at_end(), hooks=(stop_at(2),), epochs=5) == [2]
+
+
 def test_a_hook_that_ran_at_the_last_update_does_not_run_again():
     moment = every(steps=1) | at_end()
     assert calls(moment, hooks=(stop_at(2),), epochs=5) == [1, 2]

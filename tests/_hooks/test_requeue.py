@@ -96,6 +96,16 @@ def test_a_run_at_its_target_is_not_requeued(slurm, tmp_path):
     assert calls(tmp_path) == []
 
 
+def test_a_run_of_phases_is_requeued_at_the_target_of_one(slurm, tmp_path):
+    """The next phase is refused after an interruption, so that another job has to begin it."""
+    slurm()
+    state = job(tmp_path, signalling(4), epochs=1, phase="a")
+    assert (state.step, state.stop, len(calls(tmp_path))) == (4, "SIGUSR1", 1)
+    state = job(tmp_path, epochs=1, phase="a")
+    state = fl.fit(fl.pipeline()(toy_loss), state, ONES, hooks=(), phase="b")
+    assert (state.step, state.stop, len(calls(tmp_path))) == (8, None, 1)
+
+
 def test_a_sigterm_alone_does_not_requeue_but_one_that_comes_later_does_not_keep_it_from(
     slurm, tmp_path
 ):

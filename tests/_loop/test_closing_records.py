@@ -1,5 +1,6 @@
 """Records of runs that end between two evaluations."""
 
+import math
 import time
 
 import attrs
@@ -311,3 +312,32 @@ def test_the_seconds_of_a_resumed_run_continue(monkeypatch, tmp_path):
     again = fl.restore(fl.save(first, tmp_path / "a"), toy())
     last = fl.fit(fl.pipeline()(slow), again, [ONE] * 2, epochs=3, hooks=())
     assert [record.seconds for record in last.history] == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("how", [terminate, None], ids=["SIGTERM", "an exception"])
+def test_an_epoch_whose_last_update_a_guard_stopped_is_ended_by_the_run_that_continues(how):
+    """It was cut in the evaluation; the last batch is NaN."""
+    seen, loaders = [], {"train": [ONE, ONE, math.nan * ONE], "valid": [ONE] * 2}
+    note = fl.every(epochs=1)(lambda state: (seen.append(state.step), state)[1])
+
+    def train(state, loss_fn=toy_loss):
+        step = fl.pipeline(fl.skip_nonfinite(limit=1))(loss_fn)
+        return fl.fit(step, state, loaders, epochs=2, hooks=(note,))
+
+    def loss_fn(model, batch):
+        if not model.training:
+            if how is None:
+                raise Boom
+            how()
+        return toy_loss(model, batch)
+
+    whole = train(toy())
+    try:
+        part = train(toy(), loss_fn)
+    except Boom as error:
+        part = error.state
+    assert (part.epoch, part.batch, len(part.history), seen) == (0, 3, 0, [2])
+    ended = train(part)
+    assert_same(ended, whole)
+    assert (ended.epoch, seen) == (1, [2, 2])
+    assert [r.closing for r in ended.history] == [r.closing for r in whole.history] == [False]

@@ -417,3 +417,11 @@ def test_a_boundary_that_was_left_belongs_to_the_newest_phase():
     found = [(r.step, r.closing, sorted(r.metrics)) for r in script(part, PLAIN).history]
     both = ["train/loss", "train/lr"]
     assert found == [(4, False, [*both, "valid/loss"]), (6, True, both)]
+
+
+def test_a_snapshot_from_before_the_phase_is_not_gone_back_to():
+    kept = fl.snapshot(toy())
+    state = fit(toy(), "a")
+    back = lambda state: kept
+    with pytest.raises(ValueError, match="went back to a snapshot from before the phase 'b' began"):
+        fit(state, "b", hooks=(back,))

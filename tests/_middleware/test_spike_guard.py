@@ -275,3 +275,37 @@ def test_a_snapshot_of_other_parameters_is_not_gone_back_to():
     state.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(()))]})
     with pytest.raises(ValueError, match="the snapshot is of a state with other parameters"):
         fitted([9], guard, state=state, epochs=2)
+
+
+# --- what does not go back: the records, and what hooks know of them
+
+
+def test_the_best_weights_since_the_snapshot_are_kept():
+    """w is -1, -2, -3, then -2 again: of |w + 3|, the best is that of -3."""
+
+    def loss_fn(model, batch):
+        return is_batch(model, batch) if model.training else (model.w + 3).abs()
+
+    loaders = {"train": [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 9.0)], "valid": [torch.ones(1)]}
+    step = fl.pipeline(fl.spike_guard(2, then="back"))(loss_fn)
+    given = {"hooks": (fl.restore_best("valid/loss"),), "evaluate_every": fl.every(steps=1)}
+    state = fl.fit(step, toy(lr=1.0), loaders, **given)
+    assert (state.step, state.skipped) == (2, 2)
+    assert state.history["valid/loss"][:3] == (2.0, 1.0, 0.0)
+    assert state.model.w.item() == -3.0
+
+
+def test_updates_left_out_of_an_epoch_are_still_counted():
+    """Two of four are, in two epochs; the snapshot is of between, and a spike follows in each."""
+    ended = fl.when(lambda s: s.epoch < 2 and s.batch == 2)(lambda s: attrs.evolve(s, ends="epoch"))
+    state = fitted([1, 9, 1, 1], fl.spike_guard(3, then="back"), epochs=3, hooks=(ended,))
+    assert [(s["epoch"], s["step"]) for s in state.extra["spikes"]] == [(1, 3), (2, 4)]
+    assert state.slots["ends"] == 4
+
+
+def test_a_phase_goes_back_no_further_than_to_its_beginning():
+    members = (fl.spike_guard(2, then="back"), fl.schedule(lambda i, total: (1.0, 0.5, 0.25)[i]))
+    first = fitted([1, 1, 1], *members[:1], phase="a")  # a snapshot after its second update
+    state = fitted([1, 9, 1], *members, state=first, phase="b")
+    assert (state.step, state.skipped) == (4, 2)  # 3, then 4, back to 3, and 4
+    assert state.model.w.item() == -4.0  # each update of b is its first, with a rate of 1
