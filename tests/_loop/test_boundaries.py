@@ -63,10 +63,12 @@ def test_a_signal_during_the_last_update_leaves_the_record_to_the_run_that_conti
             os.kill(os.getpid(), signal.SIGTERM)
         return toy_loss(model, batch)
 
-    make, loaders = fl.pipeline()(loss_fn), {"train": [ONE] * 5, "valid": [ONE]}
-    state = fl.fit(make, toy(), loaders, steps=3, hooks=())
-    assert (state.step, state.stop, len(state.history)) == (3, "SIGTERM", 0)
-    state = fl.fit(make, state, loaders, steps=3, hooks=())
+    make, loaders, seen = fl.pipeline()(loss_fn), {"train": [ONE] * 5, "valid": [ONE]}, []
+    note = lambda state: seen.append(state.step) or state
+    state = fl.fit(make, toy(), loaders, steps=3, hooks=(note,))
+    assert (state.step, state.stop, len(state.history), seen) == (3, "SIGTERM", 0, [1, 2])
+    state = fl.fit(make, state, loaders, steps=3, hooks=(note,))
+    assert seen == [1, 2, 3]
     assert [
         (record.step, record.closing, "valid/loss" in record.metrics) for record in state.history
     ] == [(3, True, True)]
