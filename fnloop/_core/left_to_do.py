@@ -12,7 +12,7 @@ __all__ = ["events_to_keep", "forget_interruption", "mark_stop", "owes_end"]
 
 
 def mark_stop(state: TrainState) -> TrainState:
-    """Return the state in whose events it is that a hook has stopped the run, if one has."""
+    """Return the state whose events say if a hook has stopped the run and its end is to come."""
     events = frozenset(event for event in state.events if not event.startswith(STOP))
     if state.stop is not None and not is_interruption(state.stop) and END not in events:
         events |= {STOP + state.stop}
