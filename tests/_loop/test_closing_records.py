@@ -341,3 +341,29 @@ def test_an_epoch_whose_last_update_a_guard_stopped_is_ended_by_the_run_that_con
     assert_same(ended, whole)
     assert (ended.epoch, seen) == (1, [2, 2])
     assert [r.closing for r in ended.history] == [r.closing for r in whole.history] == [False]
+
+
+def test_a_run_that_a_guard_stops_appends_a_closing_record():
+    loaders = {"train": [ONE, math.nan * ONE, ONE], "valid": [ONE]}
+    step = fl.pipeline(fl.skip_nonfinite(limit=1))(toy_loss)
+    state = fl.fit(step, toy(), loaders, hooks=())
+    assert (state.step, state.skipped) == (1, 1)
+    assert ends(state.history) == [(1, 0.0, -1.0, True)]
+
+
+def test_ctrl_c_after_the_end_leaves_the_reason_of_the_hook():
+    class Pressed:
+        calls = 0
+
+        def __call__(self, state):
+            return state
+
+        def flush(self, state):
+            self.calls += 1
+            if self.calls == 1:
+                raise KeyboardInterrupt
+            return state
+
+    state = fit(hooks=(stop_at(2), Pressed()))
+    assert (state.step, state.stop) == (2, "enough")
+    assert "end" in state.events

@@ -26,6 +26,7 @@ def test_a_hook_ends_the_epoch():
     seen = []
 
     def note(state):
+        assert state.ends is None or "epoch" not in state.events
         seen.append((state.step, state.epoch, state.batch, sorted(state.events)))
         return state
 
