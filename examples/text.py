@@ -109,7 +109,8 @@ def main():
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
     adamw = torch.optim.AdamW(rest, lr=8e-3, weight_decay=0.1)
     state = TrainState.create(model, {"matrices": muon, "rest": adamw})
-    middleware = amp("bf16"), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1))
+    precision = "bf16" if torch.accelerator.is_available() else None  # most CPUs emulate it
+    middleware = amp(precision), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1))
     step = pipeline(*middleware)(next_character)
     untrained = evaluate(step, state, valid)["loss"]
     state = fit(step, state, (train, valid), epochs=args.epochs, evaluate_every=every(epochs=0.25))

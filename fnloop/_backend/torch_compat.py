@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -161,6 +161,11 @@ foreach_lerp_ = getattr(torch, "_foreach_lerp_", _lerp_one_by_one)
 def sparse_values(grad: Tensor) -> Tensor:
     """Return the values of a sparse gradient, in its memory. Fallback: it must be coalesced."""
     return grad._values() if hasattr(grad, "_values") else grad.values()
+
+
+def cpu_capabilities() -> Mapping[str, object]:
+    """Return the instruction sets of this CPU, by name. Fallback: none is known."""
+    return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
 def base_of(view: Tensor) -> Tensor | None:

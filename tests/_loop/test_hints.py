@@ -12,6 +12,7 @@ from fnloop._loop.hints import (
     _log_once,
     fused_hint,
     loader_hints,
+    precision_hint,
     suggest_fused,
     suggest_loaders,
 )
@@ -157,8 +158,38 @@ def test_what_is_advised_on_the_cpu_works_there(make):
 @pytest.mark.parametrize("main", [True, False])
 def test_only_the_main_process_is_told(caplog, main):
     _log_once.cache_clear()
-    backend = types.SimpleNamespace(main=main, device=CPU)
+    backend = types.SimpleNamespace(main=main, device=CPU, precision=None)
     optimizer = torch.optim.AdamW(parameters())
-    state = types.SimpleNamespace(optimizer=optimizer, backend=backend)
+    state = types.SimpleNamespace(optimizer=optimizer, backend=backend, run=None)
     suggest_all((), Loaders([torch.ones(1)], {}), state)
     assert ("fused=True" in caplog.text) is main
+
+
+# --- precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "has", "told"),
+    [
+        ("bf16", {"avx2": True, "avx512_bf16": False}, True),
+        ("bf16", {"avx2": True, "avx512_bf16": True}, False),
+        ("bf16", {"avx512_bw": True}, False),  # not measured
+        ("bf16", {"neon": True, "bf16": True}, False),
+        ("fp16", {"avx2": True, "avx512_bf16": True}, True),
+        ("fp16", {"neon": True, "fp16_arith": True}, False),
+        ("bf16", {}, False),  # not known
+    ],
+)
+def test_a_precision_that_a_cpu_emulates_is_named(precision, has, told):
+    hint = precision_hint(precision, has)
+    assert (hint is not None) == told
+    assert hint is None or f"no instructions for {precision}" in hint
+
+
+@pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), (None, 0)])
+def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkeypatch, caplog):
+    monkeypatch.setattr("fnloop._loop.hints.cpu_capabilities", lambda: {"avx2": True})
+    _log_once.cache_clear()
+    for _ in range(2):
+        fl.fit(fl.pipeline(fl.amp(precision))(toy_loss), toy(), [torch.ones(1)], hooks=())
+    assert len(caplog.messages) == lines and all("bf16" in line for line in caplog.messages)
