@@ -125,8 +125,8 @@ def selected(
     for name in only:
         if "" in named:
             raise ValueError(
-                f"{owner} names the optimizer {name!r}, but this state has one optimizer, without "
-                "a name: leave out only="
+                f"{owner} names the optimizer {name!r}, but this state, or this turn of alternate, "
+                "has one optimizer, without a name: leave out only="
             )
         if name not in named:
             raise ValueError(

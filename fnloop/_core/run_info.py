@@ -82,7 +82,7 @@ class RunInfo:
         indices_at: ``(epoch, batch, samples) -> which samples of its dataset each batch of this
             process has``, from that position on; nothing where that is unknown. It may draw from
             the global generators.
-        precision: what ``amp`` computes in, "bf16" or "fp16"; None without it.
+        precision: what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither.
         hook_slots: the names of the slots that hooks keep, and not the step.
 
     Example:

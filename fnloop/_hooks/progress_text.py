@@ -149,7 +149,7 @@ def describe_start(state: TrainState) -> list[str]:
     run, backend = state.run, state.backend
     parameters = count_parameters(state.model)
     parts = [f"{type(state.model).__name__} on {backend.device}", *parameters.split(", ")]
-    if precision := (run and run.precision) or backend.precision:
+    if precision := backend.precision if run is None else run.precision:
         parts.append(f"amp {precision}")
     else:
         parts += sorted({str(p.dtype).removeprefix("torch.") for p in state.model.parameters()})

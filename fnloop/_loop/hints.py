@@ -123,10 +123,9 @@ def loader_hints(name: str, loader: object, device: torch.device) -> Iterator[st
 
 def suggest_precision(state: TrainState) -> None:
     """Log once that the CPU of a run is slow in its precision."""
-    precision = (state.run and state.run.precision) or state.backend.precision
-    if precision is None or state.backend.device.type != "cpu":
+    if state.run is None or state.run.precision is None or state.backend.device.type != "cpu":
         return
-    if hint := precision_hint(precision, cpu_capabilities()):
+    if hint := precision_hint(state.run.precision, cpu_capabilities()):
         _log_once(hint)
 
 
@@ -143,14 +142,15 @@ def precision_hint(precision: str, has: Mapping[str, object]) -> str | None:
     times.
 
     Args:
-        precision: "bf16" or "fp16".
+        precision: "bf16", "fp16", or "bf16, fp16" if the turns of ``alternate`` differ.
         has: the instruction sets of the CPU, by name; none if they are not known.
     """
-    if not has or any(map(has.get, _NATIVE[precision])):
+    lacking = [each for each in precision.split(", ") if not any(map(has.get, _NATIVE[each]))]
+    if not has or not lacking:
         return None
     return (
-        f"fit: this CPU has no instructions for {precision}, and emulates them: float32 is several "
-        "times as fast; write amp(None) where the pipeline lists amp"
+        f"fit: this CPU has no instructions for {' and '.join(lacking)}, and emulates them: "
+        "float32 is several times as fast; amp(None) in the pipeline chooses it"
     )
 
 

@@ -274,7 +274,7 @@ def describe(
         total = total if plan.steps is None else min(total, plan.steps)
     return RunInfo(
         plan.epochs, total, per_epoch, batches, window, evaluated, clock,
-        precision=plan.step.precision, first_step=0 if phase is None else phase.step,
+        precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
         position_at=source.positions.at, indices_at=source.indices,
         hook_slots=slots_of(plan.hooks),
     )  # fmt: skip

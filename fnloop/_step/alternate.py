@@ -219,9 +219,8 @@ class AlternateStep(PipelineStep):
 
     # --- a run
 
-    @property
-    def precision(self) -> str | None:
-        found = {step.precision: None for step in self.settings.steps.values()}
+    def precision_in(self, state: TrainState) -> str | None:
+        found = {step.precision_in(state): None for step in self.settings.steps.values()}
         return ", ".join(name for name in found if name is not None) or None
 
     def check_loaders(self, loaders: Sequence[str]) -> None:

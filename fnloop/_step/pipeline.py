@@ -166,13 +166,12 @@ class PipelineStep(abc.ABC):
     @abc.abstractmethod
     def _repr_html_(self) -> str: ...
 
-    @property
-    def precision(self) -> str | None:
-        """What ``amp`` computes in, "bf16" or "fp16"; None without it."""
+    def precision_in(self, state: TrainState) -> str | None:
+        """Return what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither."""
         for m in self.pipeline.middleware:
             if m.name == "amp" and m.call is not None:
                 return str((*m.call.args, m.call.kwargs.get("precision"))[0] or "") or None
-        return None
+        return state.backend.precision
 
     def check_loaders(self, loaders: Sequence[str]) -> None:
         """Raise KeyError if a middleware is for a loader that a run does not have."""

@@ -116,7 +116,7 @@ def _comparing(
     """Return a function that compares the gradients, after a change of the model's modes."""
     parts = with_members(step, _LEFT_OUT, [accumulate(2)])
     whole = with_members(step, _LEFT_OUT)
-    rough = step.precision is not None
+    rough = step.precision_in(state) is not None
 
     def compare(change: Callable[[nn.Module], None]) -> str | None:
         a = _gradients(parts, state, batches, change)

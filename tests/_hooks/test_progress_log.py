@@ -93,6 +93,17 @@ def test_what_a_run_works_with(clock):
     )
 
 
+@pytest.mark.parametrize(
+    ("listed", "shown"),
+    [((), "amp bf16"), ((fl.amp(None),), "float32"), ((fl.amp("fp16"),), "amp fp16")],
+)
+def test_amp_in_the_pipeline_is_shown_and_else_what_accelerate_is_configured_for(listed, shown):
+    state = toy()
+    state = attrs.evolve(state, backend=attrs.evolve(state.backend, precision="bf16"))
+    head = logged(fl.pipeline(*listed)(toy_loss), [ONE], state)[0]
+    assert head == f"Toy on cpu, 1 parameter, {shown}, 1 epoch of 1 update"
+
+
 @pytest.mark.parametrize("stops_first", [True, False], ids=["before", "after"])
 def test_the_closing_record_of_a_stopped_run_is_printed_once(clock, stops_first):
     file = io.StringIO()

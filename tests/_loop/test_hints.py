@@ -177,13 +177,15 @@ def test_only_the_main_process_is_told(caplog, main):
         ("bf16", {"neon": True, "bf16": True}, False),
         ("fp16", {"avx2": True, "avx512_bf16": True}, True),
         ("fp16", {"neon": True, "fp16_arith": True}, False),
+        ("bf16, fp16", {"avx512_bf16": True}, "fp16"),
+        ("bf16, fp16", {"avx2": True}, "bf16 and fp16"),
         ("bf16", {}, False),  # not known
     ],
 )
 def test_a_precision_that_a_cpu_emulates_is_named(precision, has, told):
     hint = precision_hint(precision, has)
-    assert (hint is not None) == told
-    assert hint is None or f"no instructions for {precision}" in hint
+    assert (hint is not None) == bool(told)
+    assert hint is None or f"for {precision if told is True else told}, and emulates" in hint
 
 
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), (None, 0)])
@@ -193,3 +195,21 @@ def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkey
     for _ in range(2):
         fl.fit(fl.pipeline(fl.amp(precision))(toy_loss), toy(), [torch.ones(1)], hooks=())
     assert len(caplog.messages) == lines and all("bf16" in line for line in caplog.messages)
+
+
+def test_turns_with_different_precisions_are_named_together(monkeypatch, caplog):
+    monkeypatch.setattr("fnloop._loop.hints.cpu_capabilities", lambda: {"avx2": True})
+    _log_once.cache_clear()
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "dg"}
+    precisions = {"d": "bf16", "g": "fp16"}
+    turns = {
+        name: fl.pipeline(fl.amp(precision))(
+            lambda model, batch, name=name: model[name](batch).sum()
+        )
+        for name, precision in precisions.items()
+    }
+    state = fl.TrainState.create(model, optimizers)
+    fl.fit(fl.alternate(turns), state, [torch.ones(2, 1)], hooks=())
+    (line,) = caplog.messages
+    assert "no instructions for bf16 and fp16" in line
