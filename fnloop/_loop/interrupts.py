@@ -64,9 +64,16 @@ class Interrupts:
         """Obey SIGTERM. A job that is about to be requeued still is."""
         self.stop = REQUEUED if self.stop == REQUEUED else TERMINATED
 
-    def check_time_left(self) -> None:
-        """Raise if a scheduler, which waits for some seconds only, has asked the run to end."""
-        if self.stop is not None and self.stop != INTERRUPTED:
+    def check_time_left(self, over: bool) -> None:
+        """Raise if a signal has asked the run to end, and it does not wait.
+
+        A scheduler waits for some seconds only. After Ctrl-C an evaluation is completed, but not
+        that with which the run ends.
+
+        Args:
+            over: whether a hook has stopped the run.
+        """
+        if self.stop is not None and (over or self.stop != INTERRUPTED):
             raise Abandoned
 
     def apply(self, state: TrainState) -> TrainState:

@@ -1,5 +1,6 @@
 """Ctrl-C and signals."""
 
+import functools
 import os
 import signal
 
@@ -142,16 +143,38 @@ def test_an_evaluation_of_the_untrained_model_is_abandoned_too():
     assert_same(fl.fit(step, state, loaders, **settings), whole)
 
 
-def test_a_sigterm_whose_run_a_hook_stops_for_good_is_raised_when_the_run_ends(monkeypatch):
+@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+@pytest.mark.parametrize("moment", ["the update", "the closing evaluation"])
+@pytest.mark.parametrize("phase", [None, "one"])
+def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(how, reason, moment, phase):
+    """The script sees it, and does not begin its next phase. The same call makes the end."""
+
+    def loss_fn(model, batch):
+        if moment == ("the update" if model.training else "the closing evaluation"):
+            how()
+        return toy_loss(model, batch)
+
+    stop, loaders = fl.every(steps=1)(lambda s: attrs.evolve(s, stop="enough")), ([ONE] * 3, [ONE])
+    settings = {"loaders": loaders, "hooks": (stop,), "phase": phase}
+    signalled = functools.partial(fl.fit, fl.pipeline()(loss_fn), **settings)
+    quiet = functools.partial(fl.fit, step, **settings)
+    state = signalled(state=toy())
+    assert (state.step, state.stop, len(state.history)) == (1, reason, 0)
+    if phase is not None:
+        with pytest.raises(ValueError, match=f"'one'.*has not ended.*{reason}"):
+            fl.fit(step, state, loaders, hooks=(), phase="two")
+    state = quiet(state=state)
+    assert (state.step, state.stop) == (1, "enough")
+    assert [r.closing for r in state.history] == [True]
+    assert_same(state, quiet(state=toy()))
+
+
+def test_a_sigterm_in_the_hooks_of_the_end_is_raised_when_the_run_has_ended(monkeypatch):
     """The script would not see it in the state."""
     raised = []
     monkeypatch.setattr(signal, "raise_signal", raised.append)
-
-    def loss_fn(model, batch):
-        terminate()
-        return toy_loss(model, batch)
-
-    stop = lambda state: attrs.evolve(state, stop="enough")
-    state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 3, hooks=(stop,))
+    stop = fl.when(lambda state: state.step == 1)(lambda state: attrs.evolve(state, stop="enough"))
+    end = fl.at_end()(lambda state: terminate() or state)
+    state = fl.fit(step, toy(), [ONE] * 3, hooks=(stop, end))
     assert (state.step, state.stop, raised) == (1, "enough", [signal.SIGTERM])
     assert [r.closing for r in state.history] == [True]
