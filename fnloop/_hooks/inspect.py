@@ -10,6 +10,7 @@ from fnloop._core.call import Call, name_of
 from fnloop._core.events import AGAIN
 from fnloop._core.monitor import suggestion
 from fnloop._core.state import TrainState
+from fnloop._core.stops import is_interruption
 from fnloop._core.types import Output
 from fnloop._display import checks
 from fnloop._hooks.moments import Moment, Trigger, show_call
@@ -153,7 +154,7 @@ class inspect:
         asked, self._now.asked = self._now.asked, False
         if not asked and self.every.due(state):
             self._now.waits = True
-        return self.flush(state)
+        return self._show(state)
 
     def poll(self, state: TrainState) -> TrainState:
         """Drop what was kept: a wrapper has decided that the hook is not called."""
@@ -161,7 +162,11 @@ class inspect:
         return state
 
     def flush(self, state: TrainState) -> TrainState:
-        """Call the function, if there are outputs."""
+        """Call the function, if there are outputs. Drop those of an evaluation that was cut."""
+        __tracebackhide__ = True
+        return state if is_interruption(state.stop) else self._show(state)
+
+    def _show(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
         if (outputs := self._now.outputs) is not None:
             self._now.outputs = None

@@ -100,6 +100,11 @@ class time_limit:
             )
 
     @property
+    def slot(self) -> str:
+        """The name of the slot with the time that was taken so far."""
+        return SLOT
+
+    @property
     def limit(self) -> float:
         """The limit, in seconds."""
         return 3600 * self.hours + 60 * self.minutes + self.seconds
@@ -135,14 +140,26 @@ class time_limit:
             if before:  # the first update may compile
                 self._longest[0] = max(self._longest[0], self._taken[0] - before)
             return self._stop_before_end(state)
-        if self.per == "run":
-            if SLOT not in state.slots:
-                state = with_slot(state, SLOT, [0.0])
-            state.slots[SLOT][0] = self._taken[0]
+        state = self._note(state)
         if self._taken[0] < self.limit or state.stop is not None:
             return state
         what = RUN_LIMIT if self.per == "run" else JOB_LIMIT
         return attrs.evolve(state, stop=f"{what} has taken its {format_duration(self.limit)}")
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Note the time that was taken since, such as that of an evaluation which a signal cut."""
+        if self._began:
+            self._taken[0] = now(state.run) - self._began[0]
+        return self._note(state)
+
+    def _note(self, state: TrainState) -> TrainState:
+        """Return the state with the time that was taken so far, if it counts over all jobs."""
+        if self.per != "run":
+            return state
+        if SLOT not in state.slots:
+            state = with_slot(state, SLOT, [0.0])
+        state.slots[SLOT][0] = self._taken[0]
+        return state
 
     def _stop_before_end(self, state: TrainState) -> TrainState:
         """Return the state, stopped if the time until the job ends may be too short for more."""

@@ -24,7 +24,7 @@ from fnloop._loop.interrupts import Interrupts
 __all__ = ["Consensus"]
 
 PERIOD = 0.1  # seconds between two exchanges, in the long run
-LONGEST_GAP = 4096  # boundaries between two exchanges
+LONGEST_GAP = 1024  # boundaries between two exchanges
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 _COUNTERS = ("step", "skipped", "epoch")
 _WEIGHTS_DIFFER = (
@@ -72,6 +72,11 @@ class Consensus:
             self._receive(interrupts)
             self._send(state, interrupts, {})
 
+    def hurry(self) -> None:
+        """Exchange at the next boundaries: those that follow may be further apart in time."""
+        self._next, self._gap = self._boundaries + 1, 1
+        self._last, self._since = self._next, 0  # what was measured before says nothing about them
+
     def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
         """Wait for all processes at the end of an epoch, and compare them.
 
@@ -89,6 +94,7 @@ class Consensus:
         with waiting_for_all(end):
             self._send(state, interrupts, {**_norms(state), ORDER_MISMATCH: order})
             self._receive(interrupts)
+        self.hurry()
 
     def explain(self, error: BaseException) -> None:
         """Note in an error what is known about the other processes."""

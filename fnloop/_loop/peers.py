@@ -27,6 +27,10 @@ class Peers(Protocol):
         """Exchange requests to stop or to save, if it is time to."""
         ...
 
+    def hurry(self) -> None:
+        """Exchange requests soon: what follows may take longer than what came before."""
+        ...
+
     def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
         """Wait for all processes at the end of an epoch, and check that they have not diverged."""
         ...
@@ -42,6 +46,8 @@ class Alone:
     clock = None
 
     def poll(self, state: TrainState, interrupts: Interrupts) -> None: ...
+
+    def hurry(self) -> None: ...
 
     def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None: ...
 

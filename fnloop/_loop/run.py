@@ -377,6 +377,7 @@ class Run:
         """Return the metrics of a loader by their names in a record."""
         __tracebackhide__ = True
         self.phase, source = loader, self.evaluated[loader]
+        self.peers.hurry()
         given = (self.plan.step, state, loader, source, self._watch)
         return evaluation_metrics(*given, self._collectors)
 

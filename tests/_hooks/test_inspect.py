@@ -1,5 +1,8 @@
 """inspect: the outputs of the evaluation that a run makes anyway."""
 
+import os
+import signal
+
 import attrs
 import pytest
 import torch
@@ -300,3 +303,23 @@ def test_it_shows_and_compares_as_it_was_typed():
     other = fl.inspect(show, loader="test", every=fl.every(steps=2))
     assert repr(other) == "inspect(show, loader='test', every=every(steps=2))"
     assert fl.inspect(show) == fl.inspect(show) != other
+
+
+def test_an_evaluation_that_a_signal_cuts_is_seen_when_it_is_made():
+    """It is cut in the second loader, after that of the hook. A run that continues makes both."""
+    calls = []
+
+    def cut(model, batch):
+        if not model.training and batch.numel() == 2 and not calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy_loss(model, batch)
+
+    def see(state, outputs):
+        calls.append((state.step, len(state.history)))
+
+    loaders = {"train": [torch.ones(1)] * 3, "valid": [torch.ones(1)], "test": [torch.ones(2)] * 2}
+    settings = {"loaders": loaders, "hooks": (fl.inspect(see),)}
+    state = fl.fit(fl.pipeline()(cut), toy(), **settings)
+    assert (state.step, state.stop, calls) == (3, "SIGTERM", [])
+    fl.fit(fl.pipeline()(toy_loss), state, **settings)
+    assert calls == [(3, 1)]

@@ -1,5 +1,7 @@
 """Limits on the time of a run and of a job, by a clock that a test moves."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -132,3 +134,17 @@ def test_a_time_without_its_unit_is_refused():
         TypeError, match=r"time_limit\(8\) does not say .*: write time_limit\(hours=8\)"
     ):
         fl.time_limit(8)
+
+
+def test_an_evaluation_that_a_signal_cuts_counts_too(clock):
+    """Otherwise a job that is always ended there would never reach the limit of its run."""
+
+    def cut(model, batch):
+        if not model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy_loss(model, batch)
+
+    loss_fn = clock.timed(cut, train=10.0, valid=5.0)
+    limit, loaders = fl.time_limit(seconds=60), (ONES[:1], ONES)
+    state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, epochs=9, hooks=(limit,))
+    assert (state.step, state.stop, state.slots["time_limit"]) == (1, "SIGTERM", [15.0])

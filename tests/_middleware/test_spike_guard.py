@@ -309,3 +309,18 @@ def test_a_phase_goes_back_no_further_than_to_its_beginning():
     state = fitted([1, 9, 1], *members, state=first, phase="b")
     assert (state.step, state.skipped) == (4, 2)  # 3, then 4, back to 3, and 4
     assert state.model.w.item() == -4.0  # each update of b is its first, with a rate of 1
+
+
+def test_going_back_does_not_turn_back_the_clock_of_a_time_limit(clock):
+    """The evaluation after it fails, before the hook is called again."""
+
+    def loss_fn(model, batch):
+        if not model.training:
+            raise OSError("the evaluation failed")
+        return model.w - model.w.detach() + batch.mean()
+
+    batches = [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 9.0)]
+    step = fl.pipeline(fl.spike_guard(window=2, then="back"))(clock.timed(loss_fn, 10.0))
+    with pytest.raises(OSError) as raised:
+        fl.fit(step, toy(), (batches, batches), hooks=(fl.time_limit(seconds=100),))
+    assert raised.value.state.slots["time_limit"] == [30.0]

@@ -1,0 +1,33 @@
+"""What processes agree on, with one process that agrees with itself, and a clock of the test."""
+
+import time
+
+import pytest
+
+from fnloop._loop import consensus
+from fnloop._loop.interrupts import Interrupts
+from fnloop.testing import toy
+
+
+@pytest.mark.parametrize("updates", [1, 100, 5000])
+@pytest.mark.parametrize("at", [1, 2, 3, 50])
+def test_a_signal_in_an_evaluation_is_obeyed_at_once_however_fast_the_updates_were(
+    updates, at, monkeypatch
+):
+    """An update takes 0.1 ms, a batch of the evaluation 10 s. A scheduler waits for 30 s."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts: lambda: facts)
+    state, interrupts = toy(), Interrupts(single_process=False)
+    peers = consensus.Consensus(state)
+    for _ in range(updates):
+        now[0] += 1e-4
+        peers.poll(state, interrupts)
+    peers.hurry()
+    for batch in range(60):
+        peers.poll(state, interrupts)
+        if interrupts.stop is not None:
+            break
+        now[0] += 10.0
+        interrupts.requested[0] |= batch == at
+    assert interrupts.stop == "SIGTERM" and batch <= at + 2
