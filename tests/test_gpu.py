@@ -226,6 +226,18 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_rows_of_a_dataset_on_the_device_are_selected_without_a_wait():
+    from fnloop._data.fetch import _select
+
+    rows = torch.arange(8.0, device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = _select([rows], [5, 0, 3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found is not None and found[0].tolist() == [5.0, 0.0, 3.0]
+
+
 # --- everything inside one graph
 
 

@@ -63,7 +63,7 @@ def _check_belongs(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
-    """Warn of optimizers that train parameters which are not in the model."""
+    """Warn of optimizers with parameters that are not in the model."""
     theirs = {id(p) for p in model.parameters()}
     others = [
         repr(name) if name else type(one).__name__
@@ -73,8 +73,9 @@ def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
     if others:
         log.warning(
             f"the optimizer {join_names(others)} has parameters that are not in this "
-            f"{type(model).__name__}. They are trained, but not saved: a run that is resumed "
-            "begins with new ones. Put all modules into one, such as nn.ModuleDict({...})"
+            f"{type(model).__name__}, so they are not saved. If the model was changed since, make "
+            "the optimizer after that. If another module has them, put all modules into one, such "
+            "as nn.ModuleDict({...})"
         )
 
 

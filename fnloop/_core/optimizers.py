@@ -25,6 +25,7 @@ __all__ = [
     "begin_again",
     "check_optimizers",
     "check_shares",
+    "explain_left_out",
     "forget_schedules",
     "groups_in",
     "in_form",
@@ -315,12 +316,20 @@ def check_shares(model: nn.Module, named: Mapping[str, Optimizer]) -> None:
                         f"the parameter {name} is in two optimizers, {other!r} and {owner!r}, and "
                         "both would change it: leave it out of one"
                     )
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in found]
-    if left:
-        many = len(left) > 1
-        raise ValueError(
-            f"{'these parameters are' if many else 'this parameter is'} in no optimizer: "
-            f"{join_names(left)}. Give {'them' if many else 'it'} to one, or freeze "
-            f"{'them' if many else 'it'}: requires_grad_(False). Make the optimizers after the "
-            "model, and after any change of its parameters"
-        )
+    if (message := explain_left_out(model, named.values())) is not None:
+        raise ValueError(message)
+
+
+def explain_left_out(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
+    """Return which parameters of a model need gradients and are in no optimizer; None: none."""
+    given = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+    if not left:
+        return None
+    many = len(left) > 1
+    return (
+        f"{'these parameters are' if many else 'this parameter is'} in no optimizer: "
+        f"{join_names(left)}. Give {'them' if many else 'it'} to one, or freeze "
+        f"{'them' if many else 'it'}: requires_grad_(False). Make the optimizers after the "
+        "model, and after any change of its parameters"
+    )

@@ -123,6 +123,8 @@ def _rows_for(tensor: Tensor, rows: Tensor, index: list[int]) -> Tensor:
         return rows
     if min(index) < 0 or max(index) >= tensor.shape[0]:
         raise IndexError
+    if tensor.is_cuda:  # a copy from pageable memory would wait for the update before it
+        return rows.pin_memory().to(tensor.device, non_blocking=True)
     return rows.to(tensor.device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -110,7 +111,9 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
             f"the {name} loader must be one iterable of batches; got a tuple of {len(loader)} "
             f"loaders: {hint}"
         )
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+    if (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)) or (
+        _is_of_samples(loader)
+    ):
         raise TypeError(
             f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a "
             "DataLoader"
@@ -168,6 +171,14 @@ def _loads(value: object) -> bool:
 def _is_loader(value: object) -> bool:
     """Return whether this is surely a loader. Those made of others have ``length_in``."""
     return isinstance(value, DataLoader | IterableDataset | sharded) or hasattr(value, "length_in")
+
+
+def _is_of_samples(loader: object) -> bool:
+    """Return whether this is a dataset of Hugging Face that was not batched."""
+    if type(loader).__module__ != "datasets.arrow_dataset" or not len(loader):  # type: ignore[arg-type]
+        return False
+    values = loader[0].values()  # type: ignore[index]
+    return any(isinstance(v, str | Real) or getattr(v, "shape", None) == () for v in values)
 
 
 class sharded:

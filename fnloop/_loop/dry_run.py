@@ -203,7 +203,8 @@ def _read(
         length = "unknown length"
         if source.length is not None:
             length = f"{source.length:,} batch{'es' * (source.length != 1)}"
-        text = f"{length}; {_shapes(batches[0])}; {_items(step, state, batches[0])}; {took}"
+        items = _items(step, at_start_of_epoch(state), batches[0])
+        text = f"{length}; {_shapes(batches[0])}; {items}; {took}"
         findings.append(Finding("loader", name, text))
     return findings, first
 

@@ -60,6 +60,11 @@ def explain(
         where = f"{name_of(phase) if callable(phase) else phase}, train"
     epoch = state.epoch + (EPOCH not in state.events)  # the running one, or the one just completed
     error.add_note(f"while in {where}, epoch {epoch}, batch {batch}, step {state.step}")
+    if "backward through the graph a second time" in str(error):
+        error.add_note(
+            "fnloop calls backward: if the loss function does, leave it out there. If it keeps a "
+            "tensor of an earlier batch, detach that"
+        )
     if is_half_updated(state):
         error.add_note(
             "the optimizer was changing the weights: they are between two updates, so this "

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from fnloop._backend.torch_compat import cpu_capabilities
 from fnloop._core.middleware import Middleware
-from fnloop._core.optimizers import optimizers_in
+from fnloop._core.optimizers import explain_left_out, optimizers_in
 from fnloop._core.state import TrainState
 from fnloop._data.loaders import Loaders, sharded
 from fnloop._data.source import Source
@@ -32,11 +32,13 @@ __all__ = [
 
 
 def suggest(listed: Iterable[Middleware], loaders: Loaders, state: TrainState) -> None:
-    """Log once, on the main process, what would make a run faster."""
+    """Log once, on the main process, what is not trained, and what would make a run faster."""
     if state.backend.main:
         suggest_fused(listed, state)
         suggest_loaders(loaders, state.backend.device)
         suggest_precision(state)
+        if left_out := explain_left_out(state.model, optimizers_in(state.optimizer).values()):
+            _log_once(f"fit: {left_out}")
 
 
 def suggest_fused(listed: Iterable[Middleware], state: TrainState) -> None:

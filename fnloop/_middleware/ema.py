@@ -74,8 +74,9 @@ def ema(
         >>> state.history["valid/loss"], state.history["valid/ema/loss"]
         ((-32.0,), (-20.0,))
 
-    Source: Polyak & Juditsky, 1992, https://doi.org/10.1137/0330046. The same numbers as
-    ``torch.optim.swa_utils.AveragedModel(use_buffers=True)`` and timm's ``ModelEmaV3``.
+    Source: Polyak & Juditsky, 1992, https://doi.org/10.1137/0330046. The same numbers as timm's
+    ``ModelEmaV3``, and with ``start=1``, as its first update copies the weights, those of
+    ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``.
     """
     checks.number("ema", "decay", decay, "the weight of the average so far", least=0, most=1)
     new = 1 - decay

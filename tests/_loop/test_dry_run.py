@@ -203,3 +203,24 @@ def test_text_and_html():
     assert repr(report).splitlines()[0] == "dry run: no problem"
     assert repr(report).splitlines()[1].split() == ["what", "name", "seen"]
     assert "4 batches; float32 [2]" in report._repr_html_()
+
+
+class Counting(torch.nn.Module):
+    """A model whose buffer changes in evaluation, too, as the observers of fake quantization do."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.w * x
+
+
+def test_buffers_of_the_given_model_stay_as_they_are():
+    model = Counting()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    batches = [torch.ones(1)] * 4
+    fl.dry_run(fl.pipeline()(lambda model, x: model(x).mean()), state, (batches, batches))
+    assert model.calls.item() == 0.0

@@ -160,7 +160,8 @@ def test_only_the_main_process_is_told(caplog, main):
     _log_once.cache_clear()
     backend = types.SimpleNamespace(main=main, device=CPU, precision=None)
     optimizer = torch.optim.AdamW(parameters())
-    state = types.SimpleNamespace(optimizer=optimizer, backend=backend, run=None)
+    model = torch.nn.Linear(1, 1).requires_grad_(False)
+    state = types.SimpleNamespace(model=model, optimizer=optimizer, backend=backend, run=None)
     suggest_all((), Loaders([torch.ones(1)], {}), state)
     assert ("fused=True" in caplog.text) is main
 
@@ -213,3 +214,32 @@ def test_turns_with_different_precisions_are_named_together(monkeypatch, caplog)
     fl.fit(fl.alternate(turns), state, [torch.ones(2, 1)], hooks=())
     (line,) = caplog.messages
     assert "no instructions for bf16 and fp16" in line
+
+
+# --- parameters
+
+
+def test_parameters_that_the_optimizer_does_not_have_are_named_once(caplog):
+    """The head was replaced after the optimizer was made."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = torch.nn.Linear(1, 1)
+    state = fl.TrainState.create(model, optimizer)
+    assert "make the optimizer after that" in caplog.text
+    caplog.clear()
+    _log_once.cache_clear()
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    for epochs in (1, 2):
+        state = fl.fit(step, state, [torch.ones(2, 1)], epochs=epochs, hooks=())
+    (line,) = caplog.messages
+    assert "in no optimizer: 1.weight, 1.bias. Give them to one, or freeze them" in line
+
+
+def test_frozen_parameters_need_no_optimizer(caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    state = fl.TrainState.create(model, optimizer)
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    fl.fit(step, state, [torch.ones(2, 1)], hooks=())
+    assert not caplog.messages

@@ -5,7 +5,7 @@ import torch
 from loop_cases import ONE, fit, step
 
 import fnloop as fl
-from fnloop.testing import toy
+from fnloop.testing import toy, toy_loss
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,13 @@ def test_a_generator_function_resumes_in_mid_epoch():
 def test_bad_loaders_are_refused_by_name(loaders, error, message):
     with pytest.raises(error, match=message):
         fit(loaders=loaders)
+
+
+def test_a_hugging_face_dataset_of_samples_is_refused_and_one_of_batches_is_not():
+    datasets = pytest.importorskip("datasets")
+    samples = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0, 4.0]}).with_format("torch")
+    loss = lambda model, batch: toy_loss(model, batch["x"])
+    with pytest.raises(TypeError, match="the train loader is a Dataset, a dataset of samples"):
+        fl.fit(fl.pipeline()(loss), toy(), datasets.DatasetDict({"train": samples}), hooks=())
+    state = fl.fit(fl.pipeline()(loss), toy(), samples.batch(2), hooks=())
+    assert (state.step, state.model.w.item()) == (2, -5.0)  # -(1.5 + 3.5)

@@ -489,3 +489,14 @@ def test_trained_parameters_are_counted_where_some_are_frozen():
     )  # 1000 × 52 + 52 and 52 × 10 + 10
     model[0].requires_grad_(True)
     assert "Sequential (52,582 parameters)" in repr(attrs.evolve(state, step=1))
+
+
+def test_a_loss_function_that_calls_backward_is_told_that_fnloop_does():
+    def loss_fn(model, batch):
+        loss = torch.tanh(model.w * batch).mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError) as raised:
+        fl.fit(fl.pipeline()(loss_fn), toy(), [torch.ones(1)], hooks=())
+    assert any("fnloop calls backward" in note for note in raised.value.__notes__)

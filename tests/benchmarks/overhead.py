@@ -34,7 +34,8 @@ two. Each contender is one run of ``fit`` in a process of its own. They take tur
 that each compares with a turn of 0.1 s ago, and the time of the thread is taken: whatever else the
 machine does disturbs all of them alike. "no records, again" is the same thing twice: how far its
 ratio is from 1 is the noise. Two loops by hand show what one host read per update costs: next to
-nothing on a CPU; on a GPU (--device cuda) the device waits for it.
+nothing on a CPU; on a GPU (--device cuda) the device waits for it. There, torchmetrics reads the
+device in every update, so that the rows of the collection say less.
 """
 
 from __future__ import annotations
@@ -405,15 +406,19 @@ def measure_in_turns(setting: str, turns: int, device: str) -> dict[str, list[fl
         process = context.Process(
             target=train_in_turns,
             args=(setting, name, device, turns + WARM_UP_TURNS, go, done, theirs),
+            daemon=True,  # so that it ends with this process
         )
         process.start()
+        theirs.close()  # else recv would wait for a process that has failed
         running[name] = (process, go, done, ours)
     order = random.Random(0)
     for _ in range(turns + WARM_UP_TURNS):
         for name in order.sample(list(running), len(running)):
-            _, go, done, _ = running[name]
+            process, go, done, _ = running[name]
             go.release()
-            done.acquire()
+            while not done.acquire(timeout=1):
+                if not process.is_alive():
+                    raise SystemExit(f"{setting}: {name} has failed")
     times = {name: ours.recv()[WARM_UP_TURNS:] for name, (*_, ours) in running.items()}
     for process, *_ in running.values():
         process.join()
@@ -523,6 +528,8 @@ def show(
 
 
 def version(distribution: str) -> str | None:
+    if distribution == "fnloop":  # which may be a checkout
+        return fl.__version__
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -581,6 +588,7 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": versions,
         "batches": args.batches,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
     }
     args.json.write_text(json.dumps({**facts, "us_per_batch": results}, indent=1) + "\n")
 
