@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def prepare_model(
         contents, state, parts, strict, path: as in ``restore_contents``.
     """
     module, facts = unwrap(state), contents.facts["model"]
+    _check_sizes(module, path)
     trained = "model" not in parts
     flags = "counters" in parts and not trained
     spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
@@ -62,7 +64,9 @@ def prepare_model(
     saved = {**model_tensors(contents), **extra}
     if trained:
         saved = _trained_parts(saved, contents, module)
-    faults = _compare_models(saved, mine, flags)
+    resized = {k for k, here in mine.items() if _resizes(module, spelled[k], saved.get(k), here)}
+    rest = ({k: v for k, v in tensors.items() if k not in resized} for tensors in (saved, mine))
+    faults = _compare_models(*rest, dtypes=flags)
     if trained:
         _warn_of_untrained(module, faults.pop("missing in the checkpoint"))
     found = "; ".join(f"{what}: {join_names(which)}" for what, which in faults.items() if which)
@@ -77,7 +81,7 @@ def prepare_model(
     fitting = {
         spelled[name]: _shard_like(value, mine[name])
         for name, value in saved.items()
-        if name in mine and not _differ_in_shape(value, mine[name])
+        if name in resized or (name in mine and not _differ_in_shape(value, mine[name]))
     }
 
     def load(fitting: Mapping[str, object]) -> None:
@@ -95,6 +99,35 @@ def prepare_model(
                 submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
 
     return PreparedModel(fitting, load)
+
+
+def _check_sizes(module: nn.Module, path: Path) -> None:
+    """Raise CheckpointError if the sizes of parameters are still to be decided by a batch."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if lazy := [name for name, t in tensors if nn.parameter.is_lazy(t)]:
+        raise CheckpointError(
+            f"{path} cannot be restored into this {type(module).__name__}: the sizes of "
+            f"{join_names(lazy)} are not known yet. Call the model on a batch first: model(x)"
+        )
+
+
+def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
+    """Return whether the owner of a buffer takes one of another shape, as fake quantization does.
+
+    It is tried on a copy, which shares the parameters.
+    """
+    if not _differ_in_shape(there, here):
+        return False
+    prefix, _, own = name.rpartition(".")
+    owner = module.get_submodule(prefix)
+    if own not in dict(owner.named_buffers(recurse=False)):
+        return False
+    trial = copy.deepcopy(owner, {id(p): p for p in owner.parameters()})
+    try:
+        trial.load_state_dict({own: there}, strict=False)
+    except RuntimeError:
+        return False
+    return trial.get_buffer(own).shape == there.shape  # type: ignore[attr-defined]
 
 
 def _trained_parts(

@@ -1,0 +1,86 @@
+"""Modules whose buffers get their sizes from data."""
+
+import pytest
+import torch
+from torch import nn
+
+import fnloop as fl
+from fnloop.testing import assert_same
+
+BATCHES = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+
+
+class Growing(nn.Module):
+    """Its buffer keeps every input."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = torch.cat([self.seen, x])
+        return (self.w * x).mean() * self.seen.numel()
+
+
+class Resizing(Growing):
+    """As fake quantization does, it resizes its buffer when that is loaded."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        if f"{prefix}seen" in state_dict:
+            self.seen = torch.zeros_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def new(kind):
+    model = nn.Sequential(kind())
+    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+
+
+def train(state, **settings):
+    step = fl.pipeline()(lambda model, batch: model(batch))
+    return fl.fit(step, state, BATCHES, hooks=(), **settings)
+
+
+def test_a_module_that_resizes_its_buffers_is_resumed(tmp_path):
+    fl.save(train(new(Resizing), steps=2), tmp_path / "a")
+    resumed = fl.restore(tmp_path / "a", new(Resizing))
+    assert resumed.model[0].seen.tolist() == [1.0, 2.0]
+    assert_same(train(resumed, steps=4), train(new(Resizing), steps=4))
+
+
+def test_a_module_that_does_not_is_refused_as_torch_refuses_it(tmp_path):
+    fl.save(train(new(Growing), steps=2), tmp_path / "a")
+    fresh = new(Growing)
+    with pytest.raises(fl.CheckpointError, match=r"another shape: 0.seen: \(2,\) saved, \(0,\)"):
+        fl.restore(tmp_path / "a", fresh)
+    assert fresh.model[0].seen.shape == (0,) and fresh.model[0].w.item() == 0.0
+
+
+def test_a_failed_restore_leaves_resized_buffers_as_they_were(tmp_path):
+    fl.save(train(new(Resizing), steps=2), tmp_path / "a")
+    model = nn.Sequential(Resizing())
+    adam = fl.TrainState.create(model, torch.optim.Adam(model.parameters()), seed=0)
+    with pytest.raises(fl.CheckpointError):
+        fl.restore(tmp_path / "a", adam)
+    assert model[0].seen.shape == (0,) and model[0].w.item() == 0.0
+
+
+def test_lazy_modules_are_to_be_called_first(tmp_path):
+    def lazy():
+        model = nn.Sequential(nn.LazyLinear(1))
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+
+    def learn(state, steps):
+        step = fl.pipeline()(lambda model, batch: model(batch).mean())
+        return fl.fit(step, state, [torch.ones(2, 3)] * 4, steps=steps, hooks=())
+
+    fl.save(learn(lazy(), 2), tmp_path / "a")
+    fresh = lazy()
+    with pytest.raises(fl.CheckpointError, match=r"0.weight, 0.bias are not known.*model\(x\)$"):
+        fl.restore(tmp_path / "a", fresh)
+    fresh.model(torch.ones(2, 3))
+    torch.manual_seed(0)
+    resumed = learn(fl.restore(tmp_path / "a", fresh), 4)
+    assert resumed.step == 4 and resumed.model[0].weight.shape == (1, 3)
