@@ -339,7 +339,8 @@ def _check_number(name: str, value: object) -> None:
         shape = getattr(value, "shape", None)
         found = describe(value) if shape is None else f"shape {tuple(shape)}"
         raise TypeError(
-            f"a metric of a run such as {name!r} is one number, but it computes {found}"
+            f"a metric of a run such as {name!r} is one number, but it computes {found}. For what "
+            "a number cannot say, inspect(fn) gives fn the outputs of an evaluation"
         ) from error
 
 

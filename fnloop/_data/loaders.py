@@ -131,7 +131,8 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
         raise TypeError(f"the {name} loader must be {wanted}; got {describe(loader)}{hint}")
     if not is_iterable(loader):
         arguments = 2 if takes_position(loader) else 0
-        function(f"the {name} loader", "itself", loader, wanted, arguments)
+        wanted += ", called with nothing or with (epoch, batch)"
+        function("fnloop", f"the {name} loader", loader, wanted, arguments)
 
 
 def is_iterable(loader: object) -> bool:

@@ -249,10 +249,12 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
     for spelled, here in mine.items():
         kept = weights.get(strip_compile_prefix(spelled))
         if isinstance(here, Tensor) and getattr(kept, "shape", None) != here.shape:
+            other = f", but of {tuple(kept.shape)}" if isinstance(kept, Tensor) else ""
             raise ValueError(
-                f'state.slots["{slot}"] has no weights for {spelled} of shape {tuple(here.shape)}: '
-                "they are of another model. Restore without it: restore(path, state, "
-                'only=("model", ...)) without "slots"'
+                f'state.slots["{slot}"] has no weights for {spelled} of shape {tuple(here.shape)}'
+                f"{other}. A buffer whose shape changes in training cannot be put back: register "
+                "it with persistent=False. If they are of another model, restore without them: "
+                'restore(path, state, only=("model", ...)) without "slots"'
             )
         found[spelled] = like_sharded(kept, here) if isinstance(kept, Tensor) else kept
     return found

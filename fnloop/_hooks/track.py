@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from fnloop._core.call import Call, name_of
+from fnloop._core.copies import with_slot
 from fnloop._core.history import records_since
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
@@ -115,10 +116,18 @@ class track:
     def __repr__(self) -> str:
         return repr(self._call)
 
+    @property
+    def slot(self) -> str:
+        """The name of the slot that says how many records were sent, or are not to be sent.
+
+        So one whose boundary failed in a hook listed before this one is sent by the next run.
+        """
+        return f"track/{self._tracker.name}"
+
     def begin(self, state: TrainState) -> TrainState:
         """Note which records were made before this run."""
         self._first_step = state.step
-        self._note(state)
+        self._note(state, state.slots.get(self.slot))
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -127,14 +136,18 @@ class track:
             if not self._open:
                 self._start(min([state.step, *(record.step for record in records)]))
             self._send(state, records)
-        return state
+        return self._mark(state)
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Pass a boundary at which a wrapper does not call the hook: its records are not sent."""
+        return self._mark(state)
 
     def flush(self, state: TrainState) -> TrainState:
         """Send the closing record, if there is one."""
         if self._open:
             closing = [record for record in self._new_records(state) if record.closing]
             self._send(state, closing)
-        return state
+        return self._mark(state)
 
     def close(self) -> None:
         """Close the tracker. A failure is logged, because no caller could catch it."""
@@ -170,10 +183,16 @@ class track:
                 error.add_note(f"while in {name_of(self.also)}(client, state) of {self!r}")
                 raise
 
-    def _note(self, state: TrainState) -> None:
-        """Note the records so far as known."""
-        self._known = len(state.history)
-        self._last = state.history[-1] if self._known else None
+    def _note(self, state: TrainState, known: int | None = None) -> None:
+        """Note the records so far as known, or the first of them."""
+        made = len(state.history)
+        self._known = made if known is None else min(known, made)
+        self._last = state.history[self._known - 1] if self._known else None
+
+    def _mark(self, state: TrainState) -> TrainState:
+        """Return the state whose slot says that the records so far need not be sent."""
+        made = len(state.history)
+        return state if state.slots.get(self.slot) == made else with_slot(state, self.slot, made)
 
     def _start(self, step: int) -> None:
         self._tracker.start(step)

@@ -250,6 +250,32 @@ def test_a_resumed_run_sends_only_new_records(tmp_path):
     ]
 
 
+def fails_once(at):
+    """A hook that raises once, at a step."""
+    failed = []
+
+    def hook(state):
+        if state.step == at and not failed:
+            failed.append(True)
+            raise OSError("no space left on the device")
+        return state
+
+    return hook
+
+
+@pytest.mark.parametrize("rarely", [False, True])
+def test_the_record_of_a_boundary_that_failed_in_another_hook_is_sent_by_the_next_run(rarely):
+    def hooks():
+        return fails, fl.every(epochs=2)(fl.track(Fake)) if rarely else fl.track(Fake)
+
+    fails, loaders = fails_once(2), (ONE * 1, ONE)
+    with pytest.raises(OSError) as raised:
+        fl.fit(fl.pipeline()(toy_loss), toy(), loaders, epochs=5, hooks=hooks())
+    fl.fit(fl.pipeline()(toy_loss), raised.value.state, loaders, epochs=5, hooks=hooks())
+    sent = [call[0] for call in CALLS if isinstance(call[0], int)]
+    assert sent == ([2, 4] if rarely else [1, 2, 3, 4, 5])
+
+
 def test_called_rarely_it_sends_only_the_records_of_those_boundaries():
     train(fl.every(epochs=2)(fl.track(Fake)), epochs=5)
     assert [call[0] for call in CALLS if isinstance(call[0], int)] == [2, 4]
