@@ -82,6 +82,8 @@ class track:
     Source: https://huggingface.co/docs/accelerate/usage_guides/tracking
     """
 
+    acts_on_main = True  # but its slot is that of all processes
+
     def __init__(
         self,
         tracker: object,

@@ -63,5 +63,5 @@ def test_each_of_several_processes_begins_at_the_same_batch():
 
 
 def test_a_function_with_one_argument_is_refused():
-    with pytest.raises(TypeError, match=r"the train loader expects itself as .*takes \(epoch\)"):
+    with pytest.raises(TypeError, match=r"expects the train loader as .*with \(epoch, batch\); .*takes \(epoch\)"):
         fl.fit(fl.pipeline()(toy_loss), toy(), lambda epoch: [])

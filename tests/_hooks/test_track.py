@@ -263,6 +263,13 @@ def fails_once(at):
     return hook
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_can_be_wrapped_for_the_main_process_where_it_works_anyway(rank):
+    state = attrs.evolve(toy(), backend=Backend("cpu", rank=rank, world_size=1))
+    state = train(fl.on_main(fl.every(epochs=1)(fl.track(Fake))), state)
+    assert state.slots == {"track/fake": 2} and (len(CALLS) > 0) == (rank == 0)
+
+
 @pytest.mark.parametrize("rarely", [False, True])
 def test_the_record_of_a_boundary_that_failed_in_another_hook_is_sent_by_the_next_run(rarely):
     def hooks():
