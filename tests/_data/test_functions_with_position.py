@@ -63,5 +63,6 @@ def test_each_of_several_processes_begins_at_the_same_batch():
 
 
 def test_a_function_with_one_argument_is_refused():
-    with pytest.raises(TypeError, match=r"expects the train loader as .*with \(epoch, batch\); .*takes \(epoch\)"):
+    says = r"expects the train loader as .*with \(epoch, batch\); .*takes \(epoch\)"
+    with pytest.raises(TypeError, match=says):
         fl.fit(fl.pipeline()(toy_loss), toy(), lambda epoch: [])
