@@ -122,10 +122,10 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
     owner = module.get_submodule(prefix)
     if own not in dict(owner.named_buffers(recurse=False)):
         return False
-    trial = copy.deepcopy(owner, {id(p): p for p in owner.parameters()})
     try:
+        trial = copy.deepcopy(owner, {id(p): p for p in owner.parameters()})
         trial.load_state_dict({own: there}, strict=False)
-    except RuntimeError:
+    except Exception:  # it is refused, by name
         return False
     return trial.get_buffer(own).shape == there.shape  # type: ignore[attr-defined]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ __all__ = [
 
 
 Loader = Any  # an iterable of batches, or a function that returns one
+_OF_A_SAMPLE = ("Value", "ClassLabel", "Image", "Audio", "Video")  # features of Hugging Face
 _TAKEN = {  # what the names of other metrics begin with
     "recent": "the metrics since the last record",
     "time": "the times that timings() measures",
@@ -175,11 +175,14 @@ def _is_loader(value: object) -> bool:
 
 
 def _is_of_samples(loader: object) -> bool:
-    """Return whether this is a dataset of Hugging Face that was not batched."""
-    if type(loader).__module__ != "datasets.arrow_dataset" or not len(loader):  # type: ignore[arg-type]
+    """Return whether this is a dataset of Hugging Face that was not batched: its rows have scalars.
+
+    No row is read: that might draw from the generators.
+    """
+    if type(loader).__module__ != "datasets.arrow_dataset":
         return False
-    values = loader[0].values()  # type: ignore[index]
-    return any(isinstance(v, str | Real) or getattr(v, "shape", None) == () for v in values)
+    features = getattr(loader, "features", None) or {}
+    return any(type(feature).__name__ in _OF_A_SAMPLE for feature in features.values())
 
 
 class sharded:
