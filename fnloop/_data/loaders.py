@@ -179,7 +179,7 @@ def _is_of_samples(loader: object) -> bool:
 
     No row is read: that might draw from the generators.
     """
-    if type(loader).__module__ != "datasets.arrow_dataset":
+    if type(loader).__module__ not in ("datasets.arrow_dataset", "datasets.iterable_dataset"):
         return False
     features = getattr(loader, "features", None) or {}
     return any(type(feature).__name__ in _OF_A_SAMPLE for feature in features.values())

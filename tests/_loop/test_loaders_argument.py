@@ -87,11 +87,13 @@ def test_bad_loaders_are_refused_by_name(loaders, error, message):
         fit(loaders=loaders)
 
 
-def test_a_hugging_face_dataset_of_samples_is_refused_and_one_of_batches_is_not():
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hugging_face_dataset_of_samples_is_refused_and_one_of_batches_is_not(streaming):
     datasets = pytest.importorskip("datasets")
     samples = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0, 4.0]}).with_format("torch")
+    samples = samples.to_iterable_dataset() if streaming else samples
     loss = lambda model, batch: toy_loss(model, batch["x"])
-    with pytest.raises(TypeError, match="the train loader is a Dataset, a dataset of samples"):
-        fl.fit(fl.pipeline()(loss), toy(), datasets.DatasetDict({"train": samples}), hooks=())
+    with pytest.raises(TypeError, match=r"train loader is a .*Dataset, a dataset of samples"):
+        fl.fit(fl.pipeline()(loss), toy(), {"train": samples}, hooks=())
     state = fl.fit(fl.pipeline()(loss), toy(), samples.batch(2), hooks=())
     assert (state.step, state.model.w.item()) == (2, -5.0)  # -(1.5 + 3.5)
