@@ -9,12 +9,13 @@ from fnloop._loop.interrupts import Interrupts
 from fnloop.testing import toy
 
 
+@pytest.mark.parametrize("then", ["an evaluation", "the next epoch"])
 @pytest.mark.parametrize("updates", [1, 100, 5000])
 @pytest.mark.parametrize("at", [1, 2, 3, 50])
-def test_a_signal_in_an_evaluation_is_obeyed_at_once_however_fast_the_updates_were(
-    updates, at, monkeypatch
+def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
+    then, updates, at, monkeypatch
 ):
-    """An update takes 0.1 ms, a batch of the evaluation 10 s. A scheduler waits for 30 s."""
+    """An update takes 0.1 ms, and a batch 10 s after that. A scheduler waits for 30 s."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts: lambda: facts)
@@ -23,7 +24,10 @@ def test_a_signal_in_an_evaluation_is_obeyed_at_once_however_fast_the_updates_we
     for _ in range(updates):
         now[0] += 1e-4
         peers.poll(state, interrupts)
-    peers.hurry()
+    if then == "an evaluation":
+        peers.hurry()
+    else:
+        peers.barrier(state, interrupts, 0)
     for batch in range(60):
         peers.poll(state, interrupts)
         if interrupts.stop is not None:

@@ -144,9 +144,14 @@ def test_an_evaluation_of_the_untrained_model_is_abandoned_too():
 
 
 @pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
-@pytest.mark.parametrize("moment", ["the update", "the closing evaluation"])
+@pytest.mark.parametrize(
+    ("moment", "evaluated"),
+    [("the update", 0), ("the update", 1), ("the closing evaluation", 1)],
+)
 @pytest.mark.parametrize("phase", [None, "one"])
-def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(how, reason, moment, phase):
+def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(
+    how, reason, moment, evaluated, phase
+):
     """The script sees it, and does not begin its next phase. The same call makes the end."""
 
     def loss_fn(model, batch):
@@ -154,7 +159,8 @@ def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(how, reason, m
             how()
         return toy_loss(model, batch)
 
-    stop, loaders = fl.every(steps=1)(lambda s: attrs.evolve(s, stop="enough")), ([ONE] * 3, [ONE])
+    stop = fl.every(steps=1)(lambda state: attrs.evolve(state, stop="enough"))
+    loaders = {"train": [ONE] * 3, **({"valid": [ONE]} if evaluated else {})}
     settings = {"loaders": loaders, "hooks": (stop,), "phase": phase}
     signalled = functools.partial(fl.fit, fl.pipeline()(loss_fn), **settings)
     quiet = functools.partial(fl.fit, step, **settings)
