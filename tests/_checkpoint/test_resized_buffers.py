@@ -58,6 +58,41 @@ def test_a_module_that_does_not_is_refused_as_torch_refuses_it(tmp_path):
     assert fresh.model[0].seen.shape == (0,) and fresh.model[0].w.item() == 0.0
 
 
+class Ignoring(Growing):
+    """It takes no value for its buffer."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        state_dict.pop(f"{prefix}seen", None)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_a_module_that_keeps_its_own_buffer_is_refused(tmp_path):
+    fl.save(train(new(Ignoring), steps=2), tmp_path / "a")
+    with pytest.raises(fl.CheckpointError, match=r"another shape: 0\.seen"):
+        fl.restore(tmp_path / "a", new(Ignoring))
+
+
+class Replacing(nn.Module):
+    """It makes another parameter when it is loaded, which the optimizer would not know."""
+
+    def __init__(self, size=1):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return (self.w * x).mean()
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        self.w = nn.Parameter(torch.zeros_like(state_dict[f"{prefix}w"]))
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_a_parameter_of_another_shape_is_refused(tmp_path):
+    fl.save(train(new(lambda: Replacing(2)), steps=2), tmp_path / "a")
+    with pytest.raises(fl.CheckpointError, match=r"another shape: 0.w: \(2,\) saved, \(1,\) here"):
+        fl.restore(tmp_path / "a", new(Replacing))
+
+
 def test_a_failed_restore_leaves_resized_buffers_as_they_were(tmp_path):
     fl.save(train(new(Resizing), steps=2), tmp_path / "a")
     model = nn.Sequential(Resizing())

@@ -293,13 +293,14 @@ def test_the_closing_record_is_sent_once(stops):
     stop = fl.when(lambda state: stops and state.step == 2)(
         lambda state: attrs.evolve(state, stop="enough")
     )
-    fl.fit(
+    state = fl.fit(
         fl.pipeline()(toy_loss),
         toy(),
         (ONE * 5, ONE),
         steps=2 + stops,
         hooks=(fl.track(Fake), stop),
     )
+    assert state.slots == {"track/fake": 1}
     sent = [call for call in CALLS if isinstance(call[0], int)]
     assert sent == [(2, {"train/loss": -0.5, "valid/loss": -2.0, "train/lr": 1.0})]
 

@@ -3,10 +3,13 @@
 import time
 
 import pytest
+import torch
 
+import fnloop as fl
 from fnloop._loop import consensus
 from fnloop._loop.interrupts import Interrupts
-from fnloop.testing import toy
+from fnloop._loop.peers import Alone
+from fnloop.testing import toy, toy_loss
 
 
 @pytest.mark.parametrize("then", ["an evaluation", "the next epoch"])
@@ -35,3 +38,17 @@ def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
         now[0] += 10.0
         interrupts.requested[0] |= batch == at
     assert interrupts.stop == "SIGTERM" and batch <= at + 2
+
+
+def test_each_evaluation_begins_with_an_exchange_soon(monkeypatch):
+    class Hurried(Alone):
+        calls = 0
+
+        def hurry(self):
+            self.calls += 1
+
+    peers, ones = Hurried(), [torch.ones(1)]
+    monkeypatch.setattr("fnloop._loop.run.peers_of", lambda state: peers)
+    loaders = {"train": ones, "valid": ones, "test": ones}
+    fl.fit(fl.pipeline()(toy_loss), toy(), loaders, epochs=3, hooks=())
+    assert peers.calls == 6
