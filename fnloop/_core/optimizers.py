@@ -25,7 +25,7 @@ __all__ = [
     "begin_again",
     "check_optimizers",
     "check_shares",
-    "explain_left_out",
+    "explain_untrained",
     "forget_schedules",
     "groups_in",
     "in_form",
@@ -316,11 +316,11 @@ def check_shares(model: nn.Module, named: Mapping[str, Optimizer]) -> None:
                         f"the parameter {name} is in two optimizers, {other!r} and {owner!r}, and "
                         "both would change it: leave it out of one"
                     )
-    if (message := explain_left_out(model, named.values())) is not None:
+    if (message := explain_untrained(model, named.values())) is not None:
         raise ValueError(message)
 
 
-def explain_left_out(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
+def explain_untrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
     """Return which parameters of a model need gradients and are in no optimizer; None: none."""
     given = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]

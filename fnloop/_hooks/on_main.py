@@ -23,7 +23,8 @@ class on_main(Wrapper):
     """Run a hook on the main process only: one that prints, writes a file or talks to a server.
 
     The hook may only observe; the other processes would not see its changes. In one process it runs
-    as without ``on_main``.
+    as without ``on_main``. Hooks of fnloop that write, such as ``track`` and ``to_csv``, do so on
+    the main process by themselves.
 
     Args:
         hook: ``state -> state``, which returns the state that it is given.

@@ -140,7 +140,8 @@ class time_limit:
             if before:  # the first update may compile
                 self._longest[0] = max(self._longest[0], self._taken[0] - before)
             return self._stop_before_end(state)
-        state = self._note(state)
+        if self.per == "run":
+            state = self._note(state)
         if self._taken[0] < self.limit or state.stop is not None:
             return state
         what = RUN_LIMIT if self.per == "run" else JOB_LIMIT
@@ -148,14 +149,13 @@ class time_limit:
 
     def flush(self, state: TrainState) -> TrainState:
         """Note the time that was taken since, such as that of an evaluation which a signal cut."""
-        if self._began:
-            self._taken[0] = now(state.run) - self._began[0]
+        if self.per != "run" or not self._began:
+            return state
+        self._taken[0] = now(state.run) - self._began[0]
         return self._note(state)
 
     def _note(self, state: TrainState) -> TrainState:
-        """Return the state with the time that was taken so far, if it counts over all jobs."""
-        if self.per != "run":
-            return state
+        """Return the state with the time that was taken so far."""
         if SLOT not in state.slots:
             state = with_slot(state, SLOT, [0.0])
         state.slots[SLOT][0] = self._taken[0]

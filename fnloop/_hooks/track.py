@@ -9,6 +9,7 @@ from typing import Any
 
 from fnloop._core.call import Call, name_of
 from fnloop._core.copies import with_slot
+from fnloop._core.events import RECORD
 from fnloop._core.history import records_since
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
@@ -114,6 +115,7 @@ class track:
         self._first_step = 0  # of the run
         self._known = 0  # the number of records that were sent, or are not to be sent
         self._last: Record | None = None  # of those
+        self._left = 0  # the number of records after those that an earlier run was to send
 
     def __repr__(self) -> str:
         return repr(self._call)
@@ -142,14 +144,15 @@ class track:
 
     def poll(self, state: TrainState) -> TrainState:
         """Pass a boundary at which a wrapper does not call the hook: its records are not sent."""
-        return self._mark(state)
+        return self._mark(state) if RECORD in state.events else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Send the closing record, if there is one."""
         if self._open:
             closing = [record for record in self._new_records(state) if record.closing]
             self._send(state, closing)
-        return self._mark(state)
+        made = len(state.history) > 0 and state.history[-1].closing
+        return self._mark(state) if made else state
 
     def close(self) -> None:
         """Close the tracker. A failure is logged, because no caller could catch it."""
@@ -163,16 +166,16 @@ class track:
     def _new_records(self, state: TrainState) -> list[Record]:
         """Return the records that this boundary made, and those made before the first update.
 
-        A boundary may make two. If ``every`` skips the hook, it skips the records too.
+        A boundary may make two. If ``every`` skips the hook, it skips the records too. Those that
+        an earlier run has left come first.
         """
-        history, known = state.history, self._known
+        history, known, left, steps = state.history, self._known, self._left, {state.step}
         if known > len(history) or (known and history[known - 1] is not self._last):
-            known = 0  # a hook went back to a snapshot
-            first_steps: tuple[int, ...] = ()
+            known = left = 0  # a hook went back to a snapshot
         else:
-            first_steps = (self._first_step,)
-        steps = (state.step, *first_steps)
-        return [record for record in records_since(history, known) if record.step in steps]
+            steps.add(self._first_step)
+        new = records_since(history, known)
+        return new[:left] + [record for record in new[left:] if record.step in steps]
 
     def _send(self, state: TrainState, records: list[Record]) -> None:
         for record in records:
@@ -189,6 +192,7 @@ class track:
         """Note the records so far as known, or the first of them."""
         made = len(state.history)
         self._known = made if known is None else min(known, made)
+        self._left = made - self._known
         self._last = state.history[self._known - 1] if self._known else None
 
     def _mark(self, state: TrainState) -> TrainState:

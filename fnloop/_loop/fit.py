@@ -69,7 +69,7 @@ def fit(
             before it, weighted by the items of the batches. A record costs one read from the
             device.
         prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
-            current one. It changes no number of data that do not depend on the model. With 1, a
+            current one. It changes no number, unless batches are made with the model. With 1, a
             batch is fetched after the update before it.
         phase: a name for this stretch of the run. Then ``epochs`` and ``steps`` count from where it
             began, as schedules do; it begins with a new epoch, and with neither it is one epoch.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from fnloop._backend.torch_compat import cpu_capabilities
 from fnloop._core.middleware import Middleware
-from fnloop._core.optimizers import explain_left_out, optimizers_in
+from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.state import TrainState
 from fnloop._data.loaders import Loaders, sharded
 from fnloop._data.source import Source
@@ -37,8 +37,8 @@ def suggest(listed: Iterable[Middleware], loaders: Loaders, state: TrainState) -
         suggest_fused(listed, state)
         suggest_loaders(loaders, state.backend.device)
         suggest_precision(state)
-        if left_out := explain_left_out(state.model, optimizers_in(state.optimizer).values()):
-            _log_once(f"fit: {left_out}")
+        if untrained := explain_untrained(state.model, optimizers_in(state.optimizer).values()):
+            _log_once(f"fit: {untrained}")
 
 
 def suggest_fused(listed: Iterable[Middleware], state: TrainState) -> None:
@@ -151,8 +151,8 @@ def precision_hint(precision: str, has: Mapping[str, object]) -> str | None:
     if not has or not lacking:
         return None
     return (
-        f"fit: this CPU has no instructions for {' and '.join(lacking)}, and emulates them: "
-        "float32 is several times as fast; amp(None) in the pipeline chooses it"
+        f"fit: this CPU only emulates {' and '.join(lacking)}, and is several times as fast in "
+        "float32: write amp(None) in the pipeline"
     )
 
 

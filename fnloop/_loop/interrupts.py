@@ -64,7 +64,7 @@ class Interrupts:
         """Obey SIGTERM. A job that is about to be requeued still is."""
         self.stop = REQUEUED if self.stop == REQUEUED else TERMINATED
 
-    def check_time_left(self, over: bool) -> None:
+    def check_time_left(self, *, over: bool) -> None:
         """Raise if a signal has asked the run to end, and it does not wait.
 
         A scheduler waits for some seconds only. After Ctrl-C an evaluation is completed, but not

@@ -202,7 +202,7 @@ class Run:
     def _end_early(self) -> None:
         """Make the closing record and call what is due at the end, when a hook has stopped."""
         __tracebackhide__ = True
-        self.interrupts.check_time_left(True)
+        self.interrupts.check_time_left(over=True)
         made = is_full(self.state)
         events = self.state.events - {START} | {END, AGAIN}
         state = mark_stop(attrs.evolve(self.state, events=events))
@@ -385,7 +385,7 @@ class Run:
         """Abandon an evaluation that has no time left. Tell the hooks how far it is."""
         __tracebackhide__ = True
         self.peers.poll(state, self.interrupts)
-        self.interrupts.check_time_left(state.stop is not None)
+        self.interrupts.check_time_left(over=state.stop is not None)
         for hook in self._watchers:
             self.phase = hook
             hook.evaluating(state, loader, done, total)

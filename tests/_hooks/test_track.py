@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -281,6 +282,39 @@ def test_the_record_of_a_boundary_that_failed_in_another_hook_is_sent_by_the_nex
     fl.fit(fl.pipeline()(toy_loss), raised.value.state, loaders, epochs=5, hooks=hooks())
     sent = [call[0] for call in CALLS if isinstance(call[0], int)]
     assert sent == ([2, 4] if rarely else [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("updates", [1, 2], ids="{} updates an epoch".format)
+def test_it_is_sent_too_if_the_next_run_is_cut_before_its_first_record(updates):
+    fails, cuts = fails_once(2 * updates), [True]
+
+    def cut(model, batch):
+        if not model.training and model.w.item() == -3.0 * updates and cuts:
+            cuts.clear()
+            signal.raise_signal(signal.SIGTERM)
+        return toy_loss(model, batch)
+
+    def further(state, loss):
+        hooks = (fails, fl.every(epochs=1)(fl.track(Fake)))
+        loaders = ([torch.ones(1)] * updates, ONE)
+        return fl.fit(fl.pipeline()(loss), state, loaders, epochs=4, hooks=hooks)
+
+    with pytest.raises(OSError) as raised:
+        further(toy(), toy_loss)
+    state = further(raised.value.state, cut)
+    assert (state.step, state.stop) == (3 * updates, "SIGTERM")
+    further(state, toy_loss)
+    sent = [call[0] for call in CALLS if isinstance(call[0], int)]
+    assert sent == [epoch * updates for epoch in (1, 2, 3, 4)]
+
+
+def test_what_was_left_is_forgotten_where_a_hook_goes_to_another_history():
+    hook, made = fl.track(Fake), fl.Record(1, 1, {"a": 1.0})
+    left = attrs.evolve(toy(), history=fl.History([made, made]), slots={"track/fake": 1}, step=2)
+    hook.begin(left)
+    other = fl.History([fl.Record(1, 7, {"a": 1.0}), fl.Record(1, 8, {"a": 1.0})])
+    hook(attrs.evolve(left, history=other, step=9))
+    assert [call for call in CALLS if isinstance(call[0], int)] == []
 
 
 def test_called_rarely_it_sends_only_the_records_of_those_boundaries():

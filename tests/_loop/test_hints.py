@@ -186,7 +186,7 @@ def test_only_the_main_process_is_told(caplog, main):
 def test_a_precision_that_a_cpu_emulates_is_named(precision, has, told):
     hint = precision_hint(precision, has)
     assert (hint is not None) == bool(told)
-    assert hint is None or f"for {precision if told is True else told}, and emulates" in hint
+    assert hint is None or f"only emulates {precision if told is True else told}, and is" in hint
 
 
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), (None, 0)])
@@ -213,7 +213,7 @@ def test_turns_with_different_precisions_are_named_together(monkeypatch, caplog)
     state = fl.TrainState.create(model, optimizers)
     fl.fit(fl.alternate(turns), state, [torch.ones(2, 1)], hooks=())
     (line,) = caplog.messages
-    assert "no instructions for bf16 and fp16" in line
+    assert "only emulates bf16 and fp16" in line
 
 
 # --- parameters
