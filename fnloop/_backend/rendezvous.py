@@ -158,11 +158,16 @@ def _lead(store: dist.Store, mine: str, size: int, deadline: float) -> str:
 
 
 def _follow(store: dist.Store, mine: str, rank: int, deadline: float) -> str:
+    confirmed = None
     while time.monotonic() < deadline:
         # After a timeout the answer may have changed.
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"answer to {mine}"], RETRY_AFTER)
             attempt = store.get(f"answer to {mine}").decode()
+            # It also changes if the first process is done, and already agrees on the next word.
+            if confirmed not in (None, attempt) and store.check([f"{confirmed} is complete"]):
+                return confirmed
+            confirmed = attempt
             store.set(f"{attempt} confirmed by {rank}", "")
             store.wait([f"{attempt} is complete"], RETRY_AFTER)
             return attempt

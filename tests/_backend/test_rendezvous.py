@@ -83,6 +83,30 @@ def test_the_running_processes_agree_on_an_attempt(tmp_path, stale):
     assert len({*first, "dead 0"}) == 4
 
 
+class Late:
+    """A store in which a follower misses the end of an attempt: the next one begins first."""
+
+    def __init__(self):
+        self.store = dist.HashStore()
+        self.store.set("answer to mine", "first")
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def wait(self, keys, timeout):
+        if keys == ["first is complete"]:
+            self.store.set("first is complete", "")
+            self.store.set("answer to mine", "second")  # the first process sees the old word
+            raise dist.DistStoreError("timed out")
+        self.store.wait(keys, timedelta(seconds=0.1))
+
+
+def test_a_process_that_is_late_does_not_take_the_next_attempt_for_this_one():
+    store = Late()
+    assert rendezvous._follow(store, "mine", 1, time.monotonic() + 5) == "first"
+    assert not store.check(["second confirmed by 1"])
+
+
 @pytest.mark.slow
 def test_waiting_for_a_process_that_does_not_join_times_out():
     store, moment = dist.HashStore(), timedelta(seconds=0.1)
