@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, Self
 
 import attrs
 
@@ -39,6 +40,15 @@ class Trigger(Protocol):
 
 class Moment(ABC):
     """A trigger that can be called with a hook, and combined with others: ``|``, ``&``, ``~``."""
+
+    def __new__(cls, *given: object, **settings: object) -> Self:
+        """Return a moment. Raise for ``every(2)`` and ``at_end(hook)``."""
+        fields = vars(cls).get("__attrs_attrs__")  # None: a subclass, which may take others
+        if given and fields is not None:
+            names = [field.name for field in fields if field.init]
+            if all(field.kw_only for field in fields if field.init):
+                _refuse_positional(cls.__name__, given[0], names)
+        return super().__new__(cls)
 
     @property
     def outside(self) -> frozenset[str]:
@@ -309,6 +319,18 @@ def show_call(trigger: object, hook: str) -> str:
     """Return what to type to call a hook at the boundaries of a trigger."""
     alone = not isinstance(trigger, _Compound | _Not)  # a call binds tighter than ~
     return f"{trigger!r}({hook})" if alone else f"({trigger!r})({hook})"
+
+
+def _refuse_positional(owner: str, given: object, names: Sequence[str]) -> NoReturn:
+    """Raise for a moment that was given something without a name, maybe the hook."""
+    is_hook = callable(given)
+    setting = f"{names[0]}={1 if is_hook else given}" if names else ""
+    call = f"{owner}({setting})"
+    expected = f"one of {'=, '.join(names)}=" if names else "no argument"
+    raise TypeError(
+        f"{owner} expects {expected}; got {name_of(given) if is_hook else checks.describe(given)}: "
+        f"write {f'{call}({name_of(given)})' if is_hook else call}"
+    )
 
 
 def _check_trigger(other: Trigger, symbol: str) -> Trigger:

@@ -118,6 +118,31 @@ class Third:
         return "Third()"
 
 
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (lambda: every(2), r"of epochs=, steps=, seconds=; got 2: write every\(epochs=2\)"),
+        (lambda: every(print), r"seconds=; got print: write every\(epochs=1\)\(print\)"),
+        (
+            lambda: at_end(print),
+            r"at_end expects no argument; got print: write at_end\(\)\(print\)",
+        ),
+        (lambda: at_start(3), r"at_start expects no argument; got 3: write at_start\(\)"),
+    ],
+)
+def test_what_is_given_without_a_name_is_refused(given, message):
+    with pytest.raises(TypeError, match=message):
+        given()
+
+
+def test_a_subclass_may_take_what_it_likes():
+    class often(every):
+        def __init__(self, steps):
+            super().__init__(steps=steps)
+
+    assert often(2).steps == 2
+
+
 def test_a_trigger_of_ones_own_composes():
     assert calls(every(steps=4) | Third(), epochs=2) == [3, 4]
     assert calls(Third() | every(steps=4), epochs=2) == [3, 4]
