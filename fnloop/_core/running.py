@@ -1,7 +1,8 @@
 """The running metrics of an epoch, and of the interval since the last record.
 
-They are added to in place, because only the newest state owns their tensors. A mean of the epoch
-and that of the interval have one tensor of two elements, their totals: one kernel adds to both.
+They are added to in place, because only the newest state owns their tensors. From the second update
+of an interval on, a mean of the epoch and that of the interval have one tensor of two elements,
+their totals: one kernel adds to both.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def update_both_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> di
         recent_name = RECENT + name
         epoch, recent = merged.get(name), merged.get(recent_name)
         pair = None
-        if isinstance(metric, Mean) and isinstance(epoch, Mean):
-            pair = _add_(epoch, recent, metric.total, 1, metric.weight)
-        elif isinstance(metric, TorchMetric):
+        if isinstance(metric, TorchMetric):
             pair = metric.add_to_both_(epoch, recent)
+        elif isinstance(metric, Mean) and recent is not None:
+            pair = _add_(epoch, recent, metric.total, 1, metric.weight)
         if pair is None:
-            pair = _join(_updated(epoch, metric), _updated(recent, metric))
+            pair = _updated(epoch, metric), _updated(recent, metric)
+            pair = pair if recent is None else _join(*pair)
         merged[name], merged[recent_name] = pair
     return merged
 
@@ -118,12 +120,14 @@ def update_losses_(
     epoch: Mean | None, recent: Mean | None, loss: Tensor, weight: int | Tensor
 ) -> tuple[Metric, Metric]:
     """Add a batch's mean loss to the mean of the epoch and to that of the interval."""
+    if recent is None:  # the interval begins
+        return update_loss_(epoch, loss, weight), update_loss_(None, loss, weight)
     if isinstance(weight, Tensor):
         items = _valid_or_nan(weight)
         value, factor = weighted(loss, items), 1
     else:
         items, value, factor = weight, loss, weight
-    pair = None if epoch is None else _add_(epoch, recent, value, factor, items)
+    pair = _add_(epoch, recent, value, factor, items)
     if pair is None:
         return _join(update_loss_(epoch, loss, weight), update_loss_(recent, loss, weight))
     return pair
@@ -139,18 +143,13 @@ def _valid_or_nan(weight: Tensor) -> Tensor:
 
 
 def _add_(
-    epoch: Mean, recent: Metric | None, value: Number, factor: int, weight: int | Tensor
+    epoch: Metric | None, recent: Metric, value: Number, factor: int, weight: int | Tensor
 ) -> tuple[Mean, Mean] | None:
-    """Add ``value * factor`` to the totals of two means, if they are in one tensor; else None.
-
-    An interval that begins takes the place of the last one.
-    """
-    totals = base_of(epoch.total)
-    if totals is None or not isinstance(value, Tensor):
+    """Add ``value * factor`` to the totals of two means, if they are in one tensor; else None."""
+    if not (isinstance(epoch, Mean) and isinstance(recent, Mean) and isinstance(value, Tensor)):
         return None
-    if recent is None:
-        recent = Mean(totals[1].fill_(-0.0), 0)  # x + -0.0 is x, for every x
-    elif not isinstance(recent, Mean) or base_of(recent.total) is not totals:
+    totals = base_of(epoch.total)
+    if totals is None or base_of(recent.total) is not totals:
         return None
     totals.add_(value, alpha=factor)
     return (

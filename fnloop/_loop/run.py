@@ -285,7 +285,7 @@ class Run:
             self.phase = self.plan.record_every
             recent = self.plan.record_every.due(state)
         self.asked_at = state.step  # a step of the pipeline may go back before it
-        self.quiet_until = min((quiet(state) for quiet in self._quiet), default=math.inf)
+        self.quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
         return due, recent
 
     def _call_hooks(self, hooks: Sequence[Hook]) -> None:
