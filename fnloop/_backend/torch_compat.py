@@ -168,6 +168,17 @@ def cpu_capabilities() -> Mapping[str, object]:
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
+def loads_by_itself(module: nn.Module) -> bool:
+    """Return whether a class loads its tensors in a way of its own, and no hook takes part.
+
+    A hook may change other modules than the one that is loaded. Fallback: no.
+    """
+    own, usual = (getattr(c, "_load_from_state_dict", None) for c in (type(module), nn.Module))
+    hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    hooked = any(getattr(m, name, True) for m in module.modules() for name in hooks)
+    return own is not usual and not hooked
+
+
 def base_of(view: Tensor) -> Tensor | None:
     """Return the tensor that a view was made of; None if it is not a view, or cannot be known."""
     return getattr(view, "_base", None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.fsdp import like_sharded, local_part
-from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._backend.torch_compat import loads_by_itself, strip_compile_prefix
 from fnloop._checkpoint.format import TRAINED, CheckpointError, Contents
 from fnloop._checkpoint.parts import held_parts
 from fnloop._core.serialize import decode, from_safetensor
@@ -119,7 +119,9 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
     if not _differ_in_shape(there, here):
         return False
     prefix, _, own = name.rpartition(".")
-    owner = module.get_submodule(prefix)
+    owner = dict(module.named_modules()).get(prefix)
+    if owner is None or not loads_by_itself(owner):  # None: state_dict has names of its own
+        return False
     if own not in dict(owner.named_buffers(recurse=False)):
         return False
     try:

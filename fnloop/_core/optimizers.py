@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._display.checks import describe, join_names
 
 __all__ = [
@@ -323,7 +324,8 @@ def check_shares(model: nn.Module, named: Mapping[str, Optimizer]) -> None:
 def explain_untrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
     """Return which parameters of a model need gradients and are in no optimizer; None: none."""
     given = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    left = [strip_compile_prefix(name) for name, p in trained.items() if id(p) not in given]
     if not left:
         return None
     many = len(left) > 1

@@ -116,7 +116,7 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
     ):
         raise TypeError(
             f"the {name} loader is a {type(loader).__name__}, a dataset of samples: wrap it in a "
-            "DataLoader"
+            "DataLoader, with batch_size=None if each of its rows is a batch"
         )
     if isinstance(loader, list) and loader and _is_loader(loader[0]):
         raise TypeError(

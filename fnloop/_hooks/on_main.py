@@ -64,7 +64,9 @@ class on_main(Wrapper):
         return self._observe(self.hook, state)
 
     def begin(self, state: TrainState) -> TrainState:
-        """Begin a run, on the main process."""
+        """Begin a run, on the main process; everywhere if the hook needs all processes for it."""
+        if getattr(unwrap_hook(self.hook), "begins_everywhere", False):
+            return super().begin(state)
         return self._observe(super().begin, state)
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
@@ -94,12 +96,7 @@ class on_main(Wrapper):
             super().receive(state, outputs)
 
     def _observe(self, call: Hook, state: TrainState) -> TrainState:
-        """Call a hook or its method on the main process, and raise if it returns another state.
-
-        One that writes on the main process only, by itself, is called on all.
-        """
-        if getattr(unwrap_hook(self.hook), "acts_on_main", False):
-            return call(state)
+        """Call a hook or its method on the main process, and raise if it returns another state."""
         if state.backend.main and (new := call(state)) is not state:
             stops = isinstance(new, TrainState) and new.stop
             found = f"one that stops: {new.stop}" if stops else repr(new)

@@ -164,7 +164,7 @@ class TableWriter:
     def __repr__(self) -> str:
         return repr(self.call)
 
-    acts_on_main = True  # but all processes learn of a file that is refused
+    begins_everywhere = True  # all processes learn of a file that is refused
 
     def begin(self, state: TrainState) -> TrainState:
         """Claim the file for this run.

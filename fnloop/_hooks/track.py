@@ -8,8 +8,6 @@ from numbers import Integral, Real
 from typing import Any
 
 from fnloop._core.call import Call, name_of
-from fnloop._core.copies import with_slot
-from fnloop._core.events import RECORD
 from fnloop._core.history import records_since
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
@@ -83,8 +81,6 @@ class track:
     Source: https://huggingface.co/docs/accelerate/usage_guides/tracking
     """
 
-    acts_on_main = True  # but its slot is that of all processes
-
     def __init__(
         self,
         tracker: object,
@@ -115,23 +111,14 @@ class track:
         self._first_step = 0  # of the run
         self._known = 0  # the number of records that were sent, or are not to be sent
         self._last: Record | None = None  # of those
-        self._left = 0  # the number of records after those that an earlier run was to send
 
     def __repr__(self) -> str:
         return repr(self._call)
 
-    @property
-    def slot(self) -> str:
-        """The name of the slot that says how many records were sent, or are not to be sent.
-
-        So one whose boundary failed in a hook listed before this one is sent by the next run.
-        """
-        return f"track/{self._tracker.name}"
-
     def begin(self, state: TrainState) -> TrainState:
         """Note which records were made before this run."""
         self._first_step = state.step
-        self._note(state, state.slots.get(self.slot))
+        self._note(state)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -140,19 +127,14 @@ class track:
             if not self._open:
                 self._start(min([state.step, *(record.step for record in records)]))
             self._send(state, records)
-        return self._mark(state)
-
-    def poll(self, state: TrainState) -> TrainState:
-        """Pass a boundary at which a wrapper does not call the hook: its records are not sent."""
-        return self._mark(state) if RECORD in state.events else state
+        return state
 
     def flush(self, state: TrainState) -> TrainState:
         """Send the closing record, if there is one."""
         if self._open:
             closing = [record for record in self._new_records(state) if record.closing]
             self._send(state, closing)
-        made = len(state.history) > 0 and state.history[-1].closing
-        return self._mark(state) if made else state
+        return state
 
     def close(self) -> None:
         """Close the tracker. A failure is logged, because no caller could catch it."""
@@ -166,16 +148,16 @@ class track:
     def _new_records(self, state: TrainState) -> list[Record]:
         """Return the records that this boundary made, and those made before the first update.
 
-        A boundary may make two. If ``every`` skips the hook, it skips the records too. Those that
-        an earlier run has left come first.
+        A boundary may make two. If ``every`` skips the hook, it skips the records too.
         """
-        history, known, left, steps = state.history, self._known, self._left, {state.step}
+        history, known = state.history, self._known
         if known > len(history) or (known and history[known - 1] is not self._last):
-            known = left = 0  # a hook went back to a snapshot
+            known = 0  # a hook went back to a snapshot
+            first_steps: tuple[int, ...] = ()
         else:
-            steps.add(self._first_step)
-        new = records_since(history, known)
-        return new[:left] + [record for record in new[left:] if record.step in steps]
+            first_steps = (self._first_step,)
+        steps = (state.step, *first_steps)
+        return [record for record in records_since(history, known) if record.step in steps]
 
     def _send(self, state: TrainState, records: list[Record]) -> None:
         for record in records:
@@ -188,17 +170,10 @@ class track:
                 error.add_note(f"while in {name_of(self.also)}(client, state) of {self!r}")
                 raise
 
-    def _note(self, state: TrainState, known: int | None = None) -> None:
-        """Note the records so far as known, or the first of them."""
-        made = len(state.history)
-        self._known = made if known is None else min(known, made)
-        self._left = made - self._known
-        self._last = state.history[self._known - 1] if self._known else None
-
-    def _mark(self, state: TrainState) -> TrainState:
-        """Return the state whose slot says that the records so far need not be sent."""
-        made = len(state.history)
-        return state if state.slots.get(self.slot) == made else with_slot(state, self.slot, made)
+    def _note(self, state: TrainState) -> None:
+        """Note the records so far as known."""
+        self._known = len(state.history)
+        self._last = state.history[-1] if self._known else None
 
     def _start(self, step: int) -> None:
         self._tracker.start(step)

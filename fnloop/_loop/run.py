@@ -58,10 +58,8 @@ class Run:
         plan.check_position(state)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
-        loaders = plan.loaders.evaluated
-        self.evaluated = {
-            k: open_loader(loaders[k], state) for _, names in plan.evaluations for k in names
-        }
+        evaluated = [name for _, names in plan.evaluations for name in names]
+        self.evaluated = {k: open_loader(plan.loaders.evaluated[k], state) for k in evaluated}
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info)
@@ -377,9 +375,11 @@ class Run:
         """Return the metrics of a loader by their names in a record."""
         __tracebackhide__ = True
         self.phase, source = loader, self.evaluated[loader]
-        self.peers.hurry()
+        self.peers.hurry()  # its batches may take longer than updates
         given = (self.plan.step, state, loader, source, self._watch)
-        return evaluation_metrics(*given, self._collectors)
+        found = evaluation_metrics(*given, self._collectors)
+        self.peers.hurry()  # or updates longer than its batches
+        return found
 
     def _watch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Abandon an evaluation that has no time left. Tell the hooks how far it is."""

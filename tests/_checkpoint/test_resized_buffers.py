@@ -72,6 +72,40 @@ def test_a_module_that_keeps_its_own_buffer_is_refused(tmp_path):
         fl.restore(tmp_path / "a", new(Ignoring))
 
 
+class Hooked(Resizing):
+    """A hook, which knows the module itself, changes it when a copy is loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_pre_hook(lambda *_: self.seen.resize_(7))
+
+
+class Renamed(nn.Module):
+    """Its state_dict has names that no submodule has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Growing()
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state_dict, prefix, *_):
+        for key in [*state_dict]:
+            state_dict[key.replace("inner.", "outer.")] = state_dict.pop(key)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", [Hooked, Renamed])
+def test_one_that_cannot_be_tried_is_refused_and_stays_as_it_was(kind, tmp_path):
+    fl.save(train(new(kind), steps=2), tmp_path / "a")
+    fresh = new(kind)
+    with pytest.raises(fl.CheckpointError, match=r"another shape: .*seen: \(2,\) saved, \(0,\)"):
+        fl.restore(tmp_path / "a", fresh)
+    assert [b.shape for b in fresh.model.buffers()] == [(0,)]
+
+
 class Replacing(nn.Module):
     """It makes another parameter when it is loaded, which the optimizer would not know."""
 

@@ -1,5 +1,6 @@
 """What processes agree on, with one process that agrees with itself, and a clock of the test."""
 
+import contextlib
 import time
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 import fnloop as fl
 from fnloop._loop import consensus
 from fnloop._loop.interrupts import Interrupts
-from fnloop._loop.peers import Alone
 from fnloop.testing import toy, toy_loss
 
 
@@ -40,15 +40,29 @@ def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
     assert interrupts.stop == "SIGTERM" and batch <= at + 2
 
 
-def test_each_evaluation_begins_with_an_exchange_soon(monkeypatch):
-    class Hurried(Alone):
-        calls = 0
+@pytest.mark.parametrize("slow", ["evaluation", "training"])
+def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
+    """There are 300 batches of 0.1 ms. Then each takes 10 s. The signal comes in the third."""
+    now, batches = [0.0], {"training": 0, "evaluation": 0}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts: lambda: facts)
+    monkeypatch.setattr("fnloop._loop.run.peers_of", consensus.Consensus)
+    ones, interrupts = [torch.ones(1)], Interrupts(single_process=False)
+    monkeypatch.setattr(
+        "fnloop._loop.epochs._listening", lambda *_: contextlib.nullcontext(interrupts)
+    )
 
-        def hurry(self):
-            self.calls += 1
+    def loss_fn(model, batch):
+        kind = "training" if model.training else "evaluation"
+        is_slow = kind == slow and sum(batches.values()) >= 300
+        batches[kind] += is_slow or kind != slow
+        now[0] += 10.0 if is_slow else 1e-4
+        interrupts.requested[0] |= batches[slow] == 3
+        return toy_loss(model, batch)
 
-    peers, ones = Hurried(), [torch.ones(1)]
-    monkeypatch.setattr("fnloop._loop.run.peers_of", lambda state: peers)
-    loaders = {"train": ones, "valid": ones, "test": ones}
-    fl.fit(fl.pipeline()(toy_loss), toy(), loaders, epochs=3, hooks=())
-    assert peers.calls == 6
+    number = {"training": 300, "evaluation": 300, slow: 600}
+    loaders = {"train": ones * number["training"], "valid": ones * number["evaluation"]}
+    first = fl.every(steps=300) if slow == "evaluation" else fl.at_start()
+    step = fl.pipeline()(loss_fn)
+    state = fl.fit(step, toy(), loaders, evaluate_every=first, hooks=())
+    assert state.stop == "SIGTERM" and batches[slow] <= 5

@@ -235,6 +235,13 @@ def test_parameters_that_the_optimizer_does_not_have_are_named_once(caplog):
     assert "in no optimizer: 1.weight, 1.bias. Give them to one, or freeze them" in line
 
 
+def test_parameters_of_a_compiled_model_have_their_names(caplog):
+    model = torch.compile(torch.nn.Linear(1, 1), backend="eager")
+    state = fl.TrainState.create(model, torch.optim.SGD([model.weight], lr=0.1))
+    fl.fit(fl.pipeline()(lambda model, x: model(x).mean()), state, [torch.ones(2, 1)], hooks=())
+    assert "fit: this parameter is in no optimizer: bias. Give" in caplog.text
+
+
 def test_frozen_parameters_need_no_optimizer(caplog):
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     model[0].requires_grad_(False)

@@ -95,5 +95,7 @@ def test_a_hugging_face_dataset_of_samples_is_refused_and_one_of_batches_is_not(
     loss = lambda model, batch: toy_loss(model, batch["x"])
     with pytest.raises(TypeError, match=r"train loader is a .*Dataset, a dataset of samples"):
         fl.fit(fl.pipeline()(loss), toy(), {"train": samples}, hooks=())
+    rows = torch.utils.data.DataLoader(samples, batch_size=None)  # as the message advises
+    assert fl.fit(fl.pipeline()(loss), toy(), rows, hooks=()).model.w.item() == -10.0
     state = fl.fit(fl.pipeline()(loss), toy(), samples.batch(2), hooks=())
     assert (state.step, state.model.w.item()) == (2, -5.0)  # -(1.5 + 3.5)
