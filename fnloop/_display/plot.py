@@ -92,34 +92,35 @@ def panels(owner: str, sizes: Sequence[str]) -> tuple[Figure, list[Axes]]:
 
     The first one takes most of the figure. Others stand to its right and below.
     """
-    places, heights = _arrange(sizes)
-    size = (6.0, 3.4) if len(sizes) == 1 else (10.0, sum(heights))
-    figure = require_matplotlib(owner)(figsize=size, layout="constrained", facecolor="none")
+    beside, below = _split(sizes)
+    # To the right of the first one. Together they are at least as high as it should be.
+    heights = [1.4 if size == SMALL else 1.9 for size in beside]
+    heights = [height * max(3.4 / sum(heights), 1) for height in heights] or [3.4]
+    rows = [1.6 if all(size == SMALL for size in row) else 2.0 for row in below]
+    width, parts = (10.0, [sum(heights), *rows]) if beside else (6.0, heights)
+    figure = require_matplotlib(owner)(
+        figsize=(width, sum(parts)), layout="constrained", facecolor="none"
+    )
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04)  # type: ignore[union-attr]
     # Without pyplot, a notebook would show only its name.
     figure._repr_png_ = functools.partial(_render_png, figure)  # type: ignore[attr-defined]
-    grid = figure.add_gridspec(len(heights), 12, height_ratios=heights)
-    return figure, [figure.add_subplot(grid[rows, columns]) for rows, columns in places]
+    # Each row has a grid of its own. In a common one of narrow columns, tick labels might take all
+    # of a column.
+    top, *lower = figure.add_gridspec(len(parts), 1, height_ratios=parts)
+    grid = top.subgridspec(len(heights), 3 if beside else 1, height_ratios=heights)
+    axes = [figure.add_subplot(grid[:, :2])]
+    axes += [figure.add_subplot(grid[row, 2]) for row in range(len(beside))]
+    for part, row in zip(lower, below, strict=True):
+        axes += [figure.add_subplot(place) for place in part.subgridspec(1, len(row))]
+    return figure, axes
 
 
-def _arrange(sizes: Sequence[str]) -> tuple[list[tuple[slice, slice]], list[float]]:
-    """Return the rows and columns of each axis in a grid of 12 columns, and the rows' heights."""
-    if len(sizes) == 1:
-        return [(slice(0, 1), slice(0, 12))], [3.4]
-    beside = len(sizes) - 1 if len(sizes) <= 4 else 2
-    # To the right of the first one. Together they are at least as high as it should be.
-    heights = [1.4 if size == SMALL else 1.9 for size in sizes[1 : 1 + beside]]
-    heights = [height * max(3.4 / sum(heights), 1) for height in heights]
-    places = [(slice(0, beside), slice(0, 8))]
-    places += [(slice(row, row + 1), slice(8, 12)) for row in range(beside)]
-    below = sizes[1 + beside :]
+def _split(sizes: Sequence[str]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return the sizes of the axes to the right of the first one, and of those in rows below."""
+    end = len(sizes) if len(sizes) <= 4 else 3
+    below = sizes[end:]
     across = math.ceil(len(below) / math.ceil(len(below) / 3)) if below else 1
-    for start in range(0, len(below), across):
-        part = below[start : start + across]
-        row, width = slice(len(heights), len(heights) + 1), 12 // len(part)
-        places += [(row, slice(width * i, width * (i + 1))) for i in range(len(part))]
-        heights.append(1.6 if all(size == SMALL for size in part) else 2.0)
-    return places, heights
+    return sizes[1:end], [below[i : i + across] for i in range(0, len(below), across)]
 
 
 def _render_png(figure: Figure) -> tuple[bytes, dict[str, int]]:

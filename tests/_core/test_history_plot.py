@@ -32,6 +32,15 @@ def lines(axis):
     }
 
 
+def test_long_tick_labels_leave_room_for_the_axes():
+    """Otherwise matplotlib warns that it has not laid them out."""
+    recent = {"recent/m3": -0.773, "recent/m4": -1.03, "recent/m5": -1.288}
+    valid = {"train/lr": 0.01, "valid/m0": 0.0, "valid/m1": -0.385, "valid/m2": -0.77}
+    figure = plot(History([Record(0, 3, recent), Record(3, 24, {**recent, **valid})]))
+    figure.savefig(io.BytesIO())
+    assert len(figure.axes) == 7
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
 def test_a_plot_has_one_visible_axis_per_metric(n):
     names = ["loss", "accuracy", "a", "b", "c", "d", "lr"][:n]
