@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import attrs
@@ -12,7 +12,7 @@ from fnloop._core.elapsed import Mark
 from fnloop._core.position import Position
 from fnloop._display import html
 
-__all__ = ["RunInfo", "Stopwatch", "now"]
+__all__ = ["RunInfo", "Stopwatch", "now", "waiting_once"]
 
 Item = TypeVar("Item")
 
@@ -52,6 +52,19 @@ class Stopwatch:
         self.trained += now - self._resumed
         self._resumed = now
         return item
+
+
+def waiting_once(run: RunInfo | None, parts: Sequence[Item]) -> Iterator[Item]:
+    """Yield parts that came with one fetch. The time it took counts for the first of them."""
+    if run is None:
+        yield from parts
+        return
+    watch = run.stopwatch
+    waited = watch.waited
+    for part in parts:
+        yield part
+        watch.waited = 0.0
+    watch.waited = waited  # for what surrounds all of them
 
 
 def _unknown(epoch: int, batch: int) -> Position | None:

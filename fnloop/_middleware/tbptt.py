@@ -13,6 +13,7 @@ from fnloop._core.call import name_of
 from fnloop._core.carry import TBPTT, mark_half_done, note_call, with_carry
 from fnloop._core.metrics import to_accumulator_dtype
 from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.run_info import waiting_once
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, LossFn, Output, Step, Wrap
 from fnloop._display import checks
@@ -153,7 +154,7 @@ def _fold(step: Step, state: TrainState, windows: Sequence[Batch]) -> tuple[Trai
     """Call a step with each window. Return the last state, and the output of all windows."""
     __tracebackhide__ = True
     total = WeightedSum()
-    for window in windows:
+    for window in waiting_once(state.run, windows):
         state, out = step(state, window)
         total.add(_widened(out))
     return state, total.output()

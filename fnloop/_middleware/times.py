@@ -27,7 +27,8 @@ def timings() -> Middleware:
     (``history["valid/time/evaluate"]``). List it last, so that it measures all other middleware.
 
     With several processes the means are over all of them, and "time/evaluate" is the longest. A
-    bare step has no "time/data". Skipped updates do not count.
+    bare step has no "time/data". Skipped updates do not count. Where one fetch is for several
+    updates (``tbptt``, ``alternate``), the time that it took is that of the first of them.
 
     Returns:
         A middleware of the step ring.

@@ -13,6 +13,7 @@ from fnloop._core.call import Call
 from fnloop._core.carry import TBPTT
 from fnloop._core.middleware import Middleware
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.run_info import waiting_once
 from fnloop._core.running import RECENT
 from fnloop._core.state import TrainState, advance, begin_update
 from fnloop._core.types import Batch, Output, Step
@@ -182,7 +183,7 @@ class AlternateStep(PipelineStep):
         begin_update(state)  # raises if the state is stale
         steps, done = self.settings.steps, Round()
         window = self._window(batch)
-        for turn in self.settings.turns:
+        for turn in waiting_once(state.run, self.settings.turns):
             if turn.batches.start < len(window):
                 step = steps[turn.name]
                 part = window[turn.batches]

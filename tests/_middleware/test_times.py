@@ -94,6 +94,49 @@ def test_a_window_waits_for_all_of_its_batches(clock):
     assert state.history.latest("train/time/step") == (2 * STEP + STEP) / 2
 
 
+def test_a_fetch_counts_once_for_the_updates_that_tbptt_makes_of_it(clock):
+    """Two batches of three windows."""
+
+    def loss_fn(model, batch, carry):
+        clock.now += STEP
+        return toy_loss(model, batch)[0], {}, torch.zeros(1)
+
+    members, never = (fl.tbptt(2), fl.timings(), fl.throughput()), fl.every(epochs=2)
+    batches = [torch.ones(4, 6)] * 2
+    state = fitted(clock, *members, batches=batches, step=loss_fn, evaluate_every=never)
+    record, seconds = state.history[0].metrics, 2 * DATA + 6 * STEP
+    assert record["train/time/data"] == 2 * DATA / 6
+    assert record["train/time/step"] == STEP
+    assert record["train/throughput/samples"] == 6 * 4 / seconds
+
+
+@pytest.mark.parametrize("batch", ["same", "next"])
+def test_a_fetch_counts_once_for_the_turns_of_a_round(batch, clock):
+    model = torch.nn.ModuleDict({"a": toy().model, "b": toy().model})
+    optimizers = {k: torch.optim.SGD(model[k].parameters(), lr=1.0) for k in model}
+
+    def step_of(name):
+        def loss_fn(model, batch):
+            clock.now += STEP
+            return toy_loss(model[name], batch)
+
+        return fl.pipeline(fl.timings())(loss_fn)
+
+    step = fl.alternate({name: step_of(name) for name in optimizers}, batch=batch)
+    state = fl.TrainState.create(model, optimizers)
+    state = fitted(
+        clock,
+        state=state,
+        batches=[torch.ones(4)] * 4,
+        step=step,
+        hooks=(),
+        evaluate_every=fl.every(epochs=2),
+    )
+    record, fetched = state.history[0].metrics, DATA if batch == "same" else 2 * DATA
+    assert (record["train/a/time/data"], record["train/b/time/data"]) == (fetched, 0.0)
+    assert record["train/a/time/step"] == record["train/b/time/step"] == STEP
+
+
 def test_an_evaluation_is_in_the_record_that_it_made(clock):
     state = fitted(
         clock, fl.timings(), epochs=2, evaluate_every=fl.every(epochs=2),
