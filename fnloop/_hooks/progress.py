@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 import time
@@ -229,4 +230,6 @@ def _make_view(file: TextIO | None, refresh: float) -> _View:
     if file is None and html.in_notebook():
         return NotebookView(refresh)
     out: TextIO = file or sys.stderr
+    if out is None or getattr(out, "closed", False):  # as in a daemon
+        out = io.StringIO()
     return TerminalView(out, refresh) if out.isatty() else LogView(out)

@@ -85,7 +85,8 @@ class LogView:
     def write(self, parts: list[str]) -> None:
         """Write a line."""
         self.written = time.monotonic()
-        with contextlib.suppress(OSError):  # a full disk must not end a run
+        # A full disk, a closed file or one that cannot hold a name must not end a run.
+        with contextlib.suppress(OSError, ValueError):
             print("  ".join(filter(None, parts)), file=self.file, flush=True)
 
 

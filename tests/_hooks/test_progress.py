@@ -1,6 +1,7 @@
 """progress: how rarely it reads from the device, how little it costs, and who shows it."""
 
 import io
+import sys
 import timeit
 from unittest import mock
 
@@ -181,3 +182,24 @@ def test_a_refresh_below_half_a_second_is_an_error(refresh):
 def test_the_repr_is_the_call():
     assert repr(progress()) == "progress()"
     assert repr(progress(refresh=2.0)) == "progress(refresh=2.0)"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_run_without_stderr_trains_in_silence(closed, monkeypatch):
+    stderr = io.StringIO() if closed else None
+    if stderr is not None:
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert fl.fit(STEP, toy(), [ONE] * 2, epochs=2).step == 4
+
+
+def test_a_file_that_cannot_hold_a_name_or_is_closed_ends_no_run():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+    def close(state):
+        file.close()
+        return state
+
+    loaders, hooks = {"train": [ONE], "prüfung": [ONE]}, (progress(file=file),)
+    assert fl.fit(STEP, toy(), loaders, epochs=2, hooks=hooks).step == 2
+    assert fl.fit(STEP, toy(), loaders, epochs=2, hooks=(close, progress(file=file))).step == 2
