@@ -122,7 +122,8 @@ def test_a_fetch_counts_once_for_the_turns_of_a_round(batch, clock):
 
         return fl.pipeline(fl.timings())(loss_fn)
 
-    step = fl.alternate({name: step_of(name) for name in optimizers}, batch=batch)
+    turns = fl.alternate({name: step_of(name) for name in optimizers}, batch=batch)
+    step = fl.pipeline(fl.timings())(turns)  # around the round
     state = fl.TrainState.create(model, optimizers)
     state = fitted(
         clock,
@@ -135,6 +136,7 @@ def test_a_fetch_counts_once_for_the_turns_of_a_round(batch, clock):
     record, fetched = state.history[0].metrics, DATA if batch == "same" else 2 * DATA
     assert (record["train/a/time/data"], record["train/b/time/data"]) == (fetched, 0.0)
     assert record["train/a/time/step"] == record["train/b/time/step"] == STEP
+    assert (record["train/time/data"], record["train/time/step"]) == (fetched, 2 * STEP)
 
 
 def test_an_evaluation_is_in_the_record_that_it_made(clock):
