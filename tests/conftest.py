@@ -39,6 +39,8 @@ def launched(tmp_path_factory):
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     def run(job, n, forked=True):
+        for first in getattr(job, "reads", ()):
+            run(*first)
         path = shared / launch.name_of(job, n)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -215,10 +215,23 @@ def name_of(job, n):
     return f"{Path(job.__code__.co_filename).stem}-{job.__name__}-{n}"
 
 
+def reads(job, counts):
+    """Decorate a job that reads what another job has written, on each of these process counts.
+
+    The fixture ``launched`` runs the other job first.
+    """
+
+    def decorate(reader):
+        reader.reads = [(job, n) for n in counts]
+        return reader
+
+    return decorate
+
+
 def written_by(job, n, folder):
-    """Return the folder of another job that has run, given the folder of this one."""
+    """Return the folder of a job that this one reads, given the folder of this one."""
     path = folder.with_name(name_of(job, n))
-    assert path.is_dir(), f"{path.name} has not run"
+    assert path.is_dir(), f"{path.name} has not run: decorate the job with launch.reads"
     return path
 
 

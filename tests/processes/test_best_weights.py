@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from launch import written_by
+from launch import reads, written_by
 from process_problems import (
     FEW,
     come_to,
@@ -61,6 +61,7 @@ def ends(folder):
     return found
 
 
+@reads(ends, FEW)
 def resumes_to_the_best(folder):
     if world() > 1:
         dist.init_process_group("gloo")
@@ -97,8 +98,6 @@ def test_any_number_of_processes_ends_with_the_same_best_weights(launched, ended
 @pytest.mark.parametrize("n", FEW)
 def test_a_copy_saved_on_any_number_is_restored_on_any_other(launched, n):
     expected = launched(ends, 1)[0]["plain"]
-    for saved_on in FEW:
-        launched(ends, saved_on)
     for mine in launched(resumes_to_the_best, n):
         for name, found in mine.items():
             assert found["counters"] == expected["counters"], name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launch import written_by
+from launch import reads, written_by
 from process_problems import (
     COUNTS,
     SIZE,
@@ -101,6 +101,7 @@ def saves(folder):
         return {kind: come_to(resumable(kind)) for kind in KINDS}
 
 
+@reads(saves, COUNTS)
 def resumes(folder):
     """Resume what was saved on any number of processes."""
     if world() > 1:
@@ -137,8 +138,6 @@ def resumes(folder):
 
 @pytest.fixture(params=COUNTS)
 def resumed(request, launched):
-    for n in COUNTS:
-        launched(saves, n)
     return request.param, launched(resumes, request.param)
 
 

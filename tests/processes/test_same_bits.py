@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launch import written_by
+from launch import reads, written_by
 from process_problems import (
     adam_and_sgd,
     by_tokens,
@@ -222,6 +222,7 @@ def saves(folder):
     return [bits_of(trained(cases()[name])) for name in RESUMED]
 
 
+@reads(saves, (1, 2, 3))
 def resumes(folder):
     """Continue what each number of processes has saved."""
     joined()
@@ -239,8 +240,6 @@ def resumes(folder):
 @pytest.mark.parametrize("n", COUNTS)
 def test_a_run_saved_on_any_number_of_processes_continues_with_the_same_bits(launched, n):
     whole = dict(zip(RESUMED, launched(saves, 1)[0], strict=True))
-    for count in (2, 3):
-        launched(saves, count)
     expected = {f"{name} from {m}": whole[name] for m in (1, 2, 3) for name in RESUMED}
     assert launched(resumes, n) == [expected] * n
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from launch import written_by
+from launch import reads, written_by
 from process_problems import FEW, come_to, default_dtype, loader, said, whole, world
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -63,6 +63,7 @@ def partial_saves(folder):
     return found
 
 
+@reads(partial_saves, FEW)
 def partial_restores(folder):
     if world() > 1:
         dist.init_process_group("gloo")
@@ -85,8 +86,6 @@ def test_parts_saved_on_any_number_are_restored_on_any_other(launched, n):
     with default_dtype(torch.float64):
         shifted = {k: p.tolist() for k, p in Adapter(1.0).named_parameters()}
         base = {k: p.tolist() for k, p in Adapter().named_parameters()}
-    for saved_on in FEW:
-        launched(partial_saves, saved_on)
     for mine in launched(partial_restores, n):
         expected = mine["model of plain on 1, then plain"]
         for name, found in mine.items():

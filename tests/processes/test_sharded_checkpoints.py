@@ -18,7 +18,7 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
-from launch import written_by
+from launch import reads, written_by
 from process_problems import COUNTS, loader, rank, said, whole, world
 from safetensors.torch import load_file
 from torch import nn
@@ -115,6 +115,7 @@ def saves(folder):
     return found
 
 
+@reads(saves, COUNTS)
 def restores(folder):
     """Restore what 1, 2 and 3 processes saved; count the bytes that are read of what was split."""
     begin()
