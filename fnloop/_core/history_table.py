@@ -190,10 +190,12 @@ def table(
     width: int | None = None,
     most: int = 40,
     before: Record | None = None,
+    intervals: bool = False,
 ) -> Table:
     """Return a table of records.
 
-    Records with nothing but ``recent/...`` are left out, unless there are no others.
+    Records with nothing but ``recent/...`` are left out, unless they are asked for, or there are no
+    others.
 
     Args:
         records: the records.
@@ -201,6 +203,7 @@ def table(
         width: how many characters a line may have; None for any number.
         most: how many rows to show; if there are more, the middle is cut.
         before: the record before the first one, for the time that passed between them.
+        intervals: whether records with nothing but ``recent/...`` are rows in any case.
 
     Example:
         >>> print(table([Record(1, 10, {"loss": 0.5}, 2.0)]).text(80))
@@ -208,7 +211,7 @@ def table(
             1    10  0.5000  2.0s
     """
     records = [*records]
-    rows = [record for record in records if is_row(record)] or records
+    rows = [record for record in records if intervals or is_row(record)] or records
     hidden = len(records) - len(rows)
     names = [*(metric_names(records) if names is None else names)]
     if hidden:  # the few values of ``recent`` in the other rows would tell nothing

@@ -84,7 +84,7 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
     return found
 
 
-def check_names(hooks: Iterable[object], known: Sequence[str]) -> None:
+def check_names(hooks: Iterable[object], known: Sequence[str], given: Collection[str] = ()) -> None:
     """Raise if a hook monitors a metric of a loader that is never read.
 
     Args:
@@ -93,6 +93,7 @@ def check_names(hooks: Iterable[object], known: Sequence[str]) -> None:
             ``reports``, the names of the metrics that it adds to records.
         known: what names of metrics may begin with: "train", the loaders that are evaluated, and
             "recent" in a run with ``record_every``.
+        given: the loaders that the run was given, evaluated or not.
 
     Raises:
         KeyError: there is no such loader; the message lists the known ones and suggests the nearest
@@ -109,6 +110,11 @@ def check_names(hooks: Iterable[object], known: Sequence[str]) -> None:
             raise KeyError(
                 f"{_name(hook)}: this run does not make metrics such as {key!r}: pass "
                 "record_every=every(steps=...) to fit"
+            )
+        if metric and loader in given:
+            raise KeyError(
+                f"{_name(hook)}: this run never makes {key!r}, because evaluate_every says None "
+                f"for the loader {loader!r}: give it a moment, such as every(epochs=1)"
             )
         candidates = [f"{name}/{rest}" for name in known for rest in (metric or key, "loss")]
         raise KeyError(

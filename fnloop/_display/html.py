@@ -16,6 +16,8 @@ from typing import Protocol
 
 import attrs
 
+from fnloop._display.encoding import printable
+
 __all__ = [
     "Display",
     "Rendered",
@@ -112,7 +114,7 @@ def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
         lines.append(f"{rails}┌ {name:8}  {first}")
         rails += "│ "
         lines += [f"{rails}{'':10}{line}" for line in more]
-    return "\n".join([*lines, f"{rails}{core}"])
+    return printable("\n".join([*lines, f"{rails}{core}"]))
 
 
 # --- HTML

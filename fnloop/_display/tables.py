@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
+from fnloop._display.encoding import printable
+
 __all__ = [
     "HTML_WIDTH",
     "Cell",
@@ -120,10 +122,10 @@ def row_line(columns: Sequence[Column], cells: Sequence[Cell]) -> str:
 def table_lines(
     columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "", width: int = 80
 ) -> list[str]:
-    """Return a table as lines of text, with a note below it that is wrapped to a width."""
+    """Return a table as lines of text for sys.stdout, with a note below it, wrapped to a width."""
     rows_text = [row_line(columns, cells) for cells in rows]
     notes = textwrap.wrap(note, width, break_on_hyphens=False, break_long_words=False)
-    return [*head_lines(columns), *rows_text, *notes]
+    return [*map(printable, [*head_lines(columns), *rows_text, *notes])]
 
 
 def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "") -> str:

@@ -42,8 +42,9 @@ class inspect:
 
     It is for what a number cannot say: a confusion matrix, pictures of the worst samples. The
     evaluation is the one that the run makes anyway. Where the hook is due and the loader is not
-    evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and another hook
-    has stopped the run after an evaluation, is the loader evaluated once more.
+    evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and the run ends
+    where this loader is not evaluated, or because another hook has stopped it after an evaluation,
+    is the loader evaluated once more.
 
     Each ``Output`` has the loss, the weight and the aux that the loss function returned, so return
     there what you want to see, such as the targets. Tensors are copies on the host, and ``metrics``

@@ -338,6 +338,8 @@ def _check_trigger(other: Trigger, symbol: str) -> Trigger:
         hint = ""
         if isinstance(other, ConditionalHook):
             hint = f". Give the hook to all of them: (... {symbol} ...)({name_of(other.hook)})"
+        elif callable(other) and not isinstance(other, type):
+            hint = ". For a function of the state write when(function)"
         raise TypeError(
             f"{symbol} combines moments such as every(epochs=1), when(predicate), at_start() and "
             f"at_end(); got {checks.describe(other)}{hint}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import sys
 import time
 from typing import Protocol, TextIO
@@ -232,4 +233,5 @@ def _make_view(file: TextIO | None, refresh: float) -> _View:
     out: TextIO = file or sys.stderr
     if out is None or getattr(out, "closed", False):  # as in a daemon
         out = io.StringIO()
-    return TerminalView(out, refresh) if out.isatty() else LogView(out)
+    has_bar = out.isatty() and os.environ.get("TERM") != "dumb"  # it cannot redraw a line
+    return TerminalView(out, refresh) if has_bar else LogView(out)

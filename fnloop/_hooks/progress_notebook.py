@@ -7,11 +7,11 @@ import time
 import attrs
 
 from fnloop._core.history_table import is_row, table
-from fnloop._core.record import Record
+from fnloop._core.record import Record, metric_names
 from fnloop._core.state import TrainState
 from fnloop._display import html
 from fnloop._display.tables import HTML_WIDTH, terminal_width
-from fnloop._hooks.progress_pace import Entry, Position
+from fnloop._hooks.progress_pace import Entry, Position, is_stream
 from fnloop._hooks.progress_text import (
     format_count_of,
     format_epoch,
@@ -37,17 +37,21 @@ class NotebookView:
         self.refresh, self.output = refresh, html.Display()
         self.facts = ""
         self.rows: list[Record] = []
+        self.is_stream = False  # whether there may be no other records than those of intervals
         self.before: Record | None = None  # the row before the first one
         self.bar: tuple[int, int | None, str] | None = None  # done, the total, and a text
         self.drawn = self.next = 0.0  # when it was drawn, and when to draw it again
 
     def start(self, state: TrainState, parts: list[str]) -> None:
-        self.facts = ", ".join(parts)
+        self.facts, self.is_stream = ", ".join(parts), is_stream(state)
         self.before = next((record for record in reversed(state.history) if is_row(record)), None)
 
     def add(self, entry: Entry, best: set[str]) -> None:
-        if is_row(entry.record):
-            self.rows.append(attrs.evolve(entry.record, epoch=entry.epoch))
+        if not is_row(entry.record) and not self.is_stream:
+            return
+        self.rows.append(attrs.evolve(entry.record, epoch=entry.epoch))
+        if self.is_stream and len(self.rows) > 2 * ROWS:
+            del self.rows[ROWS]  # which is never shown
 
     def show(self, state: TrainState, position: Position) -> float:
         """Draw the bar of the epoch."""
@@ -90,7 +94,12 @@ class NotebookView:
         """Draw everything again."""
         parts, text = [html.faint(self.facts)], [self.facts]
         if self.rows:
-            shown = table(self.rows, width=HTML_WIDTH, most=ROWS, before=self.before)
+            hidden = () if self.is_stream else ("recent/",)
+            names = [name for name in metric_names(self.rows) if not name.startswith(hidden)]
+            shown = table(
+                self.rows, names, width=HTML_WIDTH, most=ROWS, before=self.before,
+                intervals=self.is_stream,
+            )  # fmt: skip
             parts.append(shown.html())
             text.append(shown.text(terminal_width()))
         if self.bar is not None:

@@ -13,6 +13,7 @@ from fnloop._core.events import EPOCH, RECORD
 from fnloop._core.history_table import Layout, is_row, lay_out
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
+from fnloop._display.encoding import printable
 from fnloop._display.screen import Screen, columns_of, has_colors, paint
 from fnloop._display.tables import width_of
 from fnloop._hooks.progress_pace import Entry, Position, is_over, is_stream
@@ -31,7 +32,6 @@ __all__ = ["TerminalView"]
 SPARE = 3  # columns at the end of the line, where a terminal writes "^C"
 SHORTEST, LONGEST = 10, 40  # bars, in columns
 NUMBERS = 68  # columns for what stands beside the bar
-_PLAIN = str.maketrans("━─│…", "#-|.")
 
 
 class TerminalView:
@@ -48,7 +48,6 @@ class TerminalView:
     def __init__(self, file: TextIO, refresh: float) -> None:
         self.screen, self.refresh = Screen(file), refresh
         self.colors = has_colors(file)
-        self.is_plain = not _can_encode(file, "━─│…")
         self.layout: Layout | None = None  # of the lines so far
         self.names: dict[str, None] = {}  # of their metrics, in order
         self.width = 0  # of the terminal that the layout was made for
@@ -141,7 +140,7 @@ class TerminalView:
         line = "  ".join(part for part in (label, bar, *parts, *left) if part)
         if disp_len(line) > width:
             line = "  ".join([label, *left])[:width]
-        self.screen.draw(line.translate(_PLAIN) if self.is_plain else line)
+        self.screen.draw(printable(line, self.screen.file))
 
     def bar(self, done: int, total: int | None, width: int) -> str:
         """Return a percentage and a bar; nothing if the total is not known."""
@@ -166,7 +165,7 @@ class TerminalView:
         return paint(text, *styles) if self.colors else text
 
     def print(self, *lines: str) -> None:
-        self.screen.print(*(line.translate(_PLAIN) if self.is_plain else line for line in lines))
+        self.screen.print(*(printable(line, self.screen.file) for line in lines))
 
 
 def _as_training(record: Record) -> Record:
@@ -174,11 +173,3 @@ def _as_training(record: Record) -> Record:
     metrics = record.metrics.items()
     named = {f"train/{name.removeprefix('recent/')}": value for name, value in metrics}
     return attrs.evolve(record, metrics=named)
-
-
-def _can_encode(file: TextIO, text: str) -> bool:
-    try:
-        text.encode(getattr(file, "encoding", None) or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

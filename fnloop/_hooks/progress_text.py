@@ -167,11 +167,15 @@ def _describe_targets(state: TrainState) -> list[str]:
         parts.append(f"phase {phase.name}")
     left = (run.epochs or 0) - (0 if phase is None else phase.epoch)
     epochs = html.format_count(left, "epoch") if left else ""
-    if run.steps_per_epoch:
-        length = html.format_count(run.steps_per_epoch, "update")
-        parts.append(f"{epochs} of {length}" if epochs else f"{length} per epoch")
-    elif epochs:
+    updates = (run.total_steps or 0) - run.first_step
+    if not epochs and run.steps_per_epoch:
+        parts.append(f"{html.format_count(run.steps_per_epoch, 'update')} per epoch")
+    elif epochs and run.steps_per_epoch and updates == left * run.steps_per_epoch:
+        parts.append(f"{epochs} of {html.format_count(run.steps_per_epoch, 'update')}")
+    elif epochs:  # of different lengths, or of an unknown one
         parts.append(epochs)
+        known = run.steps_per_epoch and updates > 0
+        parts += [f"{html.format_count(updates, 'update')} in all"] if known else []
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.evaluated:

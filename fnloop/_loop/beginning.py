@@ -1,4 +1,4 @@
-"""What happens before the first update of a run: hooks, and the modes of modules."""
+"""What happens before the first update of a run: hooks, the modes of modules, and slots."""
 
 from __future__ import annotations
 
@@ -8,14 +8,33 @@ import attrs
 
 from fnloop._core.call import name_of
 from fnloop._core.frozen import keep_statistics
+from fnloop._core.running import without_recent
 from fnloop._core.state import TrainState
 from fnloop._hooks.wrapper import Hook
-from fnloop._loop.errors import check_returned, warn_on_main
+from fnloop._loop.errors import check_returned, explain, warn_on_main
+from fnloop._loop.hints import suggest
+from fnloop._loop.plan import Plan
 
-__all__ = ["begin_hooks", "to_training_mode"]
+__all__ = ["first_state"]
 
 
-def begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:
+def first_state(plan: Plan, state: TrainState) -> TrainState:
+    """Return the state with which a run begins, given one that knows the facts about the run."""
+    __tracebackhide__ = True
+    state = _begin_hooks(plan.hooks, state)
+    _to_training_mode(state)
+    if plan.record_every is None:
+        state = attrs.evolve(state, metrics=without_recent(state.metrics))
+    plan.step.begin_run(state)
+    suggest(plan.step.pipeline.middleware, plan.loaders, state)
+    try:
+        return plan.step.init_slots(state)
+    except Exception as error:
+        explain(error, state, plan.step, "the making of slots", state.batch)
+        raise
+
+
+def _begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:
     """Call the method ``begin`` of the hooks that have one. Return the state to start with.
 
     Raises:
@@ -47,7 +66,7 @@ def _check_position(hook: Hook, before: TrainState, new: TrainState) -> None:
             )
 
 
-def to_training_mode(state: TrainState) -> None:
+def _to_training_mode(state: TrainState) -> None:
     """Put a model that is in evaluation mode as a whole into training mode.
 
     Modules that are in evaluation mode by themselves stay so, and norm layers that are frozen are

@@ -14,6 +14,7 @@ from fnloop._core.optimizers import Group, groups_in, initial_value
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks, html, plot
+from fnloop._display.encoding import printable
 from fnloop._display.tables import Cell, Column, table_html, table_lines
 from fnloop._loop.plan import check_step
 from fnloop._loop.trials import AVERAGES, RATES, REPORTS, train_copy, with_members
@@ -109,7 +110,7 @@ class LrRange:
 
     def __repr__(self) -> str:
         lines = table_lines(*self._table(), self.note) if self.rates else [self.note]
-        return "\n".join([self._title(), *lines])
+        return printable("\n".join([self._title(), *lines]))
 
     def _repr_html_(self) -> str:
         table = table_html(*self._table(), self.note) if self.rates else html.faint(self.note)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 
-from fnloop._checkpoint.format import PARTS
 from fnloop._core.average import check_not_averaged
 from fnloop._core.call import name_of
+from fnloop._core.events import START
 from fnloop._core.frozen import put_back_restored
 from fnloop._core.left_out import left_out
 from fnloop._core.left_to_do import forget_interruption
@@ -25,14 +22,11 @@ from fnloop._core.stops import RUN_LIMIT
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display import checks
-from fnloop._hooks.checkpoint import checkpoint
 from fnloop._hooks.early_stop import halt_on_nonfinite
-from fnloop._hooks.moments import ConditionalHook, Trigger, show_call
+from fnloop._hooks.moments import Trigger
 from fnloop._hooks.progress import progress
-from fnloop._hooks.requeue import requeue
-from fnloop._hooks.restore_best import restore_best
-from fnloop._hooks.triggers import once
 from fnloop._hooks.wrapper import Hook, layers, slots_of, unwrap_hook
+from fnloop._loop.check_hooks import check_together, read_hooks
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.moments import Moments, check_moment, own_clock, read_moments
 from fnloop._loop.phases import (
@@ -140,13 +134,11 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
+        check_together(self.hooks)
         every_layer = [layer for hook in self.hooks for layer in layers(hook)]
-        _check_slots([hook.slot for hook in every_layer if isinstance(hook, once)])
-        _check_folders([hook.folder for hook in every_layer if isinstance(hook, checkpoint)])
-        _check_saved_first([*map(unwrap_hook, self.hooks)])
-        _check_only_one([hook for hook in every_layer if isinstance(hook, restore_best)])
         recent = () if self.record_every is None else ("recent",)
-        check_names(every_layer, ("train", *recent, *info.evaluated))
+        known = ("train", *recent, *info.evaluated)
+        check_names(every_layer, known, self.loaders.evaluated)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for trigger in self.triggers:
@@ -164,6 +156,11 @@ class Plan:
         return [
             hook for hook in self.hooks if any(event in _outside(layer) for layer in layers(hook))
         ]
+
+    def begins_before(self, state: TrainState) -> bool:
+        """Return whether no update was tried yet, and something is due before the first."""
+        begun = state.step or state.skipped or len(state.history)
+        return not begun and (bool(self.hooks_at(START)) or self.evaluates_at(START))
 
     def evaluates_at(self, event: str) -> bool:
         """Return whether an evaluation may be due at a boundary without an update."""
@@ -232,7 +229,7 @@ def make_plan(
             meaning = f"the target for state.{name[:-1]}, or None"
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
-    checked = _check_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
+    checked = read_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
     evaluations = read_moments(evaluate_every, tuple(found.evaluated))
     check_moment("record_every", record_every)
     if phase is not None:
@@ -319,79 +316,6 @@ def check_step(step: object, caller: str) -> None:
     )
 
 
-def _check_hooks(hooks: object) -> tuple[Hook, ...]:
-    if callable(hooks) or isinstance(hooks, str | bytes) or not isinstance(hooks, Sequence):
-        raise TypeError(
-            "fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got "
-            f"{checks.describe(hooks)}"
-        )
-    for hook in hooks:
-        _check_hook(hook)
-        for layer in layers(hook):
-            if (begin := getattr(layer, "begin", None)) is not None:
-                checks.function(name_of(layer), "begin", begin, "a method (state) -> state", 1)
-    return tuple(hooks)
-
-
-def _check_hook(hook: object) -> None:
-    if isinstance(hook, type | torch.nn.Module) or not callable(hook):
-        hint = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
-        if hasattr(hook, "begin") and not hint:
-            hint = ", which has a method begin, but no method __call__(state)"
-        if isinstance(hook, Middleware):
-            hint = f", which is middleware: write pipeline({name_of(hook)})(loss_fn)"
-        raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}{hint}")
-    if hasattr(hook, "due") and not isinstance(hook, ConditionalHook):
-        raise TypeError(f"{hook!r} says when, but not what: write {show_call(hook, 'hook')}")
-    with contextlib.suppress(ValueError):  # a builtin without a signature
-        signature = inspect.signature(hook)
-        try:
-            signature.bind(None)
-        except TypeError as error:
-            raise TypeError(
-                f"a hook takes the state and nothing else, but {name_of(hook)} takes {signature}"
-            ) from error
-
-
-def _check_slots(slots: Sequence[str]) -> None:
-    for slot in slots:
-        if slots.count(slot) > 1:
-            raise ValueError(
-                f"two hooks would be remembered as {slot!r}, and one of them would never run: "
-                "once(hook, name=...)"
-            )
-
-
-def _check_folders(folders: Iterable[os.PathLike[str]]) -> None:
-    seen = set()
-    for folder in folders:
-        place = os.path.realpath(folder)
-        if place in seen:
-            raise ValueError(
-                f"two checkpoint hooks share {folder}, and would remove each other's: give "
-                "each its own folder"
-            )
-        seen.add(place)
-
-
 def _outside(layer: Hook) -> frozenset[str]:
     """Return the events without an update at which the trigger of a hook may be due."""
     return getattr(getattr(layer, "trigger", None), "outside", frozenset())
-
-
-def _check_only_one(hooks: Sequence[restore_best]) -> None:
-    if len(hooks) > 1:
-        raise ValueError(
-            f"{hooks[0]!r} and {hooks[1]!r}: a run ends with one set of weights. Leave one out"
-        )
-
-
-def _check_saved_first(hooks: Sequence[Hook]) -> None:
-    """Raise if a hook requeues a job that no hook before it saves completely."""
-    for n, hook in enumerate(hooks):
-        saving = (other for other in hooks[:n] if isinstance(other, checkpoint))
-        if isinstance(hook, requeue) and not any(other.parts == PARTS for other in saving):
-            raise ValueError(
-                "requeue() saves nothing by itself, so each job would start from zero: list "
-                "checkpoint(folder) before it, of all parts"
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -22,15 +22,22 @@ from fnloop._core.stops import is_interruption
 from fnloop._core.types import Metric
 from fnloop._data.source import num_updates
 from fnloop._hooks.wrapper import Hook, unwrap_hook
-from fnloop._loop.beginning import begin_hooks, to_training_mode
-from fnloop._loop.errors import check_counters, check_returned, explain, explain_no_batches
+from fnloop._loop.beginning import first_state
+from fnloop._loop.errors import check_counters, check_returned, explain_no_batches
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.hints import check_length, suggest
+from fnloop._loop.hints import check_length
 from fnloop._loop.interrupts import Abandoned, Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan, describe
-from fnloop._loop.report import asking, evaluation_metrics, is_full, recent_metrics, train_metrics
+from fnloop._loop.report import (
+    asking,
+    evaluation_metrics,
+    is_full,
+    not_in,
+    recent_metrics,
+    train_metrics,
+)
 from fnloop._step.engine import engine_of
 
 __all__ = ["LOADER", "Run"]
@@ -77,24 +84,9 @@ class Run:
         self.asked_at = self.quiet_until = 0.0  # in between nothing is due, unless the epoch ends
         self.seconds = state.history[-1].seconds if len(state.history) else 0.0
         self.started = time.monotonic() - self.seconds
-        self.state = self._first_state(attrs.evolve(state, run=self.info))
+        self.state = first_state(plan, attrs.evolve(state, run=self.info))
         hooks = map(unwrap_hook, plan.hooks)
         self._usr1_stops = any(getattr(hook, "ends_run_on_usr1", False) for hook in hooks)
-
-    def _first_state(self, state: TrainState) -> TrainState:
-        """Return the state with which the run begins."""
-        __tracebackhide__ = True
-        state = begin_hooks(self.plan.hooks, state)
-        to_training_mode(state)
-        if self.plan.record_every is None:
-            state = attrs.evolve(state, metrics=without_recent(state.metrics))
-        self.plan.step.begin_run(state)
-        suggest(self.plan.step.pipeline.middleware, self.plan.loaders, state)
-        try:
-            return self.plan.step.init_slots(state)
-        except Exception as error:
-            explain(error, state, self.plan.step, "the making of slots", state.batch)
-            raise
 
     def is_over(self) -> bool:
         """Return whether the run is at its end."""
@@ -118,7 +110,7 @@ class Run:
         ahead = self.plan.prefetch * self.info.window
         self.source.positions.begin(self.state.position, ahead)
         self.state = mark_stop(attrs.evolve(self.state, events=left, position=None))
-        if self._is_new():
+        if self.plan.begins_before(self.state):
             self._start()
         self.info.stopwatch.resume()
         return fold_in(self.state.seed, COMPUTE, self.state.epoch)
@@ -178,12 +170,6 @@ class Run:
             self.flush_hooks()
             self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
 
-    def _is_new(self) -> bool:
-        """Return whether no update was tried yet, and something is due before the first."""
-        state, plan = self.state, self.plan
-        begun = state.step or state.skipped or len(state.history)
-        return not begun and (bool(plan.hooks_at(START)) or plan.evaluates_at(START))
-
     def _start(self) -> None:
         """Evaluate and call the hooks that are due before the first update."""
         __tracebackhide__ = True
@@ -205,18 +191,21 @@ class Run:
         events = self.state.events - {START} | {END, AGAIN}
         state = mark_stop(attrs.evolve(self.state, events=events))
         due, _ = self._ask(state) if self.plan.evaluates_at(END) else (None, False)
-        known = state.history[-1].metrics if made else {}
-        names = [name for name in due or () if f"{name}/loss" not in known]
+        names = not_in(state.history[-1] if made else None, due or ())
         if names or not made:
             state = self._append_record(state, names if made else [*self.evaluated], closing=True)
-        hooks = self.plan.hooks_at(END)
-        collectors = [hook for hook in hooks if hook in self._collectors]
-        for loader in self.evaluated:
-            if asking(collectors, state, loader):
-                self._evaluate(state, loader)  # once more; a record has its metrics already
+        self._collect(state, self.evaluated)
         self.state = state
-        self._call_hooks(hooks)
+        self._call_hooks(self.plan.hooks_at(END))
         self.state = attrs.evolve(self.state, events=self.state.events - {AGAIN})
+
+    def _collect(self, state: TrainState, loaders: Iterable[str]) -> None:
+        """Evaluate loaders for the hooks that ask for outputs at the end. No record has this."""
+        __tracebackhide__ = True
+        hooks = [hook for hook in self.plan.hooks_at(END) if hook in self._collectors]
+        for loader in loaders:
+            if asking(hooks, state, loader):
+                self._evaluate(state, loader)
 
     # --- a boundary
 
@@ -241,6 +230,8 @@ class Run:
             due, recent = self._ask(state)
             if last or due is not None or recent:
                 state = self._report(state, due, recent, ended)
+            if END in state.events:
+                self._collect(state, not_in(state.history[-1], self.evaluated))
         self.state, self.before_record = state, False
         self.phase = "the exchange between processes"
         self.peers.poll(state, self.interrupts)

@@ -222,6 +222,11 @@ def _to_metric(name: str, value: object, weight: int | Tensor) -> Metric:
                     f"{tuple(value.shape)}: add .mean()"
                 )
             value = value.reshape(())
+        if value.is_complex():
+            raise TypeError(
+                f"metric {name!r} must be a real number; got {value.dtype}: return its .abs() or "
+                ".real"
+            )
         return Mean(weighted(value, weight), to_accumulator_dtype(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
         return _detach(value)

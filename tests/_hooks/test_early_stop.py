@@ -409,8 +409,11 @@ def test_the_loader_is_checked_inside_wrappers_too(wrap):
 
 
 def test_a_loader_that_is_never_evaluated_has_no_metrics():
-    with pytest.raises(KeyError, match="those are: train"):
-        fl.fit(STEP, toy(), LOADERS, hooks=(early_stop("valid/loss"),), evaluate_every=None)
+    for never in (None, {"valid": None}):
+        with pytest.raises(KeyError, match=r"never makes 'valid/loss'.* give it a moment"):
+            fl.fit(STEP, toy(), LOADERS, hooks=(early_stop("valid/loss"),), evaluate_every=never)
+    with pytest.raises(KeyError, match=r"those are: train\. Did you mean 'train/loss'"):
+        fl.fit(STEP, toy(), LOADERS, hooks=(early_stop("vali/loss"),), evaluate_every=None)
 
 
 def test_a_metric_that_another_hook_reports_is_accepted():

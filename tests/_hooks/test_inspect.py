@@ -136,6 +136,40 @@ def test_the_end_of_a_run_that_a_hook_stops_at_an_evaluation_is_seen_once(
     assert_same(state, run(stop, **made))
 
 
+@pytest.mark.parametrize(
+    ("every", "epochs", "steps"),
+    [
+        (fl.at_end(), 3, [9]),  # the last record has no evaluation of this loader
+        (fl.at_end(), 4, [12]),  # it has one
+        (fl.every(epochs=1) | fl.at_end(), 3, [6, 9]),
+        (fl.every(epochs=1), 3, [6]),  # what is due at an update waits for an evaluation
+        (fl.at_start() | fl.at_end(), 1, [3]),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_end_is_seen_where_this_loader_is_not_evaluated(every, epochs, steps, wrapped):
+    looks, evaluated = Looks(), []
+
+    def noting(model, batch):
+        if not model.training and model is not None:
+            evaluated.append(batch.tolist())
+        return loss_fn(model, batch)
+
+    loaders = {"train": [torch.ones(1)] * 3, "other": [torch.zeros(1)], "valid": VALID}
+    moments = {"other": fl.every(epochs=1), "valid": fl.every(epochs=2)}
+    given = {"loaders": loaders, "evaluate_every": moments, "epochs": epochs, "loss": noting}
+    plain = run(**given)
+    without = evaluated.count([3.0])
+    evaluated.clear()
+    hook = fl.inspect(looks, every=every)
+    state = run(fl.on_main(hook) if wrapped else hook, **given)
+    assert looks.steps == steps and looks.seen[-1][1] == [[1.0, 2.0], [3.0]]
+    again = epochs % 2 and "at_end" in repr(every)
+    assert evaluated.count([3.0]) == without + bool(again)
+    assert_same(state, plain)
+    assert ("valid/loss" in state.history[-1].metrics) is (epochs == 4)
+
+
 def test_at_the_end_of_a_stopped_run_it_can_be_wrapped():
     looks = Looks()
     stop = fl.when(lambda state: state.epoch == 2)(lambda state: attrs.evolve(state, stop="enough"))

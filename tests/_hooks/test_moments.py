@@ -72,6 +72,9 @@ def test_only_moments_compose(wrong):
         with pytest.raises(TypeError, match="combines moments such as"):
             combine(every(steps=1), wrong)
         if not isinstance(wrong, type):
+            hint = "For a function of the state write when" if callable(wrong) else "; got"
+            with pytest.raises(TypeError, match=hint):
+                combine(wrong, every(steps=1))
             with pytest.raises(TypeError, match="combines moments such as"):
                 combine(wrong, every(steps=1))
 

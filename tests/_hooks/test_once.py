@@ -155,6 +155,13 @@ def test_once_around_a_trigger_is_refused_with_the_right_order(trigger, text):
         once(trigger(Notes()))
 
 
+@pytest.mark.parametrize("wrap", [lambda hook: hook, fl.on_main])
+def test_once_around_inspect_would_be_called_before_the_first_evaluation(wrap):
+    with pytest.raises(ValueError, match=r"write every\(epochs=1\)\(once\(inspect\(print\)\)\)"):
+        hooks = (wrap(once(fl.inspect(print))),)
+        fl.fit(fl.pipeline()(toy_loss), toy(), ([ONE], [ONE]), hooks=hooks)
+
+
 def test_once_passes_the_beginning_of_a_run_on():
     hook = Notes()
     hook.begin = lambda state: hook.steps.append(f"a run of {state.run.total_steps}") or state

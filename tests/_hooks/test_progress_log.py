@@ -104,6 +104,31 @@ def test_amp_in_the_pipeline_is_shown_and_else_what_accelerate_is_configured_for
     assert head == f"Toy on cpu, 1 parameter, {shown}, 1 epoch of 1 update"
 
 
+@pytest.mark.parametrize(
+    ("windows", "shown", "updates"),
+    [
+        (2, "3 epochs of 4 updates", 12),
+        ({0: 4, 1: 2}, "3 epochs, 10 updates in all", 10),
+        ({0: 2, 1: 4}, "3 epochs, 8 updates in all", 8),
+    ],
+)
+def test_epochs_of_different_lengths_are_told_by_their_updates(windows, shown, updates):
+    accumulating = fl.pipeline(fl.accumulate(windows))(toy_loss)
+    head, *_, last = logged(accumulating, [ONE] * 8, toy(), epochs=3)
+    assert head == f"Toy on cpu, 1 parameter, float32, {shown}"
+    assert f"step {updates}," in last
+
+
+def test_a_run_that_continues_has_epochs_of_the_same_length():
+    state = fl.fit(STEP, toy(), [ONE] * 4, steps=6, hooks=())
+    assert "3 epochs of 4 updates, from step 6" in logged(STEP, [ONE] * 4, state, epochs=3)[0]
+
+
+def test_a_run_that_ends_by_its_updates_tells_them():
+    head = logged(STEP, [ONE] * 4, toy(), epochs=3, steps=6)[0]
+    assert head.endswith("3 epochs, 6 updates in all")
+
+
 @pytest.mark.parametrize("stops_first", [True, False], ids=["before", "after"])
 def test_the_closing_record_of_a_stopped_run_is_printed_once(clock, stops_first):
     file = io.StringIO()

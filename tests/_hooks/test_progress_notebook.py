@@ -72,6 +72,26 @@ def test_a_cell_has_one_output_which_ends_as_a_table(cell, clock):
     ]
 
 
+def test_in_a_cell_a_stream_has_a_row_per_interval_and_only_its_middle_is_cut(cell, clock):
+    def stream():
+        while True:
+            yield ONE
+
+    moment, hooks = fl.every(steps=2), (progress(),)
+    fl.fit(STEP, toy(), stream, steps=4, hooks=hooks, record_every=moment)
+    assert rows(cell.outputs[0][-1])[:2] == ["1", "1"]
+    fl.fit(STEP, toy(), stream, steps=400, hooks=hooks, record_every=moment)
+    shown = [line.split("│")[0].split() for line in cell.outputs[1][-1] if "│" in line][2:]
+    steps = [int(cells[1]) for cells in shown if cells[1].isdigit()]
+    assert steps == [*range(2, 22, 2), *range(384, 401, 2), 400]  # the last one is of the run
+
+
+def test_in_a_cell_the_means_of_intervals_have_no_column_beside_those_of_epochs(cell, clock):
+    fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(),), record_every=fl.every(steps=2))
+    assert not any("recent" in line for line in cell.outputs[0][-1])
+    assert rows(cell.outputs[0][-1]) == ["1"]
+
+
 def test_in_a_cell_the_table_grows_above_the_bar(cell, clock):
     step = fl.pipeline()(clock.timed(toy_loss, 1.0))
     fl.fit(step, toy(), [ONE] * 4, epochs=2, hooks=(progress(),))

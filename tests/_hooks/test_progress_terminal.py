@@ -312,14 +312,27 @@ def test_colors_unless_there_is_no_color(clock, monkeypatch):
         assert bool(re.search(r"\x1b\[\d+m", file.getvalue())) is colored
 
 
-def test_a_terminal_without_unicode_gets_ascii(clock):
-    class Ascii(Terminal):
-        encoding = "ascii"
-
-    file = Ascii()
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "no such encoding"])
+def test_a_terminal_without_unicode_gets_ascii(clock, encoding):
+    file = type("Console", (Terminal,), {"encoding": encoding})()
     fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(progress(file=file),))
     assert file.getvalue().isascii()
     assert "    1     1 | -1.0000* |  0.0000  1.0e+00 | 0.0s" in file.lines()
+
+
+def test_a_terminal_that_lacks_a_letter_gets_a_question_mark(clock):
+    file = type("Console", (Terminal,), {"encoding": "ascii"})()
+    loaders = {"train": [ONE], "prüfung": [ONE]}
+    fl.fit(STEP, toy(), loaders, hooks=(progress(file=file),))
+    assert "            | pr?fung  | train" in file.lines()
+
+
+def test_a_dumb_terminal_gets_a_log(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    file = Terminal()
+    fl.fit(STEP, toy(), [ONE], hooks=(progress(file=file),))
+    assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
+    assert "epoch 1/1  step 1  train/loss 0.0000  train/lr 1.0e+00  0.0s" in file.lines()
 
 
 # --- in a terminal of the system

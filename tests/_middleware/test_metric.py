@@ -99,6 +99,8 @@ def test_a_wrong_argument_is_an_error_when_composing(make, error, message):
     [
         (torch.ones(2), r"got shape \(2,\): add .mean\(\)"),
         ("high", "must return a scalar tensor or a Metric"),
+        (1 + 2j, "must return a scalar tensor or a Metric"),
+        (torch.tensor(1 + 2j), r"must be a real number; got torch.complex64: return its .abs\(\)"),
     ],
 )
 def test_a_value_that_is_not_a_metric_is_an_error(value, message):
