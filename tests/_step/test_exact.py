@@ -4,6 +4,7 @@ import attrs
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
@@ -291,6 +292,13 @@ def test_an_alternating_step_says_that_it_cannot_be_exact():
         fl.alternate({"a": one, "b": one})(state, torch.ones(1, 1))
 
 
+@pytest.fixture
+def no_state_of_accelerate_is_left():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("no_state_of_accelerate_is_left")
 def test_settings_that_an_exact_run_would_not_use_are_refused():
     model = nn.Linear(1, 1)
     handlers = [DistributedDataParallelKwargs(bucket_cap_mb=1)]
