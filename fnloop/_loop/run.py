@@ -330,7 +330,7 @@ class Run:
     def _append_record(
         self, state: TrainState, names: Sequence[str], *, train: bool = True, closing: bool = False
     ) -> TrainState:
-        """Return the state with one more record in its history.
+        """Return the state with one more record in its history, unless there is nothing to record.
 
         Args:
             state: the state.
@@ -353,6 +353,8 @@ class Run:
             report["evaluated"] = Max(time.perf_counter() - began)
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
+        if not (values or train or closing):
+            return state  # since the last record, every update was skipped
         if names:
             self.info.stopwatch.evaluated = values.pop("evaluated")
             self.info.stopwatch.newest = None

@@ -77,7 +77,8 @@ def test_an_endless_stream_ends_with_a_record():
     assert ends(fit(loaders=(endless, [ONE]), steps=4).history) == [(4, -1.5, -4.0, True)]
 
 
-def test_an_empty_record_of_record_every_is_not_the_closing_one():
+@pytest.mark.parametrize("settings", [{"record_every": fl.when(lambda state: True)}, {}])
+def test_a_run_that_stops_after_skipped_updates_has_its_closing_record(settings):
     """The first update is skipped, and a hook stops after it."""
     stop = fl.when(lambda state: state.skipped == 1)(lambda s: attrs.evolve(s, stop="enough"))
 
@@ -89,12 +90,18 @@ def test_an_empty_record_of_record_every_is_not_the_closing_one():
         toy(),
         ([ONE] * 3, [ONE]),
         hooks=(stop,),
-        record_every=fl.when(lambda state: True),
+        **settings,
     )
-    assert [(dict(r.metrics), r.closing) for r in state.history] == [
-        ({}, False),
-        ({"valid/loss": 0.0}, True),
-    ]
+    assert [(dict(r.metrics), r.closing) for r in state.history] == [({"valid/loss": 0.0}, True)]
+
+
+def test_an_empty_record_is_not_the_closing_one():
+    """Nothing is evaluated, and the first update is skipped: the record due after it is empty."""
+    stop = fl.when(lambda state: state.skipped == 1)(lambda s: attrs.evolve(s, stop="enough"))
+    step = fl.pipeline()(lambda model, batch: fl.skip("no"))
+    due = fl.when(lambda state: state.skipped == 1)
+    state = fl.fit(step, toy(), [ONE] * 3, hooks=(stop,), evaluate_every=due)
+    assert [(dict(r.metrics), r.closing) for r in state.history] == [({}, False), ({}, True)]
 
 
 @pytest.mark.parametrize("how", [press, terminate])

@@ -40,6 +40,16 @@ def test_a_record_between_evaluations_has_nothing_else_but_the_learning_rate():
     ]
 
 
+def test_an_interval_of_skipped_updates_has_no_record():
+    nan = torch.tensor([float("nan")])
+    batches = [nan, BATCHES[0], nan, nan, BATCHES[2], nan]
+    skipping = fl.skip_nonfinite(5)
+    state = train(skipping, record_every=when(lambda state: True), loaders=batches)
+    assert losses(state) == [(1, 1.0), (2, 10.0)]
+    assert [r.step for r in state.history] == [1, 2, 2]  # the last one is that of the epoch
+    assert all(r.metrics for r in state.history)
+
+
 def test_an_evaluation_begins_a_new_interval():
     loaders = {"train": BATCHES, "valid": BATCHES[:1]}
     state = train(record_every=every(steps=4), evaluate_every=every(steps=3), loaders=loaders)
