@@ -1,10 +1,9 @@
 """The cost of a record after ten others, and after a hundred thousand.
 
-    python tests/benchmarks/history.py      # a table, and the ratios of the last to the first
-    column
+    python tests/benchmarks/history.py    # a table; last the ratios of the last column to the first
 
 Each number is the median of several measurements, in microseconds per record: of processor time,
-    and of wall time for checkpoints, which wait for the disk.
+and of wall time for checkpoints, which wait for the disk.
 
 * append: ``history.append(record)``, for records of four metrics;
 * early_stop: one call of the hook at a boundary with a new record;

@@ -1,8 +1,7 @@
 """What a training loop costs per batch: fnloop, its peers, and the same loop written by hand.
 
     pip install 'fnloop[bench]'              # the peers; those that are missing are left out
-    python tests/benchmarks/overhead.py      # the tables, and the raw numbers as JSON beside this
-    file
+    python tests/benchmarks/overhead.py      # the tables; and the raw numbers, as JSON beside it
     python tests/benchmarks/overhead.py --only records      # those of record_every alone
 
 The model is tiny (784-128-64-10, batches of 32, SGD with momentum, one CPU thread), so that the
@@ -16,13 +15,11 @@ What is timed, and divided by the number of batches (four to an update in the se
 
 * by hand, accelerate: the loop, from its first line to the reading of the loss.
 * fnloop: the whole call of ``fit``, with its set-up and the record at its end. First with
-``hooks=()``, then
-  with the default hooks, which write to os.devnull: a line per epoch, as into a log file, not a
-  bar.
+  ``hooks=()``, then with the default hooks, which write to os.devnull: a line per epoch, as into a
+  log file, not a bar.
 * the others: from the beginning of their epoch to its end, told by hooks that they call once per
-epoch. Their
-  set-up, 0.1 s in pytorch-accelerated, is left out. They get no callbacks, and lightning its
-  barebones mode.
+  epoch. Their set-up, 0.1 s in pytorch-accelerated, is left out. They get no callbacks, and
+  lightning its barebones mode.
 
 What becomes of the loss differs. By hand, fnloop and accelerate sum it on the device and read it
 once per epoch. pytorch-ignite and pytorch-accelerated read it every batch, as they do by default,

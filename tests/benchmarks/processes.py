@@ -1,11 +1,11 @@
 """What a training loop costs on two processes: fnloop, its peers, and torch's
 DistributedDataParallel by hand.
 
-    pip install 'fnloop[bench]'                                     # the peers; those that are
-    missing are left out
-    torchrun --nproc-per-node 2 tests/benchmarks/processes.py       # two tables; raw numbers as
-    JSON beside this file
-    python tests/benchmarks/processes.py                            # starts that itself
+    pip install 'fnloop[bench]'              # the peers; those that are missing are left out
+    torchrun --nproc-per-node 2 tests/benchmarks/processes.py
+    python tests/benchmarks/processes.py     # starts that itself
+
+It prints two tables, and writes the raw numbers as JSON beside itself.
 
 All contenders live in the same two processes (gloo, CPU, one thread each, each process on a core
 of its own: without that, ratios vary twice as much), and take turns there in random order: once per
@@ -46,14 +46,11 @@ plus what is not hidden of the following.
 For example, GPT-2 with 124 M parameters in float32 (P = 0.5 GB), 32 × 1,024 tokens per H100 at 40 %
 of its 989 TFLOP/s: 62 ms of compute, 41 of them in backward; one link to each machine.
 
-    N                 link                   2 (N-1)/N · P / B     not hidden      scaling      with
-    accumulate(4)
-    8, one machine    NVLink, 400 GB/s       2 ms                  < 1 ms          > 98 %       > 99
-    %
-    16, two           400 Gbit/s, 50 GB/s    19 ms                 < 1 ms          > 98 %       > 99
-    %
-    16, two           100 Gbit/s, 12.5 GB/s  74 ms                 34 ms           65 %         88 %
-    64, eight         100 Gbit/s             78 ms                 38 ms           62 %         87 %
+    N               link                   2 (N-1)/N · P / B  not hidden  scaling  accumulate(4)
+    8, one machine  NVLink, 400 GB/s       2 ms               < 1 ms      > 98 %   > 99 %
+    16, two         400 Gbit/s, 50 GB/s    19 ms              < 1 ms      > 98 %   > 99 %
+    16, two         100 Gbit/s, 12.5 GB/s  74 ms              34 ms       65 %     88 %
+    64, eight       100 Gbit/s             78 ms              38 ms       62 %     87 %
 
 What limits scaling first: on slow links the gradients, from the second machine on. The remedies
 are ``accumulate``, which has n times the compute to hide them, and a communication hook that sends
