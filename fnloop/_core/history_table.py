@@ -21,6 +21,8 @@ __all__ = ["Layout", "Table", "is_evaluated", "is_row", "lay_out", "table", "upd
 # The first parts of names that are not those of evaluated loaders.
 _COSTS = ("time", "throughput", "memory")
 _OTHER_GROUPS = ("train", "recent", *_COSTS)
+DIGITS = 3  # significant ones that every value has, if there is room
+MOST_DECIMALS, LONGEST = 6, 10  # of a value that is not written as 2.00e-05; its characters
 NAMED = 8  # columns that are left out, in the note below a table; of more, their number is given
 
 
@@ -190,20 +192,19 @@ def table(
     width: int | None = None,
     most: int = 40,
     before: Record | None = None,
-    intervals: bool = False,
+    best: Mapping[str, Record] | None = None,
 ) -> Table:
     """Return a table of records.
 
-    Records with nothing but ``recent/...`` are left out, unless they are asked for, or there are no
-    others.
+    Records with nothing but ``recent/...`` are left out, unless all others are closing records.
 
     Args:
         records: the records.
         names: the metrics to show; by default all of them.
         width: how many characters a line may have; None for any number.
-        most: how many rows to show; if there are more, the middle is cut.
+        most: how many rows to show; if there are more, the middle is cut, but for the best rows.
         before: the record before the first one, for the time that passed between them.
-        intervals: whether records with nothing but ``recent/...`` are rows in any case.
+        best: the record to mark for each metric; by default the best of these records.
 
     Example:
         >>> print(table([Record(1, 10, {"loss": 0.5}, 2.0)]).text(80))
@@ -211,27 +212,28 @@ def table(
             1    10  0.5000  2.0s
     """
     records = [*records]
-    rows = [record for record in records if intervals or is_row(record)] or records
+    rows = [record for record in records if is_row(record)]
+    rows = records if all(record.closing for record in rows) else rows
     hidden = len(records) - len(rows)
     names = [*(metric_names(records) if names is None else names)]
     if hidden:  # the few values of ``recent`` in the other rows would tell nothing
         names = [name for name in names if not name.startswith("recent/")]
     layout = lay_out(rows, names, width)
-    best: dict[str, Record] = {}
-    for record in rows:
-        best = update_best(best, record)
-    shown: list[int | None] = [*range(len(rows))]
-    if len(rows) > most:
-        shown[most // 2 : len(rows) - (most - most // 2)] = [None]
-    gap = [Cell("…")] * len(layout.fields)
-    lines = []
+    if best is None:
+        best = {}
+        for record in rows:
+            best = update_best(best, record)
+    marked = [{name for name, other in best.items() if other is record} for record in rows]
+    shown_names = {field.name for field in layout.fields}
+    first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
+    shown = [i for i in range(len(rows)) if i < first or i >= last or marked[i] & shown_names]
+    lines, above = [], -1
     for i in shown:
-        if i is None:
-            lines.append(gap)
-            continue
-        record = rows[i]
-        marked = {name for name, other in best.items() if other is record}
-        lines.append(layout.cells(record, _passed(record, rows[i - 1] if i else before), marked))
+        if i > above + 1:
+            lines.append([Cell("…")] * len(layout.fields))
+        passed = _passed(rows[i], rows[i - 1] if i else before)
+        lines.append(layout.cells(rows[i], passed, marked[i]))
+        above = i
     return Table(layout, lines, _note(layout, hidden))
 
 
@@ -342,9 +344,12 @@ def _form(name: str, values: Sequence[float]) -> str:
     if mode is None and sizes and all(size.is_integer() for size in sizes) and largest >= 1:
         return ",.0f"
     decimals = 4 if largest < 100 else 2 if largest < 10_000 else 0
-    if mode == "min" and smallest < 0.5 * 10**-decimals:
-        return ".2e"
-    return f",.{decimals}f"
+    if mode == "max":
+        return f",.{decimals}f"
+    wanted = max(decimals, DIGITS - 1 - math.floor(math.log10(smallest)))
+    if wanted <= MOST_DECIMALS and len(f"{largest:,.{wanted}f}") <= LONGEST:
+        return f",.{wanted}f"
+    return ".2e" if mode == "min" else f",.{decimals}f"  # others may come near to 0 by chance
 
 
 def _text(field: Field, record: Record, seconds: float | None) -> str:
@@ -361,14 +366,21 @@ def _text(field: Field, record: Record, seconds: float | None) -> str:
 
 def _fit(value: float, form: str, column: Column) -> str:
     """Format a value; if it does not suit the format of its column, in another one that fits."""
-    text = format(value, form)
+    value += 0.0  # -0.0 is 0.0
     width = max(column.width, len(column.title))
-    lost = form.endswith("f") and value and not float(text.replace(",", ""))
-    if len(text) <= width and not lost:
-        return text
-    fewer = (f",.{n}f" for n in range(3, -1, -1)) if form.endswith("f") and not lost else ()
-    others = [format(value, other) for other in (*fewer, ".1e", ".0e")]
-    return next((other for other in others if len(other) <= width), text)
+    decimals = (4, *range(5, MOST_DECIMALS + 1), *range(3, -1, -1)) if form.endswith("f") else ()
+    forms = [form, *(f",.{n}f" for n in decimals), ".2e", ".1e", ".0e"]
+    fitting = [text for text in (format(value, each) for each in forms) if len(text) <= width]
+    exact = (text for text in fitting if _error(value, text) <= 0.5 * 10 ** (1 - DIGITS))
+    nearest = min(fitting, key=lambda text: _error(value, text), default=format(value, form))
+    return next(exact, nearest)
+
+
+def _error(value: float, text: str) -> float:
+    """Return how far a text is from a value, as a part of the value."""
+    if not value or not math.isfinite(value):
+        return 0.0
+    return abs(float(text.replace(",", "")) / value - 1)
 
 
 def _format_time(seconds: float | None, form: str) -> str:

@@ -37,6 +37,7 @@ class NotebookView:
         self.refresh, self.output = refresh, html.Display()
         self.facts = ""
         self.rows: list[Record] = []
+        self.best: dict[str, Record] = {}  # of each metric, the row that is the best
         self.is_stream = False  # whether there may be no other records than those of intervals
         self.before: Record | None = None  # the row before the first one
         self.bar: tuple[int, int | None, str] | None = None  # done, the total, and a text
@@ -50,6 +51,7 @@ class NotebookView:
         if not is_row(entry.record) and not self.is_stream:
             return
         self.rows.append(attrs.evolve(entry.record, epoch=entry.epoch))
+        self.best |= dict.fromkeys(best, self.rows[-1])
         if self.is_stream and len(self.rows) > 2 * ROWS:
             del self.rows[ROWS]  # which is never shown
 
@@ -97,9 +99,8 @@ class NotebookView:
             hidden = () if self.is_stream else ("recent/",)
             names = [name for name in metric_names(self.rows) if not name.startswith(hidden)]
             shown = table(
-                self.rows, names, width=HTML_WIDTH, most=ROWS, before=self.before,
-                intervals=self.is_stream,
-            )  # fmt: skip
+                self.rows, names, width=HTML_WIDTH, most=ROWS, before=self.before, best=self.best
+            )
             parts.append(shown.html())
             text.append(shown.text(terminal_width()))
         if self.bar is not None:

@@ -91,13 +91,19 @@ def test_without_loaders_the_head_has_one_line():
     ("name", "values", "shown"),
     [
         ("valid/loss", (2.0, 0.03125), ["2.0000", "0.0312"]),
-        ("valid/loss", (150.0, 0.5), ["150.00", "0.50"]),
+        ("valid/loss", (150.0, 0.5), ["150.000", "0.500"]),
         ("valid/loss", (15_000.0, 12_000.4), ["15,000", "12,000"]),
         ("valid/loss", (2.0, 3.0e-5), ["2.00e+00", "3.00e-05"]),  # 0.0000 would say nothing
         ("valid/loss", (0.0, 0.5), ["0.0000", "0.5000"]),
         ("valid/loss", (NAN, INF, -INF, 1.0), ["nan", "inf", "-inf", "1.0000"]),
         ("valid/loss", (-1.0, -12.5), ["-1.0000", "-12.5000"]),
-        ("valid/accuracy", (1.0, 0.0, 1e-5), ["1.0000", "0.0000", "1.0e-05"]),
+        ("valid/loss", (0.31, 0.00094, 0.000861), ["0.310000", "0.000940", "0.000861"]),
+        ("valid/loss", (20_000.0, 49.0, 1.3122), ["20,000.00", "49.00", "1.31"]),
+        ("valid/loss", (1e6, 0.01), ["1.00e+06", "1.00e-02"]),
+        ("valid/loss", (1e5, -0.0), ["100,000", "0"]),
+        ("valid/mse", (0.31, 0.00094), ["0.310000", "0.000940"]),
+        ("valid/mse", (0.31, 1e-9), ["0.3100", "1e-09"]),  # near to 0 by chance
+        ("valid/accuracy", (1.0, 0.0, 1e-5), ["1.0000", "0.0000", "0.00001"]),
         ("valid/accuracy", (97.5, 98.125), ["97.5000", "98.1250"]),
         ("train/lr", (1e-3, 7.5536e-4, 0.0), ["1.0e-03", "7.6e-04", "0.0e+00"]),
         ("train/lr/1", (0.5,), ["5.0e-01"]),
@@ -125,10 +131,27 @@ def test_a_later_value_that_does_not_suit_the_format_has_the_same_width():
         "            │ valid    │ train",
         "epoch  step │    loss  │ updates │ time",
         "    1    10 │  2.0000* │      40 │ 1.0s",
-        "    2   500 │ 2.0e-05  │      60 │ 2.5s",
+        "    2   500 │ 0.00002  │      60 │ 2.5s",
         "    3  1000 │ 123.456  │ 1.0e+06 │ 65.0s",
         "    4  1000 │  1.0000  │         │ 25:00:00",
     ]
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (1.0, {0.9: "0.9000", 0.59049: "0.5905", 1.0: "1", 40.5: "40.5000"}),
+        (0.31, {0.00947: "0.00947", 0.000586: "0.000586", 1e-9: "1.00e-09", 12.34567: "12.3457"}),
+        (20_000.0, {6666.67: "6,667", 1.3122: "1.3122", 123456.7: "123,457"}),
+    ],
+)
+def test_a_later_value_has_three_digits_if_there_is_room(first, later):
+    """Where a run has begun, nothing is known of the values to come."""
+    name = "valid/temperature"
+    layout = lay_out([Record(1, 10, {name: first})], last_step=1000)
+    (index,) = (i for i, field in enumerate(layout.fields) if field.name == name)
+    cells = {value: layout.cells(Record(2, 20, {name: value}), None)[index].text for value in later}
+    assert cells == later
 
 
 def test_the_time_is_that_of_each_row_and_not_the_sum():
@@ -206,6 +229,24 @@ def test_records_of_intervals_are_rows_if_there_are_no_others():
         "    0     1 │ 1.0000  5.0e-01 │ 1.0s",
         "    0     2 │ 0.5000  5.0e-01 │ 1.0s",
     ]
+
+
+def test_records_of_intervals_are_rows_beside_a_closing_one_alone():
+    """So a stream that has ended, or an epoch that was stopped, still has its curve."""
+    closing = Record(0, 3, {"train/loss": 0.5, "recent/loss": 0.25, "recent/lr": 0.5}, 3.0, True)
+    made = lines(interval(1), interval(2), closing)
+    assert [row.split()[1] for row in made[2:]] == ["1", "2", "3"]
+    assert made[0].split() == ["│", "train", "│", "recent"]
+
+
+def test_the_best_row_of_a_long_table_is_not_cut():
+    rise = [Record(i, i, {"valid/loss": 10.0 + abs(i - 25)}) for i in range(1, 51)]
+    made = lines(*rise, most=4)
+    assert [row.split()[0] for row in made[2:]] == ["1", "2", "…", "25", "…", "49", "50"]
+    assert [row.split()[0] for row in made if "*" in row] == ["25"]
+    marked = table(rise, width=80, most=4, best={"valid/loss": rise[0]}).text(80).splitlines()
+    assert [row.split()[0] for row in marked[2:]] == ["1", "2", "…", "49", "50"]
+    assert [row.split()[0] for row in marked if "*" in row] == ["1"]
 
 
 # --- width

@@ -116,7 +116,7 @@ def test_an_evaluation_has_a_bar_in_the_cell(cell, clock):
 
 
 def test_a_cell_has_columns_for_the_metrics_of_its_own_run_only(cell, clock):
-    """Even the metric of a record that is left out has its column."""
+    """Even the metric of a record in the middle has its column; the record is the best one."""
     hook, hours = progress(), 13
     state = fl.fit(STEP, toy(), {"train": [ONE], "test": [ONE]}, hooks=())
     seldom = fl.when(lambda state: state.step == hours)
@@ -125,7 +125,7 @@ def test_a_cell_has_columns_for_the_metrics_of_its_own_run_only(cell, clock):
     drawing = cell.outputs[0][-1]
     assert drawing[2].split() == ["epoch", "step", "│", "loss", "│", "loss", "lr", "│", "time"]
     assert drawing[1].split() == ["│", "valid", "│", "train"]
-    assert rows(drawing) == [*map(str, range(2, 12)), "…", *map(str, range(17, 27))]
+    assert rows(drawing) == [*map(str, range(2, 12)), "…", "13", "…", *map(str, range(17, 27))]
 
 
 def test_a_cell_shows_the_records_of_its_own_run_only(cell, clock):
@@ -135,6 +135,22 @@ def test_a_cell_shows_the_records_of_its_own_run_only(cell, clock):
     first, second = cell.outputs
     assert rows(first[-1]) == ["1", "2"]
     assert rows(second[-1]) == ["3", "4", "5"]
+
+
+def test_a_cell_marks_the_best_of_all_runs_as_a_log_does(cell, clock):
+    losses = iter([0.5, 0.25, 0.75, 0.375, 0.125])
+
+    def loss_fn(model, batch):
+        loss, aux = toy_loss(model, batch)
+        return (loss if model.training else loss * 0 + next(losses)), aux
+
+    step, loaders = fl.pipeline()(loss_fn), ([ONE], [ONE])
+    state = fl.fit(step, toy(), loaders, epochs=2, hooks=(progress(),))
+    state = fl.fit(step, state, loaders, epochs=4, hooks=(progress(),))
+    fl.fit(step, state, loaders, epochs=5, hooks=(progress(),))
+    marked = [[line.split()[0] for line in out[-1] if "*" in line] for out in cell.outputs]
+    assert marked == [["2"], [], ["5"]]
+    assert cell.outputs[1][-1][-1].endswith("best valid/loss 0.2500 at step 2")
 
 
 def test_a_cell_leaves_out_the_middle_of_a_long_run(cell, clock):
