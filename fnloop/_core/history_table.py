@@ -371,16 +371,17 @@ def _fit(value: float, form: str, column: Column) -> str:
     decimals = (4, *range(5, MOST_DECIMALS + 1), *range(3, -1, -1)) if form.endswith("f") else ()
     forms = [form, *(f",.{n}f" for n in decimals), ".2e", ".1e", ".0e"]
     fitting = [text for text in (format(value, each) for each in forms) if len(text) <= width]
-    exact = (text for text in fitting if _error(value, text) <= 0.5 * 10 ** (1 - DIGITS))
+    exact = (text for text in fitting if _error(value, text) <= 0.501 * 10 ** (1 - DIGITS))
     nearest = min(fitting, key=lambda text: _error(value, text), default=format(value, form))
     return next(exact, nearest)
 
 
 def _error(value: float, text: str) -> float:
-    """Return how far a text is from a value, as a part of the value."""
+    """Return how far a text is from a value, in units of the value's first digit."""
     if not value or not math.isfinite(value):
         return 0.0
-    return abs(float(text.replace(",", "")) / value - 1)
+    unit = 10.0 ** math.floor(math.log10(abs(value)))
+    return abs(float(text.replace(",", "")) - value) / unit
 
 
 def _format_time(seconds: float | None, form: str) -> str:
