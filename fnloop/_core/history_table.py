@@ -378,7 +378,7 @@ def _fit(value: float, form: str, column: Column) -> str:
 
 def _error(value: float, text: str) -> float:
     """Return how far a text is from a value, in units of the value's first digit."""
-    if not value or not math.isfinite(value):
+    if abs(value) < 1e-300 or not math.isfinite(value):
         return 0.0
     unit = 10.0 ** math.floor(math.log10(abs(value)))
     return abs(float(text.replace(",", "")) - value) / unit
