@@ -38,6 +38,7 @@ from fnloop._core.state import (
     take_ownership,
 )
 from fnloop._display.checks import describe, flag, folder_path
+from fnloop._step.engine import engine_of
 
 __all__ = ["restore", "restore_contents"]
 
@@ -116,6 +117,7 @@ def restore_contents(
         with groups_kept_on_error(optimizers_in(state.optimizer).values()):
             check_held(path, contents.facts, parts)
             fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
+            own = [str(name) for name in contents.facts.get("own", ())]
             load_model, prepared = None, []
             if "model" in parts or TRAINED in parts:
                 load_model = prepare_model(contents, state, parts, strict, path)
@@ -140,6 +142,8 @@ def restore_contents(
     clear_parameter_cache(restored)
     if parts == PARTS:
         remember_restored(restored)
+    if "metrics" in parts:
+        engine_of(restored).remember_own(own)
     return restored
 
 

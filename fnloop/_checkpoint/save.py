@@ -289,25 +289,28 @@ def _encode_metrics(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, 
     merged = {**state.metrics}
     if not state.backend.exact:  # then every process has those of all
         merged |= engine_of(state).reduce_report(state.metrics)
+    every = _metrics_by_rank(state)
+    names = {name for own, _ in every for name in own}
     return {
         "metrics": encode(merged, tensors, "metrics"),
         "shares": [
-            encode(own, tensors, f"shares.{rank}")
-            for rank, own in enumerate(_metrics_by_rank(state))
+            encode(share, tensors, f"shares.{rank}") for rank, (_, share) in enumerate(every)
         ],
+        **({"own": sorted(names)} if every else {}),
     }
 
 
-def _metrics_by_rank(state: TrainState) -> list[Mapping[str, Metric]]:
+def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Metric]]]:
     """Return the metrics of each process, so that as many processes resume bit for bit.
 
-    The only process of a run has nothing but the merged metrics, which are saved anyway.
+    Each comes with the names of those that are of the process's own share of the data. The only
+    process of a run has nothing but the merged metrics, which are saved anyway.
     """
     metrics: Mapping[str, Any] = state.metrics
     own = {name: m.to_cpu() if hasattr(m, "to_cpu") else m for name, m in metrics.items()}
     if state.backend.exact:
         return []
-    every = gather_objects(own)
+    every = gather_objects((engine_of(state).own_names(metrics), own))
     return every if len(every) > 1 else []
 
 

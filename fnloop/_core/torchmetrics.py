@@ -295,6 +295,11 @@ class from_torchmetrics:
         """The names of the metrics of a collection, as one; None for a single metric."""
         return key_of(self.metric)
 
+    @property
+    def unseen(self) -> TorchMetric:
+        """The metric, before it has seen a batch."""
+        return TorchMetric(self.metric, names=self.names, exact=self._exact)  # type: ignore[arg-type]
+
     def __repr__(self) -> str:
         names = "" if self.names is None else f", names={self.names!r}"
         metric = repr(self.metric) if self.key is None else f"MetricCollection({self.key})"
@@ -309,8 +314,7 @@ class from_torchmetrics:
                 f"got {type(arguments).__name__}"
             )
         detached = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
-        names: Any = self.names
-        return TorchMetric(self.metric, (detached,), names=names, exact=self._exact)
+        return attrs.evolve(self.unseen, inputs=(detached,))
 
 
 def _check_element_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What happens before the first update of a run: hooks, the modes of modules, and slots."""
+"""What happens before the first update of a run: hooks, modes of modules, slots, and metrics."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from collections.abc import Iterable
 import attrs
 
 from fnloop._core.call import name_of
+from fnloop._core.events import PENDING
 from fnloop._core.frozen import keep_statistics
-from fnloop._core.running import without_recent
+from fnloop._core.running import RECENT, without_recent
+from fnloop._core.serialize import Pending, materialize
 from fnloop._core.state import TrainState
+from fnloop._core.types import Metric
+from fnloop._display.checks import join_names
 from fnloop._hooks.wrapper import Hook
 from fnloop._loop.errors import check_returned, explain, warn_on_main
 from fnloop._loop.hints import suggest
 from fnloop._loop.plan import Plan
+from fnloop._middleware.metric import unseen_metrics
+from fnloop._step.alternate import AlternateStep
+from fnloop._step.pipeline import PipelineStep
+from fnloop._step.reports import prefixed
 
-__all__ = ["first_state"]
+__all__ = ["complete", "first_state"]
 
 
 def first_state(plan: Plan, state: TrainState) -> TrainState:
@@ -28,10 +36,47 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     plan.step.begin_run(state)
     suggest(plan.step.pipeline.middleware, plan.loaders, state)
     try:
-        return plan.step.init_slots(state)
+        state = complete(plan.step, state)
     except Exception as error:
         explain(error, state, plan.step, "the making of slots", state.batch)
         raise
+    if PENDING in state.events:
+        _warn_of_unknown(state)
+    return state
+
+
+def complete(step: PipelineStep, state: TrainState) -> TrainState:
+    """Return a state with its slots, and with objects in place of what a checkpoint has of them."""
+    __tracebackhide__ = True
+    state, unseen = step.init_slots(state), _unseen_metrics(step)
+    made = {
+        name: materialize(unseen[like], metric)
+        for name, metric in state.metrics.items()
+        if _is_pending(metric) and (like := name.removeprefix(RECENT)) in unseen
+    }
+    return attrs.evolve(state, metrics={**state.metrics, **made}) if made else state
+
+
+def _is_pending(metric: object) -> bool:
+    return isinstance(metric, Pending)
+
+
+def _unseen_metrics(step: PipelineStep) -> dict[str, Metric]:
+    """Return the metrics of a step that are known before any batch, by the names of a report."""
+    found = unseen_metrics(step.pipeline.middleware)
+    for turn, inner in step.settings.steps.items() if isinstance(step, AlternateStep) else ():
+        found |= {prefixed(turn, name): metric for name, metric in _unseen_metrics(inner).items()}
+    return found
+
+
+def _warn_of_unknown(state: TrainState) -> None:
+    """Warn of metrics that the record with which a run begins cannot have."""
+    if names := [name for name, metric in state.metrics.items() if _is_pending(metric)]:
+        warn_on_main(
+            state,
+            f"fit: the record of step {state.step}, which the interrupted run has left to this "
+            f"one, is made without {join_names(names)}: only a batch shows of which class they are",
+        )
 
 
 def _begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:

@@ -22,7 +22,7 @@ from fnloop._core.stops import is_interruption
 from fnloop._core.types import Metric
 from fnloop._data.source import num_updates
 from fnloop._hooks.wrapper import Hook, unwrap_hook
-from fnloop._loop.beginning import first_state
+from fnloop._loop.beginning import complete, first_state
 from fnloop._loop.errors import check_counters, check_returned, explain_no_batches
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.hints import check_length
@@ -292,7 +292,7 @@ class Run:
         if self.state.run is None:
             self.state = attrs.evolve(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
-            self.state = self.plan.step.init_slots(self.state)
+            self.state = complete(self.plan.step, self.state)
 
     def _complete_epoch(self) -> TrainState:
         """Return the state with its epoch counted. ``self.state`` stays until there is a record."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,7 +18,7 @@ from fnloop._core.types import Aux, Batch, Metric, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._step.update import report
 
-__all__ = ["metric"]
+__all__ = ["metric", "unseen_metrics"]
 
 TRAIN = "train"
 MetricFn = Callable[[Aux, Batch], object]
@@ -84,6 +84,15 @@ def metric(
         evaluation=_measure(shared, functions, evaluated) if evaluated else None,
         loaders=only,
     )
+
+
+def unseen_metrics(members: Iterable[Middleware]) -> dict[str, Metric]:
+    """Return the metrics of torchmetrics that middleware report, by name, before any batch."""
+    calls = [m.call for m in members if m.call is not None and m.call.factory is metric]
+    given = [(getattr(each, "key", None) or "", each) for call in calls for each in call.args]
+    given += [named for call in calls for named in call.kwargs.items()]
+    functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}
+    return {name: function.unseen for name, function in functions.items()}
 
 
 def _check_functions(shared: object, functions: Mapping[str, object]) -> None:

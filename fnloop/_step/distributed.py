@@ -9,7 +9,7 @@ unless all batches are known to weigh the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -74,6 +74,7 @@ class DistributedEngine:
         self.probe = CollectiveProbe(state.model)
         self.items: Weight = 0
         self.own_parts: set[str] = {"loss"}
+        self._has_learned = False  # own_parts, from a checkpoint
         self.ended_on_padding = False
         self.empty_output: Output | None = None
         self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
@@ -125,8 +126,10 @@ class DistributedEngine:
         turn, _, part = name.partition("/")
         if (engine := self._turns.get(turn)) is None:
             return name in self.own_parts
-        # After a resume, it may have had no turn yet. Then all may be, which changes no mean.
-        return engine.empty_output is None or engine._is_own(part)
+        if engine.empty_output is not None:
+            return engine._is_own(part)
+        # It had no turn yet. Where no checkpoint has told, all may be, which changes no mean.
+        return name in self.own_parts or not self._has_learned
 
     def _had_padding(self, name: str) -> bool:
         """Return whether this process had padding in the last round of a metric of training."""
@@ -224,6 +227,13 @@ class DistributedEngine:
 
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return merge_metrics(metrics)
+
+    def own_names(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self._is_own(name.removeprefix(RECENT))]
+
+    def remember_own(self, names: Iterable[str]) -> None:
+        self.own_parts.update(name.removeprefix(RECENT) for name in names)
+        self._has_learned = True
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
         trained = {

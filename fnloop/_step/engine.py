@@ -7,7 +7,7 @@ the steps and the middleware branches on the number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -220,6 +220,14 @@ class GradientEngine(Protocol):
 
     def merge_metrics(self, metrics: Mapping[str, Metric], /) -> dict[str, Metric]:
         """Combine metrics over all processes, each of which has seen a part of the data."""
+        ...
+
+    def own_names(self, names: Iterable[str], /) -> list[str]:
+        """Return the running metrics that are of this process's own share of the data."""
+        ...
+
+    def remember_own(self, names: Iterable[str], /) -> None:
+        """Take these as such, from a checkpoint, before an update can show it."""
         ...
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "", /) -> dict[str, Metric]:

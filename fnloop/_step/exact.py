@@ -10,7 +10,7 @@ epoch and the position of the batch in it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -218,6 +218,11 @@ class ExactEngine:
 
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return dict(metrics)  # every process has those of all
+
+    def own_names(self, names: Iterable[str]) -> list[str]:
+        return []
+
+    def remember_own(self, names: Iterable[str]) -> None: ...
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
         return dict(report)

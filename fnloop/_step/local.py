@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -77,6 +77,11 @@ class LocalEngine:
 
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return dict(metrics)
+
+    def own_names(self, names: Iterable[str]) -> list[str]:
+        return []
+
+    def remember_own(self, names: Iterable[str]) -> None: ...
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
         return dict(report)

@@ -6,6 +6,7 @@ import signal
 
 import attrs
 import pytest
+import torch
 from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, step, terminate
 
 import fnloop as fl
@@ -184,3 +185,39 @@ def test_a_sigterm_in_the_hooks_of_the_end_is_raised_when_the_run_has_ended(monk
     state = fl.fit(step, toy(), [ONE] * 3, hooks=(stop, end))
     assert (state.step, state.stop, raised) == (1, "enough", [signal.SIGTERM])
     assert [r.closing for r in state.history] == [True]
+
+
+@attrs.frozen
+class Product:
+    """A metric of a user's own: nothing but an instance tells how to read what was saved."""
+
+    value: torch.Tensor
+
+    def combine(self, other):
+        return Product(self.value * other.value)
+
+    def compute(self):
+        return self.value.item()
+
+
+def test_a_record_that_is_left_lacks_a_metric_of_an_own_class_and_a_warning_says_so(
+    tmp_path, caplog
+):
+    armed = [True]
+
+    def loss_fn(model, batch):
+        if not model.training and armed:
+            armed.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy_loss(model, batch)
+
+    own = fl.metric(product=lambda aux, batch: Product(batch.prod()), on="training")
+    step = fl.pipeline(own)(loss_fn)
+    loaders = ([torch.tensor([2.0])] * 4, [torch.ones(1)])
+    often = {"evaluate_every": fl.every(steps=2), "hooks": ()}
+    fl.save(fl.fit(step, toy(), loaders, **often), tmp_path / "cut")
+    assert not caplog.text
+    state = fl.fit(step, fl.restore(tmp_path / "cut", toy()), loaders, **often)
+    assert "the record of step 2" in caplog.text and "is made without product" in caplog.text
+    first, last = state.history
+    assert "train/product" not in first.metrics and last.metrics["train/product"] == 2.0**4

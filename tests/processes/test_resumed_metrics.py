@@ -1,0 +1,138 @@
+"""Running metrics of a run that another one continues, also where that begins with a record."""
+
+import os
+import signal
+
+import attrs
+import pytest
+import torch
+from process_problems import rank
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fnloop as fl
+from fnloop.testing import toy, toy_loss
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+pytestmark = pytest.mark.slow
+
+DATA = torch.arange(1.0, 29.0)  # 7 batches of 4: on two processes, one of the last is padding
+STEPS = 3
+
+
+@fl.middleware("gradient")
+def counted():
+    """Report how many updates were made: the same sum in every process."""
+
+    def wrap(step):
+        def counting(state, batch):
+            state, out = step(state, batch)
+            metrics = {**out.metrics, "updates": fl.Sum(torch.tensor(1.0))}
+            return state, attrs.evolve(out, metrics=metrics)
+
+        return counting
+
+    return wrap
+
+
+def measured():
+    """Return middleware that reports what is of each process's share, in every way."""
+    total = fl.from_torchmetrics(torchmetrics.SumMetric(), lambda aux, batch: (batch,))
+    squares = torchmetrics.MetricCollection({"squares": torchmetrics.MeanSquaredError()})
+    return fl.metric(
+        fl.from_torchmetrics(squares, lambda aux, batch: (batch, batch * 0)),
+        mean=lambda aux, batch: batch.mean(),
+        items=lambda aux, batch: fl.Sum(float(len(batch))),
+        most=lambda aux, batch: fl.Max(batch.max()),
+        total=total,
+        on="training",
+    )
+
+
+def plain():
+    pipe = fl.pipeline(measured(), counted())
+    return lambda *around: fl.pipeline(*pipe.middleware, *around)(toy_loss), toy(lr=0.01)
+
+
+def turns():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
+    named = {key: torch.optim.SGD(model[key].parameters(), lr=0.0) for key in model}
+
+    def step_of(key):
+        pipe = fl.pipeline(measured(), counted())
+        return pipe(lambda model, batch: model[key](batch[:, None]).mean())
+
+    steps = {key: step_of(key) for key in model}
+    around = lambda *around: fl.pipeline(*around)(fl.alternate(steps))
+    return around, fl.TrainState.create(model, named, seed=0)
+
+
+def fitted(kind, folder=None, cut=None, again=False):
+    """Run, or continue, one of the problems. Return why it has stopped, and its records."""
+    make_step, state = kind()
+    armed = [cut]
+
+    def disarmed(kind):
+        found, armed[0] = armed[0] == kind, None if armed[0] == kind else armed[0]
+        return found
+
+    def stop(state):
+        enough = state.step == STEPS and disarmed("enough")
+        return attrs.evolve(state, stop="enough") if enough else state
+
+    @fl.middleware("evaluation")
+    def terminated():
+        def wrap(step):
+            def evaluating(state, batch):
+                if disarmed("SIGTERM"):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return step(state, batch)
+
+            return evaluating
+
+        return wrap
+
+    state = attrs.evolve(fl.restore(folder, state), stop=None) if again else state
+    loaders = {"train": DataLoader(DATA, batch_size=4), "valid": DataLoader(DATA[:4], batch_size=2)}
+    often = {"evaluate_every": fl.every(steps=STEPS), "record_every": fl.every(steps=2)}
+    state = fl.fit(make_step(terminated()), state, loaders, epochs=2, hooks=(stop,), **often)
+    if cut:
+        fl.save(state, folder)
+    return state.stop, [(r.step, dict(r.metrics)) for r in state.history if not r.closing]
+
+
+KINDS = {"plain": plain, "turns": turns}
+CUTS = ("SIGTERM", "enough")  # before the record of a boundary, and after it
+
+
+def resumed_metrics(folder):
+    found = {}
+    for name, kind in KINDS.items():
+        found[name] = fitted(kind)[1]
+        for cut in CUTS:
+            where = folder / f"{name} {cut}"
+            stopped, _ = fitted(kind, where, cut)
+            assert stopped == cut, (stopped, rank())
+            found[f"{name} {cut}"] = fitted(kind, where, again=True)[1]
+    return found
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_run_that_continues_has_the_metrics_of_one_that_was_not_cut(launched, n, name, cut):
+    for found in launched(resumed_metrics, n):
+        whole, again = found[name], found[f"{name} {cut}"]
+        assert [step for step, _ in again] == [step for step, _ in whole]
+        for (step, mine), (_, right) in zip(again, whole, strict=True):
+            assert mine == pytest.approx(right, rel=1e-12), (step, n)
+
+
+def test_the_metrics_are_those_of_all_processes(launched):
+    for found in launched(resumed_metrics, 2):
+        first = next(metrics for _, metrics in found["plain"] if "train/items" in metrics)
+        assert first["train/items"] == 24 and first["train/total"] == 300  # 1 + ... + 24
+        assert first["train/most"] == 24 and first["train/updates"] == 3
+        assert first["train/squares"] == pytest.approx(4900 / 24)  # 1 + 4 + ... + 24 * 24
