@@ -40,9 +40,9 @@ from fnloop._checkpoint.shards import keep_own_share
 from fnloop._checkpoint.shared_write import write_by_all
 from fnloop._checkpoint.targets import encode_targets
 from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.events import RECORD
 from fnloop._core.history import History
 from fnloop._core.left_to_do import events_to_keep
+from fnloop._core.monitor import metrics_here
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.phase import encode_phases
 from fnloop._core.serialize import Json, as_safetensor, encode
@@ -215,10 +215,8 @@ def position_of(state: TrainState) -> list[int]:
 
 
 def _measured(state: TrainState) -> dict[str, str]:
-    """Return the metrics of the record made at this boundary, if any. They rank checkpoints."""
-    if RECORD not in state.events:
-        return {}
-    return {name: repr(value) for name, value in state.history[-1].metrics.items()}
+    """Return the metrics that were recorded at this boundary. They rank checkpoints."""
+    return {name: repr(value) for name, value in metrics_here(state).items()}
 
 
 def _encode_weights(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from fnloop._core.events import RECORD
 from fnloop._display.checks import describe
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "check_loaders",
     "check_monitored",
     "check_names",
+    "metrics_here",
     "mode_by_name",
     "mode_of",
     "suggestion",
@@ -151,6 +153,20 @@ def check_loaders(owner: str, wanted: Iterable[str], loaders: Sequence[str]) -> 
                 f"{owner}: this run has no loader {name!r}; those are: {', '.join(loaders)}"
                 f"{suggestion(name, loaders)}"
             )
+
+
+def metrics_here(state: Any) -> Mapping[str, float]:
+    """Return the metrics that were recorded at the newest boundary of a state; none, if none was.
+
+    There are two records if the boundary had one, and the run ended there and evaluated the rest.
+    """
+    if RECORD not in state.events:
+        return {}
+    newest = state.history[-1]
+    before = state.history[-2] if newest.closing and len(state.history) > 1 else newest
+    if before.step != newest.step or before.closing:
+        return newest.metrics
+    return {**before.metrics, **newest.metrics}
 
 
 def check_monitored(owner: str, key: str, state: Any) -> bool:

@@ -30,7 +30,7 @@ from fnloop._checkpoint.shared_write import SharedWrite
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.events import RECORD
 from fnloop._core.history import History
-from fnloop._core.monitor import better, check_monitored, mode_of
+from fnloop._core.monitor import better, check_monitored, metrics_here, mode_of
 from fnloop._core.phase import SINCE
 from fnloop._core.state import TrainState
 from fnloop._display.checks import choice, describe, flag, folder_path, integer, metric_name
@@ -223,9 +223,7 @@ class checkpoint:
 
     def _has_metric(self, state: TrainState) -> bool:
         """Return whether the metric was measured at this boundary, or none was asked for."""
-        if self.best is None:
-            return True
-        return RECORD in state.events and self.best in state.history[-1].metrics
+        return self.best is None or self.best in metrics_here(state)
 
     # --- writing
 
@@ -359,7 +357,7 @@ def _read_names(named: Sequence[str]) -> tuple[str, ...]:
 
 def _name_metrics(state: TrainState, named: Sequence[str]) -> str:
     """Return the part of a name that shows metrics, those that were recorded at this boundary."""
-    values = state.history[-1].metrics if RECORD in state.events else {}
+    values = metrics_here(state)
     return "".join(
         f"-{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}={values[name]:.4g}"
         for name in named

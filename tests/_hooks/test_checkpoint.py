@@ -227,6 +227,28 @@ def test_the_untrained_model_can_be_the_best(moment, saved, best, background, tm
     assert resumed.history == state.history
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["stop first", "checkpoint first"])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_closing_record_of_another_loader_takes_no_metric_from_the_last_checkpoint(
+    tmp_path, order, keep
+):
+    """A hook stops at the best evaluation, and "test" is evaluated at the end."""
+    stop = fl.when(lambda state: state.step == 4)(lambda s: attrs.evolve(s, stop="enough"))
+    saves = fl.checkpoint(tmp_path, keep=keep, best="valid/loss", named=("valid/loss",))
+    state = fl.fit(
+        fl.pipeline()(toy_loss),
+        toy(),
+        {"train": [torch.ones(1)] * 6, "valid": [torch.ones(1)], "test": [torch.ones(1)]},
+        hooks=(stop, fl.every(steps=2)(saves))[::order],
+        evaluate_every={"valid": fl.every(steps=2), "test": fl.at_end()},
+    )
+    assert [(r.step, r.closing) for r in state.history] == [(2, False), (4, False), (4, True)]
+    assert "valid/loss" not in state.history[-1].metrics
+    assert fl.best(tmp_path).name == "step-00000004-valid-loss=-4"
+    assert fl.restore(fl.best(tmp_path), toy()).history[-1].closing
+    assert len(names(tmp_path)) == min(keep, 2)
+
+
 def test_a_resumed_run_still_saves_the_next_evaluation(tmp_path):
     loss = lambda model, batch: model.w * batch.mean()
     make = lambda: fl.every(steps=3)(fl.checkpoint(tmp_path, keep=9, best="valid/loss", mode="min"))
