@@ -128,6 +128,11 @@ class TorchMetric:
         if not isinstance(value, Mapping):
             (numbers,) = _to_numbers([self._vector(value, self.template, self.names)])
             return numbers[0] if self.names is None else _named(self.names, numbers)
+        if self.names is not None and all(map(_is_number, value.values())):
+            raise ValueError(
+                f"from_torchmetrics expects names for the elements of vectors; {self.key} computes "
+                f"one number for each metric, and got {', '.join(self.names)}: leave out names"
+            )
         vectors = [
             self._vector(part, name, None if _is_number(part) else self.names)
             for name, part in value.items()

@@ -47,6 +47,7 @@ class Best:
 
     def __init__(self, state: TrainState, since: str) -> None:
         self.records: dict[str, Record] = {}
+        self.loaders = () if state.run is None else state.run.evaluated
         for record in records_since(state.history, first_record(state.phases, since)):
             self.records = update_best(self.records, record)
 
@@ -193,7 +194,12 @@ def describe_end(reason: str, position: Position, seconds: float, best: Best) ->
 
 def _describe_best(best: Best) -> str:
     """Return the best loss of the first evaluated loader, or else its first other metric."""
-    names = sorted(best.records, key=lambda name: not name.endswith("/loss"))
+    place = {loader: i for i, loader in enumerate(best.loaders)}
+
+    def rank(name: str) -> tuple[bool, int]:
+        return not name.endswith("/loss"), place.get(name.partition("/")[0], len(place))
+
+    names = sorted(best.records, key=rank)
     if not names or mode_by_name(names[0]) is None:
         return ""
     record = best.records[names[0]]

@@ -1,13 +1,24 @@
-"""The arguments of ``fit`` that say when something is due."""
+"""The arguments of ``fit`` that say when something is due, and what is due at a boundary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import attrs
+
+from fnloop._core.events import END
+from fnloop._core.state import TrainState
 from fnloop._display import checks
 from fnloop._hooks.moments import Moment, Trigger
 
-__all__ = ["Moments", "check_moment", "own_clock", "read_moments"]
+__all__ = [
+    "Moments",
+    "check_moment",
+    "loaders_due",
+    "may_be_due_at",
+    "own_clock",
+    "read_moments",
+]
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None
@@ -58,3 +69,42 @@ def check_moment(argument: str, given: object) -> None:
             f"fit expects {argument} as a moment that does not depend on records, because it makes "
             f"them; got {given!r}"
         )
+
+
+def may_be_due_at(event: str, trigger: object) -> bool:
+    """Return whether a trigger may be due for an event without an update: "start" or "end"."""
+    return event in getattr(trigger, "outside", ())
+
+
+def loaders_due(
+    evaluations: Sequence[tuple[Trigger, tuple[str, ...]]],
+    state: TrainState,
+    within: bool,
+    note: Callable[[Trigger], object],
+) -> tuple[str, ...] | None:
+    """Return the names of the loaders to evaluate; None if no evaluation is due.
+
+    Where a run ends within an epoch, what is due for that reason alone is left to the closing
+    record, which evaluates every loader; unless there is another evaluation.
+
+    Args:
+        evaluations: when to evaluate, and which loaders.
+        state: the state at a boundary.
+        within: whether it is not the end of an epoch.
+        note: called with each trigger before it is asked.
+    """
+    __tracebackhide__ = True
+    ends = within and END in state.events
+    going_on = attrs.evolve(state, events=state.events - {END}) if ends else state
+    due, late = [], []
+    for trigger, names in evaluations:
+        note(trigger)
+        for_end = ends and may_be_due_at(END, trigger)
+        if trigger.due(going_on if for_end else state):
+            due.append(names)
+        elif for_end:
+            late.append((trigger, names))
+    for trigger, names in late if due else ():
+        note(trigger)
+        due += [names] if trigger.due(state) else []
+    return sum(due, ()) if due else None

@@ -28,7 +28,13 @@ from fnloop._hooks.progress import progress
 from fnloop._hooks.wrapper import Hook, layers, slots_of, unwrap_hook
 from fnloop._loop.check_hooks import check_together, read_hooks
 from fnloop._loop.errors import warn_on_main
-from fnloop._loop.moments import Moments, check_moment, own_clock, read_moments
+from fnloop._loop.moments import (
+    Moments,
+    check_moment,
+    may_be_due_at,
+    own_clock,
+    read_moments,
+)
 from fnloop._loop.phases import (
     absolute_targets,
     begin_phase,
@@ -154,7 +160,9 @@ class Plan:
     def hooks_at(self, event: str) -> list[Hook]:
         """Return the hooks that may be due at a boundary without an update: "start" or "end"."""
         return [
-            hook for hook in self.hooks if any(event in _outside(layer) for layer in layers(hook))
+            hook
+            for hook in self.hooks
+            if any(may_be_due_at(event, getattr(layer, "trigger", None)) for layer in layers(hook))
         ]
 
     def begins_before(self, state: TrainState) -> bool:
@@ -164,7 +172,7 @@ class Plan:
 
     def evaluates_at(self, event: str) -> bool:
         """Return whether an evaluation may be due at a boundary without an update."""
-        return any(event in getattr(trigger, "outside", ()) for trigger, _ in self.evaluations)
+        return any(may_be_due_at(event, trigger) for trigger, _ in self.evaluations)
 
     def check_position(self, state: TrainState) -> None:
         """Raise if the position within the epoch means nothing to this many processes."""
@@ -314,8 +322,3 @@ def check_step(step: object, caller: str) -> None:
         f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} "
         f"({type(step).__name__}). {hint}"
     )
-
-
-def _outside(layer: Hook) -> frozenset[str]:
-    """Return the events without an update at which the trigger of a hook may be due."""
-    return getattr(getattr(layer, "trigger", None), "outside", frozenset())

@@ -27,6 +27,7 @@ from fnloop._loop.errors import check_counters, check_returned, explain_no_batch
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.hints import check_length
 from fnloop._loop.interrupts import Abandoned, Interrupts
+from fnloop._loop.moments import loaders_due
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan, describe
@@ -227,7 +228,7 @@ class Run:
         if last and self.plan.is_over(state):
             state = attrs.evolve(state, events=state.events | {END})
         if last or not self.asked_at <= state.step < self.quiet_until:
-            due, recent = self._ask(state)
+            due, recent = self._ask(state, within=not ended)
             if last or due is not None or recent:
                 state = self._report(state, due, recent, ended)
             if END in state.events:
@@ -259,23 +260,23 @@ class Run:
         self.state = attrs.evolve(self.state, events=frozenset())
         return self.boundary(ended=True)
 
-    def _ask(self, state: TrainState) -> tuple[tuple[str, ...] | None, bool]:
+    def _ask(self, state: TrainState, within: bool = False) -> tuple[tuple[str, ...] | None, bool]:
         """Return the names of the loaders to evaluate, and whether a record is due in any case.
 
-        The names are None if no evaluation is due. If one trigger is asked, all are.
+        The names are None if no evaluation is due. If one trigger is asked, all are. ``within`` is
+        whether this is not the end of an epoch.
         """
         __tracebackhide__ = True
-        due, recent = None, False
-        for trigger, names in self.plan.evaluations:
-            self.phase = trigger
-            if trigger.due(state):
-                due = names if due is None else due + names
+        due, recent = loaders_due(self.plan.evaluations, state, within, self._note), False
         if self.plan.record_every is not None:
             self.phase = self.plan.record_every
             recent = self.plan.record_every.due(state)
         self.asked_at = state.step  # a step of the pipeline may go back before it
         self.quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
         return due, recent
+
+    def _note(self, phase: object) -> None:
+        self.phase = phase
 
     def _call_hooks(self, hooks: Sequence[Hook]) -> None:
         """Call hooks, each with the state that the one before it returned."""

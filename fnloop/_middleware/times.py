@@ -68,8 +68,8 @@ def throughput(
     that holds the device up counts. Skipped updates do not count. List it last.
 
     Args:
-        of: "samples", the leading dimension of the batches; or "weight", the items that the loss is
-            the mean of, such as tokens ("throughput/weight").
+        of: "samples", the leading dimension of the batches, with ``tbptt`` that of each window; or
+            "weight", the items that the loss is the mean of, such as tokens ("throughput/weight").
         flops: floating point operations that one sample (or one item of weight) takes in forward
             and backward. Given with ``peak``, "throughput/mfu" is the model FLOPs utilization.
         peak: floating point operations per second of one device.

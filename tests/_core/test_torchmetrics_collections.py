@@ -293,6 +293,7 @@ def test_one_name_is_for_a_vector_of_one_element():
         (recall(), None, r"computes \(3,\)\. Choose .*names=\(\"cat\", \"dog\"\)"),
         (collection(None), None, r"'precision' computes \(3,\)"),
         (collection(None), ("cat",), "what 'precision' computes: that is 3; got 1: cat"),
+        (collection(), ("a", "b", "c"), "one number for each metric, and got a, b, c: leave out"),
     ],
     ids=repr,
 )

@@ -124,6 +124,13 @@ def test_a_run_that_continues_has_epochs_of_the_same_length():
     assert "3 epochs of 4 updates, from step 6" in logged(STEP, [ONE] * 4, state, epochs=3)[0]
 
 
+def test_the_last_line_has_the_best_of_the_loader_that_was_given_first():
+    moments = {"valid": fl.every(epochs=1), "test": fl.at_start() | fl.at_end()}
+    loaders = {"train": [ONE], "valid": [ONE], "test": [2 * ONE]}
+    *_, last = logged(STEP, loaders, toy(), epochs=2, evaluate_every=moments)
+    assert last.endswith("; best valid/loss -2.0000 at step 2")
+
+
 def test_a_run_that_ends_by_its_updates_tells_them():
     head = logged(STEP, [ONE] * 4, toy(), epochs=3, steps=6)[0]
     assert head.endswith("3 epochs, 6 updates in all")

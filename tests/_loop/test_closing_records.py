@@ -374,3 +374,33 @@ def test_ctrl_c_after_the_end_leaves_the_reason_of_the_hook():
     state = fit(hooks=(stop_at(2), Pressed()))
     assert (state.step, state.stop) == (2, "enough")
     assert "end" in state.events
+
+
+@pytest.mark.parametrize("how", ["target", "hook"])
+def test_an_evaluation_that_is_due_at_the_end_alone_makes_the_closing_record(how):
+    """Whatever ends it within an epoch: the record has every loader, and resets nothing."""
+    loaders = {"train": [ONE] * 6, "valid": [ONE], "test": [-ONE]}
+    moments = {"valid": fl.every(steps=2) | fl.at_end(), "test": fl.every(epochs=1)}
+
+    def train(state, steps):
+        given = {"steps": steps} if how == "target" else {"hooks": (stop_at(steps),)}
+        often = {"evaluate_every": moments, "record_every": fl.every(steps=4)}
+        return fit(attrs.evolve(state, stop=None), loaders, **often, **given)
+
+    part = train(toy(), 3)
+    assert [(r.step, r.closing) for r in part.history] == [(2, False), (3, True)]
+    assert {"valid/loss", "test/loss", "train/loss"} <= part.history[-1].metrics.keys()
+    whole, again = train(toy(), 6), train(part, 6)
+    assert [r.metrics for r in again.history if not r.closing] == [
+        r.metrics for r in whole.history if not r.closing
+    ]
+
+
+def test_what_is_due_at_the_end_joins_an_evaluation_that_is_due_in_any_case():
+    loaders = {"train": [ONE] * 6, "valid": [ONE], "test": [-ONE], "other": [ONE]}
+    never = fl.when(lambda state: False)
+    moments = {"test": fl.at_end(), "valid": fl.every(steps=3), "other": never}
+    state = fit(toy(), loaders, evaluate_every=moments, steps=3)
+    (record,) = state.history
+    assert not record.closing and {"valid/loss", "test/loss"} <= record.metrics.keys()
+    assert "other/loss" not in record.metrics
