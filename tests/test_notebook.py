@@ -124,7 +124,8 @@ def test_an_exception_closes_the_bar(notebook):
     )
     (kind, data), (error, _) = shown(cell)
     assert (kind, error) == ("display_data", "error")
-    assert data["text/plain"].splitlines()[-1].startswith("ended early: epoch 1/5, step 2, after ")
+    last = data["text/plain"].splitlines()[-1]
+    assert last.startswith("failed: ZeroDivisionError: division by zero; epoch 1/5, step 2, after ")
     after = notebook.run("state = fl.fit(step, toy(), loaders, epochs=1)")
     assert len(after.outputs) == 1
 

@@ -20,7 +20,7 @@ from fnloop._hooks.progress_log import LogView
 from fnloop._hooks.progress_notebook import NotebookView
 from fnloop._hooks.progress_pace import Entry, Pace, Position, is_over
 from fnloop._hooks.progress_terminal import TerminalView
-from fnloop._hooks.progress_text import Best, describe_end, describe_start
+from fnloop._hooks.progress_text import Best, describe_end, describe_error, describe_start
 
 __all__ = ["progress"]
 
@@ -94,6 +94,7 @@ class progress:
         self._following: _Following | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
         self._newest: TrainState | None = None  # the state at the newest boundary
+        self._reason = "ended early"  # why the run ended, if nothing else has said it
 
     def __repr__(self) -> str:
         given = {"refresh": self.refresh, "since": self.since}
@@ -133,11 +134,16 @@ class progress:
             self._following.finish(state)
         return state
 
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Note why the run has failed, for the last line."""
+        self._reason = f"failed: {describe_error(error)}"
+
     def close(self) -> None:
         """Leave the output in order."""
         if self._following is not None:
-            self._following.close(self._newest)
+            self._following.close(self._newest, self._reason)
         self._following, self._next, self._newest = None, -math.inf, None
+        self._reason = "ended early"
 
 
 class _View(Protocol):
@@ -214,10 +220,10 @@ class _Following:
             self.finished = True
             self.tell(state, f"stopped: {state.stop}" if state.stop else "done")
 
-    def close(self, newest: TrainState | None) -> None:
-        """Say where the run was, if nothing has said why it ended."""
+    def close(self, newest: TrainState | None, reason: str) -> None:
+        """Say why the run ended, and where it was, if nothing has said it yet."""
         if not self.finished:
-            self.tell(newest or self.state, "ended early")
+            self.tell(newest or self.state, reason)
 
     def tell(self, state: TrainState, reason: str) -> None:
         """Show the last line."""

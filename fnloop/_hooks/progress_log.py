@@ -17,6 +17,7 @@ from fnloop._hooks.progress_text import (
     format_epoch,
     format_left,
     format_rate,
+    format_skipped,
     format_value,
     running_values,
 )
@@ -49,7 +50,8 @@ class LogView:
         ordered = [field.name for field in fields if field.name]
         epoch = format_epoch(entry)
         values = (_format(name, record.metrics[name], name in best) for name in ordered)
-        self.write([epoch, f"step {record.step:,}", *values, format_duration(entry.seconds)])
+        step, skipped = f"step {record.step:,}", format_skipped(entry)
+        self.write([epoch, step, *values, skipped, format_duration(entry.seconds)])
 
     def show(self, state: TrainState, position: Position) -> float:
         """Write how far the run is, if it is time to."""
@@ -60,7 +62,7 @@ class LogView:
             rate = format_rate(position.rate) if position.rate else ""
             part = f"{position.done * 100 // position.total}%" if position.total else ""
             step = f"step {position.step:,}"
-            self.write_status(position, [part, step, *numbers, rate])
+            self.write_status(position, [part, step, format_skipped(position), *numbers, rate])
         return self.written + HEARTBEAT
 
     def evaluate(

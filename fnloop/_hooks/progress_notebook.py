@@ -17,6 +17,7 @@ from fnloop._hooks.progress_text import (
     format_epoch,
     format_left,
     format_rate,
+    format_skipped,
     format_value,
     running_values,
 )
@@ -60,6 +61,7 @@ class NotebookView:
         now = time.monotonic()
         if now >= self.next:
             parts = [format_rate(position.rate)] if position.rate else []
+            parts += [format_skipped(position)] if position.skipped else []
             values = running_values(state).items()
             parts += [f"{name} {format_value(name, value)}" for name, value in values]
             self.set_bar(position, format_epoch(position), parts)

@@ -25,12 +25,14 @@ class Entry:
         epoch: the number, from 1, of its epoch; 0 before the first update.
         epochs: the number of the last epoch, or None if there is no such target.
         seconds: the time since the row above it, or since the run began.
+        skipped: updates skipped so far.
     """
 
     record: Record
     epoch: int
     epochs: int | None
     seconds: float
+    skipped: int = 0
 
 
 @attrs.frozen
@@ -45,6 +47,7 @@ class Position:
         total: updates of this epoch at its end, or None if that is unknown.
         rate: updates per second of this epoch, without evaluations and hooks; None if unknown.
         left: the seconds until the end of the run; None if that is unknown.
+        skipped: updates skipped so far.
     """
 
     epoch: int
@@ -54,6 +57,7 @@ class Position:
     total: int | None
     rate: float | None = None
     left: float | None = None
+    skipped: int = 0
 
 
 class Pace:
@@ -95,6 +99,7 @@ class Pace:
             done if ended else self._total(state, done),
             made / seconds if made > 0 and seconds > 0 else None,
             self._left(state, 0 if ended else done),
+            state.skipped,
         )
         if ended:
             self._length = self._length if self._initial else done
@@ -152,7 +157,8 @@ class Pace:
             ends = record.epoch > self._ended  # each end of an epoch has one record, its first
             within = record.step > self._ended_at  # an epoch that is not complete
             number = record.epoch + (within and not ends)
-            new.append(Entry(record, number, epochs, max(record.seconds - self._row_at, 0.0)))
+            seconds = max(record.seconds - self._row_at, 0.0)
+            new.append(Entry(record, number, epochs, seconds, state.skipped))
             if ends:
                 self._ended, self._ended_at = record.epoch, record.step
             self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at

@@ -23,6 +23,7 @@ from fnloop._hooks.progress_text import (
     format_epoch,
     format_left,
     format_rate,
+    format_skipped,
     format_value,
     running_values,
 )
@@ -113,6 +114,7 @@ class TerminalView:
             return self.next
         parts = [format_count_of(position.done, position.total)]
         parts += [format_rate(position.rate)] if position.rate else []
+        parts += [format_skipped(position)] if position.skipped else []
         values = running_values(state)
         parts += [f"{name} {format_value(name, value)}" for name, value in values.items()]
         self.draw(format_epoch(position), position, parts)

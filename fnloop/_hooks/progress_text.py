@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 
 from torch import Tensor
 
@@ -23,17 +24,20 @@ __all__ = [
     "RECENT",
     "Best",
     "describe_end",
+    "describe_error",
     "describe_start",
     "format_count_of",
     "format_duration",
     "format_epoch",
     "format_left",
     "format_rate",
+    "format_skipped",
     "format_value",
     "running_values",
 ]
 
 
+LONGEST_REASON = 100  # characters of an error in the last line
 RECENT = 10.0  # seconds between two lines, if there are records of ``record_every`` only
 
 
@@ -145,6 +149,11 @@ def format_epoch(position: Position | Entry) -> str:
     return f"epoch {position.epoch}" + (f"/{position.epochs}" if position.epochs else "")
 
 
+def format_skipped(position: Position | Entry) -> str:
+    """Return how many updates were skipped so far; "" if none was."""
+    return f"{position.skipped:,} skipped" if position.skipped else ""
+
+
 def describe_start(state: TrainState) -> list[str]:
     """Return what a run works with, and what it is going to do, in parts of a sentence."""
     run, backend = state.run, state.backend
@@ -186,9 +195,22 @@ def _describe_targets(state: TrainState) -> list[str]:
     return parts
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the class and the first line of an error, which may be long.
+
+    Example:
+        >>> describe_error(ValueError("no\\nmore")), describe_error(KeyError())
+        ('ValueError: no', 'KeyError')
+    """
+    first, *_ = [*str(error).splitlines(), ""]
+    first = textwrap.shorten(first, LONGEST_REASON, placeholder="...")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def describe_end(reason: str, position: Position, seconds: float, best: Best) -> str:
     """Return the last line: why a run has ended, where, and what was best."""
-    where = f"{format_epoch(position)}, step {position.step:,}, after {format_duration(seconds)}"
+    parts = [format_epoch(position), f"step {position.step:,}", format_skipped(position)]
+    where = ", ".join([*filter(None, parts), f"after {format_duration(seconds)}"])
     return f"{reason}{';' if ':' in reason else ':'} {where}{_describe_best(best)}"
 
 

@@ -95,12 +95,12 @@ def loaders_due(
     """
     __tracebackhide__ = True
     ends = within and END in state.events
-    going_on = attrs.evolve(state, events=state.events - {END}) if ends else state
+    without_end = attrs.evolve(state, events=state.events - {END}) if ends else state
     due, late = [], []
     for trigger, names in evaluations:
         note(trigger)
         for_end = ends and may_be_due_at(END, trigger)
-        if trigger.due(going_on if for_end else state):
+        if trigger.due(without_end if for_end else state):
             due.append(names)
         elif for_end:
             late.append((trigger, names))

@@ -1,6 +1,7 @@
 """progress in a log: exact lines."""
 
 import io
+import math
 
 import attrs
 import pytest
@@ -124,6 +125,22 @@ def test_a_run_that_continues_has_epochs_of_the_same_length():
     assert "3 epochs of 4 updates, from step 6" in logged(STEP, [ONE] * 4, state, epochs=3)[0]
 
 
+def test_skipped_updates_are_told_where_there_are_some(clock):
+    """Nine of ten losses are NaN, and the mean of the others looks healthy."""
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        loss, aux = toy_loss(model, batch)
+        return loss if len(calls) % 10 == 0 else loss * math.nan, aux
+
+    step = fl.pipeline(fl.skip_nonfinite(99))(clock.timed(loss_fn, 2.0))
+    *_, status, row, last = logged(step, [ONE] * 20, toy())
+    assert "step 1  14 skipped  loss" in status  # the heartbeat after 30 s
+    assert row.split("  ")[-2:] == ["18 skipped", "40s"]
+    assert last == "done: epoch 1/1, step 2, 18 skipped, after 40s"
+
+
 def test_the_last_line_has_the_best_of_the_loader_that_was_given_first():
     moments = {"valid": fl.every(epochs=1), "test": fl.at_start() | fl.at_end()}
     loaders = {"train": [ONE], "valid": [ONE], "test": [2 * ONE]}
@@ -169,7 +186,9 @@ def test_an_exception_leaves_a_last_line(clock):
             [ONE] * 3,
             hooks=(progress(file=file), lambda state: (state.step < 2 and state) or 1 / 0),
         )
-    assert file.getvalue().splitlines()[1:] == ["ended early: epoch 1/1, step 2, after 0.0s"]
+    assert file.getvalue().splitlines()[1:] == [
+        "failed: ZeroDivisionError: division by zero; epoch 1/1, step 2, after 0.0s"
+    ]
 
 
 def test_a_resumed_run_knows_the_best_of_before(clock):

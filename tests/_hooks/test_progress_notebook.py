@@ -177,7 +177,7 @@ def test_an_exception_leaves_no_bar(cell, clock):
     with pytest.raises(ZeroDivisionError):
         fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(), fail))
     _, note = cell.outputs[0][-1]
-    assert note == "ended early: epoch 1/1, step 3, after 0.0s"
+    assert note == "failed: ZeroDivisionError: division by zero; epoch 1/1, step 3, after 0.0s"
 
 
 def test_a_run_that_is_abandoned_keeps_its_records(cell, clock):

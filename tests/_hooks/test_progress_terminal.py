@@ -274,7 +274,10 @@ def test_an_exception_leaves_no_bar(clock):
     file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.1))
     with pytest.raises(RuntimeError, match="a bad hook") as raised:
         fl.fit(step, toy(), [ONE] * 4, epochs=2, hooks=(progress(file=file), fail))
-    assert file.lines()[1:] == ["ended early: epoch 1/2, step 3, after 0.3s", ""]
+    assert file.lines()[1:] == [
+        "failed: RuntimeError: a bad hook; epoch 1/2, step 3, after 0.3s",
+        "",
+    ]
     assert "epoch 1, batch 3, step 3" in raised.value.__notes__[0]  # the same numbers
 
 
