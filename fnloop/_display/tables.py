@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 import attrs
+from tqdm.utils import disp_len
 
 from fnloop._display.encoding import printable
 
@@ -68,16 +69,18 @@ def terminal_width() -> int:
 
 
 def shorten(title: str) -> str:
-    """Leave out the middle of a title that is too long for a column."""
-    if len(title) <= LONGEST_TITLE:
+    """Leave out the middle of a title, or of the name of a group, that is too long."""
+    if disp_len(title) <= LONGEST_TITLE:
         return title
     half = (LONGEST_TITLE - 1) // 2
-    return f"{title[:half]}…{title[-half:]}"
+    while disp_len(short := f"{title[:half]}…{title[-half:]}") > LONGEST_TITLE:
+        half -= 1
+    return short
 
 
 def width_of(columns: Sequence[Column]) -> int:
     """Return how many characters a line of a table has."""
-    return len(_join(columns, [" " * width for width in _widths(columns)]))
+    return disp_len(_join(columns, [" " * width for width in _widths(columns)]))
 
 
 def head_lines(columns: Sequence[Column]) -> list[str]:
@@ -99,7 +102,7 @@ def head_lines(columns: Sequence[Column]) -> list[str]:
         groups = []
         for group, indices in _groups(columns):
             room = sum(widths[i] for i in indices) + 2 * (len(indices) - 1)
-            groups.append(group.ljust(room))
+            groups.append(_padded(shorten(group), room, left=True))
         lines.insert(0, " │ ".join(groups).rstrip(" │") if groups else "")
     return lines
 
@@ -142,7 +145,7 @@ def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: 
     if any(column.group for column in columns):
         head = "".join(
             f'<th colspan="{len(indices)}" style="{style(indices[0], "left")}">'
-            f"{html.escape(group)}</th>"
+            f"{html.escape(shorten(group))}</th>"
             for group, indices in groups
         )
         head = f"<tr>{head}</tr>"
@@ -163,7 +166,13 @@ def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: 
 
 def _aligned(column: Column, text: str, width: int) -> str:
     room = width - column.marks
-    return text.ljust(room) if column.left else text.rjust(room)
+    return _padded(text, room, column.left)
+
+
+def _padded(text: str, room: int, left: bool) -> str:
+    """Return a text with spaces beside it. Some signs take two columns of a terminal."""
+    spaces = " " * max(room - disp_len(text), 0)
+    return f"{text}{spaces}" if left else f"{spaces}{text}"
 
 
 def _html_row(cells: Iterable[str]) -> str:
@@ -183,10 +192,12 @@ def _groups(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
 
 def _widths(columns: Sequence[Column]) -> list[int]:
     """Return how many characters each column has; the last of a group has room for its name."""
-    widths = [max(column.width, len(shorten(column.title))) + column.marks for column in columns]
+    widths = [
+        max(column.width, disp_len(shorten(column.title))) + column.marks for column in columns
+    ]
     for group, indices in _groups(columns):
         room = sum(widths[i] for i in indices) + 2 * (len(indices) - 1)
-        widths[indices[-1]] += max(len(group) - room, 0)
+        widths[indices[-1]] += max(disp_len(shorten(group)) - room, 0)
     return widths
 
 

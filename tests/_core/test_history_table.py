@@ -5,6 +5,7 @@ import shutil
 from os import terminal_size
 
 import pytest
+from tqdm.utils import disp_len
 
 from fnloop import History, Record
 from fnloop._core.history_table import is_evaluated, is_row, lay_out, table, update_best
@@ -310,6 +311,15 @@ def test_the_width_is_that_of_the_terminal_when_it_is_printed(monkeypatch):
 def test_a_long_name_is_shortened_in_its_middle():
     head = lines(Record(1, 10, {f"valid/{'m' * 30}{'n' * 30}": 1.0}), width=80)[1]
     assert head.split()[3] == f"{'m' * 15}…{'n' * 15}"
+
+
+def test_a_long_name_of_a_loader_is_shortened_too_and_wide_signs_have_two_columns():
+    names = (f"{'m' * 30}{'n' * 30}/loss", "验证/loss", "valid/验证")
+    head, titles, row = lines(Record(1, 10, dict.fromkeys(names, 1.0)), width=100)
+    assert head.split("│")[1].strip() == f"{'m' * 15}…{'n' * 15}"
+    assert len({*map(len, (titles, row))}) == 2  # 验证 is two signs, and four columns
+    bars = [[disp_len(part) for part in line.split("│")][:-1] for line in (head, titles, row)]
+    assert bars[0][:3] == bars[1][:3] == bars[2][:3] and bars[1] == bars[2]
 
 
 # --- HTML
