@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 Mode = Mapping[str, str] | str | None
+MOST_LABELS = 8  # of a legend within the first axis; a longer one is below the figure
+MOST_NAMED, MOST_SHOWN = 2, 4  # best points of another axis: with their names, or just the values
+DECADES = 1000.0  # from the lowest to the highest value of a logarithmic axis, at least
 TRAINED = ("train", "recent")  # names that are not those of evaluated loaders
 
 
@@ -56,22 +59,37 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     sizes = [panel_size(title, i) for i, title in enumerate(titles)]
     figure, axes = plot.panels("History.plot", sizes)
     known: set[str] = set()  # labels in a legend
+    crowded = False  # whether the legend of the first axis is below the figure
     for axis, title in zip(axes, titles, strict=True):
-        curves = []
-        for key in sorted(groups[title], key=lambda key: _order(of[key][0])):
+        curves, keys = [], sorted(groups[title], key=lambda key: _order(of[key][0]))
+        evaluated = [key for key in keys if of[key][0] not in TRAINED]
+        crowded |= axis is axes[0] and len(keys) + len(evaluated) > MOST_LABELS
+        for key in keys:
             (owner, metric), having, best = of[key], series[key], None
             wanted = _mode_of(metric, groups[title], mode)
-            if wanted is not None and owner not in TRAINED:
+            if wanted is not None and key in evaluated:
                 record = best_record(having, key, wanted)
-                if not math.isnan(value := record.metrics[key]):  # or all are NaN: none is best
+                if math.isfinite(value := record.metrics[key]):  # or none is: none is best
                     label = f"{_label(owner, metric)} {best_label(record, key, records)}"
+                    if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
+                        label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
                     best = place(record), value, label
             points = [(place(record), record.metrics[key]) for record in having]
             thin = owner == "recent"
             curves.append(plot.Curve(points, _label(owner, metric), colors[owner], thin, best))
-        plot.draw(axis, title, x, curves, known)
+        plot.draw(axis, title, x, curves, None if crowded and axis is axes[0] else known)
+        if _mode_of(title, groups[title], mode) == "min" and _spans_decades(curves):
+            axis.set_yscale("log")
         known |= {curve.label for curve in curves}
+    if crowded:
+        plot.add_legend_below(figure, axes[0])
     return figure
+
+
+def _spans_decades(curves: Iterable[plot.Curve]) -> bool:
+    """Return whether curves fall by so much that a linear axis would show them as a flat line."""
+    values = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
+    return bool(values) and min(values) > 0 and max(values) >= DECADES * min(values)
 
 
 def curves_of(records: Iterable[Record]) -> dict[str, list[Record]]:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from fnloop._display.tables import shorten
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -38,6 +40,7 @@ Points = Sequence[tuple[float, float]]
 GREY = "#7a7a7a"  # has the same contrast to white and to #111
 HIDDEN = "_"  # the label of a line that is not in the legend
 LARGE, MEDIUM, SMALL = "large", "medium", "small"  # sizes of axes
+LONGEST_TITLE = 28  # characters that fit above a small axis
 SHORT = 9  # characters of a label
 STYLES = ("-", "--", ":", "-.")  # of curves of one colour in one axis
 MOST_POINTS = 2000  # of a curve as it is drawn
@@ -185,7 +188,7 @@ def draw(
     places = {x for curve in curves for x, _ in curve.points}
     if len(places) == 1:  # otherwise the ticks would be hundredths of a step
         axis.set_xlim(min(places) - 1, min(places) + 1)
-    axis.set_title(title, loc="left")
+    axis.set_title(shorten(title, LONGEST_TITLE), loc="left")
     axis.set_xlabel(x)
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     if known is not None:

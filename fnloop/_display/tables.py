@@ -68,12 +68,12 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def shorten(title: str) -> str:
+def shorten(title: str, most: int = LONGEST_TITLE) -> str:
     """Leave out the middle of a title, or of the name of a group, that is too long."""
-    if disp_len(title) <= LONGEST_TITLE:
+    if disp_len(title) <= most:
         return title
-    half = (LONGEST_TITLE - 1) // 2
-    while disp_len(short := f"{title[:half]}…{title[-half:]}") > LONGEST_TITLE:
+    half = (most - 1) // 2
+    while disp_len(short := f"{title[:half]}…{title[-half:]}") > most:
         half -= 1
     return short
 

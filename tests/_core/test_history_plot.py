@@ -163,6 +163,59 @@ def test_a_plot_with_nan_and_infinity_can_be_saved():
     assert file.getvalue().startswith(b"\x89PNG")
 
 
+def loaders_history(n, *more):
+    names = [f"loader{i}" for i in range(n)]
+    metrics = ("loss", "accuracy", *more)
+    return History(
+        [
+            Record(
+                e, e, {f"{name}/{m}": (i + 1) / e for i, name in enumerate(names) for m in metrics}
+            )
+            for e in (1, 2)
+        ]
+    )
+
+
+@pytest.mark.parametrize(("n", "shown"), [(2, 2), (3, 3), (4, 4), (5, 0)])
+def test_the_best_of_several_loaders_take_no_room_from_a_small_axis(n, shown):
+    figure = loaders_history(n).plot()
+    loss, accuracy = figure.axes
+    legend = accuracy.get_legend()
+    labels = [] if legend is None else [text.get_text() for text in legend.get_texts()]
+    assert len(labels) == shown
+    if n == 3:
+        assert labels == ["1", "2", "3"]  # told by the colour of their loader
+    assert (loss.get_legend() is None) is (n > 4)  # then it is below the figure
+    assert len(figure.legends) == (n > 4)
+    figure.draw_without_rendering()
+    heights = [axis.get_position().height for axis in figure.axes]
+    assert heights[1] > 0.15
+
+
+def test_a_loss_that_falls_by_decades_has_a_logarithmic_axis():
+    def scales(*losses, name="loss"):
+        records = [Record(i, i, {f"valid/{name}": loss}) for i, loss in enumerate(losses, 1)]
+        return History(records).plot().axes[0].get_yscale()
+
+    assert scales(1e6, 10.0, 0.01) == scales(1000.0, 1.0) == "log"
+    assert scales(999.0, 1.0) == scales(1e6, 0.0) == scales(1e6, -1.0) == "linear"
+    assert scales(1e6, 1.0, name="accuracy") == scales(1e6, 1.0, name="energy") == "linear"
+    assert scales(math.inf, 1.0, 0.5) == scales(math.nan) == "linear"
+
+
+def test_infinity_is_never_marked_as_best():
+    history = History(
+        [Record(1, 1, {"valid/loss": math.inf}), Record(2, 2, {"valid/loss": math.nan})]
+    )
+    labels = [line.get_label() for line in history.plot().axes[0].lines]
+    assert labels == ["valid"]
+
+
+def test_a_long_title_fits_its_axis():
+    figure = loaders_history(1, "m" * 40 + "n" * 40).plot()
+    assert figure.axes[-1].get_title(loc="left") == "m" * 13 + "…" + "n" * 13
+
+
 def test_nan_is_never_marked_as_best():
     def marks(figure):
         return [line.get_label() for line in figure.axes[0].lines if "best" in line.get_label()]
