@@ -201,6 +201,7 @@ class _Following:
         now = time.monotonic()
         if not done:
             self.evaluation_began = now
+            self.pace.begin_evaluation(loader)
         if now < self.quiet:
             return
         self.quiet = now + BRIEFEST
@@ -208,7 +209,7 @@ class _Following:
         rate = done / passed if passed > 0 and done else None
         rest = None if rate is None or total is None else (total - done) / rate
         trained = self.evaluation_began - self.looked
-        left = self.pace.left_in_evaluation(self.position, trained, passed, rest)
+        left = self.pace.left_in_evaluation(state, loader, self.position, trained, passed, rest)
         number = state.epoch + (EPOCH not in state.events)
         position = attrs.evolve(self.position, epoch=number, step=state.step, left=left)
         self.view.evaluate(position, loader, done, total, rate)

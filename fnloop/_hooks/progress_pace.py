@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import attrs
@@ -60,6 +61,21 @@ class Position:
     skipped: int = 0
 
 
+@attrs.frozen
+class _Evaluated:
+    """The newest evaluation of a loader.
+
+    Args:
+        seconds: how long it took.
+        before: the updates that had been made at the one before it, or as the run began.
+        newest: the updates that had been made at it.
+    """
+
+    seconds: float
+    before: int
+    newest: int
+
+
 class Pace:
     """Follows a run from its first boundary to its last.
 
@@ -78,9 +94,9 @@ class Pace:
         rows = (record.seconds for record in reversed(state.history) if is_row(record))
         self._row_at = next(rows, 0.0)  # the seconds of the newest row
         self._length: int | None = None  # of an epoch, if it is not known beforehand
-        self._evaluated: list[int] = [self._first]  # the updates at the two newest evaluations
-        self._evaluation = 0.0  # seconds of the newest evaluation
-        self._evaluations = 0.0  # seconds of all of them
+        self._evaluated: dict[str, _Evaluated] = {}  # by loader
+        self._began: dict[str, float] = {}  # when the evaluation of each loader of a record did
+        self._evaluations = 0.0  # seconds of all evaluations
         self._begin_epoch(state, _done(state))
 
     def look(self, state: TrainState) -> Position:
@@ -130,12 +146,24 @@ class Pace:
     def _count(self, state: TrainState) -> int:
         return state.step + state.skipped
 
+    def begin_evaluation(self, loader: str) -> None:
+        """Note that the evaluation of a loader begins."""
+        self._began[loader] = time.monotonic()
+
     def left_in_evaluation(
-        self, before: Position, trained: float, passed: float, rest: float | None
+        self,
+        state: TrainState,
+        loader: str,
+        before: Position,
+        trained: float,
+        passed: float,
+        rest: float | None,
     ) -> float | None:
         """Return how many seconds the rest of a run takes that is evaluating, if that is known.
 
         Args:
+            state: the state that is evaluated.
+            loader: the name of the loader.
             before: the position at the last boundary that was looked at.
             trained: the seconds from then to the beginning of the evaluation.
             passed: the seconds since it began.
@@ -144,9 +172,13 @@ class Pace:
         if before.left is None:
             return None
         left = max(before.left - trained, 0.0)
-        if self._evaluation:  # this one is a part of the estimate
+        if loader in self._evaluated:  # this one is a part of the estimate
             return max(left - passed, rest or 0.0)
-        return None if rest is None else left + rest
+        if rest is None:
+            return None
+        updates = self._updates_left(state, 0 if EPOCH in state.events else _done(state)) or 0
+        between = self._count(state) - self._first or self._usual_length(state) or math.inf
+        return left + rest + updates // between * (passed + rest)
 
     def read_records(self, state: TrainState) -> list[Entry]:
         """Return the new records. Call this before :meth:`look`."""
@@ -162,12 +194,28 @@ class Pace:
             if ends:
                 self._ended, self._ended_at = record.epoch, record.step
             self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at
-            if any(map(is_evaluated, record.metrics)):
-                self._evaluated = [*self._evaluated, self._count(state)][-2:]
-                self._evaluation = _run(state).stopwatch.evaluated or 0.0
-                self._evaluations += self._evaluation
+            if loaders := {k.partition("/")[0]: None for k in record.metrics if is_evaluated(k)}:
+                self._note_evaluations(state, [*loaders])
         self._known = len(history)
         return new
+
+    def _note_evaluations(self, state: TrainState, loaders: list[str]) -> None:
+        """Note when the loaders of a record were evaluated, and how long each of them took."""
+        took, now = _run(state).stopwatch.evaluated or 0.0, self._count(state)
+        self._evaluations += took
+        began = {loader: at for loader, at in self._began.items() if loader in loaders}
+        self._began = {}
+        if began.keys() != {*loaders}:  # not all were seen: let each take as long
+            began = {loader: i * took / len(loaders) for i, loader in enumerate(loaders)}
+        ends = [*[*began.values()][1:], next(iter(began.values())) + took]
+        for (loader, at), end in zip(began.items(), ends, strict=True):
+            known = self._evaluated.get(loader)
+            newest = self._first if known is None else known.newest
+            self._evaluated[loader] = _Evaluated(max(end - at, 0.0), newest, now)
+
+    def _usual_length(self, state: TrainState) -> int | None:
+        """Return the updates of an epoch, if they are known."""
+        return _run(state).steps_per_epoch or self._length
 
     def _total(self, state: TrainState, done: int) -> int | None:
         """Return the updates of the epoch, or those until the target, if it is reached before."""
@@ -184,11 +232,11 @@ class Pace:
             return None
         passed = time.monotonic() - self.began - self._evaluations
         seconds = updates * passed / made
-        *_, before, newest = (self._first, *self._evaluated)
-        # After an evaluation at the start alone, assume that there is one at the end of each epoch.
-        if between := newest - before or _run(state).steps_per_epoch or self._length:
-            more = (self._count(state) + updates - newest) // between
-            seconds += more * self._evaluation
+        end = self._count(state) + updates
+        for each in self._evaluated.values():
+            # After one at the start alone, assume that there is one at the end of each epoch.
+            if between := each.newest - each.before or self._usual_length(state):
+                seconds += (end - each.newest) // between * each.seconds
         return max(seconds, 0.0)
 
     def _updates_left(self, state: TrainState, done: int) -> int | None:

@@ -69,6 +69,45 @@ def test_the_time_left_has_the_evaluations_to_come(clock):
         assert pace.look(state).left == (1000 - state.step) * 1.0 + evaluations * 4.0
 
 
+def test_each_loader_is_expected_at_its_own_pace(clock):
+    """One takes a second after every 10 updates; the other 30 seconds after every 400."""
+    state = start()
+    pace = Pace(state)
+    for step in range(10, 500, 10):
+        clock.now += 10.0
+        state, rare = after(state, 10, 10.0), step % 400 == 0
+        pace.begin_evaluation("valid")
+        clock.now += 1.0
+        if rare:
+            pace.begin_evaluation("test")
+            clock.now += 30.0
+        metrics = {"valid/loss": 1.0, **({"test/loss": 1.0} if rare else {})}
+        state = recorded(state, 31.0 if rare else 1.0, **metrics)
+        pace.read_records(state)
+        left = (1000 - step) * 1.0 + (1000 - step) // 10 * 1.0
+        left += 30.0 * (step >= 400)  # at 800; before 400, nothing is known of it
+        assert pace.look(state).left == pytest.approx(left), step
+
+
+def test_the_first_evaluation_is_expected_again_while_it_runs(clock):
+    state = start()
+    pace = Pace(state)
+    clock.now += 100.0
+    state = after(state, 100, 100.0)
+    position = pace.look(state)
+    assert position.left == 900.0
+    state = attrs.evolve(state, epoch=1, batch=0, events=state.events | {"epoch"})
+    pace.begin_evaluation("valid")
+    # 5 seconds have passed and 15 are left, and then there are nine more of 20 seconds.
+    left = pace.left_in_evaluation(state, "valid", position, 0.0, 5.0, 15.0)
+    assert left == 900.0 + 15.0 + 9 * 20.0
+    assert pace.left_in_evaluation(state, "valid", position, 0.0, 5.0, None) is None
+    clock.now += 20.0
+    state = recorded(state, 20.0, **{"valid/loss": 1.0})
+    pace.read_records(state)
+    assert pace.look(state).left == 900.0 + 9 * 20.0
+
+
 def test_an_evaluation_at_the_start_is_expected_at_the_end_of_each_epoch(clock):
     state = start()
     pace = Pace(state)
