@@ -9,6 +9,7 @@ from typing import TextIO
 from fnloop._core.events import RECORD
 from fnloop._core.history_table import is_row, lay_out
 from fnloop._core.state import TrainState
+from fnloop._display.encoding import printable
 from fnloop._hooks.progress_pace import Entry, Position
 from fnloop._hooks.progress_text import (
     RECENT,
@@ -87,9 +88,8 @@ class LogView:
     def write(self, parts: list[str]) -> None:
         """Write a line."""
         self.written = time.monotonic()
-        # A full disk, a closed file or one that cannot hold a name must not end a run.
-        with contextlib.suppress(OSError, ValueError):
-            print("  ".join(filter(None, parts)), file=self.file, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run
+            print(printable("  ".join(filter(None, parts)), self.file), file=self.file, flush=True)
 
 
 def _format(name: str, value: float, is_best: bool = False) -> str:

@@ -202,4 +202,5 @@ def test_a_file_that_cannot_hold_a_name_or_is_closed_ends_no_run():
 
     loaders, hooks = {"train": [ONE], "prüfung": [ONE]}, (progress(file=file),)
     assert fl.fit(STEP, toy(), loaders, epochs=2, hooks=hooks).step == 2
+    assert "pr?fung/loss -2.0000*" in file.buffer.getvalue().decode()
     assert fl.fit(STEP, toy(), loaders, epochs=2, hooks=(close, progress(file=file))).step == 2
