@@ -35,10 +35,10 @@ from fnloop._core.state import (
     TrainState,
     check_not_stale,
     clear_parameter_cache,
+    ownership_of,
     take_ownership,
 )
 from fnloop._display.checks import describe, flag, folder_path
-from fnloop._step.engine import engine_of
 
 __all__ = ["restore", "restore_contents"]
 
@@ -143,7 +143,7 @@ def restore_contents(
     if parts == PARTS:
         remember_restored(restored)
     if "metrics" in parts:
-        engine_of(restored).remember_own(own)
+        ownership_of(restored).own_metrics.update(own)
     return restored
 
 

@@ -248,8 +248,8 @@ class History:
         """Draw every metric: one axis per metric, one line per loader, the best evaluation marked.
 
         An average of the weights (``ema``) is another line: "valid/ema/loss" is in the axis of
-        "valid/loss", as "valid ema". The axis of a loss or an error that falls to a thousandth is
-        logarithmic.
+        "valid/loss", as "valid ema". The axis of a loss or an error is logarithmic if its
+        highest value is a thousand times its lowest.
 
         Args:
             mode: "min" or "max", or a mapping from metrics ("accuracy") to one of them. By default

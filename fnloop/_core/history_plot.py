@@ -30,6 +30,7 @@ __all__ = [
 Mode = Mapping[str, str] | str | None
 MOST_LABELS = 8  # of a legend within the first axis; a longer one is below the figure
 MOST_NAMED, MOST_SHOWN = 2, 4  # best points of another axis: with their names, or just the values
+HUGE = 1e100  # matplotlib fails on an axis of some more
 DECADES = 1000.0  # from the lowest to the highest value of a logarithmic axis, at least
 TRAINED = ("train", "recent")  # names that are not those of evaluated loaders
 
@@ -87,9 +88,11 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
 
 
 def _spans_decades(curves: Iterable[plot.Curve]) -> bool:
-    """Return whether curves fall by so much that a linear axis would show them as a flat line."""
+    """Return whether curves span decades, so that a linear axis would show a flat line."""
     values = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
-    return bool(values) and min(values) > 0 and max(values) >= DECADES * min(values)
+    if not values or min(values) <= 0:
+        return False
+    return DECADES <= max(values) / min(values) < HUGE
 
 
 def curves_of(records: Iterable[Record]) -> dict[str, list[Record]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -23,11 +23,17 @@ class Ownership(Generic[State]):
     """Tracks which state owns the model and the optimizer: the state whose generation this is.
 
     All states that a run makes of one model share it.
+
+    Args:
+        own_metrics: the names of the running metrics that are of each process's share of the data,
+            as far as they are known. They are known before a run has shown them if the state is a
+            copy, or from a checkpoint.
     """
 
-    __slots__ = ("__weakref__", "generation", "newest")
+    __slots__ = ("__weakref__", "generation", "newest", "own_metrics")
 
-    def __init__(self) -> None:
+    def __init__(self, own_metrics: Iterable[str] = ()) -> None:
+        self.own_metrics = set(own_metrics)
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
 

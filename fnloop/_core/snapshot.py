@@ -14,7 +14,7 @@ from fnloop._backend.fsdp import is_sharded
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.ownership import Ownership, ParameterCache
 from fnloop._core.rng import HostGenerators
-from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.state import TrainState, check_not_stale, ownership_of
 from fnloop._display.checks import describe
 
 __all__ = ["copy_handles", "detached_from_run", "snapshot", "tracing_copy", "unwrap"]
@@ -72,7 +72,8 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
                 setattr(copied, name, copy.deepcopy(value, memo))
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=Ownership(), generation=0, parameters=ParameterCache(),
+        ownership=Ownership(ownership_of(state).own_metrics), generation=0,
+        parameters=ParameterCache(),
     )  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class NotebookView:
 
     def start(self, state: TrainState, parts: list[str]) -> None:
         self.facts, self.is_stream = ", ".join(parts), is_stream(state)
-        self.before = next((record for record in reversed(state.history) if is_row(record)), None)
+        rows = (row for row in reversed(state.history) if self.is_stream or is_row(row))
+        self.before = next(rows, None)
 
     def add(self, entry: Entry, best: set[str]) -> None:
         if not is_row(entry.record) and not self.is_stream:

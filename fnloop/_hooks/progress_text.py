@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from fnloop._core.phase import first_record, unfinished
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
 from fnloop._display import html
+from fnloop._display.tables import shorten
 from fnloop._hooks.progress_pace import Entry, Position
 
 __all__ = [
@@ -203,7 +203,7 @@ def describe_error(error: BaseException) -> str:
         ('ValueError: no', 'KeyError')
     """
     first, *_ = [*str(error).splitlines(), ""]
-    first = textwrap.shorten(first, LONGEST_REASON, placeholder="...")
+    first = shorten(first, LONGEST_REASON)
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import attrs
 
 from fnloop._core.call import name_of
+from fnloop._core.elapsed import Elapsed
 from fnloop._core.events import PENDING
 from fnloop._core.frozen import keep_statistics
 from fnloop._core.running import RECENT, without_recent
@@ -25,6 +26,8 @@ from fnloop._step.reports import prefixed
 
 __all__ = ["complete", "first_state"]
 
+ELAPSED = "fnloop.Elapsed"  # the class of times, as a checkpoint names it
+
 
 def first_state(plan: Plan, state: TrainState) -> TrainState:
     """Return the state with which a run begins, given one that knows the facts about the run."""
@@ -40,7 +43,7 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     except Exception as error:
         explain(error, state, plan.step, "the making of slots", state.batch)
         raise
-    if PENDING in state.events:
+    if PENDING in state.events or state.ends is not None:
         _warn_of_unknown(state)
     return state
 
@@ -49,11 +52,13 @@ def complete(step: PipelineStep, state: TrainState) -> TrainState:
     """Return a state with its slots, and with objects in place of what a checkpoint has of them."""
     __tracebackhide__ = True
     state, unseen = step.init_slots(state), _unseen_metrics(step)
-    made = {
-        name: materialize(unseen[like], metric)
-        for name, metric in state.metrics.items()
-        if _is_pending(metric) and (like := name.removeprefix(RECENT)) in unseen
-    }
+    made = {}
+    for name, metric in state.metrics.items():
+        like = unseen.get(name.removeprefix(RECENT))
+        if like is None and getattr(metric, "kind", None) == ELAPSED:
+            like = Elapsed(0.0, is_rate="throughput/" in name)
+        if like is not None and _is_pending(metric):
+            made[name] = materialize(like, metric)
     return attrs.evolve(state, metrics={**state.metrics, **made}) if made else state
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "may_be_due_at",
     "own_clock",
     "read_moments",
+    "without_end",
 ]
 
 # When to evaluate: all loaders together, or each by its name; None is never.
@@ -76,6 +77,11 @@ def may_be_due_at(event: str, trigger: object) -> bool:
     return event in getattr(trigger, "outside", ())
 
 
+def without_end(state: TrainState) -> TrainState:
+    """Return a state as if its run continued."""
+    return attrs.evolve(state, events=state.events - {END}) if END in state.events else state
+
+
 def loaders_due(
     evaluations: Sequence[tuple[Trigger, tuple[str, ...]]],
     state: TrainState,
@@ -95,12 +101,12 @@ def loaders_due(
     """
     __tracebackhide__ = True
     ends = within and END in state.events
-    without_end = attrs.evolve(state, events=state.events - {END}) if ends else state
+    continued = without_end(state) if ends else state
     due, late = [], []
     for trigger, names in evaluations:
         note(trigger)
         for_end = ends and may_be_due_at(END, trigger)
-        if trigger.due(without_end if for_end else state):
+        if trigger.due(continued if for_end else state):
             due.append(names)
         elif for_end:
             late.append((trigger, names))

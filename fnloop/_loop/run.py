@@ -27,7 +27,7 @@ from fnloop._loop.errors import check_counters, check_returned, explain_no_batch
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.hints import check_length
 from fnloop._loop.interrupts import Abandoned, Interrupts
-from fnloop._loop.moments import loaders_due
+from fnloop._loop.moments import loaders_due, without_end
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan, describe
@@ -270,7 +270,7 @@ class Run:
         due, recent = loaders_due(self.plan.evaluations, state, within, self._note), False
         if self.plan.record_every is not None:
             self.phase = self.plan.record_every
-            recent = self.plan.record_every.due(state)
+            recent = self.plan.record_every.due(without_end(state) if within else state)
         self.asked_at = state.step  # a step of the pipeline may go back before it
         self.quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
         return due, recent

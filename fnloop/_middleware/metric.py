@@ -87,8 +87,9 @@ def metric(
 
 
 def unseen_metrics(members: Iterable[Middleware]) -> dict[str, Metric]:
-    """Return the metrics of torchmetrics that middleware report, by name, before any batch."""
-    calls = [m.call for m in members if m.call is not None and m.call.factory is metric]
+    """Return the metrics of torchmetrics that training reports, by name, before any batch."""
+    trained = [m for m in members if m.forward is not None or m.loss is not None]
+    calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
     given = [(getattr(each, "key", None) or "", each) for call in calls for each in call.args]
     given += [named for call in calls for named in call.kwargs.items()]
     functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}

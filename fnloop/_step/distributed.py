@@ -28,7 +28,7 @@ from fnloop._core.merge import merge_metrics
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.running import RECENT
 from fnloop._core.skip import BY_ANOTHER
-from fnloop._core.state import TrainState, generation_of
+from fnloop._core.state import TrainState, generation_of, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
 from fnloop._data.window import Padding, Window
@@ -73,8 +73,8 @@ class DistributedEngine:
         self.weights = WeightAgreement()
         self.probe = CollectiveProbe(state.model)
         self.items: Weight = 0
-        self.own_parts: set[str] = {"loss"}
-        self._has_learned = False  # own_parts, from a checkpoint
+        self.own_parts = ownership_of(state).own_metrics
+        self.own_parts.add("loss")
         self.ended_on_padding = False
         self.empty_output: Output | None = None
         self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
@@ -127,9 +127,11 @@ class DistributedEngine:
         if (engine := self._turns.get(turn)) is None:
             return name in self.own_parts
         if engine.empty_output is not None:
-            return engine._is_own(part)
-        # It had no turn yet. Where no checkpoint has told, all may be, which changes no mean.
-        return name in self.own_parts or not self._has_learned
+            if own := engine._is_own(part):
+                self.own_parts.add(name)  # for a copy of the state
+            return own
+        # It had no turn yet. If no checkpoint has told, all may be, which changes no mean.
+        return name in self.own_parts or f"{turn}/loss" not in self.own_parts
 
     def _had_padding(self, name: str) -> bool:
         """Return whether this process had padding in the last round of a metric of training."""
@@ -229,11 +231,8 @@ class DistributedEngine:
         return merge_metrics(metrics)
 
     def own_names(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self._is_own(name.removeprefix(RECENT))]
-
-    def remember_own(self, names: Iterable[str]) -> None:
-        self.own_parts.update(name.removeprefix(RECENT) for name in names)
-        self._has_learned = True
+        bases = {name.removeprefix(RECENT) for name in names}
+        return [name for name in bases if self._is_own(name)]
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
         trained = {

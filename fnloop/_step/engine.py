@@ -226,10 +226,6 @@ class GradientEngine(Protocol):
         """Return the running metrics that are of this process's own share of the data."""
         ...
 
-    def remember_own(self, names: Iterable[str], /) -> None:
-        """Take these as such, from a checkpoint, before an update can show it."""
-        ...
-
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "", /) -> dict[str, Metric]:
         """Combine the metrics of a report over all processes.
 

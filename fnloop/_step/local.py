@@ -81,8 +81,6 @@ class LocalEngine:
     def own_names(self, names: Iterable[str]) -> list[str]:
         return []
 
-    def remember_own(self, names: Iterable[str]) -> None: ...
-
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
         return dict(report)
 
