@@ -200,6 +200,7 @@ def test_a_loss_that_falls_by_decades_has_a_logarithmic_axis():
     assert scales(1e6, 10.0, 0.01) == scales(1000.0, 1.0) == "log"
     assert scales(999.0, 1.0) == scales(1e6, 0.0) == scales(1e6, -1.0) == "linear"
     assert scales(1e6, 1.0, name="accuracy") == scales(1e6, 1.0, name="energy") == "linear"
+    assert scales(1.0, 1e290) == "linear"  # matplotlib cannot draw it
     assert scales(math.inf, 1.0, 0.5) == scales(math.nan) == "linear"
 
 

@@ -86,6 +86,18 @@ def test_in_a_cell_a_stream_has_a_row_per_interval_and_only_its_middle_is_cut(ce
     assert steps == [*range(2, 22, 2), *range(384, 401, 2), 400]  # the last one is of the run
 
 
+def test_in_a_cell_a_stream_that_continues_has_the_time_of_its_first_interval(cell, clock):
+    def stream():
+        while True:
+            yield ONE
+
+    step, often = fl.pipeline()(clock.timed(toy_loss, 1.0)), {"record_every": fl.every(steps=2)}
+    state = fl.fit(step, toy(), stream, steps=8, hooks=(), **often)
+    fl.fit(step, state, stream, steps=12, hooks=(progress(),), **often)
+    first = next(line for line in cell.outputs[0][-1] if " 10 │" in line)
+    assert first.split("│")[-1].strip() == "2.0s"
+
+
 def test_in_a_cell_the_means_of_intervals_have_no_column_beside_those_of_epochs(cell, clock):
     fl.fit(STEP, toy(), [ONE] * 4, hooks=(progress(),), record_every=fl.every(steps=2))
     assert not any("recent" in line for line in cell.outputs[0][-1])

@@ -200,6 +200,37 @@ class Product:
         return self.value.item()
 
 
+def test_a_metric_of_evaluation_alone_does_not_continue_one_of_training(tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    inputs = lambda aux, batch: (batch,)
+    step = fl.pipeline(
+        fl.metric(q=fl.from_torchmetrics(torchmetrics.MeanMetric(), inputs), on="training"),
+        fl.metric(q=fl.from_torchmetrics(torchmetrics.SumMetric(), inputs), on="evaluation"),
+    )(toy_loss)
+    loaders = ([torch.tensor([float(i)]) for i in range(5)], [torch.ones(1)])
+    fl.save(fl.fit(step, toy(), loaders, steps=3, hooks=()), tmp_path / "a")
+    state = fl.fit(step, fl.restore(tmp_path / "a", toy()), loaders, epochs=1, hooks=())
+    assert state.history[-1].metrics["train/q"] == 2.0  # the mean of 0, ..., 4
+
+
+def test_the_times_of_a_record_that_is_left_are_those_of_the_run_before(tmp_path):
+    armed = [True]
+
+    def loss_fn(model, batch):
+        if not model.training and armed:
+            armed.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy_loss(model, batch)
+
+    step = fl.pipeline(fl.timings(), fl.throughput())(loss_fn)
+    loaders, often = ([torch.ones(2)] * 4, [torch.ones(1)]), {"evaluate_every": fl.every(steps=2)}
+    fl.save(fl.fit(step, toy(), loaders, hooks=(), **often), tmp_path / "cut")
+    state = fl.restore(tmp_path / "cut", toy())
+    first = fl.fit(step, state, loaders, hooks=(), **often).history[0].metrics
+    updates = 1 / (first["train/time/step"] + first["train/time/data"])
+    assert first["train/throughput/samples"] == pytest.approx(2 * updates, rel=0.2)
+
+
 def test_a_record_that_is_left_lacks_a_metric_of_an_own_class_and_a_warning_says_so(
     tmp_path, caplog
 ):

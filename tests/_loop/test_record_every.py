@@ -50,6 +50,16 @@ def test_an_interval_of_skipped_updates_has_no_record():
     assert all(r.metrics for r in state.history)
 
 
+def test_an_interval_that_is_due_at_the_end_alone_is_that_of_the_closing_record():
+    moment = every(steps=3) | at_end()
+    part = train(record_every=moment, steps=4)
+    assert [(r.step, r.closing) for r in part.history] == [(3, False), (4, True)]
+    again, whole = train(record_every=moment, state=part), train(record_every=moment)
+    assert [(r.step, r.metrics) for r in again.history if not r.closing] == [
+        (r.step, r.metrics) for r in whole.history
+    ]
+
+
 def test_an_evaluation_begins_a_new_interval():
     loaders = {"train": BATCHES, "valid": BATCHES[:1]}
     state = train(record_every=every(steps=4), evaluate_every=every(steps=3), loaders=loaders)

@@ -103,6 +103,19 @@ def fitted(kind, folder=None, cut=None, again=False):
     return state.stop, [(r.step, dict(r.metrics)) for r in state.history if not r.closing]
 
 
+def copied(folder):
+    """Continue a snapshot whose epoch another run has left to be ended, with a record at once."""
+    step = fl.pipeline(fl.metric(mean=lambda aux, batch: batch.mean()))(toy_loss)
+    loader = DataLoader(DATA, batch_size=4)
+
+    def end(state):
+        return attrs.evolve(state, ends="epoch") if state.batch and state.step == 3 else state
+
+    state = fl.fit(step, toy(lr=0.01), loader, steps=3, hooks=(end,))
+    state = fl.fit(step, fl.snapshot(state), loader, epochs=1, hooks=(end,))
+    return [dict(r.metrics)["train/mean"] for r in state.history if not r.closing]
+
+
 KINDS = {"plain": plain, "turns": turns}
 CUTS = ("SIGTERM", "enough")  # before the record of a boundary, and after it
 
@@ -128,6 +141,11 @@ def test_a_run_that_continues_has_the_metrics_of_one_that_was_not_cut(launched, 
         assert [step for step, _ in again] == [step for step, _ in whole]
         for (step, mine), (_, right) in zip(again, whole, strict=True):
             assert mine == pytest.approx(right, rel=1e-12), (step, n)
+
+
+def test_a_copy_of_a_state_knows_what_is_of_each_process(launched):
+    for found in launched(copied, 2):
+        assert found == [pytest.approx(12.5)]  # the mean of 1, ..., 24
 
 
 def test_the_metrics_are_those_of_all_processes(launched):
