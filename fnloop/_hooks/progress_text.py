@@ -108,7 +108,7 @@ def format_count_of(done: int, total: int | None) -> str:
 
 
 def format_value(name: str, value: float) -> str:
-    """Format a metric as in a table: four decimals, and a learning rate like ``3.0e-04``."""
+    """Format a metric: four decimals, two of a large one, and a learning rate like ``3.0e-04``."""
     if "lr" in name.split("/"):
         return f"{value:.1e}"
     small = value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e6
