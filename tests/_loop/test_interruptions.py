@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import time
 
 import attrs
 import pytest
@@ -220,6 +221,7 @@ def test_the_times_of_a_record_that_is_left_are_those_of_the_run_before(tmp_path
         if not model.training and armed:
             armed.clear()
             os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02 if model.training else 0.0)
         return toy_loss(model, batch)
 
     step = fl.pipeline(fl.timings(), fl.throughput())(loss_fn)
