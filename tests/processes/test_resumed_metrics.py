@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fnloop as fl
+from fnloop._step.distributed import DistributedEngine
 from fnloop.testing import toy, toy_loss
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -129,7 +130,19 @@ def resumed_metrics(folder):
             stopped, _ = fitted(kind, where, cut)
             assert stopped == cut, (stopped, rank())
             found[f"{name} {cut}"] = fitted(kind, where, again=True)[1]
+    found["old"] = of_an_old_checkpoint(folder / "old")
     return found
+
+
+def of_an_old_checkpoint(folder):
+    """Continue turns from a checkpoint that does not say what is of each process."""
+    own_names = DistributedEngine.own_names
+    DistributedEngine.own_names = lambda self, names: []
+    try:
+        fitted(turns, folder, "SIGTERM")
+    finally:
+        DistributedEngine.own_names = own_names
+    return fitted(turns, folder, again=True)[1]
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -141,6 +154,14 @@ def test_a_run_that_continues_has_the_metrics_of_one_that_was_not_cut(launched, 
         assert [step for step, _ in again] == [step for step, _ in whole]
         for (step, mine), (_, right) in zip(again, whole, strict=True):
             assert mine == pytest.approx(right, rel=1e-12), (step, n)
+
+
+def test_the_means_of_turns_are_right_from_an_old_checkpoint_too(launched):
+    for found in launched(resumed_metrics, 2):
+        (_, right), (_, mine) = found["turns"][1], found["old"][1]
+        names = [name for name in right if name.endswith(("/loss", "/mean", "/squares"))]
+        assert len(names) > 8
+        assert [mine[name] for name in names] == pytest.approx([right[name] for name in names])
 
 
 def test_a_copy_of_a_state_knows_what_is_of_each_process(launched):
