@@ -96,7 +96,10 @@ def fitted(kind, folder=None, cut=None, again=False):
         return wrap
 
     state = attrs.evolve(fl.restore(folder, state), stop=None) if again else state
-    loaders = {"train": DataLoader(DATA, batch_size=4), "valid": DataLoader(DATA[:4], batch_size=2)}
+    loaders = {
+        "train": DataLoader(DATA, batch_size=4),
+        "valid": DataLoader(DATA[:24], batch_size=2),
+    }
     often = {"evaluate_every": fl.every(steps=STEPS), "record_every": fl.every(steps=2)}
     state = fl.fit(make_step(terminated()), state, loaders, epochs=2, hooks=(stop,), **often)
     if cut:
@@ -127,8 +130,10 @@ def resumed_metrics(folder):
         found[name] = fitted(kind)[1]
         for cut in CUTS:
             where = folder / f"{name} {cut}"
-            stopped, _ = fitted(kind, where, cut)
+            stopped, records = fitted(kind, where, cut)
             assert stopped == cut, (stopped, rank())
+            steps = [step for step, _ in records]  # a signal leaves the record of the evaluation
+            assert steps == ([2] if cut == "SIGTERM" else [2, 3]), (steps, rank())
             found[f"{name} {cut}"] = fitted(kind, where, again=True)[1]
     found["old"] = of_an_old_checkpoint(folder / "old")
     return found
