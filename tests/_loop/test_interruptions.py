@@ -254,3 +254,13 @@ def test_a_record_that_is_left_lacks_a_metric_of_an_own_class_and_a_warning_says
     assert "the record of step 2" in caplog.text and "is made without product" in caplog.text
     first, last = state.history
     assert "train/product" not in first.metrics and last.metrics["train/product"] == 2.0**4
+
+
+def test_so_does_the_record_of_an_epoch_that_a_hook_ended_at_the_target(tmp_path, caplog):
+    end = lambda state: attrs.evolve(state, ends="epoch") if state.step == 3 else state
+    step = fl.pipeline(fl.metric(product=lambda aux, batch: Product(batch.prod())))(toy_loss)
+    batches = [torch.tensor([2.0])] * 6
+    fl.save(fl.fit(step, toy(), batches, steps=3, hooks=(end,)), tmp_path / "left")
+    state = fl.fit(step, fl.restore(tmp_path / "left", toy()), batches, epochs=1, hooks=())
+    assert "train/product" not in state.history[-1].metrics
+    assert "is made without product" in caplog.text
