@@ -1,7 +1,8 @@
-"""The counters of a checkpoint."""
+"""The counters of a checkpoint, and the time that was spent until it was written."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from fnloop._checkpoint.format import COUNTERS
@@ -10,7 +11,7 @@ from fnloop._core.rng import SEED_BITS
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState
 
-__all__ = ["check_counters", "updates_by_name"]
+__all__ = ["check_counters", "check_seconds", "updates_by_name"]
 
 
 def updates_by_name(facts: Mapping[str, Json], state: TrainState) -> dict[str, int]:
@@ -39,3 +40,15 @@ def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
             raise TypeError(f"{name} is {value!r:.60}")
     ends = "epoch" if facts.get("ends") else None
     return counters | {"phases": decode_phases(facts.get("phases", [])), "ends": ends}
+
+
+def check_seconds(facts: Mapping[str, Json]) -> float:
+    """Return the time spent in runs; 0 in checkpoints of older versions, which do not have it.
+
+    Raises:
+        TypeError: it cannot be a time.
+    """
+    value = facts.get("seconds", 0.0)
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise TypeError(f"seconds is {value!r:.60}")
+    return float(value)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnloop._checkpoint.averages import with_averages
-from fnloop._checkpoint.counters import check_counters, updates_by_name
+from fnloop._checkpoint.counters import check_counters, check_seconds, updates_by_name
 from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
 from fnloop._checkpoint.history_blocks import decode_record
 from fnloop._checkpoint.model_load import model_tensors, prepare_model, weights_kept_on_error
@@ -118,6 +118,7 @@ def restore_contents(
             check_held(path, contents.facts, parts)
             fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
             own = [str(name) for name in contents.facts.get("own", ())]
+            seconds = check_seconds(contents.facts)
             load_model, prepared = None, []
             if "model" in parts or TRAINED in parts:
                 load_model = prepare_model(contents, state, parts, strict, path)
@@ -144,6 +145,8 @@ def restore_contents(
         remember_restored(restored)
     if "metrics" in parts:
         ownership_of(restored).own_metrics.update(own)
+    if "counters" in parts:
+        ownership_of(restored).seconds = seconds
     return restored
 
 

@@ -47,7 +47,7 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.phase import encode_phases
 from fnloop._core.serialize import Json, as_safetensor, encode
 from fnloop._core.snapshot import detached_from_run, unwrap
-from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.state import TrainState, check_not_stale, ownership_of
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, folder_path
 from fnloop._display.log import log
@@ -149,6 +149,7 @@ def collect_contents(
         if "counters" in parts:
             facts |= _encode_counters(state, slots) | encode_positions(state, slots)
             facts |= {} if run is None else {"targets": encode_targets(run)}
+            facts["seconds"] = ownership_of(state).seconds
         if "model" in parts or TRAINED in parts:
             facts["model"] = _encode_weights(state, parts, model, slots)
         if "optimizer" in parts:

@@ -28,12 +28,13 @@ class Ownership(Generic[State]):
         own_metrics: the names of the running metrics that are of each process's share of the data,
             as far as they are known. They are known before a run has shown them if the state is a
             copy, or from a checkpoint.
+        seconds: the time spent in runs, when the state last left one.
     """
 
-    __slots__ = ("__weakref__", "generation", "newest", "own_metrics")
+    __slots__ = ("__weakref__", "generation", "newest", "own_metrics", "seconds")
 
-    def __init__(self, own_metrics: Iterable[str] = ()) -> None:
-        self.own_metrics = set(own_metrics)
+    def __init__(self, own_metrics: Iterable[str] = (), seconds: float = 0.0) -> None:
+        self.own_metrics, self.seconds = set(own_metrics), seconds
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
 

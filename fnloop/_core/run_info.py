@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class Stopwatch:
-    """What a run has waited for, in seconds. Middleware and hooks may read it.
+    """What a run has waited for, and how long it takes, in seconds. Middleware and hooks read it.
 
     Attributes:
         waited: the time that the batches of the running update were waited for.
@@ -29,7 +29,7 @@ class Stopwatch:
         recorded: whether a record was made; set to False by what looks at it.
     """
 
-    __slots__ = ("_resumed", "evaluated", "newest", "recorded", "trained", "waited")
+    __slots__ = ("_began", "_resumed", "evaluated", "newest", "recorded", "trained", "waited")
 
     def __init__(self) -> None:
         self.waited = self.trained = 0.0
@@ -37,6 +37,15 @@ class Stopwatch:
         self.newest: Mark | None = None
         self.recorded = True
         self.resume()
+        self.begin(0.0)
+
+    def begin(self, spent: float) -> None:
+        """Begin a run. ``spent`` is what was spent in those before it."""
+        self._began = time.monotonic() - spent
+
+    def spent(self) -> float:
+        """Return the time spent in this run and in those before it."""
+        return time.monotonic() - self._began
 
     def resume(self) -> None:
         """Begin to count what follows as training."""

@@ -70,9 +70,10 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
         for name, value in vars(one).items():
             if name not in vars(copied) and name != "step":  # torch omits LBFGS's parameters
                 setattr(copied, name, copy.deepcopy(value, memo))
+    known = ownership_of(state)
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=Ownership(ownership_of(state).own_metrics), generation=0,
+        ownership=Ownership(known.own_metrics, known.seconds), generation=0,
         parameters=ParameterCache(),
     )  # fmt: skip
 
@@ -130,6 +131,7 @@ def detached_from_run(state: TrainState) -> TrainState:
     """Return the state as it is outside of its run, with the generators that the run would use."""
     if state.run is None:
         return state
+    ownership_of(state).seconds = state.run.stopwatch.spent()
     generators = position = None
     if state.batch:
         generators = HostGenerators.capture()

@@ -46,7 +46,7 @@ from fnloop._loop.phases import (
 from fnloop._step.composition import total_in
 from fnloop._step.pipeline import Pipeline, PipelineStep
 
-__all__ = ["Plan", "check_step", "describe", "make_plan"]
+__all__ = ["Plan", "check_step", "describe", "make_plan", "with_windows"]
 
 
 @attrs.frozen
@@ -283,6 +283,14 @@ def describe(
         position_at=source.positions.at, indices_at=source.indices,
         hook_slots=slots_of(plan.hooks),
     )  # fmt: skip
+
+
+def with_windows(info: RunInfo, plan: Plan, state: TrainState, source: Source) -> RunInfo:
+    """Return the facts about a run with the batches of an update, and the length, of its epoch."""
+    window = source.batches_in_update(plan.window_in(state))
+    batches = source.length_in(state.epoch)
+    length = None if plan.step.carries else num_updates(batches, window)
+    return attrs.evolve(info, window=window, steps_per_epoch=length, batches_per_epoch=batches)
 
 
 def _updates_later(plan: Plan, state: TrainState, source: Source, epochs: int) -> int:

@@ -278,8 +278,8 @@ def test_a_closing_record_is_marked_in_tables_and_files(tmp_path):
 
 
 def test_the_seconds_of_records_never_fall(monkeypatch):
-    clock = iter([100.0, 109.0, 50.0, 60.0])
-    monkeypatch.setattr("fnloop._loop.run.time.monotonic", lambda: next(clock, 61.0))
+    clock = iter([100.0, 100.0, 109.0, 50.0, 60.0])
+    monkeypatch.setattr("fnloop._core.run_info.time.monotonic", lambda: next(clock, 61.0))
     assert [r.seconds for r in fit(epochs=3).history] == [9.0, 9.0, 9.0]
 
 
@@ -319,6 +319,36 @@ def test_the_seconds_of_a_resumed_run_continue(monkeypatch, tmp_path):
     again = fl.restore(fl.save(first, tmp_path / "a"), toy())
     last = fl.fit(fl.pipeline()(slow), again, [ONE] * 2, epochs=3, hooks=())
     assert [record.seconds for record in last.history] == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("how", ["the same process", "a checkpoint", "a snapshot", "an exception"])
+def test_the_time_between_the_last_record_and_a_stop_counts(monkeypatch, tmp_path, how):
+    """Each update takes one second. The first run ends after three of the four of an epoch."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def slow(model, batch):
+        clock[0] += 1.0
+        return toy_loss(model, batch)
+
+    def interrupt(state):
+        if state.step == 3 and how == "an exception":
+            raise OSError("the disk is full")
+        return attrs.evolve(state, stop="interrupted") if state.step == 3 else state
+
+    step, loaders = fl.pipeline()(slow), [ONE] * 4
+    try:
+        state = fl.fit(step, toy(), loaders, epochs=1, hooks=(interrupt,))
+    except OSError as error:
+        state = error.state
+    assert not len(state.history)
+    if how == "a checkpoint":
+        state = fl.restore(fl.save(state, tmp_path / "a"), toy())
+    elif how == "a snapshot":
+        state = fl.snapshot(state)
+    clock[0] += 1000.0
+    state = fl.fit(step, state, loaders, epochs=2, hooks=())
+    assert [record.seconds for record in state.history] == [4.0, 8.0]
 
 
 @pytest.mark.parametrize("how", [terminate, None], ids=["SIGTERM", "an exception"])
