@@ -134,7 +134,7 @@ def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]
     updated = dict(best)
     for name, value in record.metrics.items():
         mode = mode_by_name(name) if is_evaluated(name) else None
-        if mode is None or math.isnan(value):
+        if mode is None or not math.isfinite(value):
             continue
         if name not in best or better(value, best[name].metrics[name], mode):
             updated[name] = record
@@ -146,6 +146,7 @@ def lay_out(
     names: Iterable[str] | None = None,
     width: int | None = None,
     last_step: int = 0,
+    passed: Sequence[float | None] | None = None,
 ) -> Layout:
     """Choose the columns for some records, and their formats.
 
@@ -160,6 +161,7 @@ def lay_out(
         width: how many characters a line may have; None for any number.
         last_step: the greatest step that is expected, if other records will follow; the columns
             then have room for values of other sizes.
+        passed: the seconds between each record and the one before it; by default as they say.
 
     Example:
         >>> records = [Record(1, 10, {"train/loss": 2.0, "valid/loss": 3.0}, 12.5)]
@@ -171,7 +173,10 @@ def lay_out(
     """
     names = [*(metric_names(records) if names is None else names)]
     least = 7 if last_step else 1  # characters: 2.0e-05
-    fields = [*_counters(records, last_step), *_metrics(records, names, least), _times(records)]
+    if passed is None:
+        before: list[Record | None] = [None, *records]
+        passed = [_passed(record, other) for record, other in zip(records, before, strict=False)]
+    fields = [*_counters(records, last_step), *_metrics(records, names, least), _times(passed)]
     left_out: list[str] = []
     while width is not None and tables.width_of([f.column for f in fields]) > width:
         worst = max(fields, key=lambda field: field.importance)
@@ -229,10 +234,12 @@ def table(
     shown = [i for i in range(len(rows)) if i < first or i >= last or marked[i] & shown_names]
     lines, above = [], -1
     for i in shown:
-        if i > above + 1:
+        cut = i - above - 1
+        if cut > 1:  # a single row takes no more space than the sign
             lines.append([Cell("…")] * len(layout.fields))
-        passed = _passed(rows[i], rows[i - 1] if i else before)
-        lines.append(layout.cells(rows[i], passed, marked[i]))
+        for j in range(i - (cut == 1), i + 1):
+            passed = _passed(rows[j], rows[j - 1] if j else before)
+            lines.append(layout.cells(rows[j], passed, marked[j]))
         above = i
     return Table(layout, lines, _note(layout, hidden))
 
@@ -269,9 +276,7 @@ def _counters(records: Sequence[Record], last_step: int) -> list[Field]:
     ]
 
 
-def _times(records: Sequence[Record]) -> Field:
-    before: list[Record | None] = [None, *records]
-    passed = [_passed(record, other) for record, other in zip(records, before, strict=False)]
+def _times(passed: Sequence[float | None]) -> Field:
     most = max((seconds for seconds in passed if seconds is not None), default=0.0)
     form = "time" if most < 100 else "clock"
     widths = [len(_format_time(seconds, form)) for seconds in (*passed, 0.0)]

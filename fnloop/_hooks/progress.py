@@ -20,7 +20,7 @@ from fnloop._hooks.progress_log import LogView
 from fnloop._hooks.progress_notebook import NotebookView
 from fnloop._hooks.progress_pace import Entry, Pace, Position, is_over
 from fnloop._hooks.progress_terminal import TerminalView
-from fnloop._hooks.progress_text import Best, describe_end, describe_error, describe_start
+from fnloop._hooks.progress_text import Best, describe_end, describe_failure, describe_start
 
 __all__ = ["progress"]
 
@@ -93,8 +93,7 @@ class progress:
         self.since = checks.choice("progress", "since", since, SINCE)
         self._following: _Following | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
-        self._newest: TrainState | None = None  # the state at the newest boundary
-        self._reason = "ended early"  # why the run ended, if nothing else has said it
+        self._newest: TrainState | None = None  # the state that was seen last
 
     def __repr__(self) -> str:
         given = {"refresh": self.refresh, "since": self.since}
@@ -125,6 +124,7 @@ class progress:
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Show an evaluation."""
+        self._newest = state
         if self._following is not None:
             self._following.evaluate(state, loader, done, total)
 
@@ -134,23 +134,21 @@ class progress:
             self._following.finish(state)
         return state
 
-    def failed(self, state: TrainState, error: BaseException) -> None:
-        """Note why the run has failed, for the last line."""
-        self._reason = f"failed: {describe_error(error)}"
-
     def close(self) -> None:
         """Leave the output in order."""
         if self._following is not None:
-            self._following.close(self._newest, self._reason)
+            error = sys.exc_info()[1]  # with which the run ends, if it does not end by itself
+            reached = getattr(error, "state", None)
+            newest = reached if isinstance(reached, TrainState) else self._newest
+            self._following.close(newest, describe_failure(error))
         self._following, self._next, self._newest = None, -math.inf, None
-        self._reason = "ended early"
 
 
 class _View(Protocol):
     """A way to show a run."""
 
-    def start(self, state: TrainState, parts: list[str]) -> None:
-        """Show what the run works with."""
+    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
+        """Show what the run works with, and where it begins."""
         ...
 
     def add(self, entry: Entry, best: set[str]) -> None:
@@ -177,11 +175,12 @@ class _Following:
 
     def __init__(self, view: _View, state: TrainState, since: str) -> None:
         self.view, self.pace, self.best = view, Pace(state), Best(state, since)
-        self.state, self.position = state, self.pace.look(state)  # as they were shown last
+        self.state = state  # as it was shown last, with its position
+        self.position = self.pace.look(attrs.evolve(state, events=frozenset()))
         self.looked = self.evaluation_began = time.monotonic()
         self.quiet = 0.0  # until when nothing is shown of an evaluation
         self.finished = False
-        view.start(state, describe_start(state))
+        view.start(state, describe_start(state), self.position)
 
     def pass_boundary(self, state: TrainState) -> float:
         """Show a boundary, and return when to show the next one."""
@@ -210,8 +209,7 @@ class _Following:
         rest = None if rate is None or total is None else (total - done) / rate
         trained = self.evaluation_began - self.looked
         left = self.pace.left_in_evaluation(state, loader, self.position, trained, passed, rest)
-        number = state.epoch + (EPOCH not in state.events)
-        position = attrs.evolve(self.position, epoch=number, step=state.step, left=left)
+        position = attrs.evolve(_place(self.position, state), left=left)
         self.view.evaluate(position, loader, done, total, rate)
 
     def finish(self, state: TrainState) -> None:
@@ -228,10 +226,15 @@ class _Following:
 
     def tell(self, state: TrainState, reason: str) -> None:
         """Show the last line."""
-        if state is not self.state and EPOCH not in state.events:
-            self.position = self.pace.look(state)
         seconds = time.monotonic() - self.pace.began
-        self.view.finish(describe_end(reason, self.position, seconds, self.best))
+        position = _place(self.position, state)
+        self.view.finish(describe_end(reason, position, seconds, self.best))
+
+
+def _place(position: Position, state: TrainState) -> Position:
+    """Return a position with the counters of a state."""
+    number = state.epoch + (EPOCH not in state.events)
+    return attrs.evolve(position, epoch=number, step=state.step, skipped=state.skipped)
 
 
 def _make_view(file: TextIO | None, refresh: float) -> _View:

@@ -39,7 +39,7 @@ class LogView:
         self.file = file
         self.written = time.monotonic()  # when the last line was
 
-    def start(self, state: TrainState, parts: list[str]) -> None:
+    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
         self.write([", ".join(parts)])
 
     def add(self, entry: Entry, best: set[str]) -> None:

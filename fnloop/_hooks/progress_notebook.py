@@ -44,7 +44,7 @@ class NotebookView:
         self.bar: tuple[int, int | None, str] | None = None  # done, the total, and a text
         self.drawn = self.next = 0.0  # when it was drawn, and when to draw it again
 
-    def start(self, state: TrainState, parts: list[str]) -> None:
+    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
         self.facts, self.is_stream = ", ".join(parts), is_stream(state)
         rows = (row for row in reversed(state.history) if self.is_stream or is_row(row))
         self.before = next(rows, None)
@@ -79,14 +79,14 @@ class NotebookView:
             self.drawn = now
             parts = [format_rate(rate, "batch")] if rate else []
             where = attrs.evolve(position, done=done, total=total)
-            self.set_bar(where, f"{format_epoch(position)}  {loader}", parts)
+            self.set_bar(where, f"{format_epoch(position)} · {loader}", parts)
             self.draw()
 
     def set_bar(self, position: Position, label: str, parts: list[str]) -> None:
         """Set what the bar shows."""
         count = format_count_of(position.done, position.total)
         left = [] if position.left is None else [format_left(position.left)]
-        self.bar = position.done, position.total, "  ".join([label, count, *parts, *left])
+        self.bar = position.done, position.total, " · ".join([label, count, *parts, *left])
 
     def finish(self, text: str) -> None:
         """Show the reason of the end instead of the bar."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 import attrs
 from tqdm.utils import disp_len
@@ -46,8 +46,10 @@ class TerminalView:
         refresh: the least time between two drawings that read from the device, in seconds.
     """
 
+    newest: ClassVar[object] = None  # the table that got the last line
+
     def __init__(self, file: TextIO, refresh: float) -> None:
-        self.screen, self.refresh = Screen(file), refresh
+        self.screen, self.refresh, self.table = Screen(file), refresh, object()
         self.colors = has_colors(file)
         self.layout: Layout | None = None  # of the lines so far
         self.names: dict[str, None] = {}  # of their metrics, in order
@@ -57,15 +59,18 @@ class TerminalView:
         self.next = 0.0  # when to draw the bar of an epoch again
         self.written = time.monotonic()  # when the last line was
 
-    def start(self, state: TrainState, parts: list[str]) -> None:
+    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
         self.last_step = (state.run and state.run.total_steps) or 0
         self.is_stream = is_stream(state)
         lines, width = [""], columns_of(self.screen.file) - 1
-        for part in parts:  # broken only between two parts
+        for part in parts:  # broken between two parts, but for one that is longer than a line
             longer = f"{lines[-1]}, {part}" if lines[-1] else part
             lines[-1:] = [longer] if len(longer) < width else [f"{lines[-1]},", part]
+        lines = [short for line in lines for short in textwrap.wrap(line, width)]
         self.print(*(self.paint(line, "dim") for line in lines))
-        self.screen.draw("")  # from here on, also before a loader forks workers that may print
+        # From here on there is a bar, also before a loader forks workers that may print.
+        count = [format_count_of(position.done, position.total)]
+        self.draw(format_epoch(position), position, count)
 
     def add(self, entry: Entry, best: set[str]) -> None:
         if faint := not is_row(entry.record) and not self.is_stream:
@@ -77,7 +82,9 @@ class TerminalView:
         head = self.layout and self.layout.head()
         layout = self.lay_out(entry, best)
         line = layout.line(record, entry.seconds, best)
-        above = [] if layout.head() == head else layout.head()
+        below_own = TerminalView.newest is self.table  # and not below the lines of a run in a hook
+        above = [] if layout.head() == head and below_own else layout.head()
+        TerminalView.newest = self.table
         for sign, styles in {"*": ("bold", "green"), "│": ("dim",)}.items():
             line = line if faint else line.replace(sign, self.paint(sign, *styles))
         line = self.paint(line, "dim") if faint else line
@@ -96,7 +103,8 @@ class TerminalView:
             or not layout.names.issuperset(names)
             or len(layout.line(record, entry.seconds, best)) > width_of(layout.columns)
         ):
-            layout = lay_out([record], names, width, max(self.last_step, record.step))
+            last, passed = max(self.last_step, record.step), [entry.seconds]
+            layout = lay_out([record], names, width, last, passed)
             self.layout, self.width = layout, width
         return layout
 

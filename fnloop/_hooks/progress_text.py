@@ -24,7 +24,7 @@ __all__ = [
     "RECENT",
     "Best",
     "describe_end",
-    "describe_error",
+    "describe_failure",
     "describe_start",
     "format_count_of",
     "format_duration",
@@ -195,16 +195,18 @@ def _describe_targets(state: TrainState) -> list[str]:
     return parts
 
 
-def describe_error(error: BaseException) -> str:
-    """Return the class and the first line of an error, which may be long.
+def describe_failure(error: BaseException | None) -> str:
+    """Return why a run ended before its end: of an error, the class and the first line.
 
     Example:
-        >>> describe_error(ValueError("no\\nmore")), describe_error(KeyError())
-        ('ValueError: no', 'KeyError')
+        >>> describe_failure(ValueError("no\\nmore")), describe_failure(KeyboardInterrupt())
+        ('failed: ValueError: no', 'interrupted at once')
     """
+    if not isinstance(error, Exception):
+        return "interrupted at once" if isinstance(error, KeyboardInterrupt) else "ended early"
     first, *_ = [*str(error).splitlines(), ""]
     first = shorten(first, LONGEST_REASON)
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"failed: {type(error).__name__}" + (f": {first}" if first else "")
 
 
 def describe_end(reason: str, position: Position, seconds: float, best: Best) -> str:

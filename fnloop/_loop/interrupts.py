@@ -17,6 +17,7 @@ import attrs
 
 from fnloop._core.state import TrainState
 from fnloop._core.stops import INTERRUPTED, REQUEUED, TERMINATED
+from fnloop._display.log import log
 
 __all__ = ["Abandoned", "Interrupts", "handling"]
 
@@ -45,6 +46,7 @@ class Interrupts:
         self.save = False
         self.usr1_stops = False  # whether SIGUSR1 also stops the run
         self.requested = [False, False]  # to stop, to save: what all processes agree on first
+        self._told = False  # whether somebody who waits for the end has been told what is awaited
         self.done = False  # whether the state says that the run has ended because of it
         self._usual_on_child: Any = None  # the handler of SIGCHLD that ``_on_child`` has replaced
 
@@ -75,6 +77,12 @@ class Interrupts:
         """
         if self.stop is not None and (over or self.stop != INTERRUPTED):
             raise Abandoned
+        if self.stop is not None and not self._told:
+            self._told = True
+            log.warning(
+                "fit: the run ends after this evaluation; Ctrl-C again ends it at once, without "
+                "the record of this evaluation"
+            )
 
     def apply(self, state: TrainState) -> TrainState:
         """Return the state with the reason to stop, if a signal gave one."""

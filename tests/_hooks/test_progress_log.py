@@ -2,6 +2,8 @@
 
 import io
 import math
+import os
+import signal
 
 import attrs
 import pytest
@@ -248,3 +250,86 @@ def test_it_is_one_of_the_default_hooks(capsys):
     assert "epoch 1/1  step 1  train/loss 0.0000" in capsys.readouterr().err
     fl.fit(STEP, toy(), [ONE], hooks=())
     assert capsys.readouterr().err == ""
+
+
+class Broken(Exception):
+    pass
+
+
+def last_line(hooks, steps=3, error=Broken, loss=toy_loss, **given):
+    """Return the last line of a run that an error ends, and the state that the error has."""
+    file = io.StringIO()
+    hooks = [progress(file=file) if hook is progress else hook for hook in hooks]
+    loaders = {"train": [ONE] * steps, "valid": [ONE]}
+    with pytest.raises(error) as caught:
+        fl.fit(fl.pipeline()(loss), toy(), loaders, epochs=3, hooks=hooks, **given)
+    return file.getvalue().splitlines()[-1], caught.value.state
+
+
+def breaking(at, error=Broken):
+    def hook(state):
+        if state.step == at:
+            raise error
+        return state
+
+    return hook
+
+
+@pytest.mark.parametrize("moment", [fl.every(epochs=1), fl.every(steps=1), fl.every(steps=2)])
+def test_the_last_line_has_the_step_of_the_evaluation_that_failed(moment):
+    def loss(model, batch):
+        if not model.training:
+            raise Broken("no")
+        return toy_loss(model, batch)
+
+    line, state = last_line([progress], loss=loss, evaluate_every=moment)
+    steps = {"every(epochs=1)": 3}.get(repr(moment), moment.steps)
+    assert state.step == steps
+    assert line.startswith(f"failed: Broken: no; epoch 1/3, step {steps}, after ")
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Broken, "failed: Broken;"),
+        (KeyboardInterrupt, "stopped: interrupted;"),
+        (SystemExit, "ended early:"),
+    ],
+)
+def test_the_last_line_has_the_step_of_the_hook_that_failed(at, order, error, reason):
+    hooks = [progress, breaking(at, error)][:: 1 if order == "after" else -1]
+    if error is KeyboardInterrupt:  # where no handler is installed, the run ends as after Ctrl-C
+        file = io.StringIO()
+        hooks = [progress(file=file) if hook is progress else hook for hook in hooks]
+        state = fl.fit(STEP, toy(), {"train": [ONE] * 3, "valid": [ONE]}, epochs=3, hooks=hooks)
+        line = file.getvalue().splitlines()[-1]
+    else:
+        line, state = last_line(hooks, error=error)
+    epoch = 1 + (at > 3)
+    assert state.step == at
+    assert line.startswith(f"{reason} epoch {epoch}/3, step {at}, after ")
+
+
+def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):
+    """The first one is told too, because the run ends only after the evaluation."""
+    pressed = []
+
+    def loss(model, batch):
+        if not model.training:
+            pressed.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+        return toy_loss(model, batch)
+
+    file = io.StringIO()
+    loaders = {"train": [ONE] * 3, "valid": [ONE] * 5}
+    with pytest.raises(KeyboardInterrupt):
+        fl.fit(fl.pipeline()(loss), toy(), loaders, epochs=3, hooks=(progress(file=file),))
+    assert len(pressed) == 2
+    assert caplog.messages == [
+        "fit: the run ends after this evaluation; Ctrl-C again ends it at once, without the record "
+        "of this evaluation"
+    ]
+    last = file.getvalue().splitlines()[-1]
+    assert last.startswith("interrupted at once: epoch 1/3, step 3, after ")

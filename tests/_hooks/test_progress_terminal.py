@@ -187,8 +187,9 @@ def test_after_a_resume_the_rate_is_that_of_the_new_updates(clock):
     file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.5))
     state = fl.fit(step, toy(), [ONE] * 10, steps=4, hooks=())
     fl.fit(step, state, [ONE] * 10, epochs=1, hooks=(progress(file=file),))
-    assert drawings(file)[0].startswith("epoch 1/1   50% ━━━━━─────   5/10  2.00 step/s")
-    assert drawings(file)[0].endswith("3s left")
+    assert drawings(file)[0] == "epoch 1/1   40% ━━━━──────   4/10"  # before the first update
+    assert drawings(file)[1].startswith("epoch 1/1   50% ━━━━━─────   5/10  2.00 step/s")
+    assert drawings(file)[1].endswith("3s left")
     assert "from step 4" in file.lines()[0]
 
 
@@ -386,3 +387,48 @@ def test_workers_print_and_a_hook_asks():
     asked = lines.index("your name? Ann")
     assert lines[asked + 1] == "hello Ann"
     assert lines[-1].startswith("done: epoch 1/1, step 4")
+
+
+def test_a_bar_is_there_before_the_first_update():
+    file, seen = Terminal(), []
+
+    def loss_fn(model, batch):
+        seen.append(file.lines()[-1])
+        return toy_loss(model, batch)
+
+    fl.fit(fl.pipeline()(loss_fn), toy(), [ONE], epochs=3, hooks=(progress(file=file),))
+    assert seen[0] == "epoch 1/3    0% ──────────  0/1"
+
+
+def test_a_table_below_another_has_its_head_again(clock):
+    """A hook trains another model, whose table has other columns."""
+    file = Terminal()
+
+    def train(state):
+        if state.step == 3:
+            fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(progress(file=file),))
+        return state
+
+    fl.fit(STEP, toy(), [ONE] * 2, epochs=3, hooks=(progress(file=file), train))
+    heads = [line.split() for line in file.lines() if line.startswith("epoch ") and "│" in line]
+    assert [len(head) for head in heads] == [7, 9, 7]
+
+
+def test_the_time_of_a_row_fits_from_the_beginning(clock):
+    """The first row shown is of epoch 2, and took longer than it says in a history."""
+    file, slow = Terminal(), fl.pipeline()(clock.timed(toy_loss, 500.0))
+    state = fl.fit(STEP, toy(), [ONE], hooks=())
+    fl.fit(slow, state, [ONE], epochs=4, hooks=(progress(file=file),))
+    rows = [line for line in file.lines() if "│" in line][2:]
+    assert [row.split()[-1] for row in rows] == ["8:20"] * 3
+    assert len({len(row) for row in rows}) == 1 and file.lines()[1:].count(file.lines()[1]) == 1
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_the_first_line_is_never_cut(monkeypatch, long):
+    monkeypatch.setenv("COLUMNS", "40")
+    names = [f"valid_{letter * (9 if long else 2)}" for letter in "abcde"]
+    file, loaders = Terminal(), {"train": [ONE]} | dict.fromkeys(names, [ONE])
+    fl.fit(STEP, toy(), loaders, hooks=(progress(file=file),))
+    assert max(map(len, file.lines())) < 40
+    assert f"evaluated on {', '.join(names)}" in " ".join(file.lines())
