@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fnloop._core.history import History
@@ -17,6 +17,7 @@ from fnloop._core.history_table import is_evaluated
 from fnloop._core.monitor import mode_by_name
 from fnloop._core.record import Record, best_record
 from fnloop._display import checks, plot
+from fnloop._display.tables import shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 MOST_INSIDE = 6  # runs in the legend of the first axis; of more, it stands below the figure
+LONGEST_INSIDE = 24  # characters of a name there
+LONGEST_BESIDE = 12  # of one next to a title
+LONGEST_NAME = 48  # of a longer one, the middle is left out
 MOST_SHOWN = 4  # best values next to the title of another axis; of more, only the best one
 Series = Mapping[str, list[Record]]  # the records that have a metric
 
@@ -37,8 +41,8 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
     Args:
         histories: names of runs to their histories.
         keys: the metrics to draw, such as ``["valid/loss"]``; a run that lacks one is not in its
-            axis. By default those that all histories have, with ``recent/loss`` as a thin line
-            in the axis of ``train/loss``.
+            axis. By default those that all histories have, with ``recent/...`` as thin lines in
+            the axes of ``train/...``.
 
     Returns:
         A matplotlib Figure; ``figure.savefig("runs.png")`` writes it. A notebook shows it once.
@@ -59,12 +63,13 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
     """
     plot.require_matplotlib("compare")
     _check(histories)
+    histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
     series = {name: curves_of(history) for name, history in histories.items()}
     keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
     sizes = [panel_size(_metric_of(key), i) for i, key in enumerate(keys)]
     figure, axes = plot.panels("compare", sizes)
     colors = plot.palette("compare", len(series))
-    crowded = len(series) > MOST_INSIDE
+    crowded = len(series) > MOST_INSIDE or max(map(len, series)) > LONGEST_INSIDE
     for place, (axis, key) in enumerate(zip(axes, keys, strict=True)):
         best = _best_records(series, key)
         named, short = best, place > 0
@@ -72,7 +77,9 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
             named, short = _best_of_all(best, key), False
         curves = []
         for color, (name, history) in zip(colors, histories.items(), strict=True):
-            label = _label(name, best[name], key, history, short) if name in named else name
+            alone, label = place > 0, name
+            if name in named:
+                label = _label(name, best[name], key, history, short, alone)
             curves += _curves(series[name], key, keys, label, color, best.get(name))
         known = series if place else None if crowded else ()
         plot.draw(axis, key, "step", curves, known)
@@ -97,6 +104,12 @@ def _check(histories: Mapping[str, History]) -> None:
             raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")
 
 
+def _short_names(names: Sequence[str]) -> Sequence[str]:
+    """Return names of runs that fit a legend, unless some would be the same."""
+    short = [shorten(name, LONGEST_NAME) for name in names]
+    return short if len({*short}) == len(names) else names
+
+
 def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
     """Return the best record of each run that has an evaluated metric, unless it is always NaN."""
     mode = mode_by_name(key) if is_evaluated(key) else None
@@ -108,10 +121,15 @@ def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
     return {name: record for name, record in best.items() if not math.isnan(record.metrics[key])}
 
 
-def _label(name: str, best: Record, key: str, history: History, short: bool) -> str:
-    """Return the label of a run; a short one where its colour says which run it is."""
+def _label(name: str, best: Record, key: str, history: History, short: bool, alone: bool) -> str:
+    """Return the label of a run; a short one where its colour says which run it is.
+
+    ``alone`` is whether it is the only one next to the title of its axis.
+    """
+    if short:
+        return f"{best.metrics[key]:.4g}"
     value = best_label(best, key, history)
-    return f"{best.metrics[key]:.4g}" if short else f"{name}: {value}"
+    return value if alone and len(name) > LONGEST_BESIDE else f"{name}: {value}"
 
 
 def _best_of_all(best: Mapping[str, Record], key: str) -> dict[str, Record]:

@@ -56,6 +56,8 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
     titles = sorted(groups, key=lambda title: panel_rank(title, groups[title]))
     colors = _colors(owner for owner, _ in of.values())
+    if not any(record.epoch for record in records):
+        x = "step"  # no epoch has ended, and its length is unknown
     place = epochs_of(records) if x == "epoch" else lambda record: record.step
     sizes = [panel_size(title, i) for i, title in enumerate(titles)]
     figure, axes = plot.panels("History.plot", sizes)

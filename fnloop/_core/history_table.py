@@ -11,18 +11,26 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 
+from fnloop._core.history_numbers import fit_number, format_time, number_form
 from fnloop._core.monitor import better, mode_by_name
 from fnloop._core.record import Record, metric_names
 from fnloop._display import checks, tables
 from fnloop._display.tables import Cell, Column
 
-__all__ = ["Layout", "Table", "is_evaluated", "is_row", "lay_out", "table", "update_best"]
+__all__ = [
+    "Layout",
+    "Table",
+    "is_evaluated",
+    "is_row",
+    "lay_out",
+    "number_form",
+    "table",
+    "update_best",
+]
 
 # The first parts of names that are not those of evaluated loaders.
 _COSTS = ("time", "throughput", "memory")
 _OTHER_GROUPS = ("train", "recent", *_COSTS)
-DIGITS = 3  # significant ones that every value has, if there is room
-MOST_DECIMALS, LONGEST = 6, 10  # of a value that is not written as 2.00e-05; its characters
 NAMED = 8  # columns that are left out, in the note below a table; of more, their number is given
 
 
@@ -159,8 +167,7 @@ def lay_out(
         records: the rows so far.
         names: the metrics to show; by default those of the records.
         width: how many characters a line may have; None for any number.
-        last_step: the greatest step that is expected, if other records will follow; the columns
-            then have room for values of other sizes.
+        last_step: the greatest step that is expected, if others follow; then there is more room.
         passed: the seconds between each record and the one before it; by default as they say.
 
     Example:
@@ -174,8 +181,7 @@ def lay_out(
     names = [*(metric_names(records) if names is None else names)]
     least = 7 if last_step else 1  # characters: 2.0e-05
     if passed is None:
-        before: list[Record | None] = [None, *records]
-        passed = [_passed(record, other) for record, other in zip(records, before, strict=False)]
+        passed = [_passed(r, records[i - 1] if i else None) for i, r in enumerate(records)]
     fields = [*_counters(records, last_step), *_metrics(records, names, least), _times(passed)]
     left_out: list[str] = []
     while width is not None and tables.width_of([f.column for f in fields]) > width:
@@ -279,7 +285,7 @@ def _counters(records: Sequence[Record], last_step: int) -> list[Field]:
 def _times(passed: Sequence[float | None]) -> Field:
     most = max((seconds for seconds in passed if seconds is not None), default=0.0)
     form = "time" if most < 100 else "clock"
-    widths = [len(_format_time(seconds, form)) for seconds in (*passed, 0.0)]
+    widths = [len(format_time(seconds, form)) for seconds in (*passed, 0.0)]
     return Field("", form, Column("time", width=max(widths)), (5, 0))
 
 
@@ -292,7 +298,7 @@ def _metrics(records: Sequence[Record], names: Sequence[str], least: int) -> lis
 
 def _metric(records: Sequence[Record], name: str, least: int, place: int) -> Field:
     values = [record.metrics[name] for record in records if name in record.metrics]
-    form = _form(name, values)
+    form = number_form(name, values)
     group = _group_of(name)
     title = name[len(group) + 1 :] if group else name
     width = max([least, *(len(format(value, form)) for value in values)])
@@ -329,32 +335,9 @@ def _importance(name: str) -> int:
     if is_evaluated(name):
         return 1 if title == "loss" else 3 if mode_by_name(name) else 4
     if name.startswith("train/"):
-        return 2 if title == "loss" else 6 if mode_by_name(name) else 7
+        nested = 4 if title.endswith("/loss") else 6 if mode_by_name(name) else 7
+        return 2 if title == "loss" else nested
     return 3 if "/" not in name else 8
-
-
-# --- formats
-
-
-def _form(name: str, values: Sequence[float]) -> str:
-    """Return the format of a column: the same number of decimals for all its values."""
-    title = name.split("/", 1)[-1]
-    if title == "lr" or title.startswith("lr/"):
-        return ".1e"
-    sizes = [abs(value) for value in values if math.isfinite(value)]
-    largest, smallest = max(sizes, default=0.0), min((s for s in sizes if s), default=1.0)
-    mode = mode_by_name(name)
-    if largest >= 1e9 or (largest and largest < 1e-3):
-        return ".2e"
-    if mode is None and sizes and all(size.is_integer() for size in sizes) and largest >= 1:
-        return ",.0f"
-    decimals = 4 if largest < 100 else 2 if largest < 10_000 else 0
-    if mode == "max":
-        return f",.{decimals}f"
-    wanted = max(decimals, DIGITS - 1 - math.floor(math.log10(smallest)))
-    if wanted <= MOST_DECIMALS and len(f"{largest:,.{wanted}f}") <= LONGEST:
-        return f",.{wanted}f"
-    return ".2e" if mode == "min" else f",.{decimals}f"  # others may come near to 0 by chance
 
 
 def _text(field: Field, record: Record, seconds: float | None) -> str:
@@ -363,38 +346,8 @@ def _text(field: Field, record: Record, seconds: float | None) -> str:
     if field.form == "step":
         return str(record.step)
     if field.form in ("time", "clock"):
-        return _format_time(seconds, field.form)
+        return format_time(seconds, field.form)
     if field.name not in record.metrics:
         return ""
-    return _fit(record.metrics[field.name], field.form, field.column)
-
-
-def _fit(value: float, form: str, column: Column) -> str:
-    """Format a value; if it does not suit the format of its column, in another one that fits."""
-    value += 0.0  # -0.0 is 0.0
-    width = max(column.width, len(column.title))
-    decimals = (4, *range(5, MOST_DECIMALS + 1), *range(3, -1, -1)) if form.endswith("f") else ()
-    forms = [form, *(f",.{n}f" for n in decimals), ".2e", ".1e", ".0e"]
-    fitting = [text for text in (format(value, each) for each in forms) if len(text) <= width]
-    exact = (text for text in fitting if _error(value, text) <= 0.501 * 10 ** (1 - DIGITS))
-    nearest = min(fitting, key=lambda text: _error(value, text), default=format(value, form))
-    return next(exact, nearest)
-
-
-def _error(value: float, text: str) -> float:
-    """Return how far a text is from a value, in units of the value's first digit."""
-    if abs(value) < 1e-300 or not math.isfinite(value):
-        return 0.0
-    unit = 10.0 ** math.floor(math.log10(abs(value)))
-    return abs(float(text.replace(",", "")) - value) / unit
-
-
-def _format_time(seconds: float | None, form: str) -> str:
-    """Format a duration: ``12.5s``, or ``1:02`` and ``1:02:03``, by the longest of its column."""
-    if seconds is None:
-        return ""
-    if form == "time" and seconds < 1000:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    width = max(field.column.width, len(field.column.title))
+    return fit_number(record.metrics[field.name], field.form, width)

@@ -106,6 +106,7 @@ class RunInfo:
             the global generators.
         precision: what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither.
         hook_slots: the names of the slots that hooks keep, and not the step.
+        turns: the names of the turns of ``alternate``; none for another step.
 
     Example:
         >>> import fnloop as fl, torch
@@ -134,6 +135,7 @@ class RunInfo:
         default=_no_indices, eq=False
     )
     hook_slots: frozenset[str] = frozenset()
+    turns: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return html.record_text("RunInfo", self._facts())
@@ -144,7 +146,7 @@ class RunInfo:
 
     def _facts(self) -> dict[str, object]:
         hidden = ("clock", "hook_slots", "indices_at", "loader", "position_at", "stopwatch")
-        rare = ("precision", "first_step")
+        rare = ("precision", "first_step", "turns")
         facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
         return {name: fact for name, fact in facts.items() if fact or name not in rare}
 

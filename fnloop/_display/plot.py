@@ -44,6 +44,8 @@ LONGEST_TITLE = 28  # characters that fit above a small axis
 SHORT = 9  # characters of a label
 STYLES = ("-", "--", ":", "-.")  # of curves of one colour in one axis
 MOST_POINTS = 2000  # of a curve as it is drawn
+HANDLE, LETTER = 0.6, 0.075  # inches that an entry of a small legend takes: its line, and a letter
+LONG_STEPS = 10_000  # from here on, ticks are written as 20k
 
 
 @attrs.frozen
@@ -150,17 +152,18 @@ def palette(owner: str, n: int) -> list[str]:
 def add_legend_below(figure: Figure, axis: Axes) -> None:
     """Put the legend of an axis below the whole figure."""
     handles, labels = axis.get_legend_handles_labels()
+    width, height = figure.get_size_inches()
+    across = max(1, min(3, int(width / (HANDLE + LETTER * max(map(len, labels))))))
     figure.legend(
         handles,
         labels,
         loc="outside lower center",
-        ncols=3,
+        ncols=across,
         frameon=False,
         fontsize="small",
         labelcolor=GREY,
     )
-    width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + 0.2 * math.ceil(len(labels) / 3))
+    figure.set_size_inches(width, height + 0.2 * math.ceil(len(labels) / across))
 
 
 def draw(
@@ -191,9 +194,27 @@ def draw(
     axis.set_title(shorten(title, LONGEST_TITLE), loc="left")
     axis.set_xlabel(x)
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
+    if places and max(places) >= LONG_STEPS:
+        axis.xaxis.set_major_formatter(_short_number)
+    if not any(math.isfinite(y) for curve in curves for _, y in curve.points):
+        axis.text(0.5, 0.5, "no finite value", transform=axis.transAxes, ha="center", color=GREY)
+        axis.set(xticks=[], yticks=[])
     if known is not None:
         _add_legend(axis, known)
     _suit_any_page(axis)
+
+
+def _short_number(value: float, place: object = None) -> str:
+    """Write a number of steps in few characters.
+
+    Example:
+        >>> _short_number(20_000), _short_number(1_250_000), _short_number(0)
+        ('20k', '1.25M', '0')
+    """
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.10g}{letter}"
+    return f"{value:.10g}"
 
 
 def _draw_curve(axis: Axes, curve: Curve, style: str, order: float) -> None:

@@ -52,13 +52,16 @@ class Best:
     def __init__(self, state: TrainState, since: str) -> None:
         self.records: dict[str, Record] = {}
         self.loaders = () if state.run is None else state.run.evaluated
+        self.turns = () if state.run is None else state.run.turns
         for record in records_since(state.history, first_record(state.phases, since)):
             self.records = update_best(self.records, record)
 
     def update(self, record: Record) -> set[str]:
         """Take a record into account, and return the names of its metrics that are the best now."""
         self.records = update_best(self.records, record)
-        return {name for name, best in self.records.items() if best is record}
+        newest = {name for name, best in self.records.items() if best is record}
+        # With turns, the loss is a mean of losses that may oppose each other.
+        return newest - {f"{loader}/loss" for loader in self.loaders if self.turns}
 
 
 # --- numbers
@@ -119,17 +122,20 @@ def running_values(state: TrainState) -> dict[str, float]:
     """Return "loss" and "lr": those of a record of this boundary, or else the running ones.
 
     With several optimizers the rates are "lr/matrices", ...; those of further groups are left out.
+    With turns, the losses are "d/loss", ... in place of their mean.
     The running ones are read from the device: one read.
     """
     rates = {
         f"lr/{name}" if name else "lr": Last(one.param_groups[0]["lr"])
         for name, one in optimizers_in(state.optimizer).items()
     }
+    turns = () if state.run is None else state.run.turns
+    losses = [f"{turn}/loss" for turn in turns] or ["loss"]
     if RECORD in state.events:
         metrics = state.history[-1].metrics
         values = {
             name: metrics[f"{group}/{name}"]
-            for name in ("loss", *rates)
+            for name in (*losses, *rates)
             for group in ("train", "recent")
             if f"{group}/{name}" in metrics
         }
@@ -137,8 +143,8 @@ def running_values(state: TrainState) -> dict[str, float]:
             if name not in values and not isinstance(rate.value, Tensor):
                 values[name] = rate.compute()
         return values
-    found = state.metrics.get("recent/loss", state.metrics.get("loss"))
-    return read(rates if found is None else {"loss": found, **rates})
+    of = {name: state.metrics.get(f"recent/{name}", state.metrics.get(name)) for name in losses}
+    return read({name: metric for name, metric in of.items() if metric is not None} | rates)
 
 
 # --- sentences
@@ -224,7 +230,7 @@ def _describe_best(best: Best) -> str:
         return not name.endswith("/loss"), place.get(name.partition("/")[0], len(place))
 
     names = sorted(best.records, key=rank)
-    if not names or mode_by_name(names[0]) is None:
+    if best.turns or not names or mode_by_name(names[0]) is None:
         return ""
     record = best.records[names[0]]
     value = format_value(names[0], record.metrics[names[0]])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 from torch import Tensor
 
+from fnloop._core.history_numbers import number_form
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.optimizers import Group, groups_in, initial_value
 from fnloop._core.state import TrainState, check_not_stale
@@ -95,10 +96,11 @@ class LrRange:
     def _table(self) -> tuple[list[Column], list[list[Cell]]]:
         every = -(-len(self.rates) // SHOWN) or 1
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
+        form = number_form("loss", (*self.losses, *self.smoothed))
         rows = [
             [
                 Cell(f"{self.rates[i]:.2e}", best=i == found),
-                *(Cell(html.format_number(x[i])) for x in (self.losses, self.smoothed)),
+                *(Cell(format(x[i], form)) for x in (self.losses, self.smoothed)),
             ]
             for i in range(len(self.rates))
             if i % every == 0 or i == found
@@ -255,6 +257,15 @@ class _Sweep:
         if self.smoothed[-1] > best + (DIVERGED - 1) * abs(best):  # a loss may be below 0
             self.end = f"the smoothed loss rose above {DIVERGED:g} times its best at {self._at(n)}"
 
+    def _rise(self) -> str:
+        """Return how far the loss had risen at the end, relative to its best."""
+        best, last = min(self.smoothed, default=0.0), self.average
+        if not 0 < best < 0.95 * last:
+            return "loss did not diverge"
+        return (
+            f"smoothed loss ended at {last / best:.1f} times its best; {DIVERGED:g} is divergence"
+        )
+
     def _at(self, place: int) -> str:
         return f"lr={self.rates[min(place, len(self.rates) - 1)]:.2g}"
 
@@ -262,7 +273,7 @@ class _Sweep:
         """Return what was found."""
         n, begin = len(self.losses), len(self.rates) // 10
         place = _valley(self.smoothed[begin:-ENDED])
-        note = self.end or f"all {n} updates were made, and the loss did not diverge"
+        note = self.end or f"all {n} updates were made, and the {self._rise()}"
         if place is None:
             why = "the loss never fell"
             if n <= begin + ENDED + 1:

@@ -46,7 +46,7 @@ class Interrupts:
         self.save = False
         self.usr1_stops = False  # whether SIGUSR1 also stops the run
         self.requested = [False, False]  # to stop, to save: what all processes agree on first
-        self._told = False  # whether somebody who waits for the end has been told what is awaited
+        self._told = False  # whether it was said that the run does not end at once
         self.done = False  # whether the state says that the run has ended because of it
         self._usual_on_child: Any = None  # the handler of SIGCHLD that ``_on_child`` has replaced
 

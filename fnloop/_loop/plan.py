@@ -43,6 +43,7 @@ from fnloop._loop.phases import (
     phase_of,
     skipped_phase,
 )
+from fnloop._step.alternate import AlternateStep
 from fnloop._step.composition import total_in
 from fnloop._step.pipeline import Pipeline, PipelineStep
 
@@ -282,6 +283,7 @@ def describe(
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
         position_at=source.positions.at, indices_at=source.indices,
         hook_slots=slots_of(plan.hooks),
+        turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
     )  # fmt: skip
 
 

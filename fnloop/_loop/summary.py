@@ -251,6 +251,8 @@ def _rows(
     """Yield the row of each module, which includes what the module contains."""
     modules = dict(model.named_modules())
     leaves = {name for name, module in modules.items() if not any(True for _ in module.children())}
+    called = {name for name in modules if calls[name].number}
+    innermost = called - {outer for name in called for outer in _outer(name)}
     parameters = {name: p for name, p in model.named_parameters() if name not in tied}
     weights: dict[str, Tensor] = {**parameters, **dict(model.named_buffers())}
     for name, module in modules.items():
@@ -265,5 +267,12 @@ def _rows(
             parameters=sum(p.numel() for p in own),
             trained=sum(p.numel() for p in own if p.requires_grad),
             weight_bytes=sum(t.nbytes for path, t in weights.items() if inside(path)),
-            output_bytes=sum(calls[path].nbytes for path in leaves if inside(path)),
+            output_bytes=sum(calls[path].nbytes for path in innermost if inside(path)),
         )  # fmt: skip
+
+
+def _outer(name: str) -> Iterator[str]:
+    """Yield the names of the modules that contain a module."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

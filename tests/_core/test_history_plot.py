@@ -112,11 +112,26 @@ def test_evaluations_within_an_epoch_are_at_fractions_of_it():
     assert lines(axis)["valid"] == [(0.5, 5), (1.0, 10), (1.2, 12), (2.0, 20), (2.5, 25)]
 
 
-def test_within_the_first_epoch_the_length_of_an_epoch_is_unknown():
+def test_within_the_first_epoch_the_length_of_an_epoch_is_unknown_and_steps_are_drawn():
     (axis,) = plot(
-        History([Record(0, 5, {"valid/loss": 5}), Record(0, 7, {"valid/loss": 7})]), x="epoch"
+        History([Record(0, 5, {"valid/loss": 6}), Record(0, 7, {"valid/loss": 8})]), x="epoch"
     ).axes
-    assert lines(axis)["valid"] == [(0.0, 5), (0.0, 7)]
+    assert lines(axis)["valid"] == [(5, 6), (7, 8)]
+    assert axis.get_xlabel() == "step"
+
+
+def test_long_steps_are_written_in_few_characters():
+    records = [Record(i, 100_000 * i, {"valid/loss": 1.0 / i}) for i in range(1, 8)]
+    figure = plot(History(records))
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert "100k" in labels and "700k" in labels
+
+
+def test_a_metric_without_a_finite_value_says_so():
+    figure = plot(History([Record(1, 1, {"valid/loss": 1.0, "valid/odd": math.nan})]))
+    assert [text.get_text() for text in figure.axes[1].texts] == ["no finite value"]
+    assert not figure.axes[0].texts
 
 
 def test_another_x_axis_is_an_error():
@@ -548,3 +563,38 @@ def test_compare_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"compare needs matplotlib: pip install 'fnloop\[plot\]"):
         compare(two())
+
+
+def names_of_runs(names):
+    """Return the figure that compares runs of these names, the entries of its legend, and it."""
+    history = History([Record(1, 10, {"valid/loss": 0.5, "valid/accuracy": 0.75})])
+    figure = compare(dict.fromkeys(names, history))
+    figure.canvas.draw()
+    (legend,) = [*figure.legends, figure.axes[0].get_legend()][:1]
+    return figure, [text.get_text() for text in legend.get_texts()], legend
+
+
+@pytest.mark.parametrize("runs", [2, 5, 8, 12])
+@pytest.mark.parametrize("length", [5, 25, 60, 200])
+def test_the_legend_of_any_runs_is_within_the_figure(runs, length):
+    figure, texts, legend = names_of_runs(f"{i}{'a' * (length - 2)}{i}" for i in range(runs))
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert len(texts) == runs
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+
+
+def test_long_names_of_runs_are_shortened_if_they_stay_different():
+    ends = [f"{'a' * 60}{i}" for i in range(2)]
+    assert [text.partition(":")[0] for text in names_of_runs(ends)[1]] == [
+        f"{'a' * 23}…{'a' * 22}{i}" for i in range(2)
+    ]
+    middles = [f"{'a' * 30}{i}{'a' * 30}" for i in range(2)]
+    assert [text.partition(":")[0] for text in names_of_runs(middles)[1]] == middles
+
+
+def test_a_long_name_is_not_repeated_next_to_a_title():
+    """Its colour says which run it is."""
+    for name, shown in (("short", "short: best 0.75 (epoch 1)"), ("n" * 13, "best 0.75 (epoch 1)")):
+        figure, *_ = names_of_runs([name, *(f"{name}{i}" for i in range(4))])
+        (text,) = figure.axes[1].get_legend().get_texts()
+        assert text.get_text() == shown

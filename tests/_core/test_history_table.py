@@ -241,6 +241,26 @@ def test_records_of_intervals_are_rows_beside_a_closing_one_alone():
     assert made[0].split() == ["│", "train", "│", "recent"]
 
 
+def test_an_infinite_value_is_never_the_best():
+    records = [Record(i, i, {"valid/loss": value}) for i, value in enumerate((INF, -INF, 2.0), 1)]
+    assert [line.split()[-3] for line in lines(*records)[2:]] == ["inf", "-inf", "2.0000*"]
+    assert "*" not in "".join(lines(*records[:2]))
+
+
+def test_a_single_row_is_not_replaced_by_a_sign():
+    """Eleven rows and ten places: the one that would be cut takes no more space than the sign."""
+    records = [Record(i, i, {"train/loss": 1.0}) for i in range(1, 13)]
+    epochs = [line.split()[0] for line in lines(*records[:11], most=10)[2:]]
+    assert epochs == [*map(str, range(1, 12))]
+    assert [line.split()[0] for line in lines(*records, most=10)[2:]][4:8] == ["5", "…", "8", "9"]
+
+
+def test_losses_of_turns_stay_longer_than_metrics_without_a_rank():
+    names = ["train/d/loss", "train/g/loss", "valid/loss", "valid/real", "train/loss"]
+    layout = lay_out([Record(1, 1, dict.fromkeys(names, 1.5))], width=44)
+    assert layout.left_out == ("step", "time", "valid/real")
+
+
 def test_the_best_row_of_a_long_table_is_not_cut():
     rise = [Record(i, i, {"valid/loss": 10.0 + abs(i - 25)}) for i in range(1, 51)]
     made = lines(*rise, most=4)

@@ -333,3 +333,27 @@ def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):
     ]
     last = file.getvalue().splitlines()[-1]
     assert last.startswith("interrupted at once: epoch 1/3, step 3, after ")
+
+
+def test_of_turns_the_losses_are_shown_and_not_their_mean(clock):
+    """The bar and the heartbeat have the loss of each, and no mean is the best."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "dg"})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.0) for name in "dg"}
+    torch.nn.init.ones_(model["d"].weight), torch.nn.init.zeros_(model["g"].weight)
+
+    def turn(name):
+        def loss_fn(model, x):
+            clock.now += 15 * model.training
+            return model[name](x).mean()
+
+        return fl.pipeline()(loss_fn)
+
+    state = fl.TrainState.create(model, optimizers, seed=0)
+    step = fl.alternate({name: turn(name) for name in "dg"})
+    x = torch.ones(1, 1)
+    lines = logged(step, {"train": [x] * 2, "valid": [x]}, state)
+    heartbeat, _, record = (line.split("  ") for line in lines[1:-1])
+    assert heartbeat[:5] == ["epoch 1/1", "50%", "step 1", "d/loss 1.0000", "g/loss 0.0000"]
+    losses = ["valid/loss 0.5000", "valid/d/loss 1.0000*", "valid/g/loss 0.0000*"]
+    assert record[:5] == ["epoch 1/1", "step 2", *losses]
+    assert lines[-1] == "done: epoch 1/1, step 2, after 1m 00s"

@@ -428,7 +428,7 @@ def test_the_time_of_a_row_fits_from_the_beginning(clock):
 def test_the_first_line_is_never_cut(monkeypatch, long):
     monkeypatch.setenv("COLUMNS", "40")
     names = [f"valid_{letter * (9 if long else 2)}" for letter in "abcde"]
-    file, loaders = Terminal(), {"train": [ONE]} | dict.fromkeys(names, [ONE])
+    file, loaders = Terminal(), {name: [ONE] for name in ("train", *names)}
     fl.fit(STEP, toy(), loaders, hooks=(progress(file=file),))
     assert max(map(len, file.lines())) < 40
     assert f"evaluated on {', '.join(names)}" in " ".join(file.lines())

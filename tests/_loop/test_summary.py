@@ -110,3 +110,25 @@ def test_wrong_batches_and_lazy_modules():
     lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False))
     with pytest.raises(ValueError, match=r"the sizes of 0.weight, 0.bias, 1.running_mean and 1 "):
         fl.summary(of(lazy), torch.ones(2, 3))
+
+
+def test_a_module_that_calls_none_of_those_inside_it_counts_for_itself():
+    """The attention uses the weights of its projection, and does not call it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.out = nn.MultiheadAttention(8, 2), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.out(self.attention(x, x, x, need_weights=False)[0])
+
+    model = Net()
+    rows = {row.name: row for row in fl.summary(of(model), torch.ones(5, 1, 8)).rows}
+    attention, out = 5 * 8 * 4, 5 * 2 * 4  # bytes
+    assert rows["attention.out_proj"].output == "not called"
+    assert [rows[name].output_bytes for name in ("attention", "out", "")] == [
+        attention,
+        out,
+        attention + out,
+    ]
