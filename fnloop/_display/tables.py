@@ -125,10 +125,28 @@ def row_line(columns: Sequence[Column], cells: Sequence[Cell]) -> str:
 def table_lines(
     columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "", width: int = 80
 ) -> list[str]:
-    """Return a table as lines of text for sys.stdout, with a note below it, wrapped to a width."""
-    rows_text = [row_line(columns, cells) for cells in rows]
+    """Return a table as lines of text for sys.stdout, with a note below it.
+
+    The note is wrapped to a width, and so are the words of the last column.
+    """
+    rows_text = [line for cells in rows for line in _row_lines(columns, cells, width)]
     notes = textwrap.wrap(note, width, break_on_hyphens=False, break_long_words=False)
     return [*map(printable, [*head_lines(columns), *rows_text, *notes])]
+
+
+def _row_lines(columns: Sequence[Column], cells: Sequence[Cell], width: int) -> list[str]:
+    """Return a row as one line, or as several if its last column has words that do not fit."""
+    line = row_line(columns, cells)
+    indent = disp_len(row_line(columns, [*cells[:-1], Cell("x")])) - 1
+    if disp_len(line) <= width or not columns[-1].left or indent > width // 2:
+        return [line]
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "") -> str:

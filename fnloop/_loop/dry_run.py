@@ -27,7 +27,14 @@ from fnloop._data.loaders import Loaders
 from fnloop._data.prefetch import windows
 from fnloop._data.source import batch_size_of
 from fnloop._display import html
-from fnloop._display.tables import Cell, Column, shorten, table_html, table_lines
+from fnloop._display.tables import (
+    Cell,
+    Column,
+    shorten,
+    table_html,
+    table_lines,
+    terminal_width,
+)
 from fnloop._graphs.batches import signature
 from fnloop._graphs.capturable import make_capturable
 from fnloop._graphs.guards import CaptureError
@@ -110,7 +117,7 @@ class Report:
         return columns, [[Cell(text) for text in row] for row in rows]
 
     def __repr__(self) -> str:
-        return "\n".join([self._title(), *table_lines(*self._table())])
+        return "\n".join([self._title(), *table_lines(*self._table(), width=terminal_width())])
 
     def _repr_html_(self) -> str:
         return html.stack(html.line(self._title()), table_html(*self._table()))

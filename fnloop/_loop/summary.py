@@ -15,12 +15,20 @@ from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch
 from fnloop._display import checks, html
-from fnloop._display.tables import Cell, Column, table_html, table_lines
+from fnloop._display.tables import (
+    Cell,
+    Column,
+    table_html,
+    table_lines,
+    terminal_width,
+    width_of,
+)
 from fnloop._step.evaluation import evaluating
 
 __all__ = ["ModuleRow", "Summary", "summary"]
 
 SHAPES = 2  # outputs of a module that are shown
+LEAST_COLUMNS = 3  # that any terminal gets
 _HINT = (
     "summary calls model(x) for a batch (x, y), model(**batch) for a mapping, and model(batch) for "
     "anything else. Give it a batch that fits, such as summary(state, (inputs,)) or "
@@ -110,7 +118,13 @@ class Summary:
         return "; ".join(parts)
 
     def __repr__(self) -> str:
-        return "\n".join(table_lines(*self._table(), self._note()))
+        (columns, rows), width, left_out = self._table(), terminal_width(), []
+        while width_of(columns) > width and len(columns) > LEAST_COLUMNS:
+            left_out.insert(0, columns[-1].title)
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        note = f"left out: {', '.join(left_out)}" if left_out else ""
+        notes = "; ".join(filter(None, (self._note(), note)))
+        return "\n".join(table_lines(columns, rows, notes, width))
 
     def _repr_html_(self) -> str:
         return table_html(*self._table(), self._note())

@@ -224,3 +224,14 @@ def test_buffers_of_the_given_model_stay_as_they_are():
     batches = [torch.ones(1)] * 4
     fl.dry_run(fl.pipeline()(lambda model, x: model(x).mean()), state, (batches, batches))
     assert model.calls.item() == 0.0
+
+
+def test_the_words_of_a_report_are_wrapped_below_each_other(monkeypatch):
+    report = fl.dry_run(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 2)
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = repr(report).splitlines()
+    assert max(map(len, lines)) <= 50
+    begin = lines[1].index("seen")
+    assert any(line.startswith(" " * begin) and line[begin] != " " for line in lines)
+    monkeypatch.setenv("COLUMNS", "500")
+    assert " ".join(repr(report).split()) == " ".join(" ".join(lines).split())

@@ -132,3 +132,16 @@ def test_a_module_that_calls_none_of_those_inside_it_counts_for_itself():
         out,
         attention + out,
     ]
+
+
+def test_the_text_fits_the_terminal(monkeypatch):
+    """The columns to the right go first, and the note says so."""
+    shown = fl.summary(of(nn.Sequential(nn.Linear(3, 4), nn.ReLU())), torch.ones(2, 3))
+    for width in (200, 72, 60, 50, 40, 30):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = repr(shown).splitlines()
+        assert max(map(len, lines)) <= max(width, 30)
+    assert lines[0].split() == ["module", "class", "output"]
+    assert " ".join(lines[4:]) == "left out: number, trained, weights, outputs"
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "left out" not in repr(shown)
