@@ -19,6 +19,7 @@ from fnloop._display.encoding import printable
 
 __all__ = [
     "HTML_WIDTH",
+    "UNLIMITED",
     "Cell",
     "Column",
     "head_lines",
@@ -30,6 +31,7 @@ __all__ = [
     "width_of",
 ]
 
+UNLIMITED = 10_000  # the width of what is not a terminal, for a table that may be long
 HTML_WIDTH = 100  # characters of a row that fits a cell of a notebook
 LONGEST_TITLE = 32
 _RULE = "border-left:1px solid color-mix(in srgb, currentColor 30%, transparent)"
@@ -63,9 +65,9 @@ class Column:
     left: bool = False
 
 
-def terminal_width() -> int:
-    """Return how many characters a line of the terminal has now; 80 if that is unknown."""
-    return shutil.get_terminal_size((80, 24)).columns
+def terminal_width(unknown: int = 80) -> int:
+    """Return how many characters a line of the terminal has now, or a width if that is unknown."""
+    return shutil.get_terminal_size((unknown, 24)).columns
 
 
 def shorten(title: str, most: int = LONGEST_TITLE) -> str:

@@ -28,6 +28,7 @@ from fnloop._data.prefetch import windows
 from fnloop._data.source import batch_size_of
 from fnloop._display import html
 from fnloop._display.tables import (
+    UNLIMITED,
     Cell,
     Column,
     shorten,
@@ -117,7 +118,9 @@ class Report:
         return columns, [[Cell(text) for text in row] for row in rows]
 
     def __repr__(self) -> str:
-        return "\n".join([self._title(), *table_lines(*self._table(), width=terminal_width())])
+        return "\n".join(
+            [self._title(), *table_lines(*self._table(), width=terminal_width(UNLIMITED))]
+        )
 
     def _repr_html_(self) -> str:
         return html.stack(html.line(self._title()), table_html(*self._table()))

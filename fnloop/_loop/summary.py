@@ -16,6 +16,7 @@ from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch
 from fnloop._display import checks, html
 from fnloop._display.tables import (
+    UNLIMITED,
     Cell,
     Column,
     table_html,
@@ -118,7 +119,7 @@ class Summary:
         return "; ".join(parts)
 
     def __repr__(self) -> str:
-        (columns, rows), width, left_out = self._table(), terminal_width(), []
+        (columns, rows), width, left_out = self._table(), terminal_width(UNLIMITED), []
         while width_of(columns) > width and len(columns) > LEAST_COLUMNS:
             left_out.insert(0, columns[-1].title)
             columns, rows = columns[:-1], [row[:-1] for row in rows]
