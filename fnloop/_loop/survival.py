@@ -47,7 +47,7 @@ def _survive(run: Run, error: BaseException) -> bool:
     applied = state is not run.state
     if applied or (phase is not None and run.before_record):
         state = attrs.evolve(state, events=state.events | {PENDING})
-    elif not state.events & {START, AGAIN}:
+    elif AGAIN not in state.events and (len(state.history) or START not in state.events):
         state = with_hooks_left(state, [*map(kind_of, run.left)])
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
     alone = is_alone(state)

@@ -178,3 +178,17 @@ def test_hooks_in_another_order_are_found_by_their_names():
     bad.at = 2
     fl.fit(step, state, LOADERS, epochs=2, hooks=(note, bad))
     assert [at for at, *_ in seen] == [1, 2, 3, 4]
+
+
+def test_hooks_after_one_that_raised_see_the_record_of_the_start():
+    """Without a record, all that is due before the first update is done again."""
+    at, seen, early = fl.at_start() | fl.every(epochs=1), [], []
+    hooks = (Raises(0), noting(seen), fl.at_start()(noting(early)))
+    state = cut(hooks, epochs=1, evaluate_every=at)
+    state = fl.fit(step, state, LOADERS, epochs=1, hooks=hooks, evaluate_every=at)
+    assert [at for at, *_ in seen] == [0, 1, 2] and [at for at, *_ in early] == [0]
+    assert [record.step for record in state.history] == [0, 2]
+    hooks = (fl.at_start()(Raises(0)), fl.at_start()(noting(again := [])))
+    state = cut(hooks, epochs=1)
+    fl.fit(step, state, LOADERS, epochs=1, hooks=hooks)
+    assert [at for at, *_ in again] == [0]

@@ -131,7 +131,9 @@ def test_a_generator_of_a_datasets_own_is_named_and_put_back(make, kind):
     data = Drawing(make())
     report = check_script(PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2))
     assert {"same", "resume"} <= broken(report)
-    assert f"the train loader.dataset.generator, a {kind} (test_check_script.py" in " ".join(report.problems)
+    assert f"the train loader.dataset.generator, a {kind} (test_check_script.py" in " ".join(
+        report.problems
+    )
     assert data[0] == Drawing(make())[0]
 
 
@@ -149,7 +151,9 @@ def test_a_dropout_with_a_generator_of_its_own_does_not_resume():
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
     report = check_script(PLAIN(lambda model, x: model(x).mean()), state, [torch.ones(2)] * 4)
     assert "resume" in broken(report)
-    assert "the model.generator, a torch.Generator (test_check_script.py" in " ".join(report.problems)
+    assert "the model.generator, a torch.Generator (test_check_script.py" in " ".join(
+        report.problems
+    )
 
 
 def test_a_draw_that_leaves_no_trace_is_named_by_its_line():
