@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AGAIN", "END", "EPOCH", "HOOKS", "PENDING", "RECORD", "START", "STOP", "UPDATE"]
+__all__ = ["AGAIN", "END", "EPOCH", "PENDING", "RECORD", "START", "STOP", "UPDATE"]
 
 UPDATE = "update"  # an update was applied, not skipped
 EPOCH = "epoch"  # an epoch was completed
@@ -11,5 +11,4 @@ START = "start"  # no update was tried yet
 STOP = "stop: "  # and the reason: a hook has stopped the run, and what is due at its end follows
 END = "end"  # the boundary is the last one: the target is reached, or a hook has stopped the run
 AGAIN = "again"  # a hook has stopped the run, and what is due at its end is asked now
-HOOKS = "hooks: "  # and names: those that were not called, because one before them raised
 PENDING = "pending"  # the run stopped before this boundary's record: the next run begins with it

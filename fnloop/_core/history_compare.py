@@ -111,14 +111,15 @@ def _short_names(names: Sequence[str]) -> Sequence[str]:
 
 
 def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
-    """Return the best record of each run that has an evaluated metric, unless it is always NaN."""
+    """Return the best record of each run that has an evaluated metric, unless none is finite."""
     mode = mode_by_name(key) if is_evaluated(key) else None
     if mode is None:
         return {}
-    best = {
-        name: best_record(found[key], key, mode) for name, found in series.items() if key in found
+    finite = {
+        name: [record for record in found.get(key, ()) if math.isfinite(record.metrics[key])]
+        for name, found in series.items()
     }
-    return {name: record for name, record in best.items() if not math.isnan(record.metrics[key])}
+    return {name: best_record(having, key, mode) for name, having in finite.items() if having}
 
 
 def _label(name: str, best: Record, key: str, history: History, short: bool, alone: bool) -> str:

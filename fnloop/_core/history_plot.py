@@ -71,8 +71,10 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
             (owner, metric), having, best = of[key], series[key], None
             wanted = _mode_of(metric, groups[title], mode)
             if wanted is not None and key in evaluated:
-                record = best_record(having, key, wanted)
-                if math.isfinite(value := record.metrics[key]):  # or none is: none is best
+                finite = [record for record in having if math.isfinite(record.metrics[key])]
+                if finite:
+                    record = best_record(finite, key, wanted)
+                    value = record.metrics[key]
                     label = f"{_label(owner, metric)} {best_label(record, key, records)}"
                     if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
                         label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""

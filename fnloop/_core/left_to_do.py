@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 
-from fnloop._core.events import END, HOOKS, PENDING, STOP, UPDATE
+from fnloop._core.events import END, PENDING, STOP, UPDATE
 from fnloop._core.state import TrainState
 from fnloop._core.stops import is_interruption
 
-__all__ = [
-    "events_to_keep",
-    "forget_interruption",
-    "hooks_left",
-    "mark_stop",
-    "owes_end",
-    "with_hooks_left",
-]
+__all__ = ["events_to_keep", "forget_interruption", "mark_stop", "owes_end"]
 
 
 def mark_stop(state: TrainState) -> TrainState:
@@ -26,18 +17,6 @@ def mark_stop(state: TrainState) -> TrainState:
     if state.stop is not None and not is_interruption(state.stop) and END not in events:
         events |= {STOP + state.stop}
     return state if events == state.events else attrs.evolve(state, events=events)
-
-
-def with_hooks_left(state: TrainState, names: Sequence[str]) -> TrainState:
-    """Return the state whose events name the hooks that are still to be called."""
-    events = frozenset(event for event in state.events if not event.startswith(HOOKS))
-    return attrs.evolve(state, events=events | {HOOKS + ", ".join(names)} if names else events)
-
-
-def hooks_left(state: TrainState) -> list[str]:
-    """Return the names of the hooks that were not called, because one before them raised."""
-    marks = (event for event in state.events if event.startswith(HOOKS))
-    return [name for mark in marks for name in mark.removeprefix(HOOKS).split(", ")]
 
 
 def owes_end(state: TrainState) -> bool:
@@ -52,7 +31,7 @@ def forget_interruption(state: TrainState) -> TrainState:
 
 def events_to_keep(state: TrainState) -> frozenset[str]:
     """Return the events of a boundary that the next run has to complete; usually none."""
-    if owes_end(state) or hooks_left(state):
+    if owes_end(state):
         return state.events
     return state.events & {UPDATE, PENDING} if PENDING in state.events else frozenset()
 

@@ -28,7 +28,7 @@ class Ownership(Generic[State]):
         own_metrics: the names of the running metrics that are of each process's share of the data,
             as far as they are known. They are known before a run has shown them if the state is a
             copy, or from a checkpoint.
-        seconds: the time spent in runs, when the state last left one.
+        seconds: the seconds that runs of this state have taken, until it last left one.
     """
 
     __slots__ = ("__weakref__", "generation", "newest", "own_metrics", "seconds")

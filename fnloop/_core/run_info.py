@@ -18,7 +18,9 @@ Item = TypeVar("Item")
 
 
 class Stopwatch:
-    """What a run has waited for, and how long it takes, in seconds. Middleware and hooks read it.
+    """The times of a run, in seconds: what it has waited for, and what it has taken.
+
+    Middleware and hooks may read it.
 
     Attributes:
         waited: the time that the batches of the running update were waited for.

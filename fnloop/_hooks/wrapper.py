@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 
-__all__ = ["Hook", "Wrapper", "find_hooks", "kind_of", "layers", "slots_of", "unwrap_hook"]
+__all__ = ["Hook", "Wrapper", "layers", "slots_of", "unwrap_hook"]
 
 
 class Hook(Protocol):
@@ -109,19 +108,3 @@ def unwrap_hook(hook: Hook) -> Hook:
     """Return the hook inside all wrappers."""
     *_, inner = layers(hook)
     return inner
-
-
-def kind_of(hook: Hook) -> str:
-    """Return the name of the function or class inside all wrappers."""
-    inner = unwrap_hook(hook)
-    return getattr(inner, "__name__", type(inner).__name__)
-
-
-def find_hooks(kinds: Iterable[str], hooks: Sequence[Hook]) -> list[Hook]:
-    """Return one hook of each kind that is listed; of several of one kind, the last ones."""
-    wanted, found = Counter(kinds), list[Hook]()
-    for hook in reversed(hooks):
-        if wanted[kind := kind_of(hook)]:
-            wanted[kind] -= 1
-            found.append(hook)
-    return found[::-1]

@@ -94,8 +94,9 @@ def fit(
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
         Exception: any exception of the loss function, a loader or a hook, with a note of where in
-            the run it happened, and with the last consistent state as its attribute ``state``. A
-            run that continues from it first calls the hooks after the one that raised, if any. If
+            the run it happened, and with the last consistent state as its attribute ``state``. The
+            hooks after one that raised do not see that boundary, nor do they in a run that
+            continues. If
             ``optimizer.step()`` itself failed, the weights are between two updates, and there is no
             such attribute.
 

@@ -81,7 +81,7 @@ class Interrupts:
             self._told = True
             log.warning(
                 "fit: the run ends after this evaluation; Ctrl-C again ends it at once, without "
-                "the record of this evaluation"
+                "its record"
             )
 
     def apply(self, state: TrainState) -> TrainState:

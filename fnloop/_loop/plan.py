@@ -47,7 +47,7 @@ from fnloop._step.alternate import AlternateStep
 from fnloop._step.composition import total_in
 from fnloop._step.pipeline import Pipeline, PipelineStep
 
-__all__ = ["Plan", "check_step", "describe", "make_plan", "with_windows"]
+__all__ = ["Plan", "check_step", "describe", "make_plan"]
 
 
 @attrs.frozen
@@ -285,14 +285,6 @@ def describe(
         hook_slots=slots_of(plan.hooks),
         turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
     )  # fmt: skip
-
-
-def with_windows(info: RunInfo, plan: Plan, state: TrainState, source: Source) -> RunInfo:
-    """Return the facts about a run with the batches of an update, and the length, of its epoch."""
-    window = source.batches_in_update(plan.window_in(state))
-    batches = source.length_in(state.epoch)
-    length = None if plan.step.carries else num_updates(batches, window)
-    return attrs.evolve(info, window=window, steps_per_epoch=length, batches_per_epoch=batches)
 
 
 def _updates_later(plan: Plan, state: TrainState, source: Source, epochs: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -12,13 +12,7 @@ import attrs
 from fnloop._core.copies import with_record
 from fnloop._core.events import AGAIN, END, EPOCH, PENDING, START
 from fnloop._core.left_out import count_left_out
-from fnloop._core.left_to_do import (
-    events_to_keep,
-    hooks_left,
-    mark_stop,
-    owes_end,
-    with_hooks_left,
-)
+from fnloop._core.left_to_do import events_to_keep, mark_stop, owes_end
 from fnloop._core.metrics import Max, read
 from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
@@ -27,7 +21,7 @@ from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.stops import is_interruption
 from fnloop._core.types import Metric
 from fnloop._data.source import num_updates
-from fnloop._hooks.wrapper import Hook, find_hooks, unwrap_hook
+from fnloop._hooks.wrapper import Hook, unwrap_hook
 from fnloop._loop.beginning import complete, first_state
 from fnloop._loop.errors import check_counters, check_returned, explain_no_batches
 from fnloop._loop.evaluate import open_loader
@@ -36,7 +30,7 @@ from fnloop._loop.interrupts import Abandoned, Interrupts
 from fnloop._loop.moments import loaders_due, without_end
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
-from fnloop._loop.plan import Plan, describe, with_windows
+from fnloop._loop.plan import Plan, describe
 from fnloop._loop.report import (
     asking,
     evaluation_metrics,
@@ -87,7 +81,6 @@ class Run:
         self.first_batch = 0  # with which the run began or continued the epoch
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.before_record = False  # whether an update is applied whose boundary has no record yet
-        self.left: Iterator[Hook] = iter(())  # the hooks still to be called at this boundary
         self.rolled_back = False  # whether a hook went back to a snapshot
         self.asked_at = self.quiet_until = 0.0  # in between nothing is due, unless the epoch ends
         known = state.history[-1].seconds if len(state.history) else 0.0
@@ -113,8 +106,7 @@ class Run:
             self.interrupts.stop_on_usr1()
         self.info.stopwatch.newest = None
         if self.plan.step.window > 1 or self.source.lengths is not None:
-            self.info = with_windows(self.info, self.plan, self.state, self.source)
-            self.state = attrs.evolve(self.state, run=self.info)
+            self._count_windows()
         self.first_batch, self.batches_in_epoch = self.state.batch, 0
         left = events_to_keep(self.state)
         ahead = self.plan.prefetch * self.info.window
@@ -124,6 +116,17 @@ class Run:
             self._start()
         self.info.stopwatch.resume()
         return fold_in(self.state.seed, COMPUTE, self.state.epoch)
+
+    def _count_windows(self) -> None:
+        """Note how many batches an update takes in this epoch, and so how many updates it has."""
+        window = self.source.batches_in_update(self.plan.window_in(self.state))
+        batches = self.source.length_in(self.state.epoch)
+        if (window, batches) != (self.info.window, self.info.batches_per_epoch):
+            length = None if self.plan.step.carries else num_updates(batches, window)
+            self.info = attrs.evolve(
+                self.info, window=window, steps_per_epoch=length, batches_per_epoch=batches
+            )
+            self.state = attrs.evolve(self.state, run=self.info)
 
     def enter(self, seed: int, ended: bool) -> bool:
         """Install the generators. Return whether the epoch, or the run, is over at once.
@@ -144,9 +147,6 @@ class Run:
         else:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
-        if left := hooks_left(state):
-            self.state, hooks = with_hooks_left(state, ()), find_hooks(left, self.plan.hooks)
-            return self._call_and_obey(hooks, ended) or self.is_over()
         self.state = attrs.evolve(state, events=state.events - {PENDING})
         if state.stop is not None and PENDING not in state.events:  # by a hook, as the run began
             return True
@@ -239,13 +239,8 @@ class Run:
         self.peers.poll(state, self.interrupts)
         if self.interrupts.stop is not None:
             self.state = self.interrupts.apply(state)
-        return self._call_and_obey(self.plan.hooks, ended)
-
-    def _call_and_obey(self, hooks: Sequence[Hook], ended: bool) -> bool:
-        """Call hooks at a boundary. Return whether the epoch, or the run, is over."""
-        __tracebackhide__ = True
-        if hooks:
-            self._call_hooks(hooks)
+        if self.plan.hooks:
+            self._call_hooks(self.plan.hooks)
         if self.interrupts.stop is not None:  # a signal may have come during the hooks
             self.state = self.interrupts.apply(self.state)
         if self.interrupts.save:
@@ -287,8 +282,8 @@ class Run:
     def _call_hooks(self, hooks: Sequence[Hook]) -> None:
         """Call hooks, each with the state that the one before it returned."""
         __tracebackhide__ = True
-        before, self.left = self.state, iter(hooks)
-        for hook in self.left:
+        before = self.state
+        for hook in hooks:
             self.phase = hook
             new = check_returned(hook, hook(self.state))
             if new is not self.state:

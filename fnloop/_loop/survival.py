@@ -6,11 +6,10 @@ from types import TracebackType
 
 import attrs
 
-from fnloop._core.events import AGAIN, EPOCH, PENDING, START
-from fnloop._core.left_to_do import owes_end, with_hooks_left
+from fnloop._core.events import EPOCH, PENDING
+from fnloop._core.left_to_do import owes_end
 from fnloop._core.state import newest, owns_handles
 from fnloop._core.stops import INTERRUPTED
-from fnloop._hooks.wrapper import kind_of
 from fnloop._loop.errors import explain, tell_hooks
 from fnloop._loop.interrupts import Abandoned
 from fnloop._loop.peers import is_alone
@@ -47,8 +46,6 @@ def _survive(run: Run, error: BaseException) -> bool:
     applied = state is not run.state
     if applied or (phase is not None and run.before_record):
         state = attrs.evolve(state, events=state.events | {PENDING})
-    elif AGAIN not in state.events and (len(state.history) or START not in state.events):
-        state = with_hooks_left(state, [*map(kind_of, run.left)])
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
     alone = is_alone(state)
     interrupted = _is_interruption(run, error) and owns_handles(state)

@@ -176,6 +176,10 @@ FACTS = {
     ),
     "history": lambda state: state.update(history=[{"epoch": 1}]),
     "model": lambda state: state.update(model=3),
+    "seconds": lambda state: state.update(seconds="1"),
+    "negative seconds": lambda state: state.update(seconds=-1.0),
+    "NaN seconds": lambda state: state.update(seconds=float("nan")),
+    "endless seconds": lambda state: state.update(seconds=float("inf")),
 }
 
 
@@ -298,3 +302,33 @@ def test_a_checkpoint_at_the_end_of_an_epoch_has_no_position_within_one(tmp_path
     whole = fl.fit(step, toy(), [ONE] * 2, hooks=())
     path = craft(fl.save(whole, tmp_path / "a"), facts=lambda facts: facts.update(processes=2))
     assert fl.restore(path, toy()).saved_on is None
+
+
+@pytest.mark.parametrize(
+    ("only", "old", "expected"),
+    [(None, False, [2.0, 4.0]), (None, True, [2.0, 3.0]), (("model",), False, [2.0])],
+    ids=["all", "of an older version", "the model alone"],
+)
+def test_the_time_comes_with_the_counters(monkeypatch, tmp_path, only, old, expected):
+    """Each update takes a second, and an epoch has two. The run is cut after three.
+
+    A checkpoint of an older version knows the time of its newest record only.
+    """
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+
+    def slow(model, batch):
+        clock[0] += 1.0
+        return toy_loss(model, batch)
+
+    def cut(state):
+        return attrs.evolve(state, stop="interrupted") if state.step == 3 else state
+
+    path = fl.save(
+        fl.fit(fl.pipeline()(slow), toy(), [ONE] * 2, epochs=2, hooks=(cut,)), tmp_path / "a"
+    )
+    if old:
+        craft(path, facts=lambda facts: facts.pop("seconds"))
+    state = fl.restore(path, toy(), only=only)
+    state = fl.fit(fl.pipeline()(slow), state, [ONE] * 2, hooks=())
+    assert [record.seconds for record in state.history] == expected

@@ -598,3 +598,19 @@ def test_a_long_name_is_not_repeated_next_to_a_title():
         figure, *_ = names_of_runs([name, *(f"{name}{i}" for i in range(4))])
         (text,) = figure.axes[1].get_legend().get_texts()
         assert text.get_text() == shown
+
+
+def test_an_infinite_value_is_never_the_best_of_a_figure():
+    values = {"a": (2.0, -math.inf, 0.5), "b": (math.inf, math.inf, math.inf)}
+    histories = {
+        name: History([Record(i, i, {"valid/loss": value}) for i, value in enumerate(each, 1)])
+        for name, each in values.items()
+    }
+    (axis,) = compare(histories).axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
+        "a: best 0.5 (epoch 3)",
+        "b",
+    ]
+    (axis,) = plot(histories["a"]).axes
+    texts = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert texts == ["valid", "valid best 0.5 (epoch 3)"]

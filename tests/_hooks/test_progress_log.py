@@ -328,8 +328,7 @@ def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):
         fl.fit(fl.pipeline()(loss), toy(), loaders, epochs=3, hooks=(progress(file=file),))
     assert len(pressed) == 2
     assert caplog.messages == [
-        "fit: the run ends after this evaluation; Ctrl-C again ends it at once, without the record "
-        "of this evaluation"
+        "fit: the run ends after this evaluation; Ctrl-C again ends it at once, without its record"
     ]
     last = file.getvalue().splitlines()[-1]
     assert last.startswith("interrupted at once: epoch 1/3, step 3, after ")
@@ -357,3 +356,17 @@ def test_of_turns_the_losses_are_shown_and_not_their_mean(clock):
     losses = ["valid/loss 0.5000", "valid/d/loss 1.0000*", "valid/g/loss 0.0000*"]
     assert record[:5] == ["epoch 1/1", "step 2", *losses]
     assert lines[-1] == "done: epoch 1/1, step 2, after 1m 00s"
+
+
+def test_the_last_line_of_a_failure_counts_skipped_updates():
+    def loss(model, batch):
+        if model.w.item() <= -2:
+            raise Broken("no")
+        return toy_loss(model, batch)
+
+    file, nan = io.StringIO(), torch.tensor([math.nan])
+    step = fl.pipeline(fl.skip_nonfinite())(loss)
+    with pytest.raises(Broken):
+        fl.fit(step, toy(), [ONE, nan, ONE, ONE], hooks=(progress(file=file),))
+    last = file.getvalue().splitlines()[-1]
+    assert last.startswith("failed: Broken: no; epoch 1/1, step 2, 1 skipped, after ")
