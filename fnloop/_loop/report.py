@@ -101,6 +101,11 @@ def evaluation_metrics(
     with isolated(device):
         found = measure(step, attrs.evolve(state, run=run), source, True, tell, outputs)
     if step.is_timed:
+        if "time/evaluate" in found:
+            raise ValueError(
+                "timings reports the metric 'time/evaluate', which another middleware reports "
+                "already: rename one"
+            )
         found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
     gathered = [] if outputs is None else gather_outputs(outputs)
     for hook in asked_by:

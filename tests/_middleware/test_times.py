@@ -452,3 +452,10 @@ def test_the_time_of_training_is_that_of_updates_and_their_data(clock):
         assert watches[-1].trained == state.epoch * 3 * (DATA + STEP)
         clock.now += 1000.0
     assert seen == [2 * EVALUATION] * 2
+
+
+def test_another_metric_of_the_name_of_a_time_is_refused():
+    for name in ("time/step", "time/data", "time/evaluate"):
+        step = fl.pipeline(fl.timings(), fl.metric(**{name: lambda aux, batch: 1.0}))(toy_loss)
+        with pytest.raises(ValueError, match=f"timings reports the metric '{name}', which another"):
+            fl.fit(step, toy(), ([torch.ones(1)], [torch.ones(1)]), hooks=())
