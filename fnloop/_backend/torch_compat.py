@@ -8,7 +8,9 @@ be unsafe. ``import fnloop`` depends on none of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -303,14 +305,24 @@ def set_worker_dataset(info: object, dataset: object) -> None:
 def make_killable(batches: Iterator[Item]) -> Iterator[Item]:
     """Make ``terminate`` kill the workers of an iterator, and return the iterator.
 
-    The workers ignore their first SIGTERM. Fallback: a worker that torch has to terminate outlives
-    the first attempt.
+    The workers ignore their first SIGTERM. Nothing raises when one is killed on purpose, such as a
+    persistent one as Python exits. Fallback: a worker that torch has to terminate outlives the
+    first attempt.
     """
     for worker in getattr(batches, "_workers", ()):
         process = getattr(worker, "_popen", None)
         if process is not None and hasattr(process, "terminate") and hasattr(process, "kill"):
-            process.terminate = process.kill
+            process.terminate = functools.partial(_kill, weakref.ref(batches), process.kill)
     return batches
+
+
+def _kill(iterator: Callable[[], Any], kill: Callable[[], object]) -> None:
+    """Kill a worker of an iterator, whose workers torch does not watch any more from here on."""
+    if getattr(batches := iterator(), "_worker_pids_set", False):
+        batches._worker_pids_set = False
+        with contextlib.suppress(AttributeError, ValueError):
+            torch._C._remove_worker_pids(id(batches))
+    kill()
 
 
 def forget_workers(loader: DataLoader[object]) -> None:

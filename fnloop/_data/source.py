@@ -242,7 +242,9 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Sourc
     source = open_source(loader, fold_in(seed, rank))
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        return _pad_to_longest(source.batches(epoch, batch // processes, 0))
+        start = batch // processes
+        whole = (lambda: source.batches(epoch, 0, 0)) if start else (lambda: iter(()))
+        return _pad_to_longest(source.batches(epoch, start, 0), whole)
 
     longest, some_unknown = all_reduce_max(
         [-1.0 if source.length is None else source.length, source.length is None]
@@ -257,11 +259,20 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Sourc
     return Source(batches, length, sharing, positions=source.positions, indices=indices)
 
 
-def _pad_to_longest(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield until the longest shard ends; shorter shards are padded with their last batch."""
+def _pad_to_longest(
+    batches: Iterator[Batch], whole: Callable[[], Iterator[Batch]]
+) -> Iterator[Batch]:
+    """Yield until the longest shard ends; shorter shards are padded with their last batch.
+
+    A run may continue where a shard has ended already. Its last batch is read again then: ``whole``
+    gives all of them.
+    """
     __tracebackhide__ = True
     last = END
     while any_rank((batch := next(batches, END)) is not END):
+        if batch is END and last is END:
+            for last in whole():  # noqa: B007
+                pass
         if batch is END and last is END:
             raise ValueError(
                 "this process's share of the data has no batch, and those of other processes have: "

@@ -2,8 +2,10 @@
 
 import ast
 import importlib.util
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -335,13 +337,35 @@ def test_without_their_tables_modules_are_read_through_public_methods():
     assert torch_compat.uncompiled(nn.Linear(1, 1)) is None
 
 
+def test_nothing_raises_when_a_worker_is_killed_on_purpose():
+    """torch looks at its workers when one of them has ended, which a signal tells it."""
+    loader = DataLoader([1, 2], num_workers=2, persistent_workers=True)
+    batches = torch_compat.make_killable(iter(loader))
+    assert sorted(int(batch) for batch in batches) == [1, 2]
+    for worker in batches._workers:
+        worker.terminate()
+        time.sleep(0.2)  # the signal comes before the worker is waited for
+        worker.join()
+        assert worker.exitcode == -signal.SIGKILL
+    batches._shutdown_workers()
+
+
 def test_without_their_names_loaders_are_left_alone_or_refused():
     assert torch_compat.make_killable(it := iter([1])) is it
+
+    class Batches:
+        def __init__(self, worker):
+            self._workers = [worker]
+
     worker = SimpleNamespace()
-    assert torch_compat.make_killable(SimpleNamespace(_workers=[worker]))._workers == [worker]
-    process = SimpleNamespace(terminate=lambda: "asked", kill=lambda: "killed")
-    torch_compat.make_killable(SimpleNamespace(_workers=[SimpleNamespace(_popen=process)]))
-    assert process.terminate() == "killed"
+    assert torch_compat.make_killable(Batches(worker))._workers == [worker]
+    done = []
+    process = SimpleNamespace(
+        terminate=lambda: done.append("asked"), kill=lambda: done.append("killed")
+    )
+    torch_compat.make_killable(Batches(SimpleNamespace(_popen=process)))
+    process.terminate()
+    assert done == ["killed"]
     loader = DataLoader([1])
     del loader._iterator
     torch_compat.forget_workers(loader)  # without persistent workers there is nothing to forget

@@ -177,3 +177,34 @@ def continue_streams(folder):
     found["shares"] = [[*READ], resumed.model.w.item() == whole.model.w.item()]
     fl.save(train(whole_stream(), steps=2), folder / "two")
     return found
+
+
+def test_a_run_continues_where_a_short_share_has_ended(tmp_path):
+    """The shares have two, three and four batches. Each cut is resumed from a checkpoint."""
+    for found in launch.results(tmp_path, 3, continue_uneven_shares):
+        for whole, *resumed in found:
+            assert [*resumed] == [whole] * 8
+
+
+def continue_uneven_shares(folder):
+    """Return what runs that were cut after each update reach, after that of a whole one."""
+    n = 2 + rank()
+
+    def as_list():
+        return fl.sharded([torch.tensor([i + 1.0 + 10 * rank()]) for i in range(n)])
+
+    def as_stream():
+        return fl.sharded(DataLoader(Stream(2 * n, noisy=False, first=8 * rank()), 2))
+
+    def reached(loader, cut=None):
+        state = toy(lr=0.01)
+        if cut is not None:
+            fl.save(train(loader(), steps=cut), folder / "cut")
+            state = fl.restore(folder / "cut", state)
+        state = train(loader(), state, epochs=2)
+        losses = [r.metrics["train/loss"] for r in state.history if not r.closing]
+        return state.model.w.item(), state.step, losses
+
+    return [
+        [reached(loader, cut) for cut in (None, *range(1, 9))] for loader in (as_list, as_stream)
+    ]
