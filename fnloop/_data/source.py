@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from fnloop._backend.collectives import all_reduce_max, any_rank
 from fnloop._core.rng import fold_in
 from fnloop._core.types import Batch
+from fnloop._data.bucketed import Bucketed
 from fnloop._data.composed import Composed, fetch
 from fnloop._data.indices import Indices, indices_of, no_indices
 from fnloop._data.iterable import iterate
@@ -162,6 +163,7 @@ def open_source(
         return _open_sharded(loader.loader, seed, rank, processes)
     if processes > 1:
         _check_not_split(loader)
+    _check_not_nested(loader)
     loader = _unprepared(loader)
     sharing = sharing_among(processes, rank, window)
     indices = indices_of(loader, seed, rank, processes, window)
@@ -216,6 +218,16 @@ def _unprepared(loader: object) -> object:
     is_prepared = type(loader).__module__.startswith("accelerate.")
     skips = getattr(loader, "skip_batches", 0)
     return loader if skips or not is_prepared else getattr(loader, "base_dataloader", loader)
+
+
+def _check_not_nested(loader: object) -> None:
+    """Raise if a DataLoader makes batches of batches."""
+    batches = getattr(loader, "batch_sampler", None) is not None
+    if batches and isinstance(getattr(loader, "sampler", None), Bucketed):
+        raise ValueError(
+            "bucketed makes batches, and this DataLoader would make batches of them: write "
+            "DataLoader(dataset, batch_sampler=bucketed(...))"
+        )
 
 
 def _check_not_split(loader: object) -> None:

@@ -130,6 +130,11 @@ class checkpoint:
         self.named = _read_names(named)
         if mode is not None:
             better(0.0, 0.0, mode)  # checks it
+        if best is None and (mode is not None or keep_best != 1 or since != "phase"):
+            raise ValueError(
+                "checkpoint ranks by nothing, so mode, keep_best and since mean nothing: add "
+                'best="valid/loss", or the metric that ranks'
+            )
         self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
         self._awaits_metric = False  # whether a save since the last evaluation lacks ``best``
         self._writer: threading.Thread | None = None

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 import fnloop as fl
 from fnloop._data.source import open_source
+from fnloop.data import bucketed
 from fnloop.testing import assert_same, toy, toy_loss
 
 
@@ -311,3 +312,16 @@ def test_a_loader_without_samples_gives_no_batch(shuffle):
     sampler = [] if shuffle else None  # torch shuffles no empty dataset
     loader = DataLoader(TensorDataset(torch.empty(0, 2)), 4, sampler=sampler)
     assert list(open_source(loader, 0).batches(0, 0, 0)) == []
+
+
+def test_bucketed_batches_that_a_loader_would_batch_again_are_refused():
+    data, batches = TensorDataset(torch.ones(4, 1)), bucketed([1, 1, 2, 2], batch_size=2)
+    wrong = DataLoader(data, sampler=batches)
+    with pytest.raises(ValueError, match=r"write DataLoader\(dataset, batch_sampler=bucketed"):
+        fl.fit(fl.pipeline()(toy_loss), toy(), wrong, hooks=())
+    for right in (
+        DataLoader(data, batch_sampler=batches),
+        DataLoader(data, batch_size=None, sampler=batches),
+    ):
+        loss = fl.pipeline()(lambda model, batch: model(batch[0]).mean())
+        assert fl.fit(loss, toy(), right, hooks=()).step == 2

@@ -117,6 +117,9 @@ def test_an_unknown_best_metric_is_an_error_that_names_the_known_ones(tmp_path):
     [
         (lambda: fl.checkpoint("a", keep=0), ValueError, "keep as an int >= 1"),
         (lambda: fl.checkpoint("a", keep_best=0), ValueError, "keep_best as an int >= 1"),
+        (lambda: fl.checkpoint("a", keep_best=2), ValueError, "ranks by nothing"),
+        (lambda: fl.checkpoint("a", mode="max"), ValueError, "ranks by nothing"),
+        (lambda: fl.checkpoint("a", since="run"), ValueError, "ranks by nothing"),
         (lambda: fl.checkpoint("a", best=3), TypeError, 'such as "valid/loss"'),
         (lambda: fl.checkpoint("a", mode="lowest"), ValueError, 'mode expects "min"'),
     ],
