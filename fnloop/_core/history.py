@@ -257,6 +257,7 @@ class History:
                 "acc", "f1", "auc", "precision" or "recall" when higher. For other names no best
                 point is marked.
             x: the x axis, "step" or "epoch"; evaluations within an epoch are at fractions of it.
+                Where no epoch has ended, it is "step".
 
         Returns:
             A matplotlib Figure; ``figure.savefig("history.png")`` writes it. A notebook shows it

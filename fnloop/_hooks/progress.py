@@ -93,7 +93,7 @@ class progress:
         self.since = checks.choice("progress", "since", since, SINCE)
         self._following: _Following | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
-        self._newest: TrainState | None = None  # the state that was seen last
+        self._newest: TrainState | None = None  # the state at the newest boundary
 
     def __repr__(self) -> str:
         given = {"refresh": self.refresh, "since": self.since}
@@ -124,7 +124,6 @@ class progress:
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Show an evaluation."""
-        self._newest = state
         if self._following is not None:
             self._following.evaluate(state, loader, done, total)
 
