@@ -70,6 +70,7 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
     figure, axes = plot.panels("compare", sizes)
     colors = plot.palette("compare", len(series))
     crowded = len(series) > MOST_INSIDE or max(map(len, series)) > LONGEST_INSIDE
+    explained: set[str] = set()  # the names of the runs in the legend of the first axis
     for place, (axis, key) in enumerate(zip(axes, keys, strict=True)):
         best = _best_records(series, key)
         named, short = best, place > 0
@@ -77,11 +78,12 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
             named, short = _best_of_all(best, key), False
         curves = []
         for color, (name, history) in zip(colors, histories.items(), strict=True):
-            alone, label = place > 0, name
+            new, label = name not in explained, name
             if name in named:
-                label = _label(name, best[name], key, history, short, alone)
+                label = _label(name, best[name], key, history, short and not new, not new)
             curves += _curves(series[name], key, keys, label, color, best.get(name))
-        known = series if place else None if crowded else ()
+        known = explained if place else None if crowded else ()
+        explained = explained or {name for name, found in series.items() if key in found}
         plot.draw(axis, key, "step", curves, known)
     if crowded:
         plot.add_legend_below(figure, axes[0])
@@ -122,15 +124,15 @@ def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
     return {name: best_record(having, key, mode) for name, having in finite.items() if having}
 
 
-def _label(name: str, best: Record, key: str, history: History, short: bool, alone: bool) -> str:
+def _label(name: str, best: Record, key: str, history: History, short: bool, known: bool) -> str:
     """Return the label of a run; a short one where its colour says which run it is.
 
-    ``alone`` is whether it is the only one next to the title of its axis.
+    ``known`` is whether the first axis explains the colour.
     """
     if short:
         return f"{best.metrics[key]:.4g}"
     value = best_label(best, key, history)
-    return value if alone and len(name) > LONGEST_BESIDE else f"{name}: {value}"
+    return value if known and len(name) > LONGEST_BESIDE else f"{name}: {value}"
 
 
 def _best_of_all(best: Mapping[str, Record], key: str) -> dict[str, Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -31,7 +32,9 @@ class Stopwatch:
         recorded: whether a record was made; set to False by what looks at it.
     """
 
-    __slots__ = ("_began", "_resumed", "evaluated", "newest", "recorded", "trained", "waited")
+    __slots__ = (
+        "_began", "_ended", "_resumed", "evaluated", "newest", "recorded", "trained", "waited"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.waited = self.trained = 0.0
@@ -43,11 +46,15 @@ class Stopwatch:
 
     def begin(self, spent: float) -> None:
         """Begin a run. ``spent`` is what was spent in those before it."""
-        self._began = time.monotonic() - spent
+        self._began, self._ended = time.monotonic() - spent, math.inf
 
     def spent(self) -> float:
-        """Return the time spent in this run and in those before it."""
-        return time.monotonic() - self._began
+        """Return the time spent in this run, until its end, and in those before it."""
+        return min(time.monotonic(), self._ended) - self._began
+
+    def end(self) -> None:
+        """End the run."""
+        self._ended = time.monotonic()
 
     def resume(self) -> None:
         """Begin to count what follows as training."""

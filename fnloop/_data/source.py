@@ -199,8 +199,9 @@ def open_source(
 
 def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Source:
     __tracebackhide__ = True
-    if sharing.processes > 1:
-        for leaf in loader.leaves():
+    for leaf in loader.leaves():
+        _check_not_nested(leaf)
+        if sharing.processes > 1:
             _check_not_split(leaf)
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
@@ -222,8 +223,9 @@ def _unprepared(loader: object) -> object:
 
 def _check_not_nested(loader: object) -> None:
     """Raise if a DataLoader makes batches of batches."""
-    batches = getattr(loader, "batch_sampler", None) is not None
-    if batches and isinstance(getattr(loader, "sampler", None), Bucketed):
+    batches = getattr(loader, "batch_sampler", None)
+    inside = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    if batches is not None and any(isinstance(each, Bucketed) for each in inside):
         raise ValueError(
             "bucketed makes batches, and this DataLoader would make batches of them: write "
             "DataLoader(dataset, batch_sampler=bucketed(...))"

@@ -46,7 +46,7 @@ class TerminalView:
         refresh: the least time between two drawings that read from the device, in seconds.
     """
 
-    newest: ClassVar[object] = None  # the table that got the last line
+    newest: ClassVar[dict[int, object]] = {}  # the table that got the last line of each terminal
 
     def __init__(self, file: TextIO, refresh: float) -> None:
         self.screen, self.refresh, self.table = Screen(file), refresh, object()
@@ -62,9 +62,9 @@ class TerminalView:
     def start(self, state: TrainState, parts: list[str], position: Position) -> None:
         self.last_step = (state.run and state.run.total_steps) or 0
         self.is_stream = is_stream(state)
-        lines, width = [""], columns_of(self.screen.file) - 1
-        for part in parts:  # broken between two parts, but for one that is longer than a line
-            longer = f"{lines[-1]}, {part}" if lines[-1] else part
+        lines, width = [parts[0]], max(columns_of(self.screen.file) - 1, 1)
+        for part in parts[1:]:  # broken between two parts, but for one that is longer than a line
+            longer = f"{lines[-1]}, {part}"
             lines[-1:] = [longer] if len(longer) < width else [f"{lines[-1]},", part]
         lines = [short for line in lines for short in textwrap.wrap(line, width)]
         self.print(*(self.paint(line, "dim") for line in lines))
@@ -82,9 +82,10 @@ class TerminalView:
         head = self.layout and self.layout.head()
         layout = self.lay_out(entry, best)
         line = layout.line(record, entry.seconds, best)
-        below_own = TerminalView.newest is self.table  # and not below the lines of a run in a hook
+        place = id(self.screen.file)
+        below_own = self.newest.get(place) is self.table  # not below the lines of a run in a hook
         above = [] if layout.head() == head and below_own else layout.head()
-        TerminalView.newest = self.table
+        self.newest[place] = self.table
         for sign, styles in {"*": ("bold", "green"), "│": ("dim",)}.items():
             line = line if faint else line.replace(sign, self.paint(sign, *styles))
         line = self.paint(line, "dim") if faint else line
@@ -121,10 +122,12 @@ class TerminalView:
             self.draw(format_epoch(following), following, [])
             return self.next
         parts = [format_count_of(position.done, position.total)]
-        parts += [format_rate(position.rate)] if position.rate else []
-        parts += [format_skipped(position)] if position.skipped else []
-        values = running_values(state)
-        parts += [f"{name} {format_value(name, value)}" for name, value in values.items()]
+        rate = [format_rate(position.rate)] if position.rate else []
+        rate += [format_skipped(position)] if position.skipped else []
+        found = running_values(state).items()
+        values = [f"{name} {format_value(name, value)}" for name, value in found]
+        first = 0 if state.run is None else len(state.run.turns)  # their losses stay longest
+        parts += [*values[:first], *rate, *values[first:]]
         self.draw(format_epoch(position), position, parts)
         return self.next
 
@@ -140,11 +143,12 @@ class TerminalView:
     def draw(self, label: str, position: Position, parts: list[str]) -> None:
         """Draw a bar and what stands beside it. What does not fit goes, the last first.
 
-        The time left stays longest.
+        First the bar is made shorter. The time left stays longest.
         """
         width = columns_of(self.screen.file) - SPARE
         left = [] if position.left is None else [format_left(position.left)]
-        bar = self.bar(position.done, position.total, width - NUMBERS)
+        beside = disp_len("  ".join([label, " 100% ", *parts, *left]))
+        bar = self.bar(position.done, position.total, width - max(NUMBERS, beside))
         while parts and disp_len("  ".join([label, bar, *parts, *left])) > width:
             parts = parts[:-1]
         line = "  ".join(part for part in (label, bar, *parts, *left) if part)
@@ -165,7 +169,8 @@ class TerminalView:
     def finish(self, text: str) -> None:
         """Remove the bar, and write the last line."""
         self.screen.close()
-        self.print(*textwrap.wrap(text, columns_of(self.screen.file) - 1, break_on_hyphens=False))
+        width = max(columns_of(self.screen.file) - 1, 1)
+        self.print(*textwrap.wrap(text, width, break_on_hyphens=False))
 
     def close(self) -> None:
         """Remove the bar."""

@@ -60,8 +60,12 @@ class Best:
         """Take a record into account, and return the names of its metrics that are the best now."""
         self.records = update_best(self.records, record)
         newest = {name for name, best in self.records.items() if best is record}
-        # With turns, the loss is a mean of losses that may oppose each other.
-        return newest - {f"{loader}/loss" for loader in self.loaders if self.turns}
+        return {name for name in newest if not self._is_mean_of_turns(name)}
+
+    def _is_mean_of_turns(self, name: str) -> bool:
+        """Return whether a loss is a mean of losses that may oppose each other."""
+        *groups, title = name.split("/")
+        return bool(self.turns) and title == "loss" and not {*groups} & {*self.turns}
 
 
 # --- numbers

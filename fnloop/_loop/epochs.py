@@ -17,6 +17,7 @@ import attrs
 
 from fnloop._backend.memory import reusing_pages
 from fnloop._core.rng import isolated, mix, torch_seeder
+from fnloop._core.run_info import Stopwatch
 from fnloop._core.snapshot import detached_from_run
 from fnloop._core.state import TrainState, check_not_stale, consume
 from fnloop._data.prefetch import windows
@@ -55,7 +56,7 @@ def train_epochs(
     window, source = plan.step.window, run.source
     batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
     recent, stopwatch = plan.record_every is not None, run.info.stopwatch
-    with _closing(plan.hooks):
+    with _closing(plan.hooks, stopwatch):
         while True:
             with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
                 with reusing_pages(backend.device), Survival(run):
@@ -99,10 +100,11 @@ def _settle(plan: Plan, state: TrainState) -> TrainState:
 
 
 @contextlib.contextmanager
-def _closing(hooks: Sequence[Hook]) -> Iterator[None]:
+def _closing(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
     """Close all hooks at the end, even if one of them raises."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as stack:
+        stack.callback(stopwatch.end)
         for hook in reversed(hooks):  # the stack calls them back in the order listed
             if (close := getattr(hook, "close", None)) is not None:
                 stack.callback(close)

@@ -262,9 +262,8 @@ class _Sweep:
         best, last = min(self.smoothed, default=0.0), self.average
         if not 0 < best < 0.95 * last:
             return "loss did not diverge"
-        return (
-            f"smoothed loss ended at {last / best:.1f} times its best; {DIVERGED:g} is divergence"
-        )
+        times = math.floor(last / best * 10) / 10
+        return f"smoothed loss ended at {times} times its best; above {DIVERGED:g}, it diverges"
 
     def _at(self, place: int) -> str:
         return f"lr={self.rates[min(place, len(self.rates) - 1)]:.2g}"

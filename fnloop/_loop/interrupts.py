@@ -80,8 +80,8 @@ class Interrupts:
         if self.stop is not None and not self._told:
             self._told = True
             log.warning(
-                "fit: the run ends after this evaluation; Ctrl-C again ends it at once, without "
-                "its record"
+                "fit: Ctrl-C ends the run after the evaluation; a second one ends it at once, and "
+                "then the evaluation has no record"
             )
 
     def apply(self, state: TrainState) -> TrainState:

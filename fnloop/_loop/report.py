@@ -104,7 +104,7 @@ def evaluation_metrics(
         if "time/evaluate" in found:
             raise ValueError(
                 "timings reports the metric 'time/evaluate', which another middleware reports "
-                "already: rename one"
+                "already: rename that metric"
             )
         found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
     gathered = [] if outputs is None else gather_outputs(outputs)

@@ -121,7 +121,8 @@ class Summary:
     def __repr__(self) -> str:
         (columns, rows), width, left_out = self._table(), terminal_width(UNLIMITED), []
         while width_of(columns) > width and len(columns) > LEAST_COLUMNS:
-            left_out.insert(0, columns[-1].title)
+            title, group = columns[-1].title, columns[-1].group
+            left_out.insert(0, f"{title} ({group})" if group else title)
             columns, rows = columns[:-1], [row[:-1] for row in rows]
         note = f"left out: {', '.join(left_out)}" if left_out else ""
         notes = "; ".join(filter(None, (self._note(), note)))

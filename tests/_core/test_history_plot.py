@@ -484,7 +484,7 @@ def test_compare_draws_the_keys_that_are_asked_for_in_their_order():
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["train/loss", "test/f1"]
     train, f1 = figure.axes
     assert legend(train) == ["a", "b"]
-    assert legend(f1) == ["0.5"]  # the colour says whose it is
+    assert legend(f1) == ["c: best 0.5 (epoch 1)"]  # which the first axis does not name
     assert f1.lines[0].get_color() == "C2"
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import fnloop as fl
 from fnloop._data.source import open_source
-from fnloop.data import bucketed
+from fnloop.data import bucketed, interleave, take
 from fnloop.testing import assert_same, toy, toy_loss
 
 
@@ -316,9 +316,11 @@ def test_a_loader_without_samples_gives_no_batch(shuffle):
 
 def test_bucketed_batches_that_a_loader_would_batch_again_are_refused():
     data, batches = TensorDataset(torch.ones(4, 1)), bucketed([1, 1, 2, 2], batch_size=2)
-    wrong = DataLoader(data, sampler=batches)
-    with pytest.raises(ValueError, match=r"write DataLoader\(dataset, batch_sampler=bucketed"):
-        fl.fit(fl.pipeline()(toy_loss), toy(), wrong, hooks=())
+    twice = DataLoader(data, batch_sampler=BatchSampler(batches, 2, False))
+    single = DataLoader(data, sampler=batches)
+    for wrong in (single, twice, take(single, 2), interleave({"a": single, "b": [0]})):
+        with pytest.raises(ValueError, match=r"write DataLoader\(dataset, batch_sampler=bucketed"):
+            fl.fit(fl.pipeline()(toy_loss), toy(), wrong, hooks=())
     for right in (
         DataLoader(data, batch_sampler=batches),
         DataLoader(data, batch_size=None, sampler=batches),

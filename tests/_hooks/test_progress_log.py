@@ -329,7 +329,8 @@ def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):
         fl.fit(fl.pipeline()(loss), toy(), loaders, epochs=3, hooks=(progress(file=file),))
     assert len(evaluated) == 4
     assert caplog.messages == [
-        "fit: the run ends after this evaluation; Ctrl-C again ends it at once, without its record"
+        "fit: Ctrl-C ends the run after the evaluation; a second one ends it at once, and then the "
+        "evaluation has no record"
     ]
     last = file.getvalue().splitlines()[-1]
     assert last.startswith("interrupted at once: epoch 1/3, step 3, after ")

@@ -1,6 +1,7 @@
 """progress in a terminal: the lines that a user sees."""
 
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -424,6 +425,18 @@ def test_the_time_of_a_row_fits_from_the_beginning(clock):
     assert len({len(row) for row in rows}) == 1 and file.lines()[1:].count(file.lines()[1]) == 1
 
 
+def test_the_first_line_begins_with_the_name_of_the_model(monkeypatch):
+    """Also where the name does not fit, or nothing does."""
+    model = type("A" * 50, (torch.nn.Linear,), {})(1, 1)
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    for width in (40, 2, 1):
+        monkeypatch.setenv("COLUMNS", str(width))
+        state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
+        file = Terminal()
+        fl.fit(step, state, [ONE], hooks=(progress(file=file),))
+        assert file.lines()[0] == "A" * max(width - 1, 1)
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_the_first_line_is_never_cut(monkeypatch, long):
     monkeypatch.setenv("COLUMNS", "40")
@@ -432,3 +445,46 @@ def test_the_first_line_is_never_cut(monkeypatch, long):
     fl.fit(STEP, toy(), loaders, hooks=(progress(file=file),))
     assert max(map(len, file.lines())) < 40
     assert f"evaluated on {', '.join(names)}" in " ".join(file.lines())
+
+
+def test_two_terminals_have_a_table_each(clock):
+    files = Terminal(), Terminal()
+    fl.fit(STEP, toy(), [ONE], epochs=3, hooks=[progress(file=file) for file in files])
+    for file in files:
+        assert sum(line.startswith("epoch ") and "│" in line for line in file.lines()) == 1
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, 2), (100, 3), (160, 5)])
+def test_the_bar_of_turns_has_their_losses(clock, monkeypatch, width, shown):
+    """It gets shorter before anything goes, and the losses go last."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.5) for name in "dg"}
+
+    def turn(name):
+        return fl.pipeline()(clock.timed(lambda model, x: 0 * model[name](x).mean() + 1, 0.5))
+
+    file, state = Terminal(), fl.TrainState.create(model, optimizers, seed=0)
+    step = fl.alternate({name: turn(name) for name in "dg"})
+    fl.fit(step, state, [torch.ones(1, 1)] * 10, hooks=(progress(file=file),))
+    fields = re.sub(r"\x1b\[[0-9;]*m", "", drawings(file)[1]).split("  ")
+    losses = ["d/loss 1.0000", "g/loss 1.0000"]
+    rates = ["1.00 step/s", "lr/d 5.0e-01", "lr/g 5.0e-01"]
+    assert fields[-1 - shown : -1] == [*losses, *rates][:shown]
+
+
+def test_no_mean_of_turns_is_the_best(clock):
+    """Neither that of the model nor that of an average of it."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.5) for name in "dg"}
+    turns = {
+        name: fl.pipeline()(lambda model, x, name=name: model[name](x).mean()) for name in "dg"
+    }
+    file, state = io.StringIO(), fl.TrainState.create(model, optimizers, seed=0)
+    step = fl.pipeline(fl.ema(0.5))(fl.alternate(turns))
+    x = [torch.ones(1, 1)]
+    fl.fit(step, state, (x, x), hooks=(progress(file=file),))
+    _, record, last = file.getvalue().splitlines()
+    starred = [field.split()[0] for field in record.split("  ") if field.endswith("*")]
+    assert starred == ["valid/d/loss", "valid/g/loss", "valid/ema/d/loss", "valid/ema/g/loss"]
+    assert "best" not in last

@@ -434,3 +434,22 @@ def test_what_is_due_at_the_end_joins_an_evaluation_that_is_due_in_any_case():
     (record,) = state.history
     assert not record.closing and {"valid/loss", "test/loss"} <= record.metrics.keys()
     assert "other/loss" not in record.metrics
+
+
+def test_the_time_after_a_run_does_not_count_for_a_state_that_a_hook_has_kept(monkeypatch):
+    clock, kept = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def slow(model, batch):
+        clock[0] += 1.0
+        return toy_loss(model, batch)
+
+    def keep(state):
+        kept[:] = [state]
+        return state
+
+    state = fl.fit(fl.pipeline()(slow), toy(), [ONE] * 2, hooks=(keep,))
+    clock[0] += 1000.0
+    fl.snapshot(kept[0])
+    state = fl.fit(fl.pipeline()(slow), state, [ONE] * 2, epochs=2, hooks=())
+    assert [record.seconds for record in state.history] == [2.0, 4.0]

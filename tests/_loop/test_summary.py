@@ -142,6 +142,7 @@ def test_the_text_fits_the_terminal(monkeypatch):
         lines = repr(shown).splitlines()
         assert max(map(len, lines)) <= max(width, 30)
     assert lines[0].split() == ["module", "class", "output"]
-    assert " ".join(lines[4:]) == "left out: number, trained, weights, outputs"
+    hidden = "number (parameters), trained (parameters), weights (memory), outputs (memory)"
+    assert " ".join(lines[4:]) == f"left out: {hidden}"
     monkeypatch.setenv("COLUMNS", "200")
     assert "left out" not in repr(shown)
