@@ -614,3 +614,11 @@ def test_an_infinite_value_is_never_the_best_of_a_figure():
     (axis,) = plot(histories["a"]).axes
     texts = [text.get_text() for text in axis.get_legend().get_texts()]
     assert texts == ["valid", "valid best 0.5 (epoch 3)"]
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 30], ids=["within the axis", "below the figure"])
+def test_a_run_that_the_first_axis_lacks_is_named_in_its_own(name):
+    both = History([Record(1, 10, {"valid/loss": 0.5, "train/loss": 1.0})])
+    trained = History([Record(1, 10, {"train/loss": 2.0})])
+    _, axis = compare({name: both, "other": trained}, keys=("valid/loss", "train/loss")).axes
+    assert legend(axis) == ["other"]
