@@ -23,7 +23,6 @@ __all__ = [
     "is_evaluated",
     "is_row",
     "lay_out",
-    "number_form",
     "table",
     "update_best",
 ]

@@ -256,9 +256,8 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Sourc
     source = open_source(loader, fold_in(seed, rank))
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        start = batch // processes
-        whole = (lambda: source.batches(epoch, 0, 0)) if start else (lambda: iter(()))
-        return _pad_to_longest(source.batches(epoch, start, 0), whole)
+        own = source.batches(epoch, batch // processes, 0)
+        return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
 
     longest, some_unknown = all_reduce_max(
         [-1.0 if source.length is None else source.length, source.length is None]

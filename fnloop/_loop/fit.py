@@ -94,12 +94,11 @@ def fit(
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
         Exception: any exception of the loss function, a loader or a hook, with a note of where in
-            the run it happened, and with the last consistent state as its attribute ``state``. Its
-            buffers may have been changed by the update that failed, such as the statistics of
-            BatchNorm. The hooks after one that raised do not see that boundary, nor do they in a
-            run that continues. If
-            ``optimizer.step()`` itself failed, the weights are between two updates, and there is no
-            such attribute.
+            the run it happened, and with the last consistent state as its attribute ``state``. An
+            update that failed may have changed buffers of the model, such as the statistics of
+            BatchNorm. The hooks after one that raised do not see that boundary, also not in a run
+            that continues. If ``optimizer.step()`` itself failed, the weights are between two
+            updates, and there is no such attribute.
 
     Example:
         >>> import fnloop as fl, torch
