@@ -295,25 +295,7 @@ def test_a_private_name_of_another_module_is_found(source, found):
     assert [name for name, _ in private_reads(ast.parse(source))] == found
 
 
-# --- sizes
-
-LINES, FUNCTION_LINES = 400, 60
-
-
-def function_lines(tree):
-    """Yield the name of each function, and the lines of its body without the docstring."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-            yield node.name, node.end_lineno - body[0].lineno + 1 if body else 0
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_and_no_function_is_too_long(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= LINES
-    long = {name: n for name, n in function_lines(ast.parse(text)) if n > FUNCTION_LINES}
-    assert not long
+# --- types
 
 
 def test_few_values_have_the_type_any():

@@ -102,7 +102,7 @@ def check_names(hooks: Iterable[object], known: Sequence[str], given: Collection
             name.
     """
     hooks = [*hooks]
-    reported = {name for hook in hooks for name in getattr(hook, "reports", ())}
+    reported = {name for hook in hooks for name in hook.reports}
     watched = [(hook, key) for hook in hooks for key in _keys_of(hook) if key not in reported]
     for hook, key in watched:
         loader, _, metric = key.partition("/")
@@ -128,7 +128,7 @@ def check_names(hooks: Iterable[object], known: Sequence[str], given: Collection
 
 def _keys_of(hook: object) -> tuple[str, ...]:
     """Return the metrics that a hook watches."""
-    found = getattr(hook, "monitors", None)
+    found = hook.monitors
     return () if found is None else (found,) if isinstance(found, str) else tuple(found)
 
 

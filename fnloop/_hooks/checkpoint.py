@@ -35,13 +35,14 @@ from fnloop._core.phase import SINCE
 from fnloop._core.state import TrainState
 from fnloop._display.checks import choice, describe, flag, folder_path, integer, metric_name
 from fnloop._display.log import log
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["checkpoint"]
 
 HOOK = "the hook checkpoint"  # its name in messages about processes that wait
 
 
-class checkpoint:
+class checkpoint(Hook):
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
     List it after the other hooks, but before ``requeue``: what a later hook changes at that

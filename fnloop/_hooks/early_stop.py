@@ -16,6 +16,7 @@ from fnloop._core.state import TrainState
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.html import format_count
 from fnloop._hooks.nonfinite import KEY, Trail, describe_place
+from fnloop._hooks.wrapper import Hook
 from fnloop._step.engine import engine_of
 
 __all__ = ["early_stop", "halt_on_nonfinite"]
@@ -31,7 +32,7 @@ class _Wait:
 
 
 @attrs.frozen(repr=False)
-class early_stop:
+class early_stop(Hook):
     """Stop when a metric has not improved for ``patience`` evaluations.
 
     The decision is a function of the history, so a resumed run stops where an uninterrupted one
@@ -190,7 +191,7 @@ def _place(record: Record, state: TrainState) -> str:
 
 
 @attrs.frozen(repr=False)
-class halt_on_nonfinite:
+class halt_on_nonfinite(Hook):
     """Stop when the training loss has become NaN or infinite.
 
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and

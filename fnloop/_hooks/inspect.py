@@ -13,8 +13,9 @@ from fnloop._core.state import TrainState
 from fnloop._core.stops import is_interruption
 from fnloop._core.types import Output
 from fnloop._display import checks
-from fnloop._hooks.moments import Moment, Trigger, show_call
+from fnloop._hooks.moments import Trigger, as_moment, show_call
 from fnloop._hooks.triggers import every as periodically
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["inspect"]
 
@@ -37,7 +38,7 @@ class _Inspection:
 
 
 @attrs.frozen(repr=False)
-class inspect:
+class inspect(Hook):
     """Call a function with what the step returned for each batch of an evaluation.
 
     It is for what a number cannot say: a confusion matrix, pictures of the worst samples. The
@@ -102,18 +103,19 @@ class inspect:
                 "inspect is asked before the record is made, so every cannot depend on it; got "
                 f"{self.every!r}. Write {show_call(self.every, f'inspect({name_of(self.fn)})')}"
             )
-        if isinstance(self.every, Moment):  # each hook has its own clock
-            object.__setattr__(self, "every", self.every.renew())
+        object.__setattr__(self, "every", as_moment(self.every).renew())  # with its own clock
 
     @property
-    def trigger(self) -> Trigger:
-        """When the hook is due."""
-        return self.every
+    def outside(self) -> frozenset[str]:
+        """Where else than after an update it runs."""
+        return self.every.outside
 
     def __repr__(self) -> str:
         given = {} if self.loader == "valid" else {"loader": self.loader}
         given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
         return repr(Call(inspect, (self.fn,), given))
+
+    wants_outputs = True
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: check that the loader is evaluated in it.
@@ -132,8 +134,7 @@ class inspect:
                 f"inspect: the loader {self.loader!r} is not one that this run evaluates; {names}"
                 f"{hint}"
             )
-        if hasattr(self.every, "check"):
-            self.every.check(state.run)  # type: ignore[attr-defined]
+        self.every.check(state.run)
         return state
 
     def collects(self, state: TrainState, loader: str) -> bool:

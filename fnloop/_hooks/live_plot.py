@@ -14,6 +14,7 @@ from fnloop._core.history import History
 from fnloop._core.history_plot import check_plot
 from fnloop._core.state import TrainState
 from fnloop._display import checks, html, plot
+from fnloop._hooks.wrapper import Hook
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ __all__ = ["live_plot"]
 PAUSE = 9  # the least time between two drawings, as a multiple of the time that the first one took
 
 
-class live_plot:
+class live_plot(Hook):
     """Draw ``state.history.plot()`` at every record: in place in a notebook, or into a file.
 
     With ``fit(..., record_every=...)`` the curves grow within an epoch too. It uses only the

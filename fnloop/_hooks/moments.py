@@ -14,12 +14,13 @@ from fnloop._core.monitor import check_monitored
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState
 from fnloop._display import checks
-from fnloop._hooks.wrapper import Hook, Wrapper
+from fnloop._hooks.wrapper import Hook, Wrapper, as_hook
 
 __all__ = [
     "ConditionalHook",
     "Moment",
     "Trigger",
+    "as_moment",
     "at_end",
     "at_start",
     "check_hook",
@@ -87,7 +88,7 @@ class Moment(ABC):
         )
 
     def __call__(self, hook: Hook) -> ConditionalHook:
-        return ConditionalHook(self.renew(), check_hook(hook, repr(self)))
+        return ConditionalHook(as_moment(self.renew()), check_hook(hook, repr(self)))
 
     def __or__(self, other: Trigger) -> Moment:
         return _Any((self, _check_trigger(other, "|")))
@@ -105,11 +106,35 @@ class Moment(ABC):
         return _Not(self)
 
 
+@attrs.frozen(repr=False, slots=False)
+class _Lifted(Moment):
+    """A trigger that is not a moment: an object with a method ``due``."""
+
+    trigger: Trigger
+
+    outside = property(lambda self: frozenset(getattr(self.trigger, "outside", ())))
+    monitors = property(lambda self: getattr(self.trigger, "monitors", ()))
+    quiet_until = property(lambda self: getattr(self.trigger, "quiet_until", lambda state: 0))
+    check = property(lambda self: getattr(self.trigger, "check", lambda run: None))
+
+    def __repr__(self) -> str:
+        return repr(self.trigger)
+
+    def due(self, state: TrainState) -> bool:
+        __tracebackhide__ = True
+        return self.trigger.due(state)
+
+
+def as_moment(trigger: Trigger) -> Moment:
+    """Return a trigger as a moment."""
+    return trigger if isinstance(trigger, Moment) else _Lifted(trigger)
+
+
 @attrs.frozen(repr=False)
 class ConditionalHook(Wrapper):
     """A hook that runs only at the boundaries of a trigger."""
 
-    trigger: Trigger
+    trigger: Moment
     hook: Hook
     _ran: list[int] = attrs.field(factory=list, init=False, eq=False)  # the step of its last run
 
@@ -120,7 +145,12 @@ class ConditionalHook(Wrapper):
     @property
     def monitors(self) -> tuple[str, ...]:
         """The metrics that the trigger depends on."""
-        return getattr(self.trigger, "monitors", ())
+        return self.trigger.monitors
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """Where else than after an update it runs."""
+        return self.trigger.outside
 
     def __repr__(self) -> str:
         return show_call(self.trigger, name_of(self.hook))
@@ -144,8 +174,7 @@ class ConditionalHook(Wrapper):
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: for the trigger too."""
         self._ran.clear()
-        if hasattr(self.trigger, "check"):
-            self.trigger.check(state.run)  # type: ignore[attr-defined]
+        self.trigger.check(state.run)
         return super().begin(state)
 
 
@@ -220,7 +249,7 @@ class at_end(Moment):
 
 @attrs.frozen(repr=False)
 class _Compound(Moment):
-    parts: tuple[Trigger, ...]
+    parts: tuple[Moment, ...]
 
     def __repr__(self) -> str:
         parts = (f"({part!r})" if _is_compound(part) else repr(part) for part in self.parts)
@@ -231,29 +260,26 @@ class _Compound(Moment):
     @property
     def outside(self) -> frozenset[str]:
         """The events at which a part may be due besides those of an update."""
-        return frozenset().union(*(getattr(part, "outside", ()) for part in self.parts))
+        return frozenset().union(*(part.outside for part in self.parts))
 
     @property
     def has_clock(self) -> bool:
         """Whether a part counts time."""
-        return any(getattr(part, "has_clock", False) for part in self.parts)
+        return any(part.has_clock for part in self.parts)
 
     @property
     def monitors(self) -> tuple[str, ...]:
         """The metrics that a part depends on."""
-        return sum((getattr(part, "monitors", ()) for part in self.parts), ())
+        return sum((part.monitors for part in self.parts), ())
 
     def check(self, run: RunInfo) -> None:
         """Begin a run: for every part."""
         for part in self.parts:
-            if (check := getattr(part, "check", None)) is not None:
-                check(run)
+            part.check(run)
 
     def renew(self) -> Moment:
         """Return a moment whose parts have clocks of their own."""
-        return type(self)(
-            tuple(part.renew() if isinstance(part, Moment) else part for part in self.parts)
-        )
+        return type(self)(tuple(part.renew() for part in self.parts))
 
 
 class _Any(_Compound):
@@ -272,7 +298,7 @@ class _All(_Compound):
     def due(self, state: TrainState) -> bool:
         """Return whether every part is due. A clock is asked last: it runs until then."""
         __tracebackhide__ = True
-        parts = sorted(self.parts, key=lambda part: getattr(part, "has_clock", False))
+        parts = sorted(self.parts, key=lambda part: part.has_clock)
         return all(part.due(state) for part in parts)
 
 
@@ -344,7 +370,7 @@ def _check_trigger(other: Trigger, symbol: str) -> Trigger:
             f"{symbol} combines moments such as every(epochs=1), when(predicate), at_start() and "
             f"at_end(); got {checks.describe(other)}{hint}"
         )
-    return other
+    return as_moment(other)
 
 
 def check_hook(hook: Hook, owner: str) -> Hook:
@@ -354,4 +380,4 @@ def check_hook(hook: Hook, owner: str) -> Hook:
             f"{owner} expects hook as a function state -> state, but {hook!r} says only when: "
             f"write {show_call(hook, 'hook')} in its place, or combine moments by |, & and ~"
         )
-    return checks.function(owner, "hook", hook, "a function state -> state", 1)
+    return as_hook(checks.function(owner, "hook", hook, "a function state -> state", 1))

@@ -51,7 +51,7 @@ class on_main(Wrapper):
     hook: Hook
 
     def __attrs_post_init__(self) -> None:
-        check_hook(self.hook, "on_main")
+        object.__setattr__(self, "hook", check_hook(self.hook, "on_main"))
         inner = unwrap_hook(self.hook)
         if isinstance(inner, checkpoint | restore_best):
             writes = ", and writes only on the main one" if isinstance(inner, checkpoint) else ""
@@ -65,7 +65,7 @@ class on_main(Wrapper):
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run, on the main process; everywhere if the hook needs all processes for it."""
-        if getattr(unwrap_hook(self.hook), "begins_everywhere", False):
+        if self.begins_everywhere:
             return super().begin(state)
         return self._observe(super().begin, state)
 

@@ -11,6 +11,7 @@ from torch import profiler
 from fnloop._core.call import Call
 from fnloop._core.state import TrainState
 from fnloop._display import checks
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["profiled"]
 
@@ -35,7 +36,7 @@ class _Position:
 
 
 @attrs.frozen(repr=False, eq=False)
-class profiled:
+class profiled(Hook):
     """Profile some updates with ``torch.profiler``: a trace, and a table of what takes longest.
 
     It measures ``updates`` updates of this process, after the first ``start`` ones: with what comes

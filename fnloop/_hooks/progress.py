@@ -21,13 +21,14 @@ from fnloop._hooks.progress_notebook import NotebookView
 from fnloop._hooks.progress_pace import Entry, Pace, Position, is_over
 from fnloop._hooks.progress_terminal import TerminalView
 from fnloop._hooks.progress_text import Best, describe_end, describe_failure, describe_start
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["progress"]
 
 BRIEFEST = 0.1  # seconds between two drawings of an evaluation, which reads nothing
 
 
-class progress:
+class progress(Hook):
     """Show the progress of a run: in a terminal, a notebook or a log.
 
     The first line says what the run works with and how long it is. The last one says why it ended:

@@ -14,6 +14,7 @@ from fnloop._core.events import END
 from fnloop._core.state import TrainState
 from fnloop._core.stops import ends_job
 from fnloop._display.log import log
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["requeue"]
 
@@ -22,7 +23,7 @@ _OUTSIDE = "requeue: this is not a SLURM job (SLURM_JOB_ID is not set): SIGUSR1 
 
 
 @attrs.frozen(repr=False, eq=False)
-class requeue:
+class requeue(Hook):
     """Requeue a SLURM job when its time is nearly over: ``#SBATCH --requeue --signal=USR1@120``.
 
     On SIGUSR1 the run ends as on SIGTERM, after the current update and with ``state.stop ==

@@ -22,6 +22,7 @@ from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState, take_ownership
 from fnloop._display.checks import choice, metric_name
 from fnloop._display.log import log
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["restore_best"]
 
@@ -30,7 +31,7 @@ _Weights = dict[str, Any]  # a state_dict, or the slot that holds one
 
 
 @attrs.frozen(repr=False)
-class restore_best:
+class restore_best(Hook):
     """End a run with its best weights: ``hooks=(restore_best("valid/loss"),)``.
 
     Whenever the metric is better than before, the hook copies the module's parameters and buffers,

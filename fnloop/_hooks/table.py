@@ -28,6 +28,7 @@ from fnloop._core.history import History, records_since
 from fnloop._core.record import Record
 from fnloop._core.state import TrainState
 from fnloop._display.checks import folder_path, typed_path
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["to_csv", "to_jsonl"]
 
@@ -138,7 +139,7 @@ def _read_beginning(path: Path) -> bytes:
 
 
 @attrs.define(repr=False, eq=False)
-class TableWriter:
+class TableWriter(Hook):
     """A hook that keeps a file equal to the history, a line for each record.
 
     A hidden file next to the table holds the identity of its run, because the table has no place

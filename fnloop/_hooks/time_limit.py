@@ -17,6 +17,7 @@ from fnloop._core.stops import JOB_LIMIT, RUN_LIMIT
 from fnloop._display import checks
 from fnloop._display.log import log
 from fnloop._hooks.progress_text import format_duration
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["time_limit"]
 
@@ -29,7 +30,7 @@ _UNKNOWN = (
 
 
 @attrs.frozen(repr=False, eq=False)
-class time_limit:
+class time_limit(Hook):
     """Stop when the run, or this job, has taken its time.
 
     The run ends after the update in which the time is up. Evaluations and hooks count, and so does

@@ -14,6 +14,7 @@ from fnloop._core.state import TrainState
 from fnloop._display import checks
 from fnloop._display.log import log
 from fnloop._hooks.trackers import read_tracker
+from fnloop._hooks.wrapper import Hook
 
 __all__ = ["track"]
 
@@ -22,7 +23,7 @@ Also = Callable[[Any, TrainState], object]
 _Plain = str | bool | int | float | None
 
 
-class track:
+class track(Hook):
     """Send every record to a tracker: ``track("tensorboard", folder="runs/a")``.
 
     Each metric is sent with the step of its record. The tracker is opened after the first update

@@ -235,7 +235,7 @@ class once(Wrapper):
     name: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        check_hook(self.hook, "once")
+        object.__setattr__(self, "hook", check_hook(self.hook, "once"))
         if self.name is not None:
             checks.text("once", "name", self.name, "the name that the hook is remembered by")
         if isinstance(self.hook, ConditionalHook):
@@ -282,6 +282,7 @@ def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
 
     It is the same in every process that runs the same script.
     """
+    hook = getattr(hook, "call", hook)
     code = getattr(hook, "__code__", None)
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"

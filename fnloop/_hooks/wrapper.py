@@ -1,93 +1,149 @@
-"""The protocol of hooks, and the base class of hooks that wrap another hook."""
+"""What a hook is, and the base class of hooks that wrap another hook."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
 
+import attrs
+
+from fnloop._core.call import name_of
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 
-__all__ = ["Hook", "Wrapper", "layers", "slots_of", "unwrap_hook"]
+__all__ = ["Hook", "Wrapper", "as_hook", "layers", "slots_of", "unwrap_hook"]
 
 
-class Hook(Protocol):
-    """A function ``state -> state`` that a run calls after every update.
+class Hook:
+    """A function ``state -> state`` that a run calls after every update, and what else it may do.
 
-    An object that can be called this way may also have any of these methods and attributes.
-    :class:`Wrapper` has the defaults, and passes each call on to the wrapped hook.
-
-    * ``begin(state) -> state`` is called before the first update of every run, also of a resumed
-      one. ``state.run`` is known. Training starts with the state that it returns, which may have
-      other slots or frozen parameters, but not another position. It may raise.
-    * ``evaluating(state, loader, done, total)`` is called before the first batch of an evaluation,
-      with ``done=0``, and after each of its batches. ``loader`` is the name, and ``total`` the
-      number of batches of this process, or None if it is unknown.
-    * ``poll(state) -> state`` is called at a boundary where ``every`` or ``when`` skips the hook.
-    * ``flush(state) -> state`` is called after the last boundary of a run, and on SIGUSR1.
-    * ``failed(state, error)`` is called when an Exception ends a run in one process, with the last
-      consistent state, if there is one. The error already has its note, and is raised afterwards
-      in any case.
-    * ``settle(state) -> state`` is called instead of all others if a run has already reached its
-      end: a process that was killed may have left something unfinished.
-    * ``collects(state, loader) -> bool`` is called before a loader is evaluated: whether the hook
-      is to be given the outputs. Every process has to answer alike.
-    * ``receive(state, outputs)`` is called after that evaluation, before its record is made, with
-      a list of the ``Output`` of each batch: of all processes, in order, copied to the host.
-    * ``close()`` is called when a run ends, also after an exception.
-    * ``monitors`` is the name of the metric that the hook watches, such as "valid/loss", a tuple of
-      several, or None.
-    * ``reports`` are the names of the metrics that the hook itself adds to records.
+    A hook overrides what it needs. :func:`as_hook` makes one of any function or object.
     """
 
-    def __call__(self, state: TrainState, /) -> TrainState:
+    monitors: str | tuple[str, ...] | None = None  # the metrics that it watches: "valid/loss"
+    reports: tuple[str, ...] = ()  # the metrics that it adds to records
+    slot: str | None = None  # what it keeps in the state
+    outside: frozenset[str] = frozenset()  # "start", "end": where else than after an update it runs
+    wants_outputs = False  # whether ``collects`` is asked
+    begins_everywhere = False  # whether ``begin`` is a collective, within ``on_main`` too
+    ends_run_on_usr1 = False
+
+    def __call__(self, state: TrainState) -> TrainState:
         """Return the state to continue with: the same, or one with changes, such as ``stop``."""
-        ...
+        raise NotImplementedError
 
-
-class Wrapper:
-    """A hook around another one, ``hook``. It passes on everything but the call itself."""
-
-    hook: Any  # a Hook, with or without the optional methods
+    def take_back(self, state: TrainState) -> TrainState:
+        """Take back a stop that does not hold any more, before anything else."""
+        return state
 
     def begin(self, state: TrainState) -> TrainState:
-        """Begin a run."""
-        return self.hook.begin(state) if hasattr(self.hook, "begin") else state
+        """Begin a run, also a resumed one. The position must stay."""
+        return state
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
-        """Follow an evaluation."""
-        if hasattr(self.hook, "evaluating"):
-            self.hook.evaluating(state, loader, done, total)
-
-    def poll(self, state: TrainState) -> TrainState:
-        """Pass a boundary at which the hook itself is not called."""
-        return self.hook.poll(state) if hasattr(self.hook, "poll") else state
-
-    def flush(self, state: TrainState) -> TrainState:
-        """Finish pending work."""
-        return self.hook.flush(state) if hasattr(self.hook, "flush") else state
-
-    def failed(self, state: TrainState, error: BaseException) -> None:
-        """Handle the failure of a run."""
-        if hasattr(self.hook, "failed"):
-            self.hook.failed(state, error)
-
-    def settle(self, state: TrainState) -> TrainState:
-        """Tidy up after a run that has already reached its end."""
-        return self.hook.settle(state) if hasattr(self.hook, "settle") else state
+        """Follow an evaluation: before its first batch, and after each."""
 
     def collects(self, state: TrainState, loader: str) -> bool:
-        """Return whether the hook is to be given the outputs of an evaluation."""
-        return hasattr(self.hook, "collects") and self.hook.collects(state, loader)
+        """Return whether it wants the outputs of an evaluation. Every process answers alike."""
+        return False
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
-        """Take the outputs of an evaluation."""
-        self.hook.receive(state, outputs)
+        """Take the outputs of an evaluation, of all processes, before its record is made."""
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Pass a boundary at which a wrapper does not call it."""
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Finish pending work: after the last boundary of a run, and on SIGUSR1."""
+        return state
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Handle the failure of a run, with the last consistent state."""
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Tidy up, in place of all others, if the run has already reached its end."""
+        return state
 
     def close(self) -> None:
-        """Release what the hook holds."""
-        if hasattr(self.hook, "close"):
-            self.hook.close()
+        """Release what it holds, also after an exception."""
+
+
+@attrs.frozen(repr=False, slots=False)
+class _Lifted(Hook):
+    """A function or an object as a hook. It has the methods and attributes of :class:`Hook`."""
+
+    call: object
+
+    def __attrs_post_init__(self) -> None:
+        for name in vars(Hook).keys() - vars(object).keys() - {"__call__", "__module__"}:
+            if hasattr(self.call, name) and not name.startswith("__"):
+                object.__setattr__(self, name, getattr(self.call, name))
+        if hasattr(self.call, "collects"):
+            object.__setattr__(self, "wants_outputs", True)
+
+    def __repr__(self) -> str:
+        return name_of(self.call)
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.call)
+
+    def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
+        return self.call(state)
+
+
+def as_hook(given: object) -> Hook:
+    """Return a hook: a function, or an object that defines some of what :class:`Hook` does."""
+    return given if isinstance(given, Hook) else _Lifted(given)
+
+
+class Wrapper(Hook):
+    """A hook around another one, ``hook``. It passes on everything but the call itself."""
+
+    hook: Hook
+
+    @property
+    def wants_outputs(self) -> bool:
+        return self.hook.wants_outputs
+
+    @property
+    def begins_everywhere(self) -> bool:
+        return self.hook.begins_everywhere
+
+    @property
+    def ends_run_on_usr1(self) -> bool:
+        return self.hook.ends_run_on_usr1
+
+    def take_back(self, state: TrainState) -> TrainState:
+        return self.hook.take_back(state)
+
+    def begin(self, state: TrainState) -> TrainState:
+        return self.hook.begin(state)
+
+    def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        self.hook.evaluating(state, loader, done, total)
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        return self.hook.collects(state, loader)
+
+    def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
+        self.hook.receive(state, outputs)
+
+    def poll(self, state: TrainState) -> TrainState:
+        return self.hook.poll(state)
+
+    def flush(self, state: TrainState) -> TrainState:
+        return self.hook.flush(state)
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        self.hook.failed(state, error)
+
+    def settle(self, state: TrainState) -> TrainState:
+        return self.hook.settle(state)
+
+    def close(self) -> None:
+        self.hook.close()
 
 
 def layers(hook: Hook) -> Iterator[Hook]:
@@ -100,8 +156,7 @@ def layers(hook: Hook) -> Iterator[Hook]:
 
 def slots_of(hooks: Iterable[Hook]) -> frozenset[str]:
     """Return the names of the slots that hooks keep."""
-    slots = (getattr(layer, "slot", None) for hook in hooks for layer in layers(hook))
-    return frozenset(slot for slot in slots if slot is not None)
+    return frozenset(la.slot for hook in hooks for la in layers(hook) if la.slot is not None)
 
 
 def unwrap_hook(hook: Hook) -> Hook:

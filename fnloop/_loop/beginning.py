@@ -95,10 +95,8 @@ def _begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:
     __tracebackhide__ = True
     run = state.run
     for hook in hooks:
-        if (begin := getattr(hook, "begin", None)) is None:
-            continue
         try:
-            new = check_returned(hook, begin(state), "begin")
+            new = check_returned(hook, hook.begin(state), "begin")
             _check_position(hook, state, new)
         except Exception as error:
             error.add_note(f"while in {name_of(hook)}, before the first update")

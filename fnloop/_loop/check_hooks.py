@@ -19,7 +19,7 @@ from fnloop._hooks.moments import ConditionalHook, show_call
 from fnloop._hooks.requeue import requeue
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.triggers import once
-from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
+from fnloop._hooks.wrapper import Hook, as_hook, layers, unwrap_hook
 
 __all__ = ["check_together", "read_hooks"]
 
@@ -38,9 +38,9 @@ def read_hooks(hooks: object) -> tuple[Hook, ...]:
     for hook in hooks:
         _check_hook(hook)
         for layer in layers(hook):
-            if (begin := getattr(layer, "begin", None)) is not None:
-                checks.function(name_of(layer), "begin", begin, "a method (state) -> state", 1)
-    return tuple(hooks)
+            begin = as_hook(layer).begin
+            checks.function(name_of(layer), "begin", begin, "a method (state) -> state", 1)
+    return tuple(map(as_hook, hooks))
 
 
 def check_together(hooks: Sequence[Hook]) -> None:
@@ -116,7 +116,7 @@ def _check_saved_first(hooks: Sequence[Hook]) -> None:
 def _check_inspected(hook: Hook) -> None:
     """Raise if a hook has its one call at the first update, but works only after an evaluation."""
     inner = unwrap_hook(hook)
-    if not hasattr(inner, "collects"):
+    if not inner.wants_outputs:
         return
     for layer in layers(hook):
         if isinstance(layer, ConditionalHook):

@@ -94,8 +94,7 @@ def _settle(plan: Plan, state: TrainState) -> TrainState:
         return state
     state = end_phase(state, plan.phase)
     for hook in plan.hooks:
-        if (settle := getattr(hook, "settle", None)) is not None:
-            state = check_returned(hook, settle(state), "settle")
+        state = check_returned(hook, hook.settle(state), "settle")
     return state
 
 
@@ -106,8 +105,7 @@ def _closing(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(stopwatch.end)
         for hook in reversed(hooks):  # the stack calls them back in the order listed
-            if (close := getattr(hook, "close", None)) is not None:
-                stack.callback(close)
+            stack.callback(hook.close)
         yield
 
 

@@ -82,8 +82,7 @@ def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> No
     """Tell the hooks with a method ``failed`` that the run has failed."""
     for hook in hooks:
         try:
-            if (failed := getattr(hook, "failed", None)) is not None:
-                failed(state, error)
+            hook.failed(state, error)
         except Exception as another:
             kind = type(another).__name__
             error.add_note(f"then {name_of(hook)} failed too: {kind}: {another}")

@@ -9,13 +9,12 @@ import attrs
 from fnloop._core.events import END
 from fnloop._core.state import TrainState
 from fnloop._display import checks
-from fnloop._hooks.moments import Moment, Trigger
+from fnloop._hooks.moments import Trigger, as_moment
 
 __all__ = [
     "Moments",
     "check_moment",
     "loaders_due",
-    "may_be_due_at",
     "own_clock",
     "read_moments",
     "without_end",
@@ -54,7 +53,7 @@ def read_moments(
 
 def own_clock(moment: Trigger) -> Trigger:
     """Return a moment that may be used elsewhere too: with a clock of its own, if it has one."""
-    return moment.renew() if isinstance(moment, Moment) else moment
+    return as_moment(moment).renew()
 
 
 def check_moment(argument: str, given: object) -> None:
@@ -70,11 +69,6 @@ def check_moment(argument: str, given: object) -> None:
             f"fit expects {argument} as a moment that does not depend on records, because it makes "
             f"them; got {given!r}"
         )
-
-
-def may_be_due_at(event: str, trigger: object) -> bool:
-    """Return whether a trigger may be due for an event without an update: "start" or "end"."""
-    return event in getattr(trigger, "outside", ())
 
 
 def without_end(state: TrainState) -> TrainState:
@@ -105,7 +99,7 @@ def loaders_due(
     due, late = [], []
     for trigger, names in evaluations:
         note(trigger)
-        for_end = ends and may_be_due_at(END, trigger)
+        for_end = ends and END in trigger.outside
         if trigger.due(continued if for_end else state):
             due.append(names)
         elif for_end:

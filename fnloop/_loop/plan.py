@@ -25,13 +25,12 @@ from fnloop._display import checks
 from fnloop._hooks.early_stop import halt_on_nonfinite
 from fnloop._hooks.moments import Trigger
 from fnloop._hooks.progress import progress
-from fnloop._hooks.wrapper import Hook, layers, slots_of, unwrap_hook
+from fnloop._hooks.wrapper import Hook, layers, slots_of
 from fnloop._loop.check_hooks import check_together, read_hooks
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.moments import (
     Moments,
     check_moment,
-    may_be_due_at,
     own_clock,
     read_moments,
 )
@@ -82,8 +81,7 @@ class Plan:
         """
         state = forget_interruption(state)
         for hook in self.hooks:
-            if (take_back := getattr(unwrap_hook(hook), "take_back", None)) is not None:
-                state = take_back(state)
+            state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
         if self.phase is None:
             return state
@@ -149,8 +147,7 @@ class Plan:
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for trigger in self.triggers:
-            if (check := getattr(trigger, "check", None)) is not None:
-                check(info)
+            trigger.check(info)
 
     @property
     def triggers(self) -> tuple[Trigger, ...]:
@@ -161,9 +158,7 @@ class Plan:
     def hooks_at(self, event: str) -> list[Hook]:
         """Return the hooks that may be due at a boundary without an update: "start" or "end"."""
         return [
-            hook
-            for hook in self.hooks
-            if any(may_be_due_at(event, getattr(layer, "trigger", None)) for layer in layers(hook))
+            hook for hook in self.hooks if any(event in layer.outside for layer in layers(hook))
         ]
 
     def begins_before(self, state: TrainState) -> bool:
@@ -173,7 +168,7 @@ class Plan:
 
     def evaluates_at(self, event: str) -> bool:
         """Return whether an evaluation may be due at a boundary without an update."""
-        return any(may_be_due_at(event, trigger) for trigger, _ in self.evaluations)
+        return any(event in trigger.outside for trigger, _ in self.evaluations)
 
     def check_position(self, state: TrainState) -> None:
         """Raise if the position within the epoch means nothing to this many processes."""

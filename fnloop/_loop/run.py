@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import attrs
 
@@ -21,7 +20,7 @@ from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.stops import is_interruption
 from fnloop._core.types import Metric
 from fnloop._data.source import num_updates
-from fnloop._hooks.wrapper import Hook, unwrap_hook
+from fnloop._hooks.wrapper import Hook
 from fnloop._loop.beginning import complete, first_state
 from fnloop._loop.errors import check_counters, check_returned, explain_no_batches
 from fnloop._loop.evaluate import open_loader
@@ -71,10 +70,9 @@ class Run:
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info)
-        self._watchers: list[Any] = [h for h in plan.hooks if hasattr(unwrap_hook(h), "evaluating")]
-        self._collectors = [h for h in plan.hooks if hasattr(unwrap_hook(h), "collects")]
+        self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
         self.last_step = math.inf if plan.steps is None else plan.steps
-        self._quiet = [getattr(each, "quiet_until", lambda state: 0) for each in plan.triggers]
+        self._quiet = [each.quiet_until for each in plan.triggers]
         self.interrupts = Interrupts()
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
@@ -87,8 +85,7 @@ class Run:
         self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
         self.info.stopwatch.begin(self.seconds)
         self.state = first_state(plan, attrs.evolve(state, run=self.info))
-        hooks = map(unwrap_hook, plan.hooks)
-        self._usr1_stops = any(getattr(hook, "ends_run_on_usr1", False) for hook in hooks)
+        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
 
     def is_over(self) -> bool:
         """Return whether the run is at its end."""
@@ -381,7 +378,7 @@ class Run:
         __tracebackhide__ = True
         self.peers.poll(state, self.interrupts)
         self.interrupts.check_time_left(over=state.stop is not None)
-        for hook in self._watchers:
+        for hook in self.plan.hooks:
             self.phase = hook
             hook.evaluating(state, loader, done, total)
         self.phase = loader
@@ -390,6 +387,5 @@ class Run:
         """Let the hooks finish what they keep: at the end of a run, and on SIGUSR1."""
         __tracebackhide__ = True
         for hook in self.plan.hooks:
-            if (flush := getattr(hook, "flush", None)) is not None:
-                self.state = check_returned(hook, flush(self.state), "flush")
+            self.state = check_returned(hook, hook.flush(self.state), "flush")
         self.interrupts.save = False
