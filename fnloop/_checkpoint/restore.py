@@ -194,8 +194,6 @@ def _decode_fields(
         fields |= {"run_id": run, "generators": own_generators(generators, backend)}
         fields["position"] = position
         fields["saved_on"] = facts.get("processes") if facts["batch"] else None
-        if facts.get("news"):
-            fields["events"] = frozenset(facts["news"])
     return fields
 
 

@@ -41,13 +41,13 @@ from fnloop._checkpoint.shared_write import write_by_all
 from fnloop._checkpoint.targets import encode_targets
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.history import History
-from fnloop._core.left_to_do import events_to_keep
 from fnloop._core.monitor import metrics_here
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.phase import encode_phases
 from fnloop._core.serialize import Json, as_safetensor, encode
 from fnloop._core.snapshot import detached_from_run, unwrap
 from fnloop._core.state import TrainState, check_not_stale, ownership_of
+from fnloop._core.stops import encode_left, encode_stop
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, folder_path
 from fnloop._display.log import log
@@ -200,8 +200,10 @@ def _encode_counters(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
         **({"updates": dict(state.updates)} if state.updates else {}),
         **({"phases": encode_phases(state.phases)} if state.phases else {}),
         **({"ends": state.ends} if state.ends else {}),
-        # The key is the old name of events: the format stays.
-        "news": sorted(events_to_keep(state)),
+        **encode_stop(state.stop),
+        **({"left": encode_left(state.left)} if state.left else {}),
+        # The key is the old name of events. Only what is left of a boundary needs them.
+        "news": sorted(state.events) if state.left else [],
         "generators": encode(_generators_by_rank(state), tensors, "generators"),
     }
 

@@ -35,6 +35,7 @@ from fnloop._core.position import Position
 from fnloop._core.rng import HostGenerators, new_seed
 from fnloop._core.run_info import RunInfo
 from fnloop._core.running import add_output_
+from fnloop._core.stops import Left
 from fnloop._core.types import Metric, Output
 from fnloop._display import html
 from fnloop._display.checks import describe
@@ -86,7 +87,7 @@ class TrainState:
             last record: "recent/loss", ...
         history: the records so far.
         run: facts about the current run; None outside one.
-        stop: why the run ended early, or None.
+        stop: why the run ended early, or None; a str that equals the reason.
         ends: "epoch" if a hook has ended the epoch early; or None.
         phases: the phases that have begun, in their order; see ``fit(..., phase=name)``.
         extra: plain data of yours, saved in checkpoints.
@@ -96,8 +97,10 @@ class TrainState:
         backend: the device, the rank of this process, and the number of processes (a ``Backend``).
         events: what happened at the last boundary: "update" (one was applied, not skipped), "epoch"
             (one was completed), "record" (one was appended to the history), "start" (none was
-            applied yet), "stop: ..." (a hook has stopped the run, and its end follows), "end" (it
-            was the run's last, by its target or by a hook). Hooks decide by it.
+            applied yet), "end" (it was the run's last, by its target or by a hook). Hooks decide by
+            it.
+        left: what the last boundary has left to the run that continues: itself, or the end of
+            the run; nearly always empty.
         generators: the state of Python's and NumPy's generators in mid-epoch; None at the start
             of an epoch. All other randomness is a function of the seed and the counters.
         position: where the training loader is in mid-epoch, by its ``state_dict``; or None.
@@ -126,6 +129,7 @@ class TrainState:
     stop: str | None = None
     backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
     events: frozenset[str] = _NOTHING
+    left: Left = ()
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _ownership: Ownership[TrainState] = attrs.field(factory=Ownership)

@@ -9,12 +9,12 @@ from typing import NoReturn, Protocol, Self
 import attrs
 
 from fnloop._core.call import name_of
-from fnloop._core.events import AGAIN, END, RECORD, START
+from fnloop._core.events import END, RECORD, START
 from fnloop._core.monitor import check_monitored
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState
 from fnloop._display import checks
-from fnloop._hooks.wrapper import Hook, Wrapper, as_hook
+from fnloop._hooks.wrapper import Hook, Wrapper, as_hook, place_of
 
 __all__ = [
     "ConditionalHook",
@@ -55,6 +55,11 @@ class Moment(ABC):
     def outside(self) -> frozenset[str]:
         """The events at which this may be due besides those of an update: "start", "end"."""
         return frozenset()
+
+    @property
+    def excludes_end(self) -> bool:
+        """Whether it is not due where it otherwise would be, because the run ends there."""
+        return False
 
     @property
     def monitors(self) -> tuple[str, ...]:
@@ -136,7 +141,7 @@ class ConditionalHook(Wrapper):
 
     trigger: Moment
     hook: Hook
-    _ran: list[int] = attrs.field(factory=list, init=False, eq=False)  # the step of its last run
+    _ran: list[object] = attrs.field(factory=list, init=False, eq=False)  # where it ran last
 
     @property
     def __name__(self) -> str:  # in messages about its metrics
@@ -159,9 +164,10 @@ class ConditionalHook(Wrapper):
         __tracebackhide__ = True
         if not self.trigger.due(state):
             return self.poll(state)
-        if AGAIN in state.events and self._ran == [state.step]:
-            return state  # it ran at the update with which the run has ended
-        self._ran[:] = [state.step]
+        here = place_of(state)
+        if END in state.events and self._ran == [here]:
+            return state  # it ran at this boundary already, before a hook stopped the run
+        self._ran[:] = [here]
         return self.hook(state)
 
     def poll(self, state: TrainState) -> TrainState:
@@ -263,6 +269,11 @@ class _Compound(Moment):
         return frozenset().union(*(part.outside for part in self.parts))
 
     @property
+    def excludes_end(self) -> bool:
+        """Whether a part is not due where the run ends."""
+        return any(part.excludes_end for part in self.parts)
+
+    @property
     def has_clock(self) -> bool:
         """Whether a part counts time."""
         return any(part.has_clock for part in self.parts)
@@ -311,6 +322,11 @@ class _Not(Moment):
 
     def __repr__(self) -> str:
         return f"~({self.part!r})" if _is_compound(self.part) else f"~{self.part!r}"
+
+    @property
+    def excludes_end(self) -> bool:
+        """Whether it is not due where the run ends, because the part is."""
+        return END in self.part.outside or self.part.excludes_end
 
     @property
     def monitors(self) -> tuple[str, ...]:

@@ -146,6 +146,11 @@ class Wrapper(Hook):
         self.hook.close()
 
 
+def place_of(state: TrainState) -> tuple[int, int, int, int]:
+    """Return what tells a boundary of a run from any other."""
+    return state.step, state.skipped, state.epoch, state.batch
+
+
 def layers(hook: Hook) -> Iterator[Hook]:
     """Yield a hook and the hooks inside it, the outermost first."""
     yield hook

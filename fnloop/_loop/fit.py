@@ -10,9 +10,9 @@ from fnloop._core.state import TrainState
 from fnloop._hooks.moments import Trigger
 from fnloop._hooks.triggers import every
 from fnloop._hooks.wrapper import Hook
+from fnloop._loop.boundary import Moments
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import handling
-from fnloop._loop.moments import Moments
 from fnloop._loop.peers import is_alone
 from fnloop._loop.plan import make_plan
 from fnloop._step.pipeline import PipelineStep

@@ -12,13 +12,12 @@ from fnloop._core.call import name_of
 from fnloop._core.events import START
 from fnloop._core.frozen import put_back_restored
 from fnloop._core.left_out import left_out
-from fnloop._core.left_to_do import forget_interruption
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.stops import RUN_LIMIT
+from fnloop._core.stops import BOUNDARY, end_in, is_interruption, kind_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display import checks
@@ -26,14 +25,14 @@ from fnloop._hooks.early_stop import halt_on_nonfinite
 from fnloop._hooks.moments import Trigger
 from fnloop._hooks.progress import progress
 from fnloop._hooks.wrapper import Hook, layers, slots_of
-from fnloop._loop.check_hooks import check_together, read_hooks
-from fnloop._loop.errors import warn_on_main
-from fnloop._loop.moments import (
+from fnloop._loop.boundary import (
     Moments,
     check_moment,
     own_clock,
     read_moments,
 )
+from fnloop._loop.check_hooks import check_together, read_hooks
+from fnloop._loop.errors import warn_on_main
 from fnloop._loop.phases import (
     absolute_targets,
     begin_phase,
@@ -77,9 +76,18 @@ class Plan:
     def begin(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins; a new phase begins here.
 
-        What has only interrupted the run before is forgotten.
+        What has only interrupted the run before is forgotten. What was left of its end is due only
+        if it is still over: its target may have been raised, or its stop taken back.
         """
-        state = forget_interruption(state)
+        if is_interruption(state.stop):
+            end = end_in(state.left)
+            state = attrs.evolve(state, stop=None if end is None else end.stop)
+        state = self._begin(state)
+        if state.left and not self.is_over(state):
+            state = attrs.evolve(state, left=tuple(x for x in state.left if x == BOUNDARY))
+        return state
+
+    def _begin(self, state: TrainState) -> TrainState:
         for hook in self.hooks:
             state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
@@ -104,9 +112,12 @@ class Plan:
 
     def is_over(self, state: TrainState) -> bool:
         """Return whether a run that has reached this state is at its end."""
+        return state.stop is not None or self.is_reached(state)
+
+    def is_reached(self, state: TrainState) -> bool:
+        """Return whether a state is at the target of the run."""
         return (
-            state.stop is not None
-            or (self.steps is not None and state.step >= self.steps)
+            (self.steps is not None and state.step >= self.steps)
             or (self.epochs is not None and state.epoch >= self.epochs)
             or self._is_done(state)
         )
@@ -187,7 +198,7 @@ class Plan:
             return f"fit: nothing to do: the phase {self.phase!r} has ended"
         if state.stop is not None:
             advice = "To continue anyway, pass attrs.evolve(state, stop=None)"
-            if state.stop.startswith(RUN_LIMIT):
+            if kind_of(state.stop) == "limit":
                 advice = "To continue, raise the limit: time_limit(...)"
             return f"fit: nothing to do: the run was stopped ({state.stop}). {advice}"
         phase = None if self.phase is None else phase_of(state, self.phase)

@@ -53,6 +53,7 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
     return attrs.evolve(
         snapshot(state), batch=0, samples=0, metrics={}, history=History(), stop=None,
         ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
+        left=(),
     )  # fmt: skip
 
 
