@@ -34,7 +34,7 @@ class Stop(str):
 
 INTERRUPTED, TERMINATED = Stop("interrupted", "interrupted"), Stop("SIGTERM", "interrupted")
 REQUEUED = Stop("SIGUSR1", "requeued")
-_SIGNALS = {stop: stop.kind for stop in (INTERRUPTED, TERMINATED, REQUEUED)}
+_SIGNALS = {str(stop): stop.kind for stop in (INTERRUPTED, TERMINATED, REQUEUED)}
 # What the reasons of a time limit began with, in checkpoints without kinds.
 _LIMITS = {"time_limit: this job": "job", "time_limit: the run": "limit"}
 

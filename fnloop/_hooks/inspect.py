@@ -13,7 +13,7 @@ from fnloop._core.state import TrainState
 from fnloop._core.stops import is_interruption
 from fnloop._core.types import Output
 from fnloop._display import checks
-from fnloop._hooks.moments import Trigger, as_moment, show_call
+from fnloop._hooks.moments import Moment, as_moment, show_call
 from fnloop._hooks.triggers import every as periodically
 from fnloop._hooks.wrapper import Hook, place_of
 
@@ -87,7 +87,7 @@ class inspect(Hook):
 
     fn: Callable[[TrainState, list[Output]], object]
     loader: str = "valid"
-    every: Trigger = attrs.field(factory=lambda: periodically(epochs=1))
+    every: Moment = attrs.field(factory=lambda: periodically(epochs=1))
     _now: _Inspection = attrs.field(factory=_Inspection, init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -106,7 +106,7 @@ class inspect(Hook):
         object.__setattr__(self, "every", as_moment(self.every).renew())  # with its own clock
 
     @property
-    def outside(self) -> frozenset[str]:
+    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Where else than after an update it runs."""
         return self.every.outside
 
@@ -134,7 +134,8 @@ class inspect(Hook):
                 f"inspect: the loader {self.loader!r} is not one that this run evaluates; {names}"
                 f"{hint}"
             )
-        self.every.check(state.run)
+        if state.run is not None:
+            self.every.check(state.run)
         return state
 
     def collects(self, state: TrainState, loader: str) -> bool:

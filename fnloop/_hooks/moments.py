@@ -14,7 +14,7 @@ from fnloop._core.monitor import check_monitored
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState
 from fnloop._display import checks
-from fnloop._hooks.wrapper import Hook, Wrapper, as_hook, place_of
+from fnloop._hooks.wrapper import Hook, HookFn, Wrapper, as_hook, place_of
 
 __all__ = [
     "ConditionalHook",
@@ -92,7 +92,7 @@ class Moment(ABC):
             "and not"
         )
 
-    def __call__(self, hook: Hook) -> ConditionalHook:
+    def __call__(self, hook: HookFn) -> ConditionalHook:
         return ConditionalHook(as_moment(self.renew()), check_hook(hook, repr(self)))
 
     def __or__(self, other: Trigger) -> Moment:
@@ -117,10 +117,20 @@ class _Lifted(Moment):
 
     trigger: Trigger
 
-    outside = property(lambda self: frozenset(getattr(self.trigger, "outside", ())))
-    monitors = property(lambda self: getattr(self.trigger, "monitors", ()))
-    quiet_until = property(lambda self: getattr(self.trigger, "quiet_until", lambda state: 0))
-    check = property(lambda self: getattr(self.trigger, "check", lambda run: None))
+    def __attrs_post_init__(self) -> None:
+        for name in ("quiet_until", "check"):
+            if hasattr(self.trigger, name):
+                object.__setattr__(self, name, getattr(self.trigger, name))
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which this may be due besides those of an update."""
+        return frozenset(getattr(self.trigger, "outside", ()))
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that this depends on."""
+        return getattr(self.trigger, "monitors", ())
 
     def __repr__(self) -> str:
         return repr(self.trigger)
@@ -148,12 +158,12 @@ class ConditionalHook(Wrapper):
         return repr(self.trigger)
 
     @property
-    def monitors(self) -> tuple[str, ...]:
+    def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metrics that the trigger depends on."""
         return self.trigger.monitors
 
     @property
-    def outside(self) -> frozenset[str]:
+    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Where else than after an update it runs."""
         return self.trigger.outside
 
@@ -180,7 +190,8 @@ class ConditionalHook(Wrapper):
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: for the trigger too."""
         self._ran.clear()
-        self.trigger.check(state.run)
+        if state.run is not None:
+            self.trigger.check(state.run)
         return super().begin(state)
 
 
@@ -375,7 +386,7 @@ def _refuse_positional(owner: str, given: object, names: Sequence[str]) -> NoRet
     )
 
 
-def _check_trigger(other: Trigger, symbol: str) -> Trigger:
+def _check_trigger(other: Trigger, symbol: str) -> Moment:
     if isinstance(other, type) or not hasattr(other, "due"):
         hint = ""
         if isinstance(other, ConditionalHook):
@@ -389,7 +400,7 @@ def _check_trigger(other: Trigger, symbol: str) -> Trigger:
     return as_moment(other)
 
 
-def check_hook(hook: Hook, owner: str) -> Hook:
+def check_hook(hook: HookFn, owner: str) -> Hook:
     """Return a hook, or raise TypeError if it is not one."""
     if hasattr(hook, "due") and not isinstance(hook, type):
         raise TypeError(

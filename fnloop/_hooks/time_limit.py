@@ -101,7 +101,7 @@ class time_limit(Hook):
             )
 
     @property
-    def slot(self) -> str:
+    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The name of the slot with the time that was taken so far."""
         return SLOT
 

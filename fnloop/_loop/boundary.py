@@ -25,7 +25,7 @@ from fnloop._core.record import Record
 from fnloop._core.state import TrainState
 from fnloop._core.stops import End
 from fnloop._display import checks
-from fnloop._hooks.moments import Trigger, as_moment
+from fnloop._hooks.moments import Moment, Trigger, as_moment
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None
@@ -90,10 +90,10 @@ class Answers:
 
 
 def ask(
-    evaluations: Sequence[tuple[Trigger, tuple[str, ...]]],
-    record_every: Trigger | None,
+    evaluations: Sequence[tuple[Moment, tuple[str, ...]]],
+    record_every: Moment | None,
     state: TrainState,
-    note: Callable[[Trigger], object],
+    note: Callable[[Moment], object],
 ) -> Answers:
     """Ask the moments of ``fit`` what is due. If one is asked, all are, because some have clocks.
 
@@ -181,7 +181,7 @@ def not_in(record: Record | None, loaders: Iterable[str]) -> list[str]:
 
 def read_moments(
     given: Moments, loaders: tuple[str, ...]
-) -> tuple[tuple[Trigger, tuple[str, ...]], ...]:
+) -> tuple[tuple[Moment, tuple[str, ...]], ...]:
     """Return the moments of ``evaluate_every``, each with the loaders to evaluate then.
 
     Raises:
@@ -206,7 +206,7 @@ def read_moments(
     return tuple((own_clock(each), (name,)) for name, each in given.items() if each is not None)
 
 
-def own_clock(moment: Trigger) -> Trigger:
+def own_clock(moment: Trigger) -> Moment:
     """Return a moment that may be used elsewhere too: with a clock of its own, if it has one."""
     return as_moment(moment).renew()
 

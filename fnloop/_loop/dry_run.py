@@ -47,7 +47,7 @@ from fnloop._hooks.table import TableWriter
 from fnloop._hooks.time_limit import time_limit
 from fnloop._hooks.track import track
 from fnloop._hooks.triggers import every
-from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
+from fnloop._hooks.wrapper import Hook, HookFn, layers, unwrap_hook
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step, make_plan
 from fnloop._loop.trials import (
@@ -127,7 +127,7 @@ class Report:
 
 
 def dry_run(
-    step: PipelineStep, state: TrainState, loaders: object, hooks: Sequence[Hook] | None = ()
+    step: PipelineStep, state: TrainState, loaders: object, hooks: Sequence[HookFn] | None = ()
 ) -> Report:
     """Try a run before it starts: everything once, on copies of the state.
 
@@ -255,7 +255,7 @@ def _train(
     state: TrainState,
     loaders: Loaders,
     first: Mapping[str, Batch],
-    hooks: Sequence[Hook],
+    hooks: Sequence[HookFn],
     folder: Path,
 ) -> list[Finding]:
     """Make the updates, the evaluations and the record, and call the hooks."""

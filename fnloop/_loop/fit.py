@@ -9,7 +9,7 @@ from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
 from fnloop._hooks.moments import Trigger
 from fnloop._hooks.triggers import every
-from fnloop._hooks.wrapper import Hook
+from fnloop._hooks.wrapper import HookFn
 from fnloop._loop.boundary import Moments
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import handling
@@ -27,7 +27,7 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    hooks: Sequence[Hook] | None = None,
+    hooks: Sequence[HookFn] | None = None,
     evaluate_every: Moments = every(epochs=1),
     record_every: Trigger | None = None,
     prefetch: int = 1,
@@ -134,7 +134,7 @@ def run(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    hooks: Sequence[Hook] | None = None,
+    hooks: Sequence[HookFn] | None = None,
     evaluate_every: Moments = every(epochs=1),
     record_every: Trigger | None = None,
     prefetch: int = 1,

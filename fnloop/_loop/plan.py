@@ -22,9 +22,9 @@ from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display import checks
 from fnloop._hooks.early_stop import halt_on_nonfinite
-from fnloop._hooks.moments import Trigger
+from fnloop._hooks.moments import Moment, Trigger
 from fnloop._hooks.progress import progress
-from fnloop._hooks.wrapper import Hook, layers, slots_of
+from fnloop._hooks.wrapper import Hook, HookFn, layers, slots_of
 from fnloop._loop.boundary import (
     Moments,
     check_moment,
@@ -68,8 +68,8 @@ class Plan:
     epochs: int | None
     steps: int | None
     hooks: tuple[Hook, ...]
-    evaluations: tuple[tuple[Trigger, tuple[str, ...]], ...]
-    record_every: Trigger | None
+    evaluations: tuple[tuple[Moment, tuple[str, ...]], ...]
+    record_every: Moment | None
     prefetch: int
     phase: str | None
 
@@ -161,7 +161,7 @@ class Plan:
             trigger.check(info)
 
     @property
-    def triggers(self) -> tuple[Trigger, ...]:
+    def triggers(self) -> tuple[Moment, ...]:
         """What says when to evaluate and to make a record."""
         own = () if self.record_every is None else (self.record_every,)
         return (*(trigger for trigger, _ in self.evaluations), *own)
@@ -222,7 +222,7 @@ def make_plan(
     loaders: object,
     epochs: int | None,
     steps: int | None,
-    hooks: Sequence[Hook] | None,
+    hooks: Sequence[HookFn] | None,
     evaluate_every: Moments,
     record_every: Trigger | None,
     prefetch: int,

@@ -15,7 +15,7 @@ from fnloop._core.state import TrainState
 from fnloop._core.stops import INTERRUPTED
 from fnloop._data.loaders import Loaders, check_loader
 from fnloop._hooks.moments import Trigger
-from fnloop._hooks.wrapper import Hook
+from fnloop._hooks.wrapper import HookFn
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import Interrupts
 from fnloop._loop.peers import is_alone
@@ -85,7 +85,7 @@ def train_trial(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookFn] = (),
     evaluate_every: Trigger | None = None,
 ) -> TrainState:
     """Train a copy, as ``fit`` does, but let Ctrl-C and signals end the program as they usually do.
@@ -106,7 +106,7 @@ def train_copy(
     state: TrainState,
     loader: object,
     updates: int,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookFn] = (),
 ) -> TrainState:
     """Train a copy of a state for a few updates. A loader that is too short is repeated."""
     __tracebackhide__ = True

@@ -426,7 +426,7 @@ def test_an_evaluation_that_is_due_at_the_end_alone_makes_the_closing_record(how
     ]
 
 
-def test_what_is_due_at_the_end_alone_is_no_part_of_an_evaluation_that_is_due_in_any_case():
+def test_what_is_due_at_the_end_alone_has_a_record_of_its_own():
     loaders = {"train": [ONE] * 6, "valid": [ONE], "test": [-ONE], "other": [ONE]}
     never = fl.when(lambda state: False)
     moments = {"test": fl.at_end(), "valid": fl.every(steps=3), "other": never}
