@@ -255,7 +255,7 @@ def _train(
     state: TrainState,
     loaders: Loaders,
     first: Mapping[str, Batch],
-    hooks: Sequence[HookFn],
+    hooks: Sequence[Hook],
     folder: Path,
 ) -> list[Finding]:
     """Make the updates, the evaluations and the record, and call the hooks."""
