@@ -63,6 +63,14 @@ _UPDATED = frozenset({UPDATE})
 _new = object.__new__
 
 
+def _refuse() -> Ownership[TrainState]:
+    """Raise TypeError: a state was not made by ``create``. Copies get the ownership of theirs."""
+    raise TypeError(
+        "TrainState(...) is for fnloop itself: write TrainState.create(model, optimizer), which "
+        "checks both and draws a seed"
+    )
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots, a copy takes half the time
 class TrainState:
     """Everything that a run depends on. Make one with :meth:`create`.
@@ -83,8 +91,9 @@ class TrainState:
             no name and has applied ``step``.
         seed: with the counters, it determines the order of the data and every random draw.
         slots: the state of each middleware, by name.
-        metrics: the running reduction of this epoch. With ``record_every``, also that since the
-            last record: "recent/loss", ...
+        metrics: the running reduction of this epoch. Where an epoch has ended, that of the ended
+            epoch, until the next update. With ``record_every``, also that since the last record:
+            "recent/loss", ...
         history: the records so far.
         run: facts about the current run; None outside one.
         stop: why the run ended early, or None; a str that equals the reason.
@@ -132,7 +141,7 @@ class TrainState:
     left: Left = ()
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
-    _ownership: Ownership[TrainState] = attrs.field(factory=Ownership)
+    _ownership: Ownership[TrainState] = attrs.field(factory=_refuse)
     _generation: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
@@ -204,7 +213,10 @@ class TrainState:
         facts = exact_backend(model, facts) if exact else facts
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
-        made = cls(model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts)
+        made = cls(
+            model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
+            ownership=Ownership(),
+        )  # fmt: skip
         if facts.main:
             warn_of_others(model, made.optimizer)
         return attrs.evolve(made, updates={name: 0 for name in named if name})
@@ -336,6 +348,8 @@ def consume(
 ) -> TrainState:
     """Return the state with a step's batches counted and its metrics combined into the epoch's.
 
+    The first update of an epoch, skipped or not, begins its metrics anew.
+
     Args:
         state: the state after the update.
         out: the output of the step; None if it is not known. A skipped one does not count.
@@ -344,7 +358,8 @@ def consume(
         recent: whether to combine the metrics since the last record too.
     """
     __tracebackhide__ = True
-    metrics = state.metrics
+    # The first update of an epoch begins a new reduction: until then that of the last one is kept.
+    metrics = state.metrics if state.batch else {}
     if out is not None and out.skip is None:
         metrics = add_output_(metrics, out, recent)
     state._ownership.newest = None  # only now: a metric may raise
