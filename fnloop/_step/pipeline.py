@@ -315,7 +315,8 @@ class PipelineStep(abc.ABC):
         """Evaluate one batch: in evaluation mode, without gradients, only up to the forward ring.
 
         Args:
-            state: the newest state. It is not changed, and the global generators are not either.
+            state: the newest state. Nothing of it is changed, buffers included, and the global
+                generators are not either.
             batch: one batch, whatever the window.
 
         Returns:
