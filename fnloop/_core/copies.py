@@ -17,7 +17,7 @@ from fnloop._core.history import History
 from fnloop._core.state import TrainState
 from fnloop._core.types import Metric
 
-__all__ = ["Buffers", "KeptBuffers", "with_record", "with_slot"]
+__all__ = ["Buffers", "KeptBuffers", "with_record", "with_slot", "with_slots"]
 
 
 def with_record(state: TrainState, history: History, metrics: Mapping[str, Metric]) -> TrainState:
@@ -30,7 +30,12 @@ def with_record(state: TrainState, history: History, metrics: Mapping[str, Metri
 
 def with_slot(state: TrainState, name: str, value: object) -> TrainState:
     """Return the state with another value in a slot."""
-    return attrs.evolve(state, slots={**state.slots, name: value})
+    return with_slots(state, {**state.slots, name: value})
+
+
+def with_slots(state: TrainState, slots: Mapping[str, object]) -> TrainState:
+    """Return the state with these slots."""
+    return state if slots is state.slots else attrs.evolve(state, slots=slots)
 
 
 # --- buffers

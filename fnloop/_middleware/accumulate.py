@@ -23,6 +23,7 @@ from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.backward import Backward, Insertable, commutes_with_scaling
 from fnloop._step.engine import engine_of
+from fnloop._step.host import in_parts
 
 __all__ = ["accumulate"]
 
@@ -159,7 +160,7 @@ def _averaged(step: Step, n: int, call: str) -> Step:
     def averaged(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         _check_window(window, n, call)
-        with engine_of(state).start_sum(state, len(window)) as total:
+        with engine_of(state).start_sum(state, len(window)) as total, in_parts():
             for batch in window:
                 state, out = step(state, batch)
                 total.add(state, out)

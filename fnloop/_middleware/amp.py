@@ -21,7 +21,7 @@ from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display.checks import describe, integer, number
 from fnloop._step.backward import Insertable, commutes_with_scaling
-from fnloop._step.host import decide
+from fnloop._step.host import decide_any
 
 __all__ = ["amp"]
 
@@ -127,7 +127,7 @@ def _unscale_after(step: Step) -> Step:
         if out.skip is not None:
             return state, out
         gradients = [p.grad for p in parameters(state) if p.grad is not None]
-        return decide(state, out, _unscale(gradients, _scale_of(state)), _judge)
+        return decide_any(state, out, _unscale(gradients, _scale_of(state)), _judge)
 
     return unscaled
 

@@ -235,7 +235,7 @@ def test_an_evaluation_that_fails_puts_buffers_back_too(name, raised):
 
 def test_within_an_evaluation_buffers_change_and_between_predictions_they_do_not():
     state = watcher()
-    calls = lambda model, x: (model(x), model.calls.item())[1]  # noqa: E731
+    calls = lambda model, x: (model(x), model.calls.item())[1]
     assert [*fl.predict(calls, state, XS)] == [1.0, 1.0]
     seen = []
     fl.evaluate(fl.pipeline()(lambda m, x: (m(x), seen.append(m.calls.item()))[0]), state, XS)
