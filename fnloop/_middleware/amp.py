@@ -20,7 +20,7 @@ from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display.checks import describe, integer, number
-from fnloop._step.backward import Insertable, commutes_with_scaling
+from fnloop._step.backward import Commuting, Insertable
 from fnloop._step.host import decide_any
 
 __all__ = ["amp"]
@@ -117,7 +117,7 @@ def _scale_around(step: Step) -> Step:
             'first: pipeline(amp("fp16"), ...)'
         )
     scaled = step.insert_inside(lambda backward: backward.scaled_by(_scale_of))
-    return commutes_with_scaling(_unscale_after)(scaled)
+    return Commuting(_unscale_after)(scaled)
 
 
 def _unscale_after(step: Step) -> Step:

@@ -120,9 +120,11 @@ def test_settings_are_checked(settings, error, match):
         fl.spike_guard(**settings)
 
 
-def test_where_it_would_not_see_whole_updates_it_is_refused():
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_where_it_would_not_see_whole_updates_it_is_refused(guard_first):
+    inside = [fl.clip(1.0), fl.spike_guard()]
     with pytest.raises(ValueError, match=r"spike_guard\(\) judges whole updates"):
-        fl.pipeline(fl.clip(1.0), fl.spike_guard(), fl.accumulate(2))
+        fl.pipeline(*inside[:: -1 if guard_first else 1], fl.accumulate(2))
 
 
 def test_two_runs_of_one_step_do_not_share_losses():
