@@ -75,7 +75,7 @@ def train_epochs(
                         run.phase = None  # the step
                         new, out = step(state, batch)
                         run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
-                        run.phase, run.before_record = LOADER, True
+                        run.phase, run.before_record, run.left_out = LOADER, True, out.skip
                         batch = stopwatch.next(feed, END)
                         over = run.boundary(ended=batch is END)
                     run.end_epoch(ended=batch is END)

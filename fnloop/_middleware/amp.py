@@ -37,10 +37,12 @@ class LossScale:
     Args:
         scale: the loss scale, on the device.
         streak: how many updates in a row were applied with it.
+        overflowed: the epoch, counted from 0, in which a gradient last overflowed; or -1.
     """
 
     scale: Tensor
     streak: int = 0
+    overflowed: int = -1
 
 
 @middleware("forward")
@@ -144,6 +146,7 @@ def _judge(state: TrainState, overflowed: bool) -> str | None:
         )
     now.scale.div_(2)
     now.streak = 0
+    now.overflowed = state.epoch
     return reason
 
 
