@@ -83,8 +83,9 @@ class TrainState:
             no name and has applied ``step``.
         seed: with the counters, it determines the order of the data and every random draw.
         slots: the state of each middleware, by name.
-        metrics: the running reduction of this epoch. With ``record_every``, also that since the
-            last record: "recent/loss", ...
+        metrics: the running reduction of this epoch. Where an epoch has ended, that of the ended
+            epoch, until the next update. With ``record_every``, also that since the last record:
+            "recent/loss", ...
         history: the records so far.
         run: facts about the current run; None outside one.
         stop: why the run ended early, or None; a str that equals the reason.
@@ -336,6 +337,8 @@ def consume(
 ) -> TrainState:
     """Return the state with a step's batches counted and its metrics combined into the epoch's.
 
+    The first update of an epoch, skipped or not, begins its metrics anew.
+
     Args:
         state: the state after the update.
         out: the output of the step; None if it is not known. A skipped one does not count.
@@ -344,7 +347,8 @@ def consume(
         recent: whether to combine the metrics since the last record too.
     """
     __tracebackhide__ = True
-    metrics = state.metrics
+    # The first update of an epoch begins a new reduction: until then that of the last one is kept.
+    metrics = state.metrics if state.batch else {}
     if out is not None and out.skip is None:
         metrics = add_output_(metrics, out, recent)
     state._ownership.newest = None  # only now: a metric may raise

@@ -14,7 +14,7 @@ from fnloop._core.elapsed import wait_and_read_clock
 from fnloop._core.metrics import Last, Max
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.rng import isolated
-from fnloop._core.running import RECENT
+from fnloop._core.running import RECENT, without_recent
 from fnloop._core.state import TrainState
 from fnloop._core.types import Metric, Output
 from fnloop._data.source import Source
@@ -29,15 +29,15 @@ __all__ = [
 ]
 
 
-def train_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:
+def train_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the epoch began, by their names in a record."""
-    named = {f"train/{name}": m for name, m in running.items() if not name.startswith(RECENT)}
+    named = {f"train/{name}": m for name, m in without_recent(state.metrics).items()}
     return _with_rates("train/", state, named)
 
 
-def recent_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:
+def recent_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the last record, by their names in a record."""
-    named = {name: m for name, m in running.items() if name.startswith(RECENT)}
+    named = {name: m for name, m in state.metrics.items() if name.startswith(RECENT)}
     return _with_rates(RECENT, state, named)
 
 

@@ -314,7 +314,7 @@ class Run:
             at = (state.epoch, state.batch, state.samples)
             state = count_left_out(state, num_updates(self.source.left(*at), self.info.window) or 0)
         return attrs.evolve(
-            state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, ends=None,
+            state, epoch=state.epoch + 1, batch=0, samples=0, ends=None,
             events=state.events | {EPOCH}, saved_on=None,
         )  # fmt: skip
 
@@ -329,9 +329,8 @@ class Run:
         train, closing = action.kind != "recent", action.kind == "closing"
         if closing and self.interrupts.stop is not None:
             raise Abandoned
-        running = (self.state if EPOCH in state.events else state).metrics
-        report = train_metrics(state, running) if train else {}
-        report |= recent_metrics(state, running if self.plan.record_every is not None else {})
+        report = train_metrics(state) if train else {}
+        report |= recent_metrics(state) if self.plan.record_every is not None else {}
         began = time.perf_counter()
         for loader in action.loaders:
             report |= self._evaluate(state, loader)
