@@ -195,7 +195,7 @@ def test_hooks_and_middleware_of_a_resumed_run_see_equal_metrics(members, settin
         return fl.fit(make, state, loaders, steps=steps, hooks=hooks, **settings), seen
 
     total = 12 // (2 if "accumulate" in repr(members) else 1)
-    whole, expected = seen_in(toy(), total)
+    _, expected = seen_in(toy(), total)
     for cut in range(1, total):
         state, first = seen_in(toy(), cut)
         state, second = seen_in(fl.restore(fl.save(state, tmp_path / f"{cut}"), toy()), total)
