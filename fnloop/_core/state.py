@@ -63,6 +63,14 @@ _UPDATED = frozenset({UPDATE})
 _new = object.__new__
 
 
+def _refuse() -> Ownership[TrainState]:
+    """Raise TypeError: a state was not made by ``create``. Copies get the ownership of theirs."""
+    raise TypeError(
+        "TrainState(...) is for fnloop itself: write TrainState.create(model, optimizer), which "
+        "checks both and draws a seed"
+    )
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots, a copy takes half the time
 class TrainState:
     """Everything that a run depends on. Make one with :meth:`create`.
@@ -133,7 +141,7 @@ class TrainState:
     left: Left = ()
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
-    _ownership: Ownership[TrainState] = attrs.field(factory=Ownership)
+    _ownership: Ownership[TrainState] = attrs.field(factory=_refuse)
     _generation: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
@@ -205,7 +213,10 @@ class TrainState:
         facts = exact_backend(model, facts) if exact else facts
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
-        made = cls(model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts)
+        made = cls(
+            model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
+            ownership=Ownership(),
+        )  # fmt: skip
         if facts.main:
             warn_of_others(model, made.optimizer)
         return attrs.evolve(made, updates={name: 0 for name in named if name})

@@ -37,7 +37,7 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     if plan.record_every is None:
         state = attrs.evolve(state, metrics=without_recent(state.metrics))
     plan.step.begin_run(state)
-    suggest(plan.step.pipeline.middleware, plan.loaders, state)
+    suggest(plan.loaders, state)
     try:
         state = complete(plan.step, state)
     except Exception as error:

@@ -21,6 +21,7 @@ from fnloop._step.layers import STEP
 from fnloop._step.pipeline import PipelineStep
 
 __all__ = [
+    "NO_LENGTH",
     "READ_ONCE",
     "check_counters",
     "check_returned",
@@ -31,6 +32,7 @@ __all__ = [
     "warn_on_main",
 ]
 
+NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
 READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
 
@@ -130,6 +132,8 @@ def explain_no_batches(state: TrainState, source: Source) -> str:
     why = ""
     if source.drop_last and source.batch_size:
         why = f" {source.why_empty()}"
+    elif source.length == 0:
+        why = NO_LENGTH
     elif state.epoch:
         why = READ_ONCE
     return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"

@@ -22,7 +22,7 @@ from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source
 from fnloop._data.window import END
 from fnloop._display import checks
-from fnloop._loop.errors import READ_ONCE
+from fnloop._loop.errors import NO_LENGTH, READ_ONCE
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
 from fnloop._step.evaluation import evaluating
@@ -94,7 +94,8 @@ def measure(
                     error.add_note(f"while in {layer}, evaluate, batch {n}")
                 raise
     if not n:
-        raise ValueError("the loader to evaluate gave no batch." + READ_ONCE)
+        why = NO_LENGTH if source.length == 0 else READ_ONCE
+        raise ValueError("the loader to evaluate gave no batch." + why)
     evaluation.finish(source)
     return evaluation.own_metrics()
 

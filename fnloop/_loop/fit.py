@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
+from fnloop._display.checks import describe
 from fnloop._hooks.moments import Trigger
 from fnloop._hooks.triggers import every
 from fnloop._hooks.wrapper import HookFn
@@ -19,7 +21,28 @@ from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["fit", "run"]
 
+P, T = ParamSpec("P"), TypeVar("T")
 
+
+def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``fit`` or ``run``, which says what to write for a fourth positional argument."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        if len(args) > 3:
+            name, number = function.__name__, args[3]
+            wanted = f"epochs={number}" if type(number) is int else "epochs=3"
+            raise TypeError(
+                f"{name} takes (step, state, loaders), and the rest by name: write {name}(step, "
+                f"state, loaders, {wanted}); got {describe(number)} as a fourth argument"
+            )
+        return function(*args, **kwargs)
+
+    return called
+
+
+@_with_keywords
 def fit(
     step: PipelineStep,
     state: TrainState,
@@ -127,6 +150,7 @@ def fit(
     return reached
 
 
+@_with_keywords
 def run(
     step: PipelineStep,
     state: TrainState,

@@ -24,7 +24,7 @@ from fnloop._loop.beginning import complete, first_state
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
 from fnloop._loop.errors import check_counters, check_returned, explain_no_batches
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.hints import check_length
+from fnloop._loop.hints import check_length, suggest_fused
 from fnloop._loop.interrupts import Abandoned, Interrupts
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
@@ -74,6 +74,7 @@ class Run:
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
         self.first_batch = 0  # with which the run began or continued the epoch
+        self.first_update = state.step + state.skipped
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.unfinished: object = None  # what a failure would leave: BOUNDARY, END or FLUSH
         self.rolled_back = False  # whether a hook went back to a snapshot
@@ -164,6 +165,10 @@ class Run:
         self.phase = "the exchange between processes"
         if ended and self.batches_in_epoch and self.state.backend.main:
             check_length(self.source, self.first_batch, self.batches_in_epoch)
+        made = self.state.step + self.state.skipped - self.first_update
+        suggest_fused(
+            self.plan.step.pipeline.middleware, self.state, self.info.stopwatch.trained, made
+        )
         order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)

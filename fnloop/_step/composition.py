@@ -175,6 +175,10 @@ def _fail_as_member(member: object) -> None:
     )
 
 
+# Names of the arguments of a loss function that were written in the wrong order.
+_MODELS, _BATCHES = ("model", "net", "network", "module"), ("batch", "data", "inputs", "sample")
+
+
 def check_loss_fn(loss_fn: object, carries: bool = False) -> None:
     """Raise TypeError unless this is a function of a model and a batch, and of a carry if asked."""
     if isinstance(loss_fn, Middleware):
@@ -207,6 +211,12 @@ def check_loss_fn(loss_fn: object, carries: bool = False) -> None:
             )
             name = name_of(loss_fn)
             raise TypeError(f"{taken}, but {name} takes {signature}") from error
+        first, second = [*signature.parameters, "", ""][:2]
+        if first in _BATCHES and second in _MODELS:
+            raise TypeError(
+                f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}: "
+                f"write ({second}, {first})"
+            )
 
 
 def check_step_reply(reply: object, name: str) -> None:
