@@ -141,7 +141,7 @@ class TrainState:
     left: Left = ()
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
-    _ownership: Ownership[TrainState] = attrs.field(factory=_refuse)
+    _ownership: Ownership[TrainState] = attrs.field(factory=_refuse, alias="ownership")
     _generation: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None

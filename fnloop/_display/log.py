@@ -16,10 +16,10 @@ log = logging.getLogger("fnloop")
 def _wrap(record: logging.LogRecord) -> bool:
     """Wrap a message at words where Python itself writes it to a terminal: no handler was added."""
     if not log.hasHandlers() and sys.stderr is not None and sys.stderr.isatty():
-        words = {"break_long_words": False, "break_on_hyphens": False}
-        lines = record.getMessage().splitlines()
-        width = terminal_width() - 1
-        record.msg = "\n".join(textwrap.fill(line, width, **words) for line in lines)
+        wrapper = textwrap.TextWrapper(
+            terminal_width() - 1, break_long_words=False, break_on_hyphens=False
+        )
+        record.msg = "\n".join(map(wrapper.fill, record.getMessage().splitlines()))
         record.args = ()
     return True
 

@@ -21,7 +21,8 @@ from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["fit", "run"]
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
