@@ -26,7 +26,7 @@ from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
 from fnloop._display.log import log
-from fnloop._step.rates import RATIO, copy_number, set_number
+from fnloop._step.rates import RATIO, copy_number, keep_settings, put_settings_back, set_number
 from fnloop._step.update import report
 from fnloop.schedules._schedule import check_schedule
 
@@ -91,15 +91,19 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
             first, total = _stretch(state)
             factor = _compute_factor(fn, state, state.step - first, total)
             groups = labelled_groups(selected(state.optimizer, names, "schedule"))
+            kept = keep_settings(groups.values())
             used: dict[str, Metric] = {}
             for label, group in groups.items():
                 ratio = group.get(RATIO) if field == "lr" else None
                 set_number(group, field, factor if ratio is None else factor * ratio, name)
                 used[f"{field}{label}"] = Last(copy_number(group[field]))
+            numbers = [group[field] for group in groups.values()]
             if total != state.slots.get(name, total):
                 group = next(iter(groups.values()))
                 state = _replan(state, name, fn, field, group, factor)
             state, out = step(state, batch)
+            if out.skip is not None:
+                put_settings_back(kept, field, numbers)
             return state, report(out, used, "schedule")
 
         return scheduled

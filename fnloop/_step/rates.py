@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from fnloop._core.optimizers import SCHEDULED, Group, initial_value, set_by_torch
 
-__all__ = ["RATIO", "Rate", "copy_number", "put_number", "set_number"]
+__all__ = [
+    "RATIO",
+    "Rate",
+    "copy_number",
+    "keep_settings",
+    "put_number",
+    "put_settings_back",
+    "set_number",
+]
 
 Rate = float | Tensor
 RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
@@ -37,6 +46,32 @@ def set_number(group: Group, field: str, factor: float, owner: str) -> None:
             _check_unchanged(group, field, owner)
     put_number(group, field, group[initial] * factor)
     group[last], group[SCHEDULED + initial] = group[field], group[initial]
+
+
+Kept = tuple[Group, Group]
+
+
+def keep_settings(groups: Iterable[Group]) -> list[Kept]:
+    """Return groups with their settings as they are now, for :func:`put_settings_back`."""
+    return [(group, dict(group)) for group in groups]
+
+
+def put_settings_back(kept: Iterable[Kept], field: str, used: Iterable[Rate]) -> None:
+    """Give groups the settings from before an update that was left out.
+
+    A group that has gone back to other settings meanwhile has those. A tensor stays as it was set:
+    it is filled in place, and a copy of it would cost every update.
+
+    Args:
+        kept: what :func:`keep_settings` returned.
+        field: the key of the number that was set.
+        used: the number of each group in the update.
+    """
+    for (group, before), number in zip(kept, used, strict=True):
+        if group[field] is number and not isinstance(number, Tensor):
+            for name in group.keys() - before.keys():
+                del group[name]
+            group.update(before)
 
 
 def _check_unchanged(group: Group, field: str, name: str) -> None:
