@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
+from fnloop._core.metrics import Last
 from fnloop._core.optimizers import SCHEDULED, Group, initial_value, set_by_torch
+from fnloop._core.types import Metric
 
-__all__ = ["RATIO", "Rate", "copy_number", "put_number", "set_number"]
+__all__ = ["RATIO", "Rate", "copy_number", "numbers_used", "put_number", "set_number"]
 
 Rate = float | Tensor
 RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
@@ -37,6 +41,20 @@ def set_number(group: Group, field: str, factor: float, owner: str) -> None:
             _check_unchanged(group, field, owner)
     put_number(group, field, group[initial] * factor)
     group[last], group[SCHEDULED + initial] = group[field], group[initial]
+
+
+def numbers_used(groups: Mapping[str, Group], field: str) -> dict[str, Metric]:
+    """Return a number of parameter groups as metrics: "lr", "lr/head", "lr/rest/1", ...
+
+    Args:
+        groups: the groups, as ``labelled_groups`` returns them.
+        field: the key of the number. A group without one is left out.
+    """
+    return {
+        f"{field}{label}": Last(copy_number(group[field]))
+        for label, group in groups.items()
+        if _is_number(group.get(field))
+    }
 
 
 def _check_unchanged(group: Group, field: str, name: str) -> None:
@@ -79,7 +97,7 @@ def _read_number(group: Group, field: str) -> Rate:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
 
 
 def copy_number(value: Any) -> Rate:
