@@ -72,9 +72,9 @@ class Record:
         step: updates applied.
         metrics: name to value: "train/loss", "train/grad_norm", "valid/loss", ...
         seconds: time spent in runs so far; not compared.
-        closing: whether it was made only because the run ended here, between two reports. A run
-            that continues makes its reports as if this record did not exist, and folds over the
-            history skip it.
+        closing: whether it was made only because the run ended here: between two reports, or after
+            the one of an epoch, for what is evaluated ``at_end()``. A run that continues makes its
+            reports as if this record did not exist, and folds over the history skip it.
 
     Example:
         >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]

@@ -83,7 +83,7 @@ def train_epochs(
                         run.phase = None  # the step
                         new, out = step(state, batch)
                         run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
-                        run.phase, run.unfinished = LOADER, BOUNDARY
+                        run.phase, run.unfinished, run.left_out = LOADER, BOUNDARY, out.skip
                         batch = stopwatch.next(feed, END)
                         over = run.boundary(ended=batch is END)
                     run.end_epoch(ended=batch is END)

@@ -88,7 +88,8 @@ def fit(
             the learning rate of the last update ("train/lr/1", ... of further parameter groups, and
             "train/lr/head" of one with ``"name": "head"``). If the run ends between two records, at
             its target or because a hook stops it, it appends a closing record, with an evaluation
-            unless ``evaluate_every`` is None.
+            unless ``evaluate_every`` is None. What is evaluated only because the run ends
+            (``at_end()``) is in a closing record too.
         record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
             Each record of the run then has "recent/..." metrics too: the means since the record
             before it, weighted by the items of the batches. A record costs one read from the
@@ -122,8 +123,9 @@ def fit(
             the run it happened, and with the last consistent state as its attribute ``state``. An
             update that failed may have changed buffers of the model, such as the statistics of
             BatchNorm. The hooks after one that raised do not see that boundary, also not in a run
-            that continues. If ``optimizer.step()`` itself failed, the weights are between two
-            updates, and there is no such attribute.
+            that continues. If it was the last one, the run that continues still makes the end: the
+            hooks ``at_end()`` and the last save. If ``optimizer.step()`` itself failed, the weights
+            are between two updates, and there is no such attribute.
 
     Example:
         >>> import fnloop as fl, torch

@@ -22,7 +22,12 @@ from fnloop._data.source import num_updates
 from fnloop._hooks.wrapper import Hook
 from fnloop._loop.beginning import complete, first_state
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
-from fnloop._loop.errors import check_counters, check_returned, explain_no_batches
+from fnloop._loop.errors import (
+    check_counters,
+    check_returned,
+    explain_no_batches,
+    explain_no_updates,
+)
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.hints import check_length, suggest_fused
 from fnloop._loop.interrupts import Abandoned, Interrupts
@@ -73,6 +78,7 @@ class Run:
         self.interrupts = Interrupts()
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
+        self.left_out: str | None = None  # why the newest update was left out, if it was
         self.first_batch = 0  # with which the run began or continued the epoch
         self.first_update = state.step + state.skipped
         self.batches_in_epoch = 0  # of the epoch that has just ended
@@ -176,6 +182,10 @@ class Run:
             self._end()
         if self.is_over():
             self.state = end_phase(self.state, self.plan.phase)
+        elif self.plan.epochs is None and EPOCH in self.state.events:
+            self.phase = "the end of the epoch"
+            if (why := explain_no_updates(self.state, self.left_out)) is not None:
+                raise ValueError(why)
         if self.interrupts.save or self.is_over():
             self.phase = "the end of the run"
             if self.state.left:

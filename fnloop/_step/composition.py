@@ -25,6 +25,7 @@ __all__ = [
     "check_middleware",
     "check_step_reply",
     "in_order",
+    "is_guard",
     "is_ours",
     "rings_of",
     "total_in",
@@ -35,6 +36,13 @@ __all__ = [
 def is_ours(member: Middleware) -> bool:
     """Return whether a middleware comes with fnloop."""
     return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
+
+
+def is_guard(member: Middleware) -> bool:
+    """Return whether a middleware of fnloop's may leave updates out."""
+    return member.name in ("skip_nonfinite", "spike_guard") or (
+        member.name == "amp" and member.gradient is not None  # in fp16
+    )
 
 
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:

@@ -219,41 +219,40 @@ VALID_DUE = Answers(now=("valid",))
 @pytest.mark.parametrize(
     ("stage", "events", "answers", "actions"),
     [
-        ("start", {}, Answers(), [Call("start")]),
-        ("start", {}, VALID_DUE, [Append("evaluation", ("valid",)), Call("start")]),
-        ("boundary", {UPDATE}, Answers(), [Call("boundary")]),
-        ("boundary", {UPDATE}, Answers(record=True), [Append("recent"), Call("boundary")]),
-        ("boundary", {UPDATE}, VALID_DUE, [Append("evaluation", ("valid",)), Call("boundary")]),
-        ("boundary", {UPDATE, EPOCH}, Answers(), [Append("epoch"), Call("boundary")]),
-        ("boundary", {UPDATE, END}, Answers(), [Append("closing", NAMES), Call("boundary")]),
+        ("start", (), Answers(), [Call("start")]),
+        ("start", (), VALID_DUE, [Append("evaluation", ("valid",)), Call("start")]),
+        ("boundary", (UPDATE,), Answers(), [Call("boundary")]),
+        ("boundary", (UPDATE,), Answers(record=True), [Append("recent"), Call("boundary")]),
+        ("boundary", (UPDATE,), VALID_DUE, [Append("evaluation", ("valid",)), Call("boundary")]),
+        ("boundary", (UPDATE, EPOCH), Answers(), [Append("epoch"), Call("boundary")]),
+        ("boundary", (UPDATE, END), Answers(), [Append("closing", NAMES), Call("boundary")]),
         (
             "boundary",
-            {UPDATE, END},
+            (UPDATE, END),
             Answers(record=True),
             [Append("recent"), Append("closing", NAMES), Call("boundary")],
         ),
         (
             "boundary",
-            {UPDATE, END},
+            (UPDATE, END),
             VALID_DUE,
             [Append("evaluation", ("valid",)), Collect(("test",)), Call("boundary")],
         ),
         (
             "boundary",
-            {UPDATE, EPOCH, END},
+            (UPDATE, EPOCH, END),
             Answers(now=("valid",), at_end=("test",)),
             [Append("epoch", ("valid",)), Leave(End()), Call("boundary")],
         ),
-        ("end", {END}, Answers(), [Append("closing", NAMES), Collect(NAMES), Call("end")]),
-        ("end", {EPOCH, RECORD, END}, Answers(), [Collect(NAMES), Call("end")]),
+        ("end", (END,), Answers(), [Append("closing", NAMES), Collect(NAMES), Call("end")]),
+        ("end", (EPOCH, RECORD, END), Answers(), [Collect(NAMES), Call("end")]),
         (
             "end",
-            {EPOCH, RECORD, END},
+            (EPOCH, RECORD, END),
             Answers(at_end=NAMES),  # the record has "valid" already
             [Append("closing", ("test",)), Collect(NAMES), Call("end")],
         ),
     ],
-    ids=str,
 )
 def test_what_is_due(stage, events, answers, actions):
     history = fl.History([Record(1, 3, {"train/loss": 0.5, "valid/loss": 1.0})])
@@ -314,7 +313,6 @@ def test_what_is_left_cannot_be_read_from_something_else(saved):
         (["stop: enough", "record"], ({"record"}, (End("enough"),))),
         (["pending", "stop: enough"], (set(), (BOUNDARY, End("enough")))),
     ],
-    ids=str,
 )
 def test_the_events_of_older_checkpoints_say_what_is_left(events, found):
     assert left_in_events(events) == found
