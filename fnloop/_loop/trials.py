@@ -107,12 +107,18 @@ def train_copy(
     loader: object,
     updates: int,
     hooks: Sequence[HookFn] = (),
+    epochs: int | None = None,
 ) -> TrainState:
-    """Train a copy of a state for a few updates. A loader that is too short is repeated."""
+    """Train a copy of a state for a few updates. A loader that is too short is repeated.
+
+    With a target in ``epochs`` too, a run that leaves out all updates is not an error.
+    """
     __tracebackhide__ = True
     check_loader(loader, "training", alone=True)
     copied = at_start_of_epoch(state)
-    return train_trial(step, copied, {"train": loader}, steps=copied.step + updates, hooks=hooks)
+    last = None if epochs is None else copied.epoch + epochs
+    steps = copied.step + updates
+    return train_trial(step, copied, {"train": loader}, epochs=last, steps=steps, hooks=hooks)
 
 
 def advance_copy(
