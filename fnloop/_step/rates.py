@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
+from fnloop._core.metrics import Last
 from fnloop._core.optimizers import SCHEDULED, Group, initial_value, set_by_torch
+from fnloop._core.types import Metric
 
 __all__ = [
     "RATIO",
     "Rate",
     "copy_number",
     "keep_settings",
+    "numbers_used",
     "put_number",
     "put_settings_back",
     "set_number",
@@ -74,6 +78,20 @@ def put_settings_back(kept: Iterable[Kept], field: str, used: Iterable[Rate]) ->
             group.update(before)
 
 
+def numbers_used(groups: Mapping[str, Group], field: str) -> dict[str, Metric]:
+    """Return a number of parameter groups as metrics: "lr", "lr/head", "lr/rest/1", ...
+
+    Args:
+        groups: the groups, as ``labelled_groups`` returns them.
+        field: the key of the number. A group without one is left out.
+    """
+    return {
+        f"{field}{label}": Last(copy_number(group[field]))
+        for label, group in groups.items()
+        if _is_number(group.get(field))
+    }
+
+
 def _check_unchanged(group: Group, field: str, name: str) -> None:
     """Raise if a group has a new value since the last update, but not a new initial value."""
     __tracebackhide__ = True
@@ -114,7 +132,7 @@ def _read_number(group: Group, field: str) -> Rate:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
 
 
 def copy_number(value: Any) -> Rate:
