@@ -2,7 +2,8 @@
 
 In an incomplete round, processes without a batch get the first one as padding. That is the last
 round of an epoch. Where an update takes a number of batches of all processes together, it is the
-last round of each update: then the updates are the same on any number of processes.
+last round of each update: then the updates are the same on any number of processes. With ``even``,
+an incomplete round is left out, and ends the epoch.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class SingleProcess:
         """
         return iter(items)
 
+    def kept(self, batches: int) -> int:
+        """Return how many of the batches that follow are distributed; others are left out."""
+        return batches
+
     def note_order(self, indices: Iterator[Index], batched: bool) -> Iterator[Index]:
         """Return the indices of samples, noting their order as they pass.
 
@@ -89,11 +94,23 @@ class RoundRobin(SingleProcess):
         rank: the number of this process.
         processes: how many there are.
         window: as for a single process.
+        even: whether an incomplete round is left out.
+
+    Raises:
+        ValueError: an incomplete round is left out, and each update would have one.
     """
 
-    def __init__(self, rank: int, processes: int, window: int | None = None) -> None:
+    def __init__(
+        self, rank: int, processes: int, window: int | None = None, even: bool = False
+    ) -> None:
+        if even and window is not None and window % processes:
+            raise ValueError(
+                f"even(loader) leaves out rounds in which a process has no batch, and an update of "
+                f"{window} batches in all has such a round on {processes} processes: write "
+                "accumulate(n), n batches on each process, or make batches of another size"
+            )
         super().__init__(window)
-        self.rank, self.processes = rank, processes
+        self.rank, self.processes, self.even = rank, processes, even
         self.complete = processes if window is None else 1
         self._sizes: deque[int] = deque()  # of rounds ahead: their batch size, or 0 if it differs
 
@@ -108,6 +125,8 @@ class RoundRobin(SingleProcess):
             (item, version(item) if reused else None)
             for item in itertools.islice(items, next(sizes))
         ]:
+            if self.even and len(round_) < self.processes:
+                return
             if reused and any(version(item) != before for item, before in round_):
                 raise ValueError(
                     f"the loader reuses a tensor for its next batch, but {self.processes} "
@@ -117,6 +136,9 @@ class RoundRobin(SingleProcess):
             batches = [item for item, _ in round_]
             self._sizes.append(_common([*map(size_of, batches)], self.processes))
             yield batches[self.rank] if self.rank < len(batches) else Padding(batches[0])
+
+    def kept(self, batches: int) -> int:
+        return batches // self.processes * self.processes if self.even else batches
 
     def _round_sizes(self) -> list[int]:
         """Return how many batches each round of an update has."""
@@ -141,9 +163,11 @@ class RoundRobin(SingleProcess):
             raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
 
 
-def sharing_among(processes: int, rank: int, window: int | None = None) -> SingleProcess:
+def sharing_among(
+    processes: int, rank: int, window: int | None = None, even: bool = False
+) -> SingleProcess:
     """Return how a process gets its share of the batches."""
-    return SingleProcess(window) if processes == 1 else RoundRobin(rank, processes, window)
+    return SingleProcess(window) if processes == 1 else RoundRobin(rank, processes, window, even)
 
 
 def batch_size_of(batch: Batch) -> int:

@@ -20,7 +20,7 @@ from fnloop._backend.collectives import all_reduce_max, any_rank
 from fnloop._core.rng import fold_in
 from fnloop._core.types import Batch
 from fnloop._data.bucketed import Bucketed
-from fnloop._data.composed import Composed, fetch
+from fnloop._data.composed import Composed, fetch, unmarked
 from fnloop._data.indices import Indices, indices_of, no_indices
 from fnloop._data.iterable import iterate
 from fnloop._data.loaders import sharded
@@ -41,8 +41,8 @@ class Source:
     Args:
         batches: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
             position on.
-        length: batches in an epoch, for all processes together; None if unknown before its end. If
-            epochs differ, that of epoch 0.
+        length: batches that the loader has in an epoch, for all processes together; None if unknown
+            before its end. If epochs differ, that of epoch 0.
         sharing: how the batches are distributed to the processes.
         batch_size: samples in a batch, if all batches but the last have one known size. Then a
             position may be given in samples.
@@ -74,16 +74,21 @@ class Source:
         return self.sharing.order
 
     def length_in(self, epoch: int) -> int | None:
-        """Return the length of an epoch."""
+        """Return the length of an epoch: how many batches are distributed in it."""
+        __tracebackhide__ = True
+        length = self._length_of_loader(epoch)
+        return None if length is None else self.sharing.kept(length)
+
+    def _length_of_loader(self, epoch: int) -> int | None:
         __tracebackhide__ = True
         return self.length if self.lengths is None else self.lengths(epoch)
 
     def left(self, epoch: int, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
         if self.batch_size and samples:
-            return self.batches_of(max(self.samples - samples, 0))
-        length = self.length_in(epoch)
-        return None if length is None else max(length - batch, 0)
+            return self.sharing.kept(self.batches_of(max(self.samples - samples, 0)))
+        length = self._length_of_loader(epoch)
+        return None if length is None else self.sharing.kept(max(length - batch, 0))
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches a number of samples makes."""
@@ -127,7 +132,12 @@ class Source:
         return (batches[0] if window == 1 else batches), Window(size, padding)
 
     def why_empty(self) -> str:
-        """Return why an epoch of a loader that drops its last batch has none."""
+        """Return why an epoch has no batch, although the loader may have one."""
+        if self.sharing.kept(1) == 0:
+            return (
+                "With even(loader), an epoch has no batch unless each of "
+                f"{self.processes} processes has one: make batches smaller."
+            )
         per_process = f"{self.batch_size} on each of {self.sharing.complete} processes"
         together = per_process if self.sharing.complete > 1 else f"{self.batch_size}"
         return (
@@ -158,15 +168,16 @@ def open_source(
             make an update of ``total`` samples.
     """
     __tracebackhide__ = True
+    loader, even = unmarked(loader)
     window = None if total is None else window_of(_unprepared(loader), total)
     if isinstance(loader, sharded):
-        return _open_sharded(loader.loader, seed, rank, processes)
+        return _open_sharded(loader.loader, seed, rank, processes, even)
     if processes > 1:
         _check_not_split(loader)
     _check_not_nested(loader)
     loader = _unprepared(loader)
-    sharing = sharing_among(processes, rank, window)
-    indices = indices_of(loader, seed, rank, processes, window)
+    sharing = sharing_among(processes, rank, window, even)
+    indices = indices_of(loader, seed, rank, processes, window, even)
     if isinstance(loader, Composed):
         return attrs.evolve(_open_composed(loader, seed, sharing), indices=indices)
     if is_map_style(loader):
@@ -250,26 +261,34 @@ def _check_not_split(loader: object) -> None:
         )
 
 
-def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Source:
+def _open_sharded(loader: object, seed: int, rank: int, processes: int, even: bool) -> Source:
     if processes == 1:
         return open_source(loader, seed)
     source = open_source(loader, fold_in(seed, rank))
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         own = source.batches(epoch, batch // processes, 0)
+        if even:
+            return _until_shortest(own)
         return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
 
-    longest, some_unknown = all_reduce_max(
-        [-1.0 if source.length is None else source.length, source.length is None]
-    )
-    length = None if some_unknown else int(longest) * processes
+    own = 0 if source.length is None else source.length
+    longest, minus_shortest, some_unknown = all_reduce_max([own, -own, source.length is None])
+    length = None if some_unknown else int(-minus_shortest if even else longest) * processes
 
     def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
         return source.indices(epoch, batch // processes, 0)
 
     source.positions.shards = processes
-    sharing = RoundRobin(rank, processes)
+    sharing = RoundRobin(rank, processes, even=even)
     return Source(batches, length, sharing, positions=source.positions, indices=indices)
+
+
+def _until_shortest(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield until the shortest shard ends."""
+    __tracebackhide__ = True
+    while not any_rank((batch := next(batches, END)) is END):
+        yield batch
 
 
 def _pad_to_longest(

@@ -67,7 +67,7 @@ def measure(
     backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
     position = torch_seeder(backend.device)
     seed_all(seed)
-    evaluation = engine_of(state).start_evaluation(state)
+    evaluation = engine_of(state).start_evaluation(state, step.evaluates)
     batches = windows(source, None, backend.device, None)
     with step.evaluating(state, together=True) as state:
         while True:
@@ -206,7 +206,7 @@ def _predict(
     source = open_loader(loader, state)
     batches = windows(source, None, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
-    prediction = engine_of(state).start_evaluation(state)
+    prediction = engine_of(state).start_evaluation(state, name_of(fn))
     for n in itertools.count():
         check_not_stale(state, "predict")
         where = "the loader"
