@@ -17,11 +17,12 @@ import torch
 from fnloop._core.rng import isolated, new_seed
 from fnloop._core.types import Batch
 from fnloop._data.loaders import Loader, check_loader, even, in_whole_rounds, sharded
+from fnloop._data.map_style import only_seen
 from fnloop._data.parts import Given, Item, MapStyle, Part, Request, Together, part_of
-from fnloop._data.round_robin import SingleProcess, version
+from fnloop._data.round_robin import SingleProcess, glimpse, version
 from fnloop._data.window import END, Padding
 
-__all__ = ["Composed", "fetch", "unmarked"]
+__all__ = ["Composed", "fetch", "seen", "unmarked"]
 
 
 class Composed(abc.ABC):
@@ -115,6 +116,15 @@ def fetch(items: Iterator[Item | Padding]) -> Iterator[Batch]:
     Loaders with workers are asked for several batches at once, each for its own.
     """
     return _Fetching(items).batches()
+
+
+def seen(item: Item) -> Item:
+    """Return the item that is a glimpse of the batch of another item."""
+    if isinstance(item, Request):
+        return item._replace(request=only_seen(item.request))
+    if isinstance(item, Together):
+        return Together({name: seen(one) for name, one in item.items.items()})
+    return Given(glimpse(item.batch))
 
 
 class _Fetching:
