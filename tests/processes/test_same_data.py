@@ -14,10 +14,18 @@ from fnloop.testing import toy
 pytestmark = pytest.mark.slow
 
 
+def still():
+    return 0.0
+
+
+def by_numpy():
+    return np.random.rand()
+
+
 class Reading(Dataset):
     """Numbers, each with a path of this machine, and what a generator draws. It counts reads."""
 
-    def __init__(self, numbers, noise=lambda: 0.0):
+    def __init__(self, numbers, noise=still):
         self.numbers, self.noise, self.read = list(numbers), noise, []
 
     def __len__(self):
@@ -78,7 +86,7 @@ SAME = {
     "dataset": lambda: read(Reading(range(9), lambda: torch.randn(()).item()), shuffle=True),
     "noise of its own": lambda: read(Reading(range(9), **own)),
     "noise of its own, zipped": lambda: fl.data.zip_cycle(a=read(Reading(range(9), **own)), b=[1]),
-    "workers": lambda: read(Reading(range(9), np.random.rand), num_workers=2),
+    "workers": lambda: read(Reading(range(9), by_numpy), num_workers=2),
     "nothing to compare": lambda: [["a", "b"], ["c"], ["d"]][:: -1 if rank() else 1],
     "rounded in another way": lambda: [torch.tensor([1.0, 2.0]) + 1e-7 * rank()] * 3,
 }
@@ -123,7 +131,7 @@ def attempt(step, loader, way):
     with logged() as lines:
         try:
             if way == "fit":
-                fl.fit(step, toy(), loader, epochs=2, steps=8, hooks=())
+                fl.fit(step, toy(), loader, epochs=1, steps=8, hooks=())
             else:
                 fl.evaluate(step, toy(), loader)
         except RuntimeError as error:
