@@ -43,7 +43,7 @@ def main():
 
     torch.manual_seed(args.seed)
     model = model_in_two_parts()
-    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True))
     hooks = [fl.progress(), fl.halt_on_nonfinite()]
     if args.resume:
         state = fl.resume(args.resume, state)

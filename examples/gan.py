@@ -110,7 +110,7 @@ def main():
     loader = DataLoader(TensorDataset(digits()), batch_size=64, shuffle=True, drop_last=True)
     model = nn.ModuleDict({"d": discriminator(), "g": generator()})
     optimizers = {
-        name: torch.optim.Adam(model[name].parameters(), lr=1e-3, betas=(0.5, 0.999))
+        name: torch.optim.Adam(model[name].parameters(), lr=1e-3, betas=(0.5, 0.999), fused=True)
         for name in ("d", "g")
     }
     steps = {"d": fl.pipeline()(d_loss), "g": fl.pipeline()(g_loss)}

@@ -52,7 +52,7 @@ def main():
 
     torch.manual_seed(0)
     model = small_cnn()
-    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True))
     hooks = [fl.progress(), fl.halt_on_nonfinite()]
     if args.resume:
         state = fl.resume(args.resume, state)

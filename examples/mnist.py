@@ -61,7 +61,7 @@ def main():
     loaders = {"train": shuffled, "valid": DataLoader(valid, batch_size=500)}
 
     model = small_cnn()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05, fused=True)
     middleware = fl.metric(accuracy=accuracy), fl.clip(1.0), fl.schedule(one_cycle())
     step = fl.pipeline(*middleware)(fl.supervised(nn.CrossEntropyLoss()))
     state, hooks = fl.TrainState.create(model, optimizer), [fl.progress(), fl.halt_on_nonfinite()]

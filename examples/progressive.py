@@ -40,7 +40,7 @@ def main():
 
     torch.manual_seed(args.seed)
     model = cnn_for_any_size()
-    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
     hooks = [fl.progress(), fl.halt_on_nonfinite()]
     if args.resume:
         state = fl.resume(args.resume, state)

@@ -107,7 +107,7 @@ def main():
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
-    adamw = torch.optim.AdamW(rest, lr=8e-3, weight_decay=0.1)
+    adamw = torch.optim.AdamW(rest, lr=8e-3, weight_decay=0.1, fused=True)
     state = TrainState.create(model, {"matrices": muon, "rest": adamw})
     precision = "bf16" if torch.accelerator.is_available() else None  # most CPUs emulate it
     middleware = amp(precision), accumulate(4), clip(1.0), schedule(cosine(warmup=0.1))

@@ -151,6 +151,8 @@ samples are trained.
 A checkpoint is a folder: `model.safetensors`, `optimizer.safetensors` (by parameter name),
 `slots.safetensors`, `state.json`, and a manifest with checksums. An average of the weights has its
 own file, such as `ema.safetensors`, which loads into the plain module as `model.safetensors` does.
+With a schedule-free optimizer, `model.safetensors` has the weights that an evaluation uses, and
+`training.safetensors` those to train with.
 Of a sharded model, each process has its own files (see Processes).
 There is no pickle in a checkpoint, so loading one cannot execute code. It holds the module's state,
 which parameters are frozen and which submodules are in evaluation mode, the optimizer (several by

@@ -10,6 +10,7 @@ from fnloop._core.phase import decode_phases
 from fnloop._core.rng import SEED_BITS
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState
+from fnloop._core.stops import decode_left, decode_stop, left_in_events
 
 __all__ = ["check_counters", "check_seconds", "updates_by_name"]
 
@@ -27,19 +28,22 @@ def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
 
 
 def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
-    """Return the saved counters.
+    """Return the saved counters, the stop, and what was left at that boundary.
 
     Raises:
         TypeError: one of them cannot be a counter.
     """
-    counters: dict[str, object] = {name: facts[name] for name in COUNTERS}
+    counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
     for name, value in counters.items():
-        if name != "stop":
-            _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
-        elif not (value is None or isinstance(value, str)):
-            raise TypeError(f"{name} is {value!r:.60}")
-    ends = "epoch" if facts.get("ends") else None
-    return counters | {"phases": decode_phases(facts.get("phases", [])), "ends": ends}
+        _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
+    events, left = left_in_events(facts.get("news", []))
+    return counters | {
+        "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
+        "events": events,
+        "left": decode_left(facts["left"]) if "left" in facts else left,
+        "phases": decode_phases(facts.get("phases", [])),
+        "ends": "epoch" if facts.get("ends") else None,
+    }
 
 
 def check_seconds(facts: Mapping[str, Json]) -> float:

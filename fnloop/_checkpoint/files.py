@@ -19,9 +19,9 @@ from fnloop._checkpoint.format import (
     LARGEST_MANIFEST,
     MANIFEST,
     PARTS,
-    SHARDED_FORMAT,
     STATE,
     TRAINED,
+    TRAINING_FORMAT,
     CheckpointError,
     NewerFormatError,
     is_file_name,
@@ -126,10 +126,10 @@ def read_manifest(path: Path) -> dict[str, Json]:
             manifest
         ):
             raise CheckpointError(f"{file} is damaged: its own checksum is wrong")
-        if manifest["format_version"] > SHARDED_FORMAT:
+        if manifest["format_version"] > TRAINING_FORMAT:
             raise NewerFormatError(
                 f"{path} has format {manifest['format_version']}, and this fnloop reads formats "
-                f"up to {SHARDED_FORMAT}: pip install -U fnloop"
+                f"up to {TRAINING_FORMAT}: pip install -U fnloop"
             )
         _check_manifest(manifest)
     except CheckpointError:

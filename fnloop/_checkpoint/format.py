@@ -2,7 +2,10 @@
 
 A checkpoint is a folder:
 
-    model.safetensors       the state_dict of the module; loads into the plain module without fnloop
+    model.safetensors       the state_dict of the module, with the weights that an evaluation uses;
+                            loads into the plain module without fnloop
+    training.safetensors    the weights to train with, if these are others: of an optimizer that has
+                            modes, such as a schedule-free one
     optimizer.safetensors   the state of the optimizer, by parameter name
     slots.safetensors       what middleware keep, running metrics, random generators
     ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
@@ -48,6 +51,8 @@ __all__ = [
     "STATE",
     "TENSORS",
     "TRAINED",
+    "TRAINING",
+    "TRAINING_FORMAT",
     "CheckpointError",
     "Contents",
     "NewerFormatError",
@@ -59,6 +64,7 @@ __all__ = [
 FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
 NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
 SHARDED_FORMAT = 3  # of those with an index
+TRAINING_FORMAT = 4  # of those with weights to train with, which an older fnloop would not look for
 TENSORS = ("model", "optimizer", "slots")
 STATE = "state.json"
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
@@ -66,6 +72,7 @@ MANIFEST = "manifest.json"
 INDEX = "index.json"
 LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memory
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
+TRAINING = "training"  # the group of the weights to train with
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
@@ -86,7 +93,7 @@ class Contents:
         model, optimizer, slots: name to tensor.
         facts: the contents of ``state.json``; without the history when they are to be written.
         history: the records to write, one line of JSON each.
-        averages: name of an average to its group of tensors.
+        averages: name of an average to its group of tensors; and the weights to train with.
         index: name of a group that is split over processes, to where its tensors are. Of such a
             group, the tensors above are only what this process writes.
         rank: of this process.

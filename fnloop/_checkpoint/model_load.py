@@ -7,12 +7,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from fnloop._backend.fsdp import like_sharded, local_part
 from fnloop._backend.torch_compat import loads_by_itself, strip_compile_prefix
-from fnloop._checkpoint.format import TRAINED, CheckpointError, Contents
+from fnloop._checkpoint.format import TRAINED, TRAINING, CheckpointError, Contents
 from fnloop._checkpoint.parts import held_parts
 from fnloop._core.serialize import decode, from_safetensor
 from fnloop._core.snapshot import unwrap
@@ -20,7 +21,13 @@ from fnloop._core.state import TrainState
 from fnloop._display.checks import join_names
 from fnloop._display.log import log
 
-__all__ = ["PreparedModel", "model_tensors", "prepare_model", "weights_kept_on_error"]
+__all__ = [
+    "PreparedModel",
+    "model_tensors",
+    "prepare_model",
+    "weights_kept_on_error",
+    "with_training_weights",
+]
 
 BLOCK = 1 << 20  # elements that are exchanged at a time
 
@@ -41,6 +48,16 @@ class PreparedModel:
     def __call__(self) -> None:
         """Load it."""
         self._load(self.fitting)
+
+
+def with_training_weights(contents: Contents, parts: Sequence[str]) -> Contents:
+    """Return the contents with the weights to load: with the optimizers, those of training."""
+    if "optimizer" not in parts or not contents.facts.get(TRAINING, False):
+        return contents
+    training = contents.averages[TRAINING]
+    if unknown := training.keys() - contents.model.keys():
+        raise KeyError(f"{min(unknown)} is a weight to train with, but not one of the model")
+    return attrs.evolve(contents, model={**contents.model, **training})
 
 
 def prepare_model(

@@ -14,7 +14,12 @@ from fnloop._checkpoint.averages import with_averages
 from fnloop._checkpoint.counters import check_counters, check_seconds, updates_by_name
 from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
 from fnloop._checkpoint.history_blocks import decode_record
-from fnloop._checkpoint.model_load import model_tensors, prepare_model, weights_kept_on_error
+from fnloop._checkpoint.model_load import (
+    model_tensors,
+    prepare_model,
+    weights_kept_on_error,
+    with_training_weights,
+)
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
 from fnloop._checkpoint.optimizers import prepare_loads
 from fnloop._checkpoint.parts import check_held, held_parts, read_parts
@@ -121,7 +126,8 @@ def restore_contents(
             seconds = check_seconds(contents.facts)
             load_model, prepared = None, []
             if "model" in parts or TRAINED in parts:
-                load_model = prepare_model(contents, state, parts, strict, path)
+                weights = with_training_weights(contents, parts)
+                load_model = prepare_model(weights, state, parts, strict, path)
             if "optimizer" in parts:
                 shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
                 facts = contents.facts["optimizer"]
@@ -194,8 +200,6 @@ def _decode_fields(
         fields |= {"run_id": run, "generators": own_generators(generators, backend)}
         fields["position"] = position
         fields["saved_on"] = facts.get("processes") if facts["batch"] else None
-        if facts.get("news"):
-            fields["events"] = frozenset(facts["news"])
     return fields
 
 

@@ -29,6 +29,8 @@ from fnloop._checkpoint.format import (
     NEWER_FORMAT,
     PARTS,
     TRAINED,
+    TRAINING,
+    TRAINING_FORMAT,
     CheckpointError,
     Contents,
 )
@@ -41,13 +43,13 @@ from fnloop._checkpoint.shared_write import write_by_all
 from fnloop._checkpoint.targets import encode_targets
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.history import History
-from fnloop._core.left_to_do import events_to_keep
 from fnloop._core.monitor import metrics_here
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.phase import encode_phases
 from fnloop._core.serialize import Json, as_safetensor, encode
 from fnloop._core.snapshot import detached_from_run, unwrap
 from fnloop._core.state import TrainState, check_not_stale, ownership_of
+from fnloop._core.stops import encode_left, encode_stop
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, folder_path
 from fnloop._display.log import log
@@ -68,6 +70,9 @@ def save(
     With several processes, all of them must call it, and the main process writes. If the model is
     sharded over them (``fully_shard``), each process writes its own part.
 
+    ``model.safetensors`` has the weights that an evaluation uses. Of a schedule-free optimizer
+    those of training are others, which are in ``training.safetensors``.
+
     Args:
         state: the newest state; it may be in the middle of an epoch.
         path: the folder to create, on a disk that all processes see; ``~`` is expanded. An existing
@@ -75,8 +80,7 @@ def save(
         only: the parts to save, as ``restore`` names them; all of them by default. ``("model",)``
             is enough for evaluation and fine-tuning. ``("trained",)`` are the parameters that
             require gradients, without buffers: a few kilobytes for a large model with adapters. A
-            run cannot be resumed from such a partial checkpoint. Of a schedule-free optimizer it
-            has the weights that an evaluation uses, unless the optimizer is saved too.
+            run cannot be resumed from such a partial checkpoint.
 
     Returns:
         The absolute path.
@@ -141,6 +145,7 @@ def collect_contents(
     check_not_stale(state)
     run, state = state.run, detached_from_run(state)
     model: dict[str, Tensor] = {}
+    training: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     slots: dict[str, Tensor] = {}
     averages: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -151,13 +156,14 @@ def collect_contents(
             facts |= {} if run is None else {"targets": encode_targets(run)}
             facts["seconds"] = ownership_of(state).seconds
         if "model" in parts or TRAINED in parts:
-            facts["model"] = _encode_weights(state, parts, model, slots)
+            facts |= _encode_weights(state, parts, model, training, slots)
         if "optimizer" in parts:
             facts["optimizer"] = encode_optimizers(state, optimizer)
         if "slots" in parts:
             facts["slots"] = _encode_mapping("slots", without_averages(state.slots), slots)
             if averaged := encode_averages(state, averages.__getitem__):
-                facts |= {"averages": averaged, "format_version": NEWER_FORMAT}
+                version = max(NEWER_FORMAT, facts["format_version"])
+                facts |= {"averages": averaged, "format_version": version}
         if "metrics" in parts:
             facts |= _encode_metrics(state, slots)
         if "extra" in parts:
@@ -170,7 +176,8 @@ def collect_contents(
         else:
             history = encode_history(state.history)
         facts["blocks"] = list(history.blocks)
-        contents = Contents(model, optimizer, slots, facts, history.rest, dict(averages))
+        groups = {**averages, **({TRAINING: training} if training else {})}
+        contents = Contents(model, optimizer, slots, facts, history.rest, groups)
         return keep_own_share(contents, state.backend)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
@@ -200,8 +207,10 @@ def _encode_counters(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
         **({"updates": dict(state.updates)} if state.updates else {}),
         **({"phases": encode_phases(state.phases)} if state.phases else {}),
         **({"ends": state.ends} if state.ends else {}),
-        # The key is the old name of events: the format stays.
-        "news": sorted(events_to_keep(state)),
+        **encode_stop(state.stop),
+        **({"left": encode_left(state.left)} if state.left else {}),
+        # The key is the old name of events. Only what is left of a boundary needs them.
+        "news": sorted(state.events) if state.left else [],
         "generators": encode(_generators_by_rank(state), tensors, "generators"),
     }
 
@@ -221,17 +230,35 @@ def _measured(state: TrainState) -> dict[str, str]:
 
 
 def _encode_weights(
-    state: TrainState, parts: Sequence[str], model: dict[str, Tensor], others: dict[str, Tensor]
+    state: TrainState,
+    parts: Sequence[str],
+    model: dict[str, Tensor],
+    training: dict[str, Tensor],
+    others: dict[str, Tensor],
 ) -> dict[str, Json]:
-    """Return the facts of the model. Without the optimizer, the weights are those to evaluate."""
-    if "optimizer" in parts:
-        return _encode_model(state, model, others, TRAINED in parts)
-    with evaluation_weights(state) as are_others:
-        facts = _encode_model(state, model, others, TRAINED in parts)
-        if are_others:
-            for name, tensor in model.items():
-                model[name] = tensor.clone()
-    return facts
+    """Return the facts of the model, with the weights that an evaluation uses.
+
+    With the optimizers, those of training are added to ``training`` if they may be others.
+    """
+    module, trained = unwrap(state), TRAINED in parts
+    with evaluation_weights(state) as others_there:
+        facts: dict[str, Json] = {"model": _encode_model(state, model, others, trained)}
+        if not others_there:
+            return facts
+        own = {id(t) for t in (*module.parameters(), *module.buffers())}
+        names = [  # also of what the module computes from its weights
+            name
+            for spelled, value in module.state_dict(keep_vars=True).items()
+            if (name := strip_compile_prefix(spelled)) in model
+            and (id(value) in others_there or id(value) not in own)
+        ]
+        model |= {name: model[name].clone() for name in names}
+    if "optimizer" not in parts:
+        return facts
+    found: dict[str, Tensor] = {}
+    _encode_model(state, found, {}, trained)
+    training |= {name: found[name] for name in names}
+    return facts | {TRAINING: True, "format_version": TRAINING_FORMAT}
 
 
 def _encode_model(

@@ -46,7 +46,8 @@ def keep_own_share(contents: Contents, backend: Backend) -> Contents:
     kept = contents.with_groups(groups)
     if not index:
         return kept
-    facts = {**contents.facts, "format_version": SHARDED_FORMAT}
+    version = max(SHARDED_FORMAT, contents.facts["format_version"])
+    facts = {**contents.facts, "format_version": version}
     for theirs in gather_from_all(index)[1:]:
         for group, entries in index.items():
             for name, entry in entries.items():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._checkpoint.format import TRAINING
 from fnloop._checkpoint.optimizers import templates_of_optimizers
 from fnloop._core.average import named_tensors
 from fnloop._core.serialize import Json
@@ -37,4 +38,4 @@ def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict
         for slot, kept in facts.get("averages", {}).items()
     }
     optimizer = templates_of_optimizers(state, facts.get("optimizer", {}))
-    return {**averages, "model": model, "optimizer": optimizer}
+    return {**averages, TRAINING: model, "model": model, "optimizer": optimizer}

@@ -18,7 +18,7 @@ import attrs
 from fnloop._core.history_plot import plot_records
 from fnloop._core.history_table import table
 from fnloop._core.monitor import mode_of
-from fnloop._core.record import Record, best_record
+from fnloop._core.record import Record, best_record, number_of_epoch
 from fnloop._display import checks, html, tables
 from fnloop._display.checks import describe
 
@@ -32,12 +32,17 @@ T = TypeVar("T")
 
 
 class _Log:
-    """An append-only list of records, and where each metric first appeared, in that order."""
+    """An append-only list of records, and where each metric first appeared, in that order.
 
-    __slots__ = ("lock", "names", "records")
+    ``epochs`` are the numbers of the epochs that the records are of.
+    """
+
+    __slots__ = ("end", "epochs", "lock", "names", "records")
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.records: list[Record] = []
+        self.epochs: list[int] = []
+        self.end = (0, 0)  # epochs and updates at the newest end of an epoch
         self.names: dict[str, int] = {}
         self.lock = threading.Lock()
         for record in records:
@@ -51,6 +56,9 @@ class _Log:
             )
         for name in record.metrics:
             self.names.setdefault(name, len(self.records))
+        self.epochs.append(number_of_epoch(record, *self.end))
+        if record.epoch > self.end[0]:
+            self.end = record.epoch, record.step
         self.records.append(record)
 
 
@@ -139,7 +147,10 @@ class History:
             KeyError: no record has a metric of that name; the message lists the known ones.
         """
         if isinstance(key, slice):
-            return History(self._log.records[i] for i in range(*key.indices(self._length)))
+            chosen = range(*key.indices(self._length))
+            part = History(self._log.records[i] for i in chosen)
+            part._log.epochs[:] = (self._log.epochs[i] for i in chosen)  # as in the whole
+            return part
         if isinstance(key, int):
             if not -self._length <= key < self._length:
                 records = html.format_count(self._length, "record")
@@ -208,7 +219,7 @@ class History:
         return History, (self.records,)
 
     def to_dicts(self) -> list[dict[str, float]]:
-        """Return a flat dict per record: epoch, step, the metrics and seconds.
+        """Return a flat dict per record: epoch (epochs completed), step, the metrics and seconds.
 
         Only a closing record also has ``"closing": True``.
         """
@@ -233,16 +244,23 @@ class History:
             raise ImportError("History.to_pandas needs pandas: pip install pandas") from error
         return pandas.DataFrame(self.to_dicts())
 
+    def _rows(self) -> list[Record]:
+        """Return the records, each with the number of its epoch, as ``progress`` shows them."""
+        return [
+            record if record.epoch == number else attrs.evolve(record, epoch=number)
+            for record, number in zip(self, self._log.epochs, strict=False)
+        ]
+
     def __repr__(self) -> str:
         if not len(self):
             return "History()"
         width = tables.terminal_width()
-        return table(self, self.keys(), width=width).text(width)
+        return table(self._rows(), self.keys(), width=width).text(width)
 
     def _repr_html_(self) -> str:
         if not len(self):
             return "<code>History()</code>"
-        return table(self, self.keys(), width=tables.HTML_WIDTH).html()
+        return table(self._rows(), self.keys(), width=tables.HTML_WIDTH).html()
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Figure:
         """Draw every metric: one axis per metric, one line per loader, the best evaluation marked.
@@ -256,8 +274,8 @@ class History:
                 a metric whose name contains "loss" or "error" is better when lower, and one with
                 "acc", "f1", "auc", "precision" or "recall" when higher. For other names no best
                 point is marked.
-            x: the x axis, "step" or "epoch"; evaluations within an epoch are at fractions of it.
-                Where no epoch has ended, it is "step".
+            x: the x axis, "step" or "epoch"; an evaluation in the middle of epoch 4 is at 3.5, and
+                that at its end at 4. Where no epoch has ended, it is "step".
 
         Returns:
             A matplotlib Figure; ``figure.savefig("history.png")`` writes it. A notebook shows it

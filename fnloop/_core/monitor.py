@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fnloop._core.events import RECORD
 from fnloop._display.checks import describe
@@ -86,13 +86,20 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
     return found
 
 
-def check_names(hooks: Iterable[object], known: Sequence[str], given: Collection[str] = ()) -> None:
+class Watcher(Protocol):
+    """What watches metrics, and reports some: a hook."""
+
+    monitors: str | tuple[str, ...] | None
+    reports: tuple[str, ...]
+
+
+def check_names(
+    hooks: Iterable[Watcher], known: Sequence[str], given: Collection[str] = ()
+) -> None:
     """Raise if a hook monitors a metric of a loader that is never read.
 
     Args:
-        hooks: all hooks of a run, including those in wrappers. A hook may have two attributes:
-            ``monitors``, the name of the metric that it watches, a tuple of several, or None; and
-            ``reports``, the names of the metrics that it adds to records.
+        hooks: all hooks of a run, including those in wrappers.
         known: what names of metrics may begin with: "train", the loaders that are evaluated, and
             "recent" in a run with ``record_every``.
         given: the loaders that the run was given, evaluated or not.
@@ -126,7 +133,7 @@ def check_names(hooks: Iterable[object], known: Sequence[str], given: Collection
         )
 
 
-def _keys_of(hook: object) -> tuple[str, ...]:
+def _keys_of(hook: Watcher) -> tuple[str, ...]:
     """Return the metrics that a hook watches."""
     found = hook.monitors
     return () if found is None else (found,) if isinstance(found, str) else tuple(found)

@@ -11,7 +11,7 @@ import attrs
 from fnloop._core.monitor import better
 from fnloop._display import checks, html
 
-__all__ = ["Record", "best_record", "metric_names"]
+__all__ = ["Record", "best_record", "metric_names", "number_of_epoch"]
 
 
 _FLOAT = {float}
@@ -67,13 +67,14 @@ class Record:
     """What was known at one report.
 
     Args:
-        epoch: epochs completed.
+        epoch: epochs completed. Tables, logs, bars and the labels of figures show the number of the
+            epoch that it is of, from 1: the same at the end of an epoch, one more within one.
         step: updates applied.
         metrics: name to value: "train/loss", "train/grad_norm", "valid/loss", ...
         seconds: time spent in runs so far; not compared.
-        closing: whether it was made only because the run ended here, between two reports. A run
-            that continues makes its reports as if this record did not exist, and folds over the
-            history skip it.
+        closing: whether it was made only because the run ended here: between two reports, or after
+            the one of an epoch, for what is evaluated ``at_end()``. A run that continues makes its
+            reports as if this record did not exist, and folds over the history skip it.
 
     Example:
         >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]
@@ -95,6 +96,22 @@ class Record:
         if self.closing:
             shown["closing"] = True
         return html.facts("Record", shown)
+
+
+def number_of_epoch(record: Record, ended: int, at: int) -> int:
+    """Return the number, from 1, of the epoch that a record is of; 0 before the first update.
+
+    Args:
+        record: the record.
+        ended: the epochs completed at the newest record before it that was made at an epoch's end.
+        at: the updates applied there. Each end of an epoch has one record, the first that counts
+            it.
+
+    Example:
+        >>> number_of_epoch(Record(3, 30, {}), 2, 20), number_of_epoch(Record(3, 35, {}), 3, 30)
+        (3, 4)
+    """
+    return record.epoch + (record.epoch <= ended and record.step > at)
 
 
 def metric_names(records: Iterable[Record]) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ def tracing_copy(
     """
     names = (
         *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
-        *("events", "generators", "extra"),
+        *("events", "left", "generators", "extra"),
     )
     changing = {name: stand_in(name) for name in names}
     changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}

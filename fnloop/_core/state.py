@@ -35,6 +35,7 @@ from fnloop._core.position import Position
 from fnloop._core.rng import HostGenerators, new_seed
 from fnloop._core.run_info import RunInfo
 from fnloop._core.running import add_output_
+from fnloop._core.stops import Left
 from fnloop._core.types import Metric, Output
 from fnloop._display import html
 from fnloop._display.checks import describe
@@ -62,6 +63,14 @@ _UPDATED = frozenset({UPDATE})
 _new = object.__new__
 
 
+def _refuse() -> Ownership[TrainState]:
+    """Raise TypeError: a state was not made by ``create``. Copies get the ownership of theirs."""
+    raise TypeError(
+        "TrainState(...) is for fnloop itself: write TrainState.create(model, optimizer), which "
+        "checks both and draws a seed"
+    )
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots, a copy takes half the time
 class TrainState:
     """Everything that a run depends on. Make one with :meth:`create`.
@@ -82,11 +91,12 @@ class TrainState:
             no name and has applied ``step``.
         seed: with the counters, it determines the order of the data and every random draw.
         slots: the state of each middleware, by name.
-        metrics: the running reduction of this epoch. With ``record_every``, also that since the
-            last record: "recent/loss", ...
+        metrics: the running reduction of this epoch. Where an epoch has ended, that of the ended
+            epoch, until the next update. With ``record_every``, also that since the last record:
+            "recent/loss", ...
         history: the records so far.
         run: facts about the current run; None outside one.
-        stop: why the run ended early, or None.
+        stop: why the run ended early, or None; a str that equals the reason.
         ends: "epoch" if a hook has ended the epoch early; or None.
         phases: the phases that have begun, in their order; see ``fit(..., phase=name)``.
         extra: plain data of yours, saved in checkpoints.
@@ -96,8 +106,10 @@ class TrainState:
         backend: the device, the rank of this process, and the number of processes (a ``Backend``).
         events: what happened at the last boundary: "update" (one was applied, not skipped), "epoch"
             (one was completed), "record" (one was appended to the history), "start" (none was
-            applied yet), "stop: ..." (a hook has stopped the run, and its end follows), "end" (it
-            was the run's last, by its target or by a hook). Hooks decide by it.
+            applied yet), "end" (it was the run's last, by its target or by a hook). Hooks decide by
+            it.
+        left: what the last boundary has left to the run that continues: itself, or the end of
+            the run; nearly always empty.
         generators: the state of Python's and NumPy's generators in mid-epoch; None at the start
             of an epoch. All other randomness is a function of the seed and the counters.
         position: where the training loader is in mid-epoch, by its ``state_dict``; or None.
@@ -126,9 +138,10 @@ class TrainState:
     stop: str | None = None
     backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
     events: frozenset[str] = _NOTHING
+    left: Left = ()
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
-    _ownership: Ownership[TrainState] = attrs.field(factory=Ownership)
+    _ownership: Ownership[TrainState] = attrs.field(factory=_refuse, alias="ownership")
     _generation: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
@@ -200,7 +213,10 @@ class TrainState:
         facts = exact_backend(model, facts) if exact else facts
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
-        made = cls(model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts)
+        made = cls(
+            model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
+            ownership=Ownership(),
+        )  # fmt: skip
         if facts.main:
             warn_of_others(model, made.optimizer)
         return attrs.evolve(made, updates={name: 0 for name in named if name})
@@ -332,6 +348,8 @@ def consume(
 ) -> TrainState:
     """Return the state with a step's batches counted and its metrics combined into the epoch's.
 
+    The first update of an epoch, skipped or not, begins its metrics anew.
+
     Args:
         state: the state after the update.
         out: the output of the step; None if it is not known. A skipped one does not count.
@@ -340,7 +358,8 @@ def consume(
         recent: whether to combine the metrics since the last record too.
     """
     __tracebackhide__ = True
-    metrics = state.metrics
+    # The first update of an epoch begins a new reduction: until then that of the last one is kept.
+    metrics = state.metrics if state.batch else {}
     if out is not None and out.skip is None:
         metrics = add_output_(metrics, out, recent)
     state._ownership.newest = None  # only now: a metric may raise

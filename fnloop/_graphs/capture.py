@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import map_leaves
+from fnloop._core.copies import KeptBuffers
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.snapshot import tracing_copy
 from fnloop._core.state import TrainState, advance, give_up_ownership
@@ -46,7 +47,7 @@ from fnloop._graphs.guards import (
 )
 from fnloop._graphs.recorder import Recorder
 from fnloop._graphs.watch import GuardSet, TrackedSlots, identity_of
-from fnloop._step.host import Judge, replace_host
+from fnloop._step.host import Judge, before_update, replace_host
 
 __all__ = ["Graph", "GraphedStep"]
 
@@ -149,8 +150,21 @@ class _RecordingHost:
         self._decisions, self._split = decisions, split
 
     def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
+        before = before_update()
+        if before is not None and before.buffers.tensors:  # copied in the part that ends here
+            judge = functools.partial(_judge_and_put_back, judge, before.buffers)
         self._decisions.append((out, flag, judge))
         self._split()
+
+
+def _judge_and_put_back(
+    judge: Judge, buffers: KeptBuffers, state: TrainState, flag: bool
+) -> str | None:
+    """Ask the judge. If the update is left out, put back the buffers that its replay changed."""
+    skip = judge(state, flag)
+    if skip is not None:
+        buffers.put_back(unseen=True)
+    return skip
 
 
 class _SkippingHost:

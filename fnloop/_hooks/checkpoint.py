@@ -148,7 +148,7 @@ class checkpoint(Hook):
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
 
     @property
-    def monitors(self) -> tuple[str, ...]:
+    def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metrics that rank and name the checkpoints."""
         return self.named if self.best is None else (self.best, *self.named)
 

@@ -114,7 +114,7 @@ class early_stop(Hook):
         object.__setattr__(self, "_waited", Fold(self._wait, None))
 
     @property
-    def monitors(self) -> str:
+    def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metric that is watched."""
         return self.key
 

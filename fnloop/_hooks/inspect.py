@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from fnloop._core.call import Call, name_of
-from fnloop._core.events import AGAIN
+from fnloop._core.events import END
 from fnloop._core.monitor import suggestion
 from fnloop._core.state import TrainState
 from fnloop._core.stops import is_interruption
 from fnloop._core.types import Output
 from fnloop._display import checks
-from fnloop._hooks.moments import Trigger, as_moment, show_call
+from fnloop._hooks.moments import Moment, as_moment, show_call
 from fnloop._hooks.triggers import every as periodically
-from fnloop._hooks.wrapper import Hook
+from fnloop._hooks.wrapper import Hook, place_of
 
 __all__ = ["inspect"]
 
@@ -28,13 +28,13 @@ class _Inspection:
         waits: whether the next evaluation is to be kept.
         asked: whether the trigger was asked at this boundary already.
         outputs: those of an evaluation, until the function is called; or None.
-        received_at: the step of the last evaluation that was kept.
+        received_at: the place of the last evaluation that was kept.
     """
 
     waits: bool = False
     asked: bool = False
     outputs: list[Output] | None = None
-    received_at: int | None = None
+    received_at: tuple[int, ...] | None = None
 
 
 @attrs.frozen(repr=False)
@@ -87,7 +87,7 @@ class inspect(Hook):
 
     fn: Callable[[TrainState, list[Output]], object]
     loader: str = "valid"
-    every: Trigger = attrs.field(factory=lambda: periodically(epochs=1))
+    every: Moment = attrs.field(factory=lambda: periodically(epochs=1))
     _now: _Inspection = attrs.field(factory=_Inspection, init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -106,7 +106,7 @@ class inspect(Hook):
         object.__setattr__(self, "every", as_moment(self.every).renew())  # with its own clock
 
     @property
-    def outside(self) -> frozenset[str]:
+    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Where else than after an update it runs."""
         return self.every.outside
 
@@ -134,14 +134,15 @@ class inspect(Hook):
                 f"inspect: the loader {self.loader!r} is not one that this run evaluates; {names}"
                 f"{hint}"
             )
-        self.every.check(state.run)
+        if state.run is not None:
+            self.every.check(state.run)
         return state
 
     def collects(self, state: TrainState, loader: str) -> bool:
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
-        if AGAIN in state.events and self._now.received_at == state.step:
+        if END in state.events and self._now.received_at == place_of(state):
             return False  # it has those of the model with which the run ends
         due, self._now.asked = self.every.due(state), True
         self._now.waits = self._now.waits or due
@@ -150,7 +151,7 @@ class inspect(Hook):
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""
         self._now.outputs, self._now.waits = list(outputs), False
-        self._now.received_at = state.step
+        self._now.received_at = place_of(state)
 
     def __call__(self, state: TrainState) -> TrainState:
         asked, self._now.asked = self._now.asked, False

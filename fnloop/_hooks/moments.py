@@ -9,12 +9,12 @@ from typing import NoReturn, Protocol, Self
 import attrs
 
 from fnloop._core.call import name_of
-from fnloop._core.events import AGAIN, END, RECORD, START
+from fnloop._core.events import END, RECORD, START
 from fnloop._core.monitor import check_monitored
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState
 from fnloop._display import checks
-from fnloop._hooks.wrapper import Hook, Wrapper, as_hook
+from fnloop._hooks.wrapper import Hook, HookFn, Wrapper, as_hook, place_of
 
 __all__ = [
     "ConditionalHook",
@@ -57,6 +57,11 @@ class Moment(ABC):
         return frozenset()
 
     @property
+    def excludes_end(self) -> bool:
+        """Whether it is not due where it otherwise would be, because the run ends there."""
+        return False
+
+    @property
     def monitors(self) -> tuple[str, ...]:
         """The metrics that this depends on."""
         return ()
@@ -87,7 +92,7 @@ class Moment(ABC):
             "and not"
         )
 
-    def __call__(self, hook: Hook) -> ConditionalHook:
+    def __call__(self, hook: HookFn) -> ConditionalHook:
         return ConditionalHook(as_moment(self.renew()), check_hook(hook, repr(self)))
 
     def __or__(self, other: Trigger) -> Moment:
@@ -112,10 +117,20 @@ class _Lifted(Moment):
 
     trigger: Trigger
 
-    outside = property(lambda self: frozenset(getattr(self.trigger, "outside", ())))
-    monitors = property(lambda self: getattr(self.trigger, "monitors", ()))
-    quiet_until = property(lambda self: getattr(self.trigger, "quiet_until", lambda state: 0))
-    check = property(lambda self: getattr(self.trigger, "check", lambda run: None))
+    def __attrs_post_init__(self) -> None:
+        for name in ("quiet_until", "check"):
+            if hasattr(self.trigger, name):
+                object.__setattr__(self, name, getattr(self.trigger, name))
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which this may be due besides those of an update."""
+        return frozenset(getattr(self.trigger, "outside", ()))
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that this depends on."""
+        return getattr(self.trigger, "monitors", ())
 
     def __repr__(self) -> str:
         return repr(self.trigger)
@@ -136,19 +151,19 @@ class ConditionalHook(Wrapper):
 
     trigger: Moment
     hook: Hook
-    _ran: list[int] = attrs.field(factory=list, init=False, eq=False)  # the step of its last run
+    _ran: list[object] = attrs.field(factory=list, init=False, eq=False)  # where it ran last
 
     @property
     def __name__(self) -> str:  # in messages about its metrics
         return repr(self.trigger)
 
     @property
-    def monitors(self) -> tuple[str, ...]:
+    def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metrics that the trigger depends on."""
         return self.trigger.monitors
 
     @property
-    def outside(self) -> frozenset[str]:
+    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Where else than after an update it runs."""
         return self.trigger.outside
 
@@ -159,9 +174,10 @@ class ConditionalHook(Wrapper):
         __tracebackhide__ = True
         if not self.trigger.due(state):
             return self.poll(state)
-        if AGAIN in state.events and self._ran == [state.step]:
-            return state  # it ran at the update with which the run has ended
-        self._ran[:] = [state.step]
+        here = place_of(state)
+        if END in state.events and self._ran == [here]:
+            return state  # it ran at this boundary already, before a hook stopped the run
+        self._ran[:] = [here]
         return self.hook(state)
 
     def poll(self, state: TrainState) -> TrainState:
@@ -174,7 +190,8 @@ class ConditionalHook(Wrapper):
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: for the trigger too."""
         self._ran.clear()
-        self.trigger.check(state.run)
+        if state.run is not None:
+            self.trigger.check(state.run)
         return super().begin(state)
 
 
@@ -263,6 +280,11 @@ class _Compound(Moment):
         return frozenset().union(*(part.outside for part in self.parts))
 
     @property
+    def excludes_end(self) -> bool:
+        """Whether a part is not due where the run ends."""
+        return any(part.excludes_end for part in self.parts)
+
+    @property
     def has_clock(self) -> bool:
         """Whether a part counts time."""
         return any(part.has_clock for part in self.parts)
@@ -313,6 +335,11 @@ class _Not(Moment):
         return f"~({self.part!r})" if _is_compound(self.part) else f"~{self.part!r}"
 
     @property
+    def excludes_end(self) -> bool:
+        """Whether it is not due where the run ends, because the part is."""
+        return END in self.part.outside or self.part.excludes_end
+
+    @property
     def monitors(self) -> tuple[str, ...]:
         """The metrics that the part depends on."""
         return self.part.monitors
@@ -359,7 +386,7 @@ def _refuse_positional(owner: str, given: object, names: Sequence[str]) -> NoRet
     )
 
 
-def _check_trigger(other: Trigger, symbol: str) -> Trigger:
+def _check_trigger(other: Trigger, symbol: str) -> Moment:
     if isinstance(other, type) or not hasattr(other, "due"):
         hint = ""
         if isinstance(other, ConditionalHook):
@@ -373,7 +400,7 @@ def _check_trigger(other: Trigger, symbol: str) -> Trigger:
     return as_moment(other)
 
 
-def check_hook(hook: Hook, owner: str) -> Hook:
+def check_hook(hook: HookFn, owner: str) -> Hook:
     """Return a hook, or raise TypeError if it is not one."""
     if hasattr(hook, "due") and not isinstance(hook, type):
         raise TypeError(

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fnloop._backend.collectives import gather_objects
 from fnloop._backend.containers import map_leaves
-from fnloop._core.events import EPOCH, RECORD
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState
@@ -58,9 +57,7 @@ class Trail:
         """Note a boundary."""
         loss: object = state.metrics.get("loss")
         finite: bool | Tensor = True
-        if EPOCH in state.events and RECORD in state.events:  # the running loss begins again
-            finite = math.isfinite(state.history[-1].metrics.get("train/loss", 0.0))
-        elif isinstance(loss, Mean):
+        if isinstance(loss, Mean):
             total = loss.total
             finite = total.isfinite() if isinstance(total, Tensor) else math.isfinite(total)
         self._marks.append(_mark(state, finite))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -95,7 +95,7 @@ class on_main(Wrapper):
         if state.backend.main:
             super().receive(state, outputs)
 
-    def _observe(self, call: Hook, state: TrainState) -> TrainState:
+    def _observe(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
         """Call a hook or its method on the main process, and raise if it returns another state."""
         if state.backend.main and (new := call(state)) is not state:
             stops = isinstance(new, TrainState) and new.stop

@@ -10,7 +10,7 @@ import attrs
 from fnloop._core.events import EPOCH
 from fnloop._core.history import records_since
 from fnloop._core.history_table import is_evaluated, is_row
-from fnloop._core.record import Record
+from fnloop._core.record import Record, number_of_epoch
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState
 
@@ -186,12 +186,10 @@ class Pace:
         self._known = min(self._known, len(history))  # a hook may have returned a snapshot
         new = []
         for record in records_since(history, self._known):
-            ends = record.epoch > self._ended  # each end of an epoch has one record, its first
-            within = record.step > self._ended_at  # an epoch that is not complete
-            number = record.epoch + (within and not ends)
+            number = number_of_epoch(record, self._ended, self._ended_at)
             seconds = max(record.seconds - self._row_at, 0.0)
             new.append(Entry(record, number, epochs, seconds, state.skipped))
-            if ends:
+            if record.epoch > self._ended:
                 self._ended, self._ended_at = record.epoch, record.step
             self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at
             if loaders := {k.partition("/")[0]: None for k in record.metrics if is_evaluated(k)}:

@@ -60,7 +60,7 @@ class requeue(Hook):
         return repr(Call(requeue, (), {}))
 
     @property
-    def ends_run_on_usr1(self) -> bool:
+    def ends_run_on_usr1(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether SIGUSR1 ends the run, and does not only save it: in a SLURM job."""
         return bool(self._job)
 

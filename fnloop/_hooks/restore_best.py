@@ -93,12 +93,12 @@ class restore_best(Hook):
         return repr(Call(restore_best, (self.key,), given))
 
     @property
-    def monitors(self) -> str:
+    def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metric that decides."""
         return self.key
 
     @property
-    def slot(self) -> str:
+    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The name of the slot with the best weights so far."""
         return f"{OWNER}({self.key})"
 

@@ -13,7 +13,7 @@ from fnloop._core.call import Call
 from fnloop._core.copies import with_slot
 from fnloop._core.run_info import now
 from fnloop._core.state import TrainState
-from fnloop._core.stops import JOB_LIMIT, RUN_LIMIT
+from fnloop._core.stops import Stop, kind_of
 from fnloop._display import checks
 from fnloop._display.log import log
 from fnloop._hooks.progress_text import format_duration
@@ -101,7 +101,7 @@ class time_limit(Hook):
             )
 
     @property
-    def slot(self) -> str:
+    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The name of the slot with the time that was taken so far."""
         return SLOT
 
@@ -117,7 +117,7 @@ class time_limit(Hook):
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""
-        stopped = (state.stop or "").startswith(RUN_LIMIT)
+        stopped = kind_of(state.stop) == "limit"
         raised = self.per == "run" and state.slots.get(SLOT, [0.0])[0] < self.limit
         return attrs.evolve(state, stop=None) if stopped and raised else state
 
@@ -145,8 +145,9 @@ class time_limit(Hook):
             state = self._note(state)
         if self._taken[0] < self.limit or state.stop is not None:
             return state
-        what = RUN_LIMIT if self.per == "run" else JOB_LIMIT
-        return attrs.evolve(state, stop=f"{what} has taken its {format_duration(self.limit)}")
+        what, kind = ("the run", "limit") if self.per == "run" else ("this job", "job")
+        reason = f"time_limit: {what} has taken its {format_duration(self.limit)}"
+        return attrs.evolve(state, stop=Stop(reason, kind))
 
     def flush(self, state: TrainState) -> TrainState:
         """Note the time that was taken since, such as that of an evaluation which a signal cut."""
@@ -167,7 +168,8 @@ class time_limit(Hook):
         left = self._end[0] - now(state.run)
         if left > SPARE + 2 * self._longest[0] or state.stop is not None:
             return state
-        return attrs.evolve(state, stop=f"{JOB_LIMIT} ends in {format_duration(max(left, 0.0))}")
+        reason = f"time_limit: this job ends in {format_duration(max(left, 0.0))}"
+        return attrs.evolve(state, stop=Stop(reason, "job"))
 
 
 def _time_left() -> float:

@@ -253,7 +253,7 @@ class once(Wrapper):
         return f"once({name_of(self.hook)})"
 
     @property
-    def slot(self) -> str:
+    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The name of the slot that says that the hook has run."""
         return f"once:{self.name or _definition_of(self.hook)}"
 

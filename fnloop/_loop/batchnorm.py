@@ -19,7 +19,7 @@ from fnloop._loop.errors import READ_ONCE
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
-from fnloop._step.evaluation import evaluating
+from fnloop._step.evaluation import in_evaluation_mode
 from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["update_batchnorm"]
@@ -79,7 +79,7 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
     try:
         with isolated(state.backend.device):
             state = step.init_slots(state, evaluation=True)
-            with evaluating(state.model):
+            with in_evaluation_mode(state.model):
                 state.model.train()
                 keep_statistics(state)
                 for norm in norms:

@@ -8,11 +8,11 @@ import attrs
 
 from fnloop._core.call import name_of
 from fnloop._core.elapsed import Elapsed
-from fnloop._core.events import PENDING
 from fnloop._core.frozen import keep_statistics
 from fnloop._core.running import RECENT, without_recent
 from fnloop._core.serialize import Pending, materialize
 from fnloop._core.state import TrainState
+from fnloop._core.stops import BOUNDARY
 from fnloop._core.types import Metric
 from fnloop._display.checks import join_names
 from fnloop._hooks.wrapper import Hook
@@ -37,13 +37,13 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     if plan.record_every is None:
         state = attrs.evolve(state, metrics=without_recent(state.metrics))
     plan.step.begin_run(state)
-    suggest(plan.step.pipeline.middleware, plan.loaders, state)
+    suggest(plan.loaders, state)
     try:
         state = complete(plan.step, state)
     except Exception as error:
         explain(error, state, plan.step, "the making of slots", state.batch)
         raise
-    if PENDING in state.events or state.ends is not None:
+    if BOUNDARY in state.left or state.ends is not None:
         _warn_of_unknown(state)
     return state
 

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 
@@ -18,11 +19,12 @@ from fnloop._checkpoint.save import save
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.call import name_of
 from fnloop._core.events import EPOCH
+from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Batch
+from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._data.loaders import Loaders
 from fnloop._data.prefetch import windows
 from fnloop._data.source import batch_size_of
@@ -47,7 +49,8 @@ from fnloop._hooks.table import TableWriter
 from fnloop._hooks.time_limit import time_limit
 from fnloop._hooks.track import track
 from fnloop._hooks.triggers import every
-from fnloop._hooks.wrapper import Hook, layers, unwrap_hook
+from fnloop._hooks.wrapper import Hook, HookFn, Wrapper, layers, unwrap_hook
+from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step, make_plan
 from fnloop._loop.trials import (
@@ -57,10 +60,14 @@ from fnloop._loop.trials import (
     loaders_to_try,
     train_trial,
 )
-from fnloop._step.pipeline import PipelineStep
+from fnloop._middleware.derive import derive
+from fnloop._middleware.metric import metric
+from fnloop._step.pipeline import LossStep, PipelineStep, pipeline
+from fnloop._step.reports import MissingNumberError
 
 __all__ = ["Finding", "Report", "dry_run"]
 
+Result = TypeVar("Result")
 UPDATES = 2
 _NOT_CALLED = {
     track: "not called: it would send records to a tracker",
@@ -75,8 +82,8 @@ class Finding:
     """A line of a :class:`Report`.
 
     Args:
-        kind: "loader", "update", "record", "hook", "resume" or "graph"; of ``check_script`` "same",
-            "resume", "evaluation", "accumulation" or "host read".
+        kind: "loader", "metric", "update", "record", "hook", "resume" or "graph"; of
+            ``check_script`` "same", "resume", "evaluation", "accumulation" or "host read".
         name: what it is about.
         text: what was seen.
         problem: whether something would not work.
@@ -103,7 +110,9 @@ class Report:
     @property
     def problems(self) -> tuple[str, ...]:
         """What would not work, such as what would not resume."""
-        return tuple(f"{f.kind}: {f.text}" for f in self.findings if f.problem)
+        found = [f for f in self.findings if f.problem]
+        by_name = ("loader", "metric", "hook")
+        return tuple(f"{f.kind}{f' {f.name}' * (f.kind in by_name)}: {f.text}" for f in found)
 
     def _title(self) -> str:
         found = html.format_count(len(self.problems), "problem") if self.problems else "no problem"
@@ -127,13 +136,15 @@ class Report:
 
 
 def dry_run(
-    step: PipelineStep, state: TrainState, loaders: object, hooks: Sequence[Hook] | None = ()
+    step: PipelineStep, state: TrainState, loaders: object, hooks: Sequence[HookFn] | None = ()
 ) -> Report:
     """Try a run before it starts: everything once, on copies of the state.
 
     It makes two updates, evaluates one batch of every other loader, makes a record, calls every
     hook once, whenever it would be due, saves, restores, and compares the restored run with the
-    uninterrupted one, bit for bit. What ``fit`` would raise, it raises.
+    uninterrupted one, bit for bit. What ``fit`` would raise before its first update, it raises. A
+    loader, a metric or a hook that raises later is a problem of the report, by its name, and the
+    rest is tried without it.
 
     Nothing is left behind: the state and all generators stay as they are, and checkpoints are
     written to a temporary folder. ``checkpoint``, ``to_csv`` and ``to_jsonl`` write there as well,
@@ -156,7 +167,7 @@ def dry_run(
         StaleStateError: the state has been advanced.
         TypeError, ValueError, KeyError: as ``fit``; or a loader is an iterator.
         NotImplementedError: there are several processes, or the model is sharded.
-        Exception: any exception of the loss function, a loader or a hook, with a note of where.
+        Exception: any exception of an update, with a note of where.
 
     Example:
         >>> import fnloop as fl, torch
@@ -175,10 +186,14 @@ def dry_run(
     found, checked = plan.loaders, plan.hooks
     named = loaders_to_try("dry_run", state, found)
     check_names([layer for hook in checked for layer in layers(hook)], (*named,))
+    step, failed = _tried_metrics(step)
     findings, first = _read(step, state, named)
+    if "train" not in first:
+        return Report((*findings, *failed.values()))
     with tempfile.TemporaryDirectory(prefix="fnloop-dry-run-") as folder:
         findings += _train(step, state, found, first, checked, Path(folder))
         findings += _resume(step, state, found, Path(folder))
+    findings += failed.values()
     problems = [f for f in findings if f.kind == "graph"] + _capture(state, first["train"])
     if not problems:
         text = "nothing was seen that cuda_graph could not capture"
@@ -193,30 +208,52 @@ def dry_run(
 def _read(
     step: PipelineStep, state: TrainState, loaders: Mapping[str, object]
 ) -> tuple[list[Finding], dict[str, Batch]]:
-    """Read two batches of each loader. Return what was seen, and the first batches."""
+    """Read two batches of each loader, and evaluate the first one.
+
+    Return what was seen, and the first batches, but those of loaders that raise.
+    """
     findings, first = [], {}
     for name, loader in loaders.items():
-        source, seconds, batches = open_loader(loader, state), [], []
-        with isolated(state.backend.device):
-            began = time.perf_counter()
-            reading = windows(source, None, state.backend.device, None)
-            for batch in itertools.islice(reading, 2):
-                seconds.append(time.perf_counter() - began)
-                batches.append(batch)
-                began = time.perf_counter()
-            if (close := getattr(reading, "close", None)) is not None:
-                close()
-        if not batches:
-            raise ValueError(f"the {name} loader gave no batch. {source.why_empty()}".rstrip())
-        first[name] = batches[0]
-        took = "first in " + ", next in ".join(map(_milliseconds, seconds))
-        length = "unknown length"
-        if source.length is not None:
-            length = f"{source.length:,} batch{'es' * (source.length != 1)}"
-        items = _items(step, at_start_of_epoch(state), batches[0])
-        text = f"{length}; {_shapes(batches[0])}; {items}; {took}"
-        findings.append(Finding("loader", name, text))
+        try:
+            text, batch = _read_one(step, state, name, loader)
+        except Exception as error:
+            findings.append(Finding("loader", name, _in_words(error), problem=True))
+        else:
+            findings.append(Finding("loader", name, text))
+            first[name] = batch
     return findings, first
+
+
+def _read_one(
+    step: PipelineStep, state: TrainState, name: str, loader: object
+) -> tuple[str, Batch]:
+    """Return what was seen of a loader, and its first batch."""
+    source, seconds, batches = open_loader(loader, state), [], []
+    with isolated(state.backend.device):
+        began = time.perf_counter()
+        reading = windows(source, None, state.backend.device, None)
+        for batch in itertools.islice(reading, 2):
+            seconds.append(time.perf_counter() - began)
+            batches.append(batch)
+            began = time.perf_counter()
+        if (close := getattr(reading, "close", None)) is not None:
+            close()
+    if not batches:
+        why = NO_LENGTH if source.length == 0 else ""
+        why = f" {source.why_empty()}" if source.drop_last and source.batch_size else why
+        raise ValueError(f"the {name} loader gave no batch.{why}")
+    took = "first in " + ", next in ".join(map(_milliseconds, seconds))
+    length = "unknown length"
+    if source.length is not None:
+        length = f"{source.length:,} batch{'es' * (source.length != 1)}"
+    items = _items(step, at_start_of_epoch(state), batches[0])
+    return f"{length}; {_shapes(batches[0])}; {items}; {took}", batches[0]
+
+
+def _in_words(error: Exception) -> str:
+    """Return an exception in one line, with its notes."""
+    parts = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    return "; ".join(" ".join(part.split()) for part in parts)
 
 
 def _shapes(batch: Batch) -> str:
@@ -247,6 +284,109 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
+# --- metrics and hooks that may raise
+
+
+def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]]:
+    """Return a step whose metrics may raise, and where each of them that does is noted."""
+    failed: dict[str, Finding] = {}
+
+    def note(member: Middleware, error: Exception) -> None:
+        name = repr(member)
+        finding = Finding("metric", shorten(name), _in_words(error), problem=True)
+        failed.setdefault(name, finding)
+
+    def tried(member: Middleware, wrap: Wrap | None) -> Wrap | None:
+        def wrapped(step: Step) -> Step:
+            replies: list[tuple[TrainState, Output]] = []
+
+            def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+                replies.append(step(state, batch))
+                return replies[-1]
+
+            measured = wrap(noting)  # type: ignore[misc]
+
+            def measure(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+                replies.clear()
+                try:
+                    return measured(state, batch)
+                except Exception as error:
+                    if not replies:  # it was the loss function that raised
+                        raise
+                    note(member, error)
+                    return replies[-1]
+
+            return measure
+
+        return None if wrap is None else wrapped
+
+    def derived(member: Middleware) -> Middleware:
+        def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+            try:
+                return member.report(loader, numbers)  # type: ignore[misc]
+            except MissingNumberError:
+                raise
+            except Exception as error:
+                note(member, error)
+                return {}
+
+        return attrs.evolve(member, report=report)
+
+    def guarded(member: Middleware) -> Middleware:
+        factory = None if member.call is None else member.call.factory
+        if factory is derive:
+            return derived(member)
+        if factory is not metric:
+            return member
+        rings = ("forward", "loss", "evaluation")
+        return attrs.evolve(member, **{r: tried(member, getattr(member, r)) for r in rings})
+
+    if type(step) is not LossStep:  # raw and alternate have steps of their own inside
+        return step, failed
+    return pipeline(*map(guarded, step.pipeline.middleware))(step.loss_fn), failed
+
+
+class _Tried(Wrapper):
+    """A hook that is not called again after it has raised, which ``error`` keeps."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook, self.error = hook, None
+
+    def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
+        if self.error is not None:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:
+            self.error = error
+            return otherwise
+
+    def __call__(self, state: TrainState) -> TrainState:
+        def called() -> TrainState:
+            new = check_returned(self.hook, self.hook(state))
+            check_counters(self.hook, state, new)
+            return new
+
+        return self._try(called, state)
+
+    def begin(self, state: TrainState) -> TrainState:
+        begin = lambda: check_returned(self.hook, self.hook.begin(state), "begin")
+        return self._try(begin, state)
+
+    def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        self._try(lambda: self.hook.evaluating(state, loader, done, total), None)
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        return self._try(lambda: self.hook.collects(state, loader), False)
+
+    def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
+        self._try(lambda: self.hook.receive(state, outputs), None)
+
+    def flush(self, state: TrainState) -> TrainState:
+        flush = lambda: check_returned(self.hook, self.hook.flush(state), "flush")
+        return self._try(flush, state)
+
+
 # --- updates, records and hooks
 
 
@@ -268,13 +408,10 @@ def _train(
         ends = len(times) > UPDATES and EPOCH not in state.events
         return attrs.evolve(state, ends="epoch") if ends else state
 
-    called: list[Hook] = []
-    findings: list[Finding] = []
-    for i, hook in enumerate(hooks):
-        safe, text = _safe(unwrap_hook(hook), folder / f"hook-{i}")
-        findings.append(Finding("hook", shorten(name_of(hook)), text))
-        called += [] if safe is None else [every(epochs=1)(safe)]
-    evaluated = {name: [batch] for name, batch in first.items() if name != "train"}
+    tried = [_safe(unwrap_hook(hook), folder / f"hook-{i}") for i, hook in enumerate(hooks)]
+    called = [every(epochs=1)(safe) for safe, _ in tried if safe is not None]
+    # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
+    evaluated = {name: [first.get(name, first["train"])] for name in loaders.evaluated}
     reached = train_trial(
         step, copied, {"train": loaders.train, **evaluated}, epochs=copied.epoch + 1,
         hooks=(end, *called), evaluate_every=every(epochs=1),
@@ -287,16 +424,21 @@ def _train(
         text = f"{reached.skipped - state.skipped} of {UPDATES} updates were skipped"
         updates.append(Finding("update", "skipped", text))
     record = reached.history[-1].metrics
-    for name in ("train", *evaluated):
+    for name in first:
         of = {k.partition("/")[2]: v for k, v in record.items() if k.split("/")[0] == name}
         shown = ", ".join(f"{key} {html.format_number(value)}" for key, value in of.items())
         updates.append(Finding("record", name, shown))
+    findings = []
+    for hook, (safe, text) in zip(hooks, tried, strict=True):
+        error = None if safe is None else safe.error
+        seen = text if error is None else _in_words(error)
+        findings.append(Finding("hook", shorten(name_of(hook)), seen, problem=error is not None))
     if reached.stop is not None:
         findings.append(Finding("hook", "stop", f"a hook stopped the run: {reached.stop}"))
     return [*updates, *findings]
 
 
-def _safe(hook: Hook, place: Path) -> tuple[Hook | None, str]:
+def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
     """Return a hook that leaves no trace in place of one, or None, and what is to be said."""
     for kind, text in _NOT_CALLED.items():
         if isinstance(hook, kind):
@@ -306,12 +448,11 @@ def _safe(hook: Hook, place: Path) -> tuple[Hook | None, str]:
             place, hook.keep, hook.best, hook.mode if hook.best else None,
             keep_best=hook.keep_best, only=hook.parts, named=hook.named,
         )  # fmt: skip
-        return copied, "called, with a temporary folder"
+        return _Tried(copied), "called, with a temporary folder"
     if isinstance(hook, TableWriter):
-        return attrs.evolve(hook, path=place.with_suffix(hook.path.suffix)), (
-            "called, with a temporary file"
-        )
-    return hook, "called"
+        copied = attrs.evolve(hook, path=place.with_suffix(hook.path.suffix))
+        return _Tried(copied), "called, with a temporary file"
+    return _Tried(hook), "called"
 
 
 # --- resuming

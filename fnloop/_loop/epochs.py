@@ -20,6 +20,7 @@ from fnloop._core.rng import isolated, mix, torch_seeder
 from fnloop._core.run_info import Stopwatch
 from fnloop._core.snapshot import detached_from_run
 from fnloop._core.state import TrainState, check_not_stale, consume
+from fnloop._core.stops import BOUNDARY
 from fnloop._data.prefetch import windows
 from fnloop._data.window import END
 from fnloop._hooks.wrapper import Hook
@@ -63,10 +64,17 @@ def train_epochs(
                     seed, state = run.begin_epoch(), run.state
                     at = (state.epoch, state.batch, state.samples)
                     size = None if window == 1 else source.rounds_in_update(plan.window_in(state))
-                    feed = windows(source, size, backend.device, *at, plan.prefetch)
-                    batch: Any = stopwatch.next(feed, END)
-                    over = run.enter(seed, ended=batch is END)
-                    step = engine_of(run.state).read_from(source, plan.step.train, window)
+                    batch: Any = None
+                    feed: Any = None
+                    step: Any = None
+                    # An epoch that will not be trained is not begun, but one that was left in the
+                    # middle is, for the position of its loader and its generators.
+                    over = run.only_ends() and not state.batch
+                    if not over:
+                        feed = windows(source, size, backend.device, *at, plan.prefetch)
+                        batch = stopwatch.next(feed, END)
+                        over = run.enter(seed, ended=batch is END)
+                        step = engine_of(run.state).read_from(source, plan.step.train, window)
                     while not over:
                         state = run.state
                         position(mix(seed, state.batch))
@@ -75,7 +83,7 @@ def train_epochs(
                         run.phase = None  # the step
                         new, out = step(state, batch)
                         run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
-                        run.phase, run.before_record = LOADER, True
+                        run.phase, run.unfinished, run.left_out = LOADER, BOUNDARY, out.skip
                         batch = stopwatch.next(feed, END)
                         over = run.boundary(ended=batch is END)
                     run.end_epoch(ended=batch is END)

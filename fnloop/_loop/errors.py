@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fnloop._core.call import name_of
 from fnloop._core.events import EPOCH
+from fnloop._core.record import Record
 from fnloop._core.snapshot import detached_from_run
 from fnloop._core.state import (
     TrainState,
@@ -17,20 +18,25 @@ from fnloop._core.state import (
 from fnloop._data.source import Source
 from fnloop._display.log import log
 from fnloop._hooks.wrapper import Hook
+from fnloop._middleware.amp import LossScale
 from fnloop._step.layers import STEP
 from fnloop._step.pipeline import PipelineStep
 
 __all__ = [
+    "NO_LENGTH",
     "READ_ONCE",
     "check_counters",
     "check_returned",
     "explain",
     "explain_no_batches",
+    "explain_no_updates",
     "inform_on_main",
     "tell_hooks",
     "warn_on_main",
 ]
 
+NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
+TRAIN_LOSS = "train/loss"  # is in each record of an epoch in which an update was applied
 READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
 
@@ -130,9 +136,46 @@ def explain_no_batches(state: TrainState, source: Source) -> str:
     why = ""
     if (source.drop_last and source.batch_size) or source.sharing.kept(1) == 0:
         why = f" {source.why_empty()}"
+    elif source.length == 0:
+        why = NO_LENGTH
     elif state.epoch:
         why = READ_ONCE
     return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
+
+
+def explain_no_updates(state: TrainState, reason: str | None) -> str | None:
+    """Return why a run would never reach its target in steps; None if it may.
+
+    So it is where the last two whole epochs left out all of their updates, as the records of the
+    ends of these epochs show. A run that is resumed counts the same. An epoch in which a gradient
+    overflowed in fp16 does not count: the loss scale finds its way, or raises.
+
+    Args:
+        state: the state at the end of an epoch.
+        reason: why the last update was left out, if that is known.
+    """
+    epoch, history = state.epoch, state.history
+    if epoch < 2 or not len(history) or TRAIN_LOSS in history[-1].metrics:
+        return None
+    ends: dict[int, Record] = {}  # of each of the last epochs its first record, that of its end
+    for record in reversed(history):
+        if record.epoch < epoch - 2:
+            break
+        if not record.closing:
+            ends[record.epoch] = record
+    before = ends[epoch - 2].step if epoch - 2 in ends else 0 if epoch == 2 else None
+    newest = [ends[n] for n in (epoch - 1, epoch) if n in ends]
+    if before != state.step or len(newest) < 2 or any(TRAIN_LOSS in r.metrics for r in newest):
+        return None
+    scales = [slot for slot in state.slots.values() if isinstance(slot, LossScale)]
+    if any(slot.overflowed >= epoch - 2 for slot in scales):
+        return None
+    why = "" if reason is None else f" ({reason})"
+    return (
+        f"all updates of epochs {epoch - 1} and {epoch} were left out{why}, so this run stays at "
+        f"step {state.step} and would never reach its target: look at the loss function and the "
+        "guards that leave updates out, or give a target in epochs, fit(..., epochs=...)"
+    )
 
 
 def inform_on_main(state: TrainState, message: str) -> None:

@@ -13,6 +13,7 @@ from fnloop._backend.collectives import gather_objects
 from fnloop._backend.memory import reusing_pages
 from fnloop._backend.transfer import copy_to_cpu
 from fnloop._core.call import name_of
+from fnloop._core.copies import Buffers
 from fnloop._core.metrics import read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
 from fnloop._core.state import TrainState, check_not_stale
@@ -22,7 +23,7 @@ from fnloop._data.prefetch import windows
 from fnloop._data.source import Source, open_source
 from fnloop._data.window import END
 from fnloop._display import checks
-from fnloop._loop.errors import READ_ONCE
+from fnloop._loop.errors import NO_LENGTH, READ_ONCE
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
 from fnloop._step.evaluation import evaluating
@@ -94,7 +95,8 @@ def measure(
                     error.add_note(f"while in {layer}, evaluate, batch {n}")
                 raise
     if not n:
-        raise ValueError("the loader to evaluate gave no batch." + READ_ONCE)
+        why = NO_LENGTH if source.length == 0 else READ_ONCE
+        raise ValueError("the loader to evaluate gave no batch." + why)
     evaluation.finish(source)
     return evaluation.own_metrics()
 
@@ -116,7 +118,8 @@ def gather_outputs(outputs: Iterable[list[Output]]) -> list[Output]:
 def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str, float]:
     """Evaluate every batch of a loader once, with the step's pipeline up to its forward ring.
 
-    The state stays unchanged: its parameters, history and training flags, and all generators.
+    The state stays unchanged: its parameters, buffers, history and training flags, and all
+    generators. Buffers that the model updates in evaluation mode are put back.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
@@ -159,9 +162,9 @@ def predict(
 ) -> Iterator[Result]:
     """Apply a function to every batch, lazily and in order, without gradients.
 
-    The model is in evaluation mode during each call. Between results, the training flags and the
-    random generators are restored for the caller. Middleware such as ``amp`` is not applied. With
-    several processes, each computes its share, and all have to iterate.
+    The model is in evaluation mode during each call. Between results, the training flags, the
+    buffers and the random generators are restored for the caller. Middleware such as ``amp`` is not
+    applied. With several processes, each computes its share, and all have to iterate.
 
     Args:
         fn: ``(model, batch) -> anything``.
@@ -207,6 +210,7 @@ def _predict(
     batches = windows(source, None, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
     prediction = engine_of(state).start_evaluation(state, name_of(fn))
+    buffers = Buffers(state.model)
     for n in itertools.count():
         check_not_stale(state, "predict")
         where = "the loader"
@@ -214,7 +218,7 @@ def _predict(
             with (
                 isolated(backend.device),
                 reusing_pages(backend.device),
-                evaluating(state.model),
+                evaluating(state.model, buffers),
                 evaluation_weights(state),
             ):
                 batch = next(batches, END)

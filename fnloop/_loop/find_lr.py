@@ -189,7 +189,8 @@ def find_lr(
     initial = _initial_rates(groups_in(state.optimizer))
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
     swept = with_members(step, (*RATES, *REPORTS, *AVERAGES), [_swept(sweep)])
-    train_copy(swept, state, loader, updates, hooks=(sweep.follow,))
+    # ``follow`` ends a sweep whose updates are all left out, with a message of its own.
+    train_copy(swept, state, loader, updates, (sweep.follow,), epochs=updates * SKIPPED)
     return sweep.result()
 
 

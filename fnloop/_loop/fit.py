@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
+from fnloop._display.checks import describe
 from fnloop._hooks.moments import Trigger
 from fnloop._hooks.triggers import every
-from fnloop._hooks.wrapper import Hook
+from fnloop._hooks.wrapper import HookFn
+from fnloop._loop.boundary import Moments
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import handling
-from fnloop._loop.moments import Moments
 from fnloop._loop.peers import is_alone
 from fnloop._loop.plan import make_plan
 from fnloop._step.pipeline import PipelineStep
 
 __all__ = ["fit", "run"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``fit`` or ``run``, which says what to write for a fourth positional argument."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        if len(args) > 3:
+            name, number = function.__name__, args[3]
+            wanted = f"epochs={number}" if type(number) is int else "epochs=3"
+            raise TypeError(
+                f"{name} takes (step, state, loaders), and the rest by name: write {name}(step, "
+                f"state, loaders, {wanted}); got {describe(number)} as a fourth argument"
+            )
+        return function(*args, **kwargs)
+
+    return called
+
+
+@_with_keywords
 def fit(
     step: PipelineStep,
     state: TrainState,
@@ -27,7 +51,7 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    hooks: Sequence[Hook] | None = None,
+    hooks: Sequence[HookFn] | None = None,
     evaluate_every: Moments = every(epochs=1),
     record_every: Trigger | None = None,
     prefetch: int = 1,
@@ -63,7 +87,8 @@ def fit(
             the history. Its "train/..." metrics are the means since the epoch began; "train/lr" is
             the learning rate of the last update ("train/lr/1", ... of further parameter groups). If
             the run ends between two records, at its target or because a hook stops it, it appends a
-            closing record, with an evaluation unless ``evaluate_every`` is None.
+            closing record, with an evaluation unless ``evaluate_every`` is None. What is evaluated
+            only because the run ends (``at_end()``) is in a closing record too.
         record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
             Each record of the run then has "recent/..." metrics too: the means since the record
             before it, weighted by the items of the batches. A record costs one read from the
@@ -97,8 +122,9 @@ def fit(
             the run it happened, and with the last consistent state as its attribute ``state``. An
             update that failed may have changed buffers of the model, such as the statistics of
             BatchNorm. The hooks after one that raised do not see that boundary, also not in a run
-            that continues. If ``optimizer.step()`` itself failed, the weights are between two
-            updates, and there is no such attribute.
+            that continues. If it was the last one, the run that continues still makes the end: the
+            hooks ``at_end()`` and the last save. If ``optimizer.step()`` itself failed, the weights
+            are between two updates, and there is no such attribute.
 
     Example:
         >>> import fnloop as fl, torch
@@ -127,6 +153,7 @@ def fit(
     return reached
 
 
+@_with_keywords
 def run(
     step: PipelineStep,
     state: TrainState,
@@ -134,7 +161,7 @@ def run(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    hooks: Sequence[Hook] | None = None,
+    hooks: Sequence[HookFn] | None = None,
     evaluate_every: Moments = every(epochs=1),
     record_every: Trigger | None = None,
     prefetch: int = 1,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import attrs
 
 from fnloop._core.left_out import begin_count
-from fnloop._core.left_to_do import events_to_keep
 from fnloop._core.phase import Phase, unfinished
 from fnloop._core.state import TrainState
 from fnloop._core.stops import ends_phase, is_interruption
@@ -128,7 +127,7 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
     phase = Phase(name, state.step, epoch, len(state.history), **counts, named=True)
     phases = (*state.phases, phase)
     state = attrs.evolve(
-        begin_count(state), phases=phases, stop=None, ends=None, events=frozenset()
+        begin_count(state), phases=phases, stop=None, ends=None, events=frozenset(), left=()
     )
     if not left:
         return state
@@ -145,7 +144,7 @@ def is_newest(state: TrainState, name: str | None) -> bool:
 
 def has_left(state: TrainState, name: str | None) -> bool:
     """Return whether a run that ended within a boundary has left some of it to this phase."""
-    return bool(events_to_keep(state)) and is_newest(state, name)
+    return bool(state.left) and is_newest(state, name)
 
 
 def end_phase(state: TrainState, name: str | None) -> TrainState:

@@ -12,28 +12,27 @@ from fnloop._core.call import name_of
 from fnloop._core.events import START
 from fnloop._core.frozen import put_back_restored
 from fnloop._core.left_out import left_out
-from fnloop._core.left_to_do import forget_interruption
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.run_info import RunInfo
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.stops import RUN_LIMIT
+from fnloop._core.stops import BOUNDARY, end_in, is_interruption, kind_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display import checks
 from fnloop._hooks.early_stop import halt_on_nonfinite
-from fnloop._hooks.moments import Trigger
+from fnloop._hooks.moments import Moment, Trigger
 from fnloop._hooks.progress import progress
-from fnloop._hooks.wrapper import Hook, layers, slots_of
-from fnloop._loop.check_hooks import check_together, read_hooks
-from fnloop._loop.errors import warn_on_main
-from fnloop._loop.moments import (
+from fnloop._hooks.wrapper import Hook, HookFn, layers, slots_of
+from fnloop._loop.boundary import (
     Moments,
     check_moment,
     own_clock,
     read_moments,
 )
+from fnloop._loop.check_hooks import check_together, read_hooks
+from fnloop._loop.errors import warn_on_main
 from fnloop._loop.phases import (
     absolute_targets,
     begin_phase,
@@ -69,17 +68,26 @@ class Plan:
     epochs: int | None
     steps: int | None
     hooks: tuple[Hook, ...]
-    evaluations: tuple[tuple[Trigger, tuple[str, ...]], ...]
-    record_every: Trigger | None
+    evaluations: tuple[tuple[Moment, tuple[str, ...]], ...]
+    record_every: Moment | None
     prefetch: int
     phase: str | None
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins; a new phase begins here.
 
-        What has only interrupted the run before is forgotten.
+        What has only interrupted the run before is forgotten. What was left of its end is due only
+        if it is still over: its target may have been raised, or its stop taken back.
         """
-        state = forget_interruption(state)
+        if is_interruption(state.stop):
+            end = end_in(state.left)
+            state = attrs.evolve(state, stop=None if end is None else end.stop)
+        state = self._begin(state)
+        if state.left and not self.is_over(state):
+            state = attrs.evolve(state, left=tuple(x for x in state.left if x == BOUNDARY))
+        return state
+
+    def _begin(self, state: TrainState) -> TrainState:
         for hook in self.hooks:
             state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
@@ -104,9 +112,12 @@ class Plan:
 
     def is_over(self, state: TrainState) -> bool:
         """Return whether a run that has reached this state is at its end."""
+        return state.stop is not None or self.is_reached(state)
+
+    def is_reached(self, state: TrainState) -> bool:
+        """Return whether a state is at the target of the run."""
         return (
-            state.stop is not None
-            or (self.steps is not None and state.step >= self.steps)
+            (self.steps is not None and state.step >= self.steps)
             or (self.epochs is not None and state.epoch >= self.epochs)
             or self._is_done(state)
         )
@@ -150,7 +161,7 @@ class Plan:
             trigger.check(info)
 
     @property
-    def triggers(self) -> tuple[Trigger, ...]:
+    def triggers(self) -> tuple[Moment, ...]:
         """What says when to evaluate and to make a record."""
         own = () if self.record_every is None else (self.record_every,)
         return (*(trigger for trigger, _ in self.evaluations), *own)
@@ -187,7 +198,7 @@ class Plan:
             return f"fit: nothing to do: the phase {self.phase!r} has ended"
         if state.stop is not None:
             advice = "To continue anyway, pass attrs.evolve(state, stop=None)"
-            if state.stop.startswith(RUN_LIMIT):
+            if kind_of(state.stop) == "limit":
                 advice = "To continue, raise the limit: time_limit(...)"
             return f"fit: nothing to do: the run was stopped ({state.stop}). {advice}"
         phase = None if self.phase is None else phase_of(state, self.phase)
@@ -211,7 +222,7 @@ def make_plan(
     loaders: object,
     epochs: int | None,
     steps: int | None,
-    hooks: Sequence[Hook] | None,
+    hooks: Sequence[HookFn] | None,
     evaluate_every: Moments,
     record_every: Trigger | None,
     prefetch: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -11,13 +11,10 @@ from torch import Tensor
 
 from fnloop._core.call import name_of
 from fnloop._core.elapsed import wait_and_read_clock
-from fnloop._core.events import EPOCH, RECORD
-from fnloop._core.history_table import is_row
 from fnloop._core.metrics import Last, Max
 from fnloop._core.optimizers import labelled_groups, optimizers_in
-from fnloop._core.record import Record
 from fnloop._core.rng import isolated
-from fnloop._core.running import RECENT
+from fnloop._core.running import RECENT, without_recent
 from fnloop._core.state import TrainState
 from fnloop._core.types import Metric, Output
 from fnloop._data.source import Source
@@ -27,36 +24,20 @@ from fnloop._step.pipeline import PipelineStep
 __all__ = [
     "asking",
     "evaluation_metrics",
-    "is_full",
-    "not_in",
     "recent_metrics",
     "train_metrics",
 ]
 
 
-def is_full(state: TrainState) -> bool:
-    """Return whether this boundary has a record with more than the metrics of ``record_every``."""
-    if RECORD not in state.events:
-        return False
-    record = state.history[-1]
-    return EPOCH in state.events or (bool(record.metrics) and is_row(record))
-
-
-def not_in(record: Record | None, loaders: Iterable[str]) -> list[str]:
-    """Return the loaders that a record has no evaluation of."""
-    known = {} if record is None else record.metrics
-    return [loader for loader in loaders if f"{loader}/loss" not in known]
-
-
-def train_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:
+def train_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the epoch began, by their names in a record."""
-    named = {f"train/{name}": m for name, m in running.items() if not name.startswith(RECENT)}
+    named = {f"train/{name}": m for name, m in without_recent(state.metrics).items()}
     return _with_rates("train/", state, named)
 
 
-def recent_metrics(state: TrainState, running: Mapping[str, Metric]) -> dict[str, Metric]:
+def recent_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the last record, by their names in a record."""
-    named = {name: m for name, m in running.items() if name.startswith(RECENT)}
+    named = {name: m for name, m in state.metrics.items() if name.startswith(RECENT)}
     return _with_rates(RECENT, state, named)
 
 

@@ -9,32 +9,34 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from fnloop._core.copies import with_record
-from fnloop._core.events import AGAIN, END, EPOCH, PENDING, START
+from fnloop._core.events import END, EPOCH, RECORD, START, UPDATE
 from fnloop._core.left_out import count_left_out
-from fnloop._core.left_to_do import events_to_keep, mark_stop, owes_end
 from fnloop._core.metrics import Max, read
 from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
 from fnloop._core.running import without_recent
 from fnloop._core.state import TrainState, ownership_of
-from fnloop._core.stops import is_interruption
+from fnloop._core.stops import BOUNDARY, FLUSH, End, end_in, ends_run, first_stop, is_interruption
 from fnloop._core.types import Metric
 from fnloop._data.source import num_updates
 from fnloop._hooks.wrapper import Hook
 from fnloop._loop.beginning import complete, first_state
-from fnloop._loop.errors import check_counters, check_returned, explain_no_batches
+from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
+from fnloop._loop.errors import (
+    check_counters,
+    check_returned,
+    explain_no_batches,
+    explain_no_updates,
+)
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.hints import check_length
+from fnloop._loop.hints import check_length, suggest_fused
 from fnloop._loop.interrupts import Abandoned, Interrupts
-from fnloop._loop.moments import loaders_due, without_end
 from fnloop._loop.peers import is_alone, peers_of
 from fnloop._loop.phases import end_phase
 from fnloop._loop.plan import Plan, describe
 from fnloop._loop.report import (
     asking,
     evaluation_metrics,
-    is_full,
-    not_in,
     recent_metrics,
     train_metrics,
 )
@@ -76,9 +78,11 @@ class Run:
         self.interrupts = Interrupts()
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
+        self.left_out: str | None = None  # why the newest update was left out, if it was
         self.first_batch = 0  # with which the run began or continued the epoch
+        self.first_update = state.step + state.skipped
         self.batches_in_epoch = 0  # of the epoch that has just ended
-        self.before_record = False  # whether an update is applied whose boundary has no record yet
+        self.unfinished: object = None  # what a failure would leave: BOUNDARY, END or FLUSH
         self.rolled_back = False  # whether a hook went back to a snapshot
         self.asked_at = self.quiet_until = 0.0  # in between nothing is due, unless the epoch ends
         known = state.history[-1].seconds if len(state.history) else 0.0
@@ -105,10 +109,14 @@ class Run:
         if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
         self.first_batch, self.batches_in_epoch = self.state.batch, 0
-        left = events_to_keep(self.state)
         ahead = self.plan.prefetch * self.info.window
         self.source.positions.begin(self.state.position, ahead)
-        self.state = mark_stop(attrs.evolve(self.state, events=left, position=None))
+        self.state = _leave_end(
+            attrs.evolve(
+                self.state, events=_events(self.state), position=None,
+                ends=self.state.ends if self.state.batch else None,
+            )
+        )  # fmt: skip
         if self.plan.begins_before(self.state):
             self._start()
         self.info.stopwatch.resume()
@@ -124,6 +132,10 @@ class Run:
                 self.info, window=window, steps_per_epoch=length, batches_per_epoch=batches
             )
             self.state = attrs.evolve(self.state, run=self.info)
+
+    def only_ends(self) -> bool:
+        """Return whether nothing but the end of the run is left to do."""
+        return BOUNDARY not in self.state.left and self.is_over()
 
     def enter(self, seed: int, ended: bool) -> bool:
         """Install the generators. Return whether the epoch, or the run, is over at once.
@@ -146,12 +158,14 @@ class Run:
         else:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
-        self.state = attrs.evolve(state, events=state.events - {PENDING})
-        if state.stop is not None and PENDING not in state.events:  # by a hook, as the run began
+        if BOUNDARY in state.left:
+            self.state = attrs.evolve(state, left=())
+            return self.boundary(ended)
+        if self.only_ends():
             return True
         if state.ends is not None:
             return self._end_epoch_early(over=False)
-        return (ended or PENDING in state.events) and self.boundary(ended)
+        return ended and self.boundary(ended)
 
     def end_epoch(self, ended: bool) -> None:
         """End an epoch, or what was run of it; and the run, if it is over."""
@@ -159,15 +173,25 @@ class Run:
         self.phase = "the exchange between processes"
         if ended and self.batches_in_epoch and self.state.backend.main:
             check_length(self.source, self.first_batch, self.batches_in_epoch)
+        made = self.state.step + self.state.skipped - self.first_update
+        suggest_fused(
+            self.plan.step.pipeline.middleware, self.state, self.info.stopwatch.trained, made
+        )
         order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)
-        if owes_end(self.state):
-            self._end_early()
+        if end_in(self.state.left) is not None:
+            self._end()
         if self.is_over():
             self.state = end_phase(self.state, self.plan.phase)
+        elif self.plan.epochs is None and EPOCH in self.state.events:
+            self.phase = "the end of the epoch"
+            if (why := explain_no_updates(self.state, self.left_out)) is not None:
+                raise ValueError(why)
         if self.interrupts.save or self.is_over():
             self.phase = "the end of the run"
+            if self.state.left:
+                self.state = attrs.evolve(self.state, left=())
             self.flush_hooks()
             self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
 
@@ -175,38 +199,18 @@ class Run:
         """Evaluate and call the hooks that are due before the first update."""
         __tracebackhide__ = True
         state = attrs.evolve(self.state, events=frozenset({START}))
-        due, _ = self._ask(state)
-        hooks: Sequence[Hook] = self.plan.hooks_at(START)
-        if due is not None:
-            state, hooks = self._append_record(state, due), self.plan.hooks
-        self.state = state
-        self._call_hooks(hooks)
-        self.state = attrs.evolve(self.state, events=events_to_keep(self.state))
+        self._carry_out(due("start", state, self._ask(state), self.evaluated), state)
+        self.state = attrs.evolve(self.state, events=_events(self.state))
         self.phase = LOADER
 
-    def _end_early(self) -> None:
-        """Make the closing record and call what is due at the end, when a hook has stopped."""
+    def _end(self) -> None:
+        """Make the end of a run that was left for after its hooks, or by the run before."""
         __tracebackhide__ = True
         self.interrupts.check_time_left(over=True)
-        made = is_full(self.state)
-        events = self.state.events - {START} | {END, AGAIN}
-        state = mark_stop(attrs.evolve(self.state, events=events))
-        due, _ = self._ask(state) if self.plan.evaluates_at(END) else (None, False)
-        names = not_in(state.history[-1] if made else None, due or ())
-        if names or not made:
-            state = self._append_record(state, names if made else [*self.evaluated], closing=True)
-        self._collect(state, self.evaluated)
-        self.state = state
-        self._call_hooks(self.plan.hooks_at(END))
-        self.state = attrs.evolve(self.state, events=self.state.events - {AGAIN})
-
-    def _collect(self, state: TrainState, loaders: Iterable[str]) -> None:
-        """Evaluate loaders for the hooks that ask for outputs at the end. No record has this."""
-        __tracebackhide__ = True
-        hooks = [hook for hook in self.plan.hooks_at(END) if hook in self._collectors]
-        for loader in loaders:
-            if asking(hooks, state, loader):
-                self._evaluate(state, loader)
+        state = attrs.evolve(self.state, events=self.state.events - {START} | {END})
+        answers = self._ask(state) if self.plan.evaluates_at(END) else Answers()
+        self._carry_out(due("end", state, answers, self.evaluated), state)
+        self.state = attrs.evolve(self.state, left=())
 
     # --- a boundary
 
@@ -220,63 +224,80 @@ class Run:
             Whether the epoch, or the run, is over.
         """
         __tracebackhide__ = True
-        self.before_record = True
-        if self.state.stop is not None:  # by a guard, in the step
-            self.state = mark_stop(self.state)
+        self.unfinished = BOUNDARY
         state = self._complete_epoch() if ended else self.state
         last = ended or state.step >= self.last_step
-        if last and self.plan.is_over(state):
+        if last and self.plan.is_reached(state):
             state = attrs.evolve(state, events=state.events | {END})
         if last or not self.asked_at <= state.step < self.quiet_until:
-            due, recent = self._ask(state, within=not ended)
-            if last or due is not None or recent:
-                state = self._report(state, due, recent, ended)
-            if END in state.events:
-                self._collect(state, not_in(state.history[-1], self.evaluated))
-        self.state, self.before_record = state, False
-        self.phase = "the exchange between processes"
-        self.peers.poll(state, self.interrupts)
-        if self.interrupts.stop is not None:
-            self.state = self.interrupts.apply(state)
-        if self.plan.hooks:
-            self._call_hooks(self.plan.hooks)
+            self._carry_out(due("boundary", state, self._ask(state), self.evaluated), state)
+        else:  # nothing is due but the hooks
+            self.state, self.unfinished = state, None
+            self._call("boundary")
         if self.interrupts.stop is not None:  # a signal may have come during the hooks
             self.state = self.interrupts.apply(self.state)
         if self.interrupts.save:
             self.flush_hooks()
         stopped = self.state.stop is not None or self.state.step >= self.last_step
+        over = ended or self.rolled_back or stopped
         self.info.stopwatch.resume()
-        if self.state.ends is not None:
-            return self._end_epoch_early(ended or self.rolled_back or stopped)
-        return ended or self.rolled_back or stopped
+        return self._end_epoch_early(over) if self.state.ends is not None else over
 
     def _end_epoch_early(self, over: bool) -> bool:
         """End the epoch, because a hook has said so, unless it is over. Return whether it is."""
         __tracebackhide__ = True
-        if over:  # the epoch, or only the run: then the next one ends the epoch
-            ended = EPOCH in self.state.events
-            self.state = attrs.evolve(self.state, ends=None if ended else self.state.ends)
+        if over:  # if only the run is, the next one ends the epoch
             return True
         self.state = attrs.evolve(self.state, events=frozenset())
         return self.boundary(ended=True)
 
-    def _ask(self, state: TrainState, within: bool = False) -> tuple[tuple[str, ...] | None, bool]:
-        """Return the names of the loaders to evaluate, and whether a record is due in any case.
-
-        The names are None if no evaluation is due. If one trigger is asked, all are. ``within`` is
-        whether this is not the end of an epoch.
-        """
+    def _ask(self, state: TrainState) -> Answers:
+        """Return what the moments say. Note until when they need not be asked."""
         __tracebackhide__ = True
-        due, recent = loaders_due(self.plan.evaluations, state, within, self._note), False
-        if self.plan.record_every is not None:
-            self.phase = self.plan.record_every
-            recent = self.plan.record_every.due(without_end(state) if within else state)
+        answers = ask(self.plan.evaluations, self.plan.record_every, state, self._note)
         self.asked_at = state.step  # a step of the pipeline may go back before it
         self.quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
-        return due, recent
+        return answers
 
     def _note(self, phase: object) -> None:
         self.phase = phase
+
+    def _carry_out(self, actions: Sequence[Action], state: TrainState) -> None:
+        """Do what is due at a stage of a boundary.
+
+        ``self.state`` stays as it is until all records are made: if one of them fails, the run that
+        continues makes all of them.
+        """
+        __tracebackhide__ = True
+        for action in actions:
+            if isinstance(action, Append):
+                state = self._append_record(state, action)
+            elif isinstance(action, Collect):
+                self._collect(state, action.loaders)
+            elif isinstance(action, Leave):
+                events = state.events - {END}
+                state = attrs.evolve(state, left=(action.end,), events=events)
+            else:
+                self.state = state
+                self.unfinished = END if END in state.events else None
+                self._call(action.stage)
+                self.unfinished = FLUSH if END in state.events else None
+
+    def _call(self, stage: str) -> None:
+        """Call the hooks of a stage; after an update, exchange signals before."""
+        __tracebackhide__ = True
+        if stage != "boundary":
+            record = RECORD in self.state.events and stage == "start"
+            self._call_hooks(self.plan.hooks if record else self.plan.hooks_at(stage))
+            return
+        self.phase = "the exchange between processes"
+        self.peers.poll(self.state, self.interrupts)
+        if self.interrupts.stop is not None:
+            self.state = self.interrupts.apply(self.state)
+        if self.state.stop is not None:  # by a guard, in the step
+            self.state = _leave_end(self.state)
+        if self.plan.hooks:
+            self._call_hooks(self.plan.hooks)
 
     def _call_hooks(self, hooks: Sequence[Hook]) -> None:
         """Call hooks, each with the state that the one before it returned."""
@@ -287,13 +308,21 @@ class Run:
             new = check_returned(hook, hook(self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
-                new = mark_stop(new)
+                new = _settled(self.state, new)
             self.state = new
         self.rolled_back = self.state.model is not before.model
         if self.state.run is None:
             self.state = attrs.evolve(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
             self.state = complete(self.plan.step, self.state)
+
+    def _collect(self, state: TrainState, loaders: Iterable[str]) -> None:
+        """Evaluate loaders for the hooks that ask for outputs at the end. No record has this."""
+        __tracebackhide__ = True
+        hooks = [hook for hook in self.plan.hooks_at(END) if hook in self._collectors]
+        for loader in loaders:
+            if asking(hooks, state, loader):
+                self._evaluate(state, loader)
 
     def _complete_epoch(self) -> TrainState:
         """Return the state with its epoch counted. ``self.state`` stays until there is a record."""
@@ -302,61 +331,37 @@ class Run:
             at = (state.epoch, state.batch, state.samples)
             state = count_left_out(state, num_updates(self.source.left(*at), self.info.window) or 0)
         return attrs.evolve(
-            state, epoch=state.epoch + 1, batch=0, samples=0, metrics={}, ends=None,
+            state, epoch=state.epoch + 1, batch=0, samples=0, ends=None,
             events=state.events | {EPOCH}, saved_on=None,
         )  # fmt: skip
 
-    def _report(
-        self, state: TrainState, due: tuple[str, ...] | None, recent: bool, ended: bool
-    ) -> TrainState:
-        """Return the state with the records that are due.
-
-        Args:
-            state: the state.
-            due: the names of the loaders whose evaluation is due; None if none is.
-            recent: whether a record is due in any case.
-            ended: whether the epoch has ended.
-        """
-        __tracebackhide__ = True
-        if due is not None or ended:
-            return self._append_record(state, due or ())
-        at_target = state.step >= self.last_step
-        if at_target and self.interrupts.stop is not None:
-            # A signal came during the last update: the run that continues has its boundary.
-            raise Abandoned
-        if recent:
-            state = self._append_record(state, (), train=False)
-        return self._append_record(state, [*self.evaluated], closing=True) if at_target else state
-
-    def _append_record(
-        self, state: TrainState, names: Sequence[str], *, train: bool = True, closing: bool = False
-    ) -> TrainState:
+    def _append_record(self, state: TrainState, action: Append) -> TrainState:
         """Return the state with one more record in its history, unless there is nothing to record.
 
-        Args:
-            state: the state.
-            names: the names of the loaders to evaluate.
-            train: whether the record has the metrics since the epoch began.
-            closing: whether the run ends here, between two records.
+        Raises:
+            Abandoned: a signal came during the last update of a run that ends within an epoch: the
+                run that continues has its boundary.
         """
         __tracebackhide__ = True
-        running = (self.state if EPOCH in state.events else state).metrics
-        report = train_metrics(state, running) if train else {}
-        report |= recent_metrics(state, running if self.plan.record_every is not None else {})
+        train, closing = action.kind != "recent", action.kind == "closing"
+        if closing and self.interrupts.stop is not None:
+            raise Abandoned
+        report = train_metrics(state) if train else {}
+        report |= recent_metrics(state) if self.plan.record_every is not None else {}
         began = time.perf_counter()
-        for loader in names:
+        for loader in action.loaders:
             report |= self._evaluate(state, loader)
         self.phase = "the record"
         seconds = max(self.info.stopwatch.spent(), self.seconds)  # another process may be ahead
         if not is_alone(state):
             report["seconds"] = Max(seconds)
-        if names:
+        if action.loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
         if not (values or train or closing):
             return state  # since the last record, every update was skipped
-        if names:
+        if action.loaders:
             self.info.stopwatch.evaluated = values.pop("evaluated")
             self.info.stopwatch.newest = None
         self.info.stopwatch.recorded = True
@@ -391,3 +396,34 @@ class Run:
         for hook in self.plan.hooks:
             self.state = check_returned(hook, hook.flush(self.state), "flush")
         self.interrupts.save = False
+
+
+def _events(state: TrainState) -> frozenset[str]:
+    """Return the events of a boundary that the run which continues has to complete."""
+    if BOUNDARY in state.left:
+        return state.events & {UPDATE}
+    return state.events if state.left else frozenset()
+
+
+def _leave_end(state: TrainState) -> TrainState:
+    """Return the state with its end left to do, if a hook or a guard has stopped the run.
+
+    At the target of the run there is nothing to leave: its last boundary makes the end.
+    """
+    if END in state.events or (state.stop is not None and not ends_run(state.stop)):
+        return state
+    end = end_in(state.left)
+    if state.stop is None:
+        # The end that a target leaves stays. That of a stop is void if a hook takes the stop back.
+        return state if end is None or end.stop is None else attrs.evolve(state, left=())
+    return state if end is not None else attrs.evolve(state, left=(*state.left, End(state.stop)))
+
+
+def _settled(before: TrainState, new: TrainState) -> TrainState:
+    """Return the state that a hook has returned as the run continues with it."""
+    stop = first_stop(before.stop, new.stop)
+    if stop is not new.stop:
+        new = attrs.evolve(new, stop=stop)
+    if new.ends is not None and not new.batch:  # the epoch has just ended: there is none to end
+        new = attrs.evolve(new, ends=None)
+    return _leave_end(new)

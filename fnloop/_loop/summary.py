@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from fnloop._backend.transfer import tensors_in, to_device
@@ -187,7 +186,7 @@ def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:
             "a batch before TrainState.create"
         )
     device = state.backend.device
-    with isolated(device), evaluating(model), _buffers_kept(model), _watched(model) as calls:
+    with isolated(device), evaluating(model), _watched(model) as calls:
         try:
             _call(model, to_device(batch, device))
         except Exception as error:
@@ -205,18 +204,6 @@ def _call(model: nn.Module, batch: Batch) -> None:
         model(batch[0])
     else:
         model(batch)
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers afterwards: a module may count its calls in one."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 @attrs.define

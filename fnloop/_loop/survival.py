@@ -6,10 +6,9 @@ from types import TracebackType
 
 import attrs
 
-from fnloop._core.events import EPOCH, PENDING
-from fnloop._core.left_to_do import owes_end
-from fnloop._core.state import newest, owns_handles
-from fnloop._core.stops import INTERRUPTED
+from fnloop._core.events import END, EPOCH
+from fnloop._core.state import TrainState, newest, owns_handles
+from fnloop._core.stops import BOUNDARY, FLUSH, INTERRUPTED, End, Left, end_in, ends_run
 from fnloop._loop.errors import explain, tell_hooks
 from fnloop._loop.interrupts import Abandoned
 from fnloop._loop.peers import is_alone
@@ -44,17 +43,16 @@ def _survive(run: Run, error: BaseException) -> bool:
     if phase is None:  # the step may have applied its update already
         state = newest(state, run.taken, run.taken * (run.source.batch_size or 0))
     applied = state is not run.state
-    if applied or (phase is not None and run.before_record):
-        state = attrs.evolve(state, events=state.events | {PENDING})
+    state = attrs.evolve(state, left=_left(state, BOUNDARY if applied else run.unfinished))
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
     alone = is_alone(state)
     interrupted = _is_interruption(run, error) and owns_handles(state)
     lost = alone and (interrupted or _has_lost_its_workers(run, error))
     if lost or isinstance(error, Abandoned):
         run.interrupts.done, run.rolled_back = True, False
-        if state.stop is None or owes_end(state):
+        if state.stop is None or end_in(state.left) is not None:
             state = attrs.evolve(state, stop=run.interrupts.stop or INTERRUPTED)
-        run.state = state
+        run.state = attrs.evolve(state, left=()) if state.left == (FLUSH,) else state
         run.flush_hooks()
         return True
     batch = run.batches_in_epoch if EPOCH in state.events else state.batch
@@ -68,6 +66,16 @@ def _survive(run: Run, error: BaseException) -> bool:
     elif last is not None and alone and isinstance(error, Exception):
         tell_hooks(run.plan.hooks, last, error)
     return False
+
+
+def _left(state: TrainState, unfinished: object) -> Left:
+    """Return what the run leaves, given what it was about to finish."""
+    end = End(state.stop if ends_run(state.stop) else None)
+    if unfinished is BOUNDARY:
+        return (BOUNDARY,) if end.stop is None else (BOUNDARY, end)
+    if unfinished is FLUSH:
+        return state.left or (FLUSH,)
+    return (end,) if unfinished is END else state.left
 
 
 def _is_interruption(run: Run, error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from fnloop._core.state import TrainState
 from fnloop._core.stops import INTERRUPTED
 from fnloop._data.loaders import Loaders, check_loader
 from fnloop._hooks.moments import Trigger
-from fnloop._hooks.wrapper import Hook
+from fnloop._hooks.wrapper import HookFn
 from fnloop._loop.epochs import train_epochs
 from fnloop._loop.interrupts import Interrupts
 from fnloop._loop.peers import is_alone
@@ -53,6 +53,7 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
     return attrs.evolve(
         snapshot(state), batch=0, samples=0, metrics={}, history=History(), stop=None,
         ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
+        left=(),
     )  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def train_trial(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookFn] = (),
     evaluate_every: Trigger | None = None,
 ) -> TrainState:
     """Train a copy, as ``fit`` does, but let Ctrl-C and signals end the program as they usually do.
@@ -105,13 +106,19 @@ def train_copy(
     state: TrainState,
     loader: object,
     updates: int,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookFn] = (),
+    epochs: int | None = None,
 ) -> TrainState:
-    """Train a copy of a state for a few updates. A loader that is too short is repeated."""
+    """Train a copy of a state for a few updates. A loader that is too short is repeated.
+
+    With a target in ``epochs`` too, a run that leaves out all updates is not an error.
+    """
     __tracebackhide__ = True
     check_loader(loader, "training", alone=True)
     copied = at_start_of_epoch(state)
-    return train_trial(step, copied, {"train": loader}, steps=copied.step + updates, hooks=hooks)
+    last = None if epochs is None else copied.epoch + epochs
+    steps = copied.step + updates
+    return train_trial(step, copied, {"train": loader}, epochs=last, steps=steps, hooks=hooks)
 
 
 def advance_copy(

@@ -307,10 +307,8 @@ class _Bench:
 
 
 def _losses(state: TrainState) -> dict[str, float]:
-    """Return the mean losses of an epoch so far; at its end, of its record."""
-    running = {name: metric.compute() for name, metric in state.metrics.items()}
-    found = running or {k.removeprefix("train/"): v for k, v in state.history[-1].metrics.items()}
-    return {name: value for name, value in found.items() if name.endswith("loss")}
+    """Return the mean losses of an epoch, so far or at its end."""
+    return {k: metric.compute() for k, metric in state.metrics.items() if k.endswith("loss")}
 
 
 def _ratios(contenders: Sequence[_Contender], base: _Contender) -> dict[str, float]:

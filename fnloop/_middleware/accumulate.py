@@ -21,8 +21,9 @@ from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
-from fnloop._step.backward import Backward, Insertable, commutes_with_scaling
+from fnloop._step.backward import Backward, Commuting, Insertable
 from fnloop._step.engine import engine_of
+from fnloop._step.host import in_parts
 
 __all__ = ["accumulate"]
 
@@ -129,7 +130,7 @@ def _accumulate(n: int, windows: Mapping[int, int], typed: str | None = None) ->
     if n == 1:
         return Middleware("accumulate")
     call = f"accumulate({typed or n})"
-    in_place = commutes_with_scaling(_in_place(n, call))
+    in_place = Commuting(_in_place(n, call))
 
     def gradient(step: Step) -> Step:
         if isinstance(step, Insertable):
@@ -159,7 +160,7 @@ def _averaged(step: Step, n: int, call: str) -> Step:
     def averaged(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         _check_window(window, n, call)
-        with engine_of(state).start_sum(state, len(window)) as total:
+        with engine_of(state).start_sum(state, len(window)) as total, in_parts():
             for batch in window:
                 state, out = step(state, batch)
                 total.add(state, out)

@@ -20,8 +20,8 @@ from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display.checks import describe, integer, number
-from fnloop._step.backward import Insertable, commutes_with_scaling
-from fnloop._step.host import decide
+from fnloop._step.backward import Commuting, Insertable
+from fnloop._step.host import decide_any
 
 __all__ = ["amp"]
 
@@ -37,10 +37,12 @@ class LossScale:
     Args:
         scale: the loss scale, on the device.
         streak: how many updates in a row were applied with it.
+        overflowed: the epoch, counted from 0, in which a gradient last overflowed; or -1.
     """
 
     scale: Tensor
     streak: int = 0
+    overflowed: int = -1
 
 
 @middleware("forward")
@@ -117,7 +119,7 @@ def _scale_around(step: Step) -> Step:
             'first: pipeline(amp("fp16"), ...)'
         )
     scaled = step.insert_inside(lambda backward: backward.scaled_by(_scale_of))
-    return commutes_with_scaling(_unscale_after)(scaled)
+    return Commuting(_unscale_after)(scaled)
 
 
 def _unscale_after(step: Step) -> Step:
@@ -127,7 +129,7 @@ def _unscale_after(step: Step) -> Step:
         if out.skip is not None:
             return state, out
         gradients = [p.grad for p in parameters(state) if p.grad is not None]
-        return decide(state, out, _unscale(gradients, _scale_of(state)), _judge)
+        return decide_any(state, out, _unscale(gradients, _scale_of(state)), _judge)
 
     return unscaled
 
@@ -144,6 +146,7 @@ def _judge(state: TrainState, overflowed: bool) -> str | None:
         )
     now.scale.div_(2)
     now.streak = 0
+    now.overflowed = state.epoch
     return reason
 
 

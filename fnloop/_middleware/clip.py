@@ -22,7 +22,7 @@ from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
-from fnloop._step.backward import commutes_with_scaling
+from fnloop._step.backward import Commuting
 from fnloop._step.chosen import Chosen
 from fnloop._step.gradients import clip_to_norm_, total_norm
 from fnloop._step.update import report
@@ -95,7 +95,7 @@ def clip(
 
         return _measuring(step, "clip", scale)
 
-    wrap = commutes_with_scaling(gradient) if math.isinf(max_norm) else gradient
+    wrap = Commuting(gradient) if math.isinf(max_norm) else gradient
     return Middleware(
         name,
         gradient=wrap,
@@ -155,7 +155,7 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
 
         return _measuring(step, "grad_norm", measure)
 
-    wrap = commutes_with_scaling(gradient)
+    wrap = Commuting(gradient)
     if by is None:
         return Middleware(_NORM, gradient=wrap, check=check)
     return Middleware(f"{_NORM}/{by}", gradient=wrap)

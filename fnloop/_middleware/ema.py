@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from fnloop._checkpoint.format import TENSORS
+from fnloop._checkpoint.format import TENSORS, TRAINING
 from fnloop._core.average import AVERAGED, Average
 from fnloop._core.carry import TBPTT
 from fnloop._core.middleware import Middleware, middleware
@@ -18,7 +18,7 @@ from fnloop.schedules._schedule import check_length, updates_in
 
 __all__ = ["ema", "swa"]
 
-_FILES = (*TENSORS, AVERAGED)
+_FILES = (*TENSORS, TRAINING, AVERAGED)
 # Middleware that others know by their names.
 _KNOWN = ("amp", "clip", "closure", "cuda_graph", "plateau", TBPTT, "timings")
 

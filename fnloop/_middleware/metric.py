@@ -12,15 +12,18 @@ from torch import Tensor
 from fnloop._core.call import name_of
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype, weighted
 from fnloop._core.middleware import Middleware, middleware
+from fnloop._core.monitor import suggestion
 from fnloop._core.state import TrainState
 from fnloop._core.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
 from fnloop._core.types import Aux, Batch, Metric, Output, Step, Wrap
 from fnloop._display import checks
+from fnloop._display.checks import join_names
 from fnloop._step.update import report
 
 __all__ = ["metric", "unseen_metrics"]
 
 TRAIN = "train"
+MOST_KEYS = 8  # of aux or of a batch, in a message
 MetricFn = Callable[[Aux, Batch], object]
 MEANING = "a function (aux, batch) -> scalar or Metric"
 
@@ -177,12 +180,28 @@ def _measure(
                         found[name] = _to_metric(name, compute(out.aux, batch), out.weight)
                 except Exception as error:
                     error.add_note(f"while in the metric {name!r}")
+                    if isinstance(error, KeyError) and error.args:
+                        _explain_missing(error, error.args[0], out.aux, batch)
                     raise
             return state, report(out, found, "metric")
 
         return measured
 
     return wrap
+
+
+def _explain_missing(error: KeyError, key: object, aux: Aux, batch: Batch) -> None:
+    """Note in a KeyError what the metric was given, if that lacks the key."""
+    of_batch = [*batch] if isinstance(batch, Mapping) else []
+    if not isinstance(key, str) or key in aux or key in of_batch:
+        return
+    has = f"has {join_names([*map(repr, aux)], MOST_KEYS)}" if aux else "is empty"
+    value = key if key.isidentifier() else "..."
+    also = f". The batch has {join_names([*map(repr, of_batch)], MOST_KEYS)}" if of_batch else ""
+    error.add_note(
+        f"aux, which the loss function returns with the loss, {has}. To add {key!r}, write "
+        f'return loss, {{"{key}": {value}}} there{suggestion(key, [*map(str, aux)])}{also}'
+    )
 
 
 def _is_for_another(state: TrainState, only: tuple[str, ...]) -> bool:

@@ -13,6 +13,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import local_part
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState, parameters
+from fnloop._core.stops import Stop
 from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._display.html import format_count
@@ -108,7 +109,7 @@ def _stop_after(limit: int) -> Wrap:
             elif streak.skipped >= limit:
                 streak.skipped = 0  # a run that is continued has as many again
                 reason = f"{NAME}: {format_count(limit, 'update')} in a row had a loss or gradients"
-                state = attrs.evolve(state, stop=f"{reason} that are not finite")
+                state = attrs.evolve(state, stop=Stop(f"{reason} that are not finite", "guard"))
             return state, out
 
         return counted

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.state import TrainState
+from fnloop._core.stops import Stop
 from fnloop._core.types import Batch, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._display.html import format_count
@@ -171,14 +172,14 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
                 state = attrs.evolve(state, extra={**state.extra, SPIKES: spikes})
                 losses.spike = None
                 if then == "stop":
-                    state = attrs.evolve(state, stop=out.skip)
+                    state = attrs.evolve(state, stop=Stop(out.skip, "guard"))
                 elif then == "back":
                     state = _go_back(state, losses)
                 elif losses.skipped >= window:
                     losses.skipped = 0  # a run that is continued has as many again
                     count = format_count(window, "update")
                     reason = f"{NAME}: {count} in a row had a loss above {ratio:g} times the median"
-                    state = attrs.evolve(state, stop=reason)
+                    state = attrs.evolve(state, stop=Stop(reason, "guard"))
             return state, out
 
         return noting
@@ -211,7 +212,7 @@ def _go_back(state: TrainState, losses: Losses) -> TrainState:
     if losses.returns == MOST_RETURNS:
         losses.returns = 0  # a run that is continued has as many again
         reason = f"{NAME}: it went back to step {state.step} {MOST_RETURNS} times"
-        state = attrs.evolve(state, stop=reason)
+        state = attrs.evolve(state, stop=Stop(reason, "guard"))
     return state
 
 

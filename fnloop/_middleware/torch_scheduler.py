@@ -23,6 +23,7 @@ from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.update import report
+from fnloop.schedules._schedule import refuse_torch_scheduler
 
 __all__ = ["torch_scheduler"]
 
@@ -76,7 +77,9 @@ def torch_scheduler(
 
     Source: https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
     """
-    example = "torch_scheduler(lambda opt, run: ...), a function"
+    example = "torch_scheduler(lambda optimizer, run: ...), a function"
+    wanted = "a function (optimizer, run) -> scheduler"
+    refuse_torch_scheduler("torch_scheduler", wanted, factory)
     checks.function("torch_scheduler", "factory", factory, example, 2)
     if only is not None:
         checks.text("torch_scheduler", "only", only, "the name of one optimizer")

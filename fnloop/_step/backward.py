@@ -20,7 +20,7 @@ from fnloop._core.types import Batch, Output, Step
 from fnloop._step.engine import engine_of
 from fnloop._step.gradients import LossRoot
 
-__all__ = ["Backward", "Insertable", "commutes_with_scaling"]
+__all__ = ["Backward", "Commuting", "Insertable"]
 
 
 @runtime_checkable
@@ -74,18 +74,22 @@ class Backward:
         return wrap(self)
 
 
-def commutes_with_scaling(wrap: Callable[[Any], Step]) -> Callable[[Any], Step]:
-    """Mark the wrap of a gradient step that at most multiplies a window's gradients by one number.
+class Commuting:
+    """The wrap of a gradient step that at most multiplies a window's gradients by one number.
 
     Such steps commute, so a later one may still be inserted directly around backward:
     ``step.insert_inside(wrap)``. That is how ``accumulate`` adds gradients up in place, and how
     fp16 gradients are unscaled once per window, whichever of the two is listed first.
+
+    Args:
+        wrap: the wrap.
     """
 
-    def wrapped(step: Step) -> Step:
-        made: Any = wrap(step)
-        if isinstance(step, Insertable):
-            made.insert_inside = lambda inner: wrapped(step.insert_inside(inner))
-        return made
+    def __init__(self, wrap: Callable[[Any], Step]) -> None:
+        self._wrap = wrap
 
-    return wrapped
+    def __call__(self, step: Step) -> Step:
+        made: Any = self._wrap(step)
+        if isinstance(step, Insertable):
+            made.insert_inside = lambda inner: self(step.insert_inside(inner))
+        return made

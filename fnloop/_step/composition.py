@@ -25,6 +25,7 @@ __all__ = [
     "check_middleware",
     "check_step_reply",
     "in_order",
+    "is_guard",
     "is_ours",
     "rings_of",
     "total_in",
@@ -35,6 +36,13 @@ __all__ = [
 def is_ours(member: Middleware) -> bool:
     """Return whether a middleware comes with fnloop."""
     return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
+
+
+def is_guard(member: Middleware) -> bool:
+    """Return whether a middleware of fnloop's may leave updates out."""
+    return member.name in ("skip_nonfinite", "spike_guard") or (
+        member.name == "amp" and member.gradient is not None  # in fp16
+    )
 
 
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
@@ -175,6 +183,10 @@ def _fail_as_member(member: object) -> None:
     )
 
 
+# Names of the arguments of a loss function that were written in the wrong order.
+_MODELS, _BATCHES = ("model", "net", "network", "module"), ("batch", "data", "inputs", "sample")
+
+
 def check_loss_fn(loss_fn: object, carries: bool = False) -> None:
     """Raise TypeError unless this is a function of a model and a batch, and of a carry if asked."""
     if isinstance(loss_fn, Middleware):
@@ -207,6 +219,12 @@ def check_loss_fn(loss_fn: object, carries: bool = False) -> None:
             )
             name = name_of(loss_fn)
             raise TypeError(f"{taken}, but {name} takes {signature}") from error
+        first, second = [*signature.parameters, "", ""][:2]
+        if first in _BATCHES and second in _MODELS:
+            raise TypeError(
+                f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}: "
+                f"write ({second}, {first})"
+            )
 
 
 def check_step_reply(reply: object, name: str) -> None:

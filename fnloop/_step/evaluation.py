@@ -13,6 +13,7 @@ from torch import nn
 from fnloop._backend.collectives import collective_count, counted_collectives, gather_objects
 from fnloop._backend.fsdp import around_sharded, is_sharded, reshard
 from fnloop._backend.public import to_device_of
+from fnloop._core.copies import Buffers
 from fnloop._core.merge import moved
 from fnloop._core.metrics import Last, Mean, to_host
 from fnloop._core.rng import fold_in, seed_host
@@ -30,6 +31,7 @@ __all__ = [
     "Fold",
     "drop_last_metrics",
     "evaluating",
+    "in_evaluation_mode",
 ]
 
 Subject = TypeVar("Subject")
@@ -50,7 +52,25 @@ _NO_GRADIENTS = (
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
+    """Evaluation mode without gradients. Afterwards flags and buffers are those from before.
+
+    Buffers may change in evaluation mode too: those of an observer, or the centre of a teacher.
+
+    Args:
+        model: the model.
+        buffers: its buffers, if they are kept again and again.
+    """
+    kept = (buffers or Buffers(model)).keep()
+    try:
+        with in_evaluation_mode(model):
+            yield
+    finally:
+        kept.put_back()
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients. Afterwards every submodule has the flag that it had.
 
     A function that needs gradients in it switches them on, as torch does: ``torch.enable_grad()``.

@@ -16,10 +16,15 @@ from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, LossFn, Output, Step
 from fnloop._display.checks import describe
 from fnloop._display.log import log
+from fnloop._display.tables import shorten
 
 __all__ = ["forward", "items_in"]
 
 MOST_REASONS = 20  # that are logged
+# What a batch of other shapes, dtypes or keys than expected raises; torch's are RuntimeErrors.
+_OF_A_BATCH = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+_MOST_PARTS = 8
+_LONGEST = 200  # characters that tell of a batch
 _NO_ITEMS = "the batch has no item: its weight is 0"
 
 
@@ -38,11 +43,15 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
     def forward(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         nonlocal checked
         __tracebackhide__ = True
-        if amp_listed or state.backend.precision is None:
-            reply = loss_fn(state.model, batch)
-        else:
-            with _configured_autocast(state):
+        try:
+            if amp_listed or state.backend.precision is None:
                 reply = loss_fn(state.model, batch)
+            else:
+                with _configured_autocast(state):
+                    reply = loss_fn(state.model, batch)
+        except _OF_A_BATCH as error:
+            error.add_note(f"the batch: {_shapes(batch)}")
+            raise
         if isinstance(reply, Skip):
             return state, _left_out(state, reply, name, said)
         loss: Any
@@ -84,6 +93,26 @@ def _left_out(state: TrainState, reply: Skip, name: str, said: set[str]) -> Outp
     dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
     loss = torch.zeros((), dtype=dtype, device=state.backend.device)
     return Output(loss, 0, {}, {}, reply.reason)
+
+
+def _shapes(batch: object) -> str:
+    """Return the shapes and dtypes of a batch in one line: ``(64, 9) float32, (64,) int64``."""
+    return shorten(_shapes_of(batch), _LONGEST)
+
+
+def _shapes_of(part: object) -> str:
+    if isinstance(part, Tensor):
+        return f"{tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
+    if isinstance(part, Mapping):
+        return ", ".join(f"{key}: {_nested(value)}" for key, value in part.items()) or "empty"
+    if isinstance(part, tuple | list):
+        shown = ", ".join(map(_nested, part[:_MOST_PARTS])) or "empty"
+        return shown + (f" and {len(part) - _MOST_PARTS} more" if part[_MOST_PARTS:] else "")
+    return describe(part)
+
+
+def _nested(part: object) -> str:
+    return f"[{_shapes_of(part)}]" if isinstance(part, Mapping | tuple | list) else _shapes_of(part)
 
 
 # --- the reply of a loss function

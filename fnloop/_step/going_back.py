@@ -18,6 +18,7 @@ from fnloop._core.average import Average
 from fnloop._core.optimizers import Group, groups_in, optimizers_in
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import TrainState
+from fnloop._step.rates import RATIO
 
 __all__ = ["Kept", "go_back", "keep"]
 
@@ -80,6 +81,8 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
             else:
                 optimizer.state[p] = _changed(optimizer.state.get(p), values, memo)
     for group, settings in zip(groups, kept["groups"], strict=True):
+        for name in _settings(group).keys() - settings.keys():
+            del group[name]  # such as what a schedule had set, which it compares with what is there
         for name, value in settings.items():
             group[name] = _changed(group.get(name), value, memo)
     slots = dict(state.slots)
@@ -115,7 +118,8 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _settings(group: Group) -> Group:
-    return {name: value for name, value in group.items() if name != "params"}
+    """Return the settings of a group; its ratio is there during an update only."""
+    return {name: value for name, value in group.items() if name not in ("params", RATIO)}
 
 
 def _changed(now: object, value: object, memo: dict[int, object]) -> object:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import attrs
 from torch import Tensor
 
+from fnloop._core.copies import KeptBuffers, with_slots
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
 
 __all__ = [
+    "Before",
     "EagerHost",
     "Host",
     "Judge",
+    "before_update",
     "decide",
+    "decide_any",
+    "in_parts",
     "is_recorded",
     "leaves_graphs_out",
     "replace_host",
+    "within_update",
     "without_graphs",
 ]
 
@@ -37,6 +43,18 @@ class Host(Protocol):
         ...
 
 
+class Before(NamedTuple):
+    """What an update that is left out goes back to.
+
+    Args:
+        state: the state that the update was given.
+        buffers: the buffers of the model.
+    """
+
+    state: TrainState
+    buffers: KeptBuffers
+
+
 class EagerHost:
     """Reads the flag and decides at once."""
 
@@ -48,6 +66,8 @@ class EagerHost:
 class _Current(threading.local):
     host: Host = EagerHost()
     eager: bool = False
+    before: Before | None = None  # of the update that is being made, if it may be left out
+    in_part: bool = False  # whether a batch of a window is being taken for itself
 
 
 _current = _Current()
@@ -56,13 +76,15 @@ _current = _Current()
 def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[TrainState, Output]:
     """Decide on the host whether an update is applied, by a flag that was computed on the device.
 
-    It is for guards of your own, in the gradient ring: a middleware that leaves an update out. The
-    flag is read once, and any process that has it set sets it for all. Within ``cuda_graph`` the
-    graph is split here: its first part is replayed, the host decides, and the rest is replayed
-    only if the update is applied.
+    It is for guards of your own, in the gradient ring: a middleware that leaves an update out. An
+    update that is left out changes nothing but the position in the data and ``state.skipped``: the
+    buffers of the model, such as running statistics, and slots are put back. The flag is read once,
+    and any process that has it set sets it for all. Within ``cuda_graph`` the graph is split here:
+    its first part is replayed, the host decides, and the rest is replayed only if the update is
+    applied.
 
     An update that is left out already stays so, and the judge is not asked. With several processes
-    each of them has to call this in every update.
+    each of them has to call this in every update. List the middleware after ``accumulate``.
 
     Args:
         state: the state.
@@ -77,6 +99,7 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
 
     Raises:
         TypeError: the flag is not a scalar tensor, or the judge is not such a function.
+        ValueError: it is called for each batch of a window of ``accumulate``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -100,11 +123,53 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
     if not callable(judge):
         meaning = "judge as a function (state, flag) -> reason, or None"
         raise TypeError(f"decide expects {meaning}; got {checks.describe(judge)}")
+    if _current.in_part:
+        raise ValueError(
+            "decide is about whole updates, but here it is called for each batch of a window: list "
+            "the middleware that calls it after accumulate. To leave a batch out of its window, "
+            "return skip(reason) from the loss function"
+        )
+    return decide_any(state, out, flag, judge)
+
+
+def decide_any(
+    state: TrainState, out: Output, flag: Tensor, judge: Judge
+) -> tuple[TrainState, Output]:
+    """Decide as :func:`decide` does, also about a batch of a window."""
     flag, out = engine_of(state).agree(flag, out)
     if out.skip is not None:
         return state, out
     skip = _current.host.decide(state, out, flag, judge)
-    return state, out if skip is None else attrs.evolve(out, skip=skip)
+    if skip is None:
+        return state, out
+    if _current.before is not None and not _current.in_part:
+        state = with_slots(state, _current.before.state.slots)
+    return state, attrs.evolve(out, skip=skip)
+
+
+def before_update() -> Before | None:
+    """Return what the update that is being made goes back to; None if nothing was kept."""
+    return _current.before
+
+
+@contextlib.contextmanager
+def within_update(before: Before) -> Iterator[None]:
+    """Note what an update goes back to if it is left out, within a ``with`` block."""
+    _current.before = before
+    try:
+        yield
+    finally:
+        _current.before = None
+
+
+@contextlib.contextmanager
+def in_parts() -> Iterator[None]:
+    """Take each batch of a window for itself, within a ``with`` block."""
+    outer, _current.in_part = _current.in_part, True
+    try:
+        yield
+    finally:
+        _current.in_part = outer
 
 
 def is_recorded() -> bool:

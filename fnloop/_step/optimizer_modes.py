@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Protocol
 
 import torch
@@ -36,15 +36,15 @@ def to_training(state: TrainState) -> None:
 
 
 @contextlib.contextmanager
-def evaluation_weights(state: TrainState) -> Iterator[bool]:
+def evaluation_weights(state: TrainState) -> Iterator[Set[int]]:
     """Evaluate with the weights that the optimizers have for it, within a ``with`` block.
 
-    Afterwards the weights and the modes of the optimizers are those from before. It gives whether
-    the weights are others than in training.
+    Afterwards the weights and the modes of the optimizers are those from before. It gives the
+    identities of the parameters whose weights may be others than in training.
     """
     optimizers = _with_modes(state)
     if not optimizers:
-        yield False
+        yield frozenset()
         return
     params = parameters(state)
     kept = [p.detach().clone() for p in params]
@@ -57,7 +57,7 @@ def evaluation_weights(state: TrainState) -> Iterator[bool]:
     try:
         for optimizer in optimizers:
             optimizer.eval()
-        yield True
+        yield {*map(id, params)}
     finally:
         with torch.no_grad():
             for p, value in zip(params, kept, strict=True):

@@ -37,6 +37,7 @@ from fnloop._step.composition import (
     check_loss_fn,
     check_middleware,
     in_order,
+    is_guard,
     is_ours,
     rings_of,
     window_in,
@@ -320,7 +321,8 @@ class PipelineStep(abc.ABC):
         """Evaluate one batch: in evaluation mode, without gradients, only up to the forward ring.
 
         Args:
-            state: the newest state. It is not changed, and the global generators are not either.
+            state: the newest state. Nothing of it is changed, buffers included, and the global
+                generators are not either.
             batch: one batch, whatever the window.
 
         Returns:
@@ -382,7 +384,9 @@ class LossStep(PipelineStep):
 
     def _update(self, step: Step) -> Step:
         by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
-        updating = update(step, self._may_skip("gradient"), by_closure)
+        skips = self._may_skip("forward", "loss", "gradient")
+        guarded = skips or any(map(is_guard, self.pipeline.middleware))
+        updating = update(step, self._may_skip("gradient"), by_closure, guarded)
         self._layers.add(updating, OPTIMIZER)
         return updating
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 from torch import Tensor, nn
@@ -54,6 +54,20 @@ class _Supervised:
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         __tracebackhide__ = True
+        if batch.__class__ is not tuple and batch.__class__ is not list:
+            self._check(batch)
         x, y = batch
         output = model(x)
         return self.criterion(output, y), {"output": output}
+
+    def _check(self, batch: object) -> None:
+        """Raise TypeError if a batch is a mapping, whose keys would be taken for x and y."""
+        if not isinstance(batch, Mapping):
+            return
+        x, y = [*map(repr, batch), "...", "..."][:2]
+        names = ", ".join(map(repr, batch))
+        raise TypeError(
+            f"supervised expects batches (x, y); got a {type(batch).__name__} with {names}. Write "
+            "a loss function: def loss_fn(model, batch): return criterion(model(batch"
+            f"[{x}]), batch[{y}])"
+        )

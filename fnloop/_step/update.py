@@ -7,12 +7,14 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from weakref import WeakKeyDictionary
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
+from fnloop._core.copies import Buffers
 from fnloop._core.optimizers import Optimizers, optimizers_in, wants_closure
 from fnloop._core.skip import BY_ANOTHER
 from fnloop._core.state import (
@@ -24,6 +26,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._step.engine import engine_of
+from fnloop._step.host import Before, is_recorded, within_update
 
 __all__ = [
     "CLOSURE",
@@ -56,14 +59,19 @@ def replace_apply(apply: Callable[[Optimizer], None]) -> Iterator[None]:
         _current.apply = before
 
 
-def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step:
+def update(
+    step: Step, may_skip: bool = False, by_closure: bool = False, guarded: bool = False
+) -> Step:
     """Return the step that applies the gradients and then clears them.
 
     Args:
         step: the gradient step.
         may_skip: whether an inner step may skip an update on some processes only. Then all skip it.
         by_closure: whether to give the optimizer a closure that it could do without.
+        guarded: whether an inner step may leave an update out. Then buffers are put back, such as
+            running statistics, which its forward has changed.
     """
+    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]] = WeakKeyDictionary()
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -73,10 +81,18 @@ def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step
         try:
             if by_closure or wants_closure(type(state.optimizer)):  # then there is only one
                 return _by_closure(step, state, batch)
-            new, out = step(state, batch)
+            if guarded:
+                before = Before(state, _buffers_of(state, params, known).keep())
+                with within_update(before):
+                    new, out = step(state, batch)
+            else:
+                before = None
+                new, out = step(state, batch)
             if may_skip:
                 out = skip_together(state, out)
             applied = out.skip is None
+            if before is not None and not applied and not is_recorded():  # a graph does it itself
+                before.buffers.put_back(unseen=True)
             if applied:
                 give_up_ownership(new)  # until all of the parameters have changed
                 apply = _current.apply
@@ -88,6 +104,19 @@ def update(step: Step, may_skip: bool = False, by_closure: bool = False) -> Step
         return advance(new, applied), out
 
     return update
+
+
+def _buffers_of(
+    state: TrainState,
+    params: list[Tensor],
+    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]],
+) -> Buffers:
+    """Return the buffers of a model, looked up again when its parameters are."""
+    found, buffers = known.get(state.model, (None, None))
+    if buffers is None or found is not params:
+        buffers = Buffers(state.model)
+        known[state.model] = params, buffers
+    return buffers
 
 
 def skip_together(state: TrainState, out: Output) -> Output:

@@ -357,7 +357,7 @@ class _Follow:
         """Return the state that a run has reached as it was before the run was ended."""
         if self.reached is None:
             return state
-        names = ("stop", "history", "events", "phases", "ends", "slots")
+        names = ("stop", "history", "events", "left", "phases", "ends", "slots")
         return attrs.evolve(state, **{name: getattr(self.reached, name) for name in names})
 
 

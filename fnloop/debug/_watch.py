@@ -19,7 +19,7 @@ from fnloop._core.snapshot import unwrap
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display import checks
-from fnloop._step.backward import commutes_with_scaling
+from fnloop._step.backward import Commuting
 from fnloop._step.update import report
 
 __all__ = ["watch"]
@@ -116,7 +116,7 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
     return Middleware(
         WATCH,
         loss=loss,
-        gradient=commutes_with_scaling(gradient),
+        gradient=Commuting(gradient),
         update=update,
         check=_check,
         check_state=lambda state, listed: _check_state(state, selectors),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
 import attrs
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from fnloop._core.call import Call, name_of
 from fnloop._display import checks, html
@@ -20,6 +21,7 @@ __all__ = [
     "check_lengths",
     "check_schedule",
     "known_total",
+    "refuse_torch_scheduler",
     "schedule_factory",
     "updates_in",
 ]
@@ -110,7 +112,23 @@ def check_schedule(owner: str, schedule: object) -> None:
     if hasattr(schedule, "is_schedule_factory"):
         name = name_of(schedule)
         raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
+    refuse_torch_scheduler(owner, wanted, schedule)
     checks.function(owner, "a schedule", schedule, wanted, 2)
+
+
+def refuse_torch_scheduler(owner: str, wanted: str, given: object) -> None:
+    """Raise TypeError if something is a scheduler of torch, or its class, and say what to write."""
+    kind = given if isinstance(given, type) else type(given)
+    if not issubclass(kind, LRScheduler):
+        return
+    name = kind.__name__
+    if issubclass(kind, ReduceLROnPlateau):
+        hint = f'Instead of {name}, list plateau("valid/loss") in the pipeline'
+    else:
+        settings = "10" if kind is StepLR else "..."
+        hint = f"Write torch_scheduler(lambda optimizer, run: {name}(optimizer, {settings}))"
+    got = name if kind is given else f"a {name}"
+    raise TypeError(f"{owner} expects {wanted}; got {got}. {hint}")
 
 
 def check_length(owner: str, name: str, value: object) -> None:

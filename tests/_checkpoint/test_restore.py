@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 from crafted import craft
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fnloop as fl
@@ -124,6 +124,34 @@ def test_another_dtype_is_refused_but_weights_alone_are_cast(tmp_path):
     check_refused(path, double(), "of another dtype: w: torch.float32 saved, torch.float64 here")
     w = fl.restore(path, double(), only=("model",)).model.w
     assert (w.item(), w.dtype) == (3.0, torch.float64)
+
+
+def schedule_free(problem):
+    model = problem.state().model
+    optimizer = pytest.importorskip("schedulefree").AdamWScheduleFree(model.parameters())
+    return fl.TrainState.create(model, optimizer, seed=0)
+
+
+@pytest.mark.parametrize("fault", ["not there", "another name", "another shape"])
+def test_weights_to_train_with_that_do_not_fit_are_damage(tmp_path, fault):
+    problem = small()
+    state, _ = fl.pipeline()(problem.loss_fn)(schedule_free(problem), problem.batches[0])
+    path = fl.save(state, tmp_path / "a")
+    if fault == "not there":
+        path = fl.save(problem.state(), tmp_path / "b")
+        craft(path, facts=lambda facts: facts.update(training=True))
+    else:
+        found = load_file(file := path / "training.safetensors")
+        name = min(found)
+        found |= {"b": found.pop(name)} if fault == "another name" else {name: torch.zeros(9)}
+        save_file(found, file)
+        sizes = {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+        craft(path, manifest=lambda made: made["files"].update({file.name: sizes}))
+    new = problem.state() if fault == "not there" else schedule_free(problem)
+    before = [p.clone() for p in new.model.parameters()]
+    with pytest.raises(fl.CheckpointError):
+        fl.restore(path, new)
+    assert all(map(torch.equal, before, new.model.parameters()))
 
 
 MANIFESTS = {

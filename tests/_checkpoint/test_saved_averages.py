@@ -257,8 +257,8 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
 
 def test_a_newer_format_is_not_damaged(tmp_path):
     path = fl.save(toy(), tmp_path / "a")
-    crafted(path, lambda m: m.update(format_version=4))
-    with pytest.raises(CheckpointError, match=r"has format 4, and this fnloop reads .* up to 3"):
+    crafted(path, lambda m: m.update(format_version=5))
+    with pytest.raises(CheckpointError, match=r"has format 5, and this fnloop reads .* up to 4"):
         fl.restore(path, toy())
 
 

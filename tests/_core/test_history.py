@@ -237,7 +237,7 @@ def test_closing_records_are_shown_and_compared():
     assert repr(made).splitlines() == [
         "            │ valid",
         "epoch  step │   loss  │ time",
-        "    0     5 │ 2.0000  │ 0.0s",
+        "    1     5 │ 2.0000  │ 0.0s",
         "    1    10 │ 1.0000* │ 0.0s",
     ]
     assert [row.get("closing") for row in made.to_dicts()] == [True, None]
@@ -413,7 +413,7 @@ def test_repr_is_a_table_with_a_gap_where_a_record_lacks_a_metric():
     assert repr(made).splitlines() == [
         "            │ valid │ train",
         "epoch  step │  acc  │   loss │  time",
-        "    0     5 │       │ 1.5000 │  0.2s",
+        "    1     5 │       │ 1.5000 │  0.2s",
         "    1    10 │  nan  │ 0.1235 │ 60.8s",
     ]
 

@@ -354,10 +354,11 @@ def test_the_last_evaluation_is_made_when_a_hook_stops():
     state = fl.fit(STEP, toy(), loaders, hooks=(stop_at(3),), **settings)
     assert [(r.step, "valid/loss" in r.metrics) for r in state.history] == [(3, False), (3, True)]
     state = fl.fit(STEP, toy(), loaders, epochs=3, hooks=(), evaluate_every=moment)
-    assert [(r.step, "valid/loss" in r.metrics) for r in state.history] == [
-        (3, False),
-        (6, True),
-        (9, True),
+    assert [(r.step, "valid/loss" in r.metrics, r.closing) for r in state.history] == [
+        (3, False, False),
+        (6, True, False),
+        (9, False, False),
+        (9, True, True),  # evaluated only because the run ends
     ]
 
 

@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import signal
 
 import attrs
@@ -45,6 +46,27 @@ def test_a_line_per_record(clock):
         "epoch 2/2  step 6  valid/loss -6.0000*  train/loss -4.0000  train/lr 1.0e+00  2.5s",
         "done: epoch 2/2, step 6, after 7.5s; best valid/loss -6.0000 at step 6",
     ]
+
+
+def test_the_table_of_the_history_has_the_epochs_of_the_log():
+    loaders, moment = ([ONE] * 3, [ONE]), fl.every(steps=2) | fl.at_start()
+    file = io.StringIO()
+    state = fl.fit(
+        STEP, toy(), loaders, steps=7, evaluate_every=moment, hooks=(progress(file=file),)
+    )
+    log = [line.split() for line in file.getvalue().splitlines()[1:-1]]
+    # At the start, at steps 2, 3 (the end of epoch 1), 4, 6 (the end of epoch 2), and 7 (closing).
+    expected = [0, 1, 1, 2, 2, 3]
+    assert [int(words[1].split("/")[0]) for words in log] == expected
+    shown = lambda history: [int(row.split()[0]) for row in repr(history).splitlines()[2:]]
+    assert shown(state.history) == expected
+    assert shown(state.history[3:]) == expected[3:] and shown(state.history[::-1]) == expected[::-1]
+    cells = re.findall(r"<tr[^>]*><td[^>]*>(\d+)<", state.history._repr_html_())
+    assert [int(cell) for cell in cells] == expected
+    # Records themselves, and what is made of them for programs, count epochs that were completed.
+    completed = [0, 0, 1, 1, 2, 2]
+    assert [record.epoch for record in state.history] == completed
+    assert [row["epoch"] for row in state.history.to_dicts()] == completed
 
 
 def test_a_heartbeat_when_there_is_no_record(clock):

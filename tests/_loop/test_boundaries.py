@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import assert_same, toy, toy_loss
 
 ONE = torch.ones(1)
 step = fl.pipeline()(toy_loss)
@@ -127,3 +127,84 @@ def test_a_model_without_weights_is_refused():
     model = torch.nn.Linear(2, 1, device="meta")
     with pytest.raises(ValueError, match="got one on the meta device"):
         fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# --- the running metrics where an epoch ends
+
+
+def test_the_metrics_of_an_epoch_are_there_until_the_next_update():
+    seen = []
+
+    def note(state):
+        seen.append(state.metrics["loss"].compute())
+        return state
+
+    def failing(model, batch):
+        raise OSError("no answer")
+
+    # The losses are 0, -1, -2, and then -3, -4, -5.
+    loader = [ONE] * 3
+    yielded = [
+        (state.metrics["loss"].compute(), fl.snapshot(state).metrics["loss"].compute())
+        for state in fl.run(step, toy(), loader, epochs=2, hooks=(note,))
+    ]
+    assert seen == [0.0, -0.5, -1.0, -3.0, -3.5, -4.0]
+    assert yielded == [(-1.0, -1.0), (-4.0, -4.0)]
+
+    state = fl.fit(step, toy(), loader, epochs=1, hooks=())
+    kept = state.metrics
+    with pytest.raises(OSError, match="no answer") as caught:
+        fl.fit(fl.pipeline()(failing), state, loader, epochs=2, hooks=())
+    assert caught.value.state.metrics["loss"].compute() == -1.0
+    state, _ = step(state, ONE)
+    assert (state.metrics["loss"].compute(), kept["loss"].compute()) == (-3.0, -1.0)
+
+
+def test_an_epoch_whose_first_update_is_skipped_has_no_metrics_of_the_one_before():
+    guarded, seen = fl.pipeline(fl.skip_nonfinite())(toy_loss), []
+    note = lambda state: seen.append({k: m.compute() for k, m in state.metrics.items()}) or state
+    state = fl.fit(guarded, toy(), [ONE] * 2, epochs=1, hooks=())
+    state = fl.fit(guarded, state, [ONE * torch.nan, ONE], epochs=2, hooks=(note,))
+    assert seen == [{}, {"loss": -2.0}]
+    assert state.history["train/loss"] == (-0.5, -2.0)
+
+
+CUTS = {
+    "plain": ((), {}),
+    "windows": ((fl.accumulate(2),), {}),
+    "records": ((), {"record_every": fl.every(steps=2)}),
+    "evaluations": ((), {"evaluate_every": fl.every(steps=2)}),
+    "metrics": ((fl.metric(top=lambda aux, batch: fl.Max(batch.max())),), {}),
+}
+
+
+@pytest.mark.parametrize(("members", "settings"), CUTS.values(), ids=CUTS)
+def test_hooks_and_middleware_of_a_resumed_run_see_equal_metrics(members, settings, tmp_path):
+    loaders = {"train": [ONE, 2 * ONE, 3 * ONE, 4 * ONE], "valid": [ONE]}
+
+    def note(state, into):
+        values = {name: metric.compute() for name, metric in state.metrics.items()}
+        into.append((state.step, state.epoch, state.batch, values))
+        return state
+
+    def seen_in(state, steps):
+        seen = []
+        before = lambda inner: lambda state, batch: inner(note(state, seen), batch)
+        make = fl.pipeline(*members, fl.Middleware("note", step=before))(toy_loss)
+        hooks = (lambda state: note(state, seen),)
+        return fl.fit(make, state, loaders, steps=steps, hooks=hooks, **settings), seen
+
+    total = 12 // (2 if "accumulate" in repr(members) else 1)
+    _, expected = seen_in(toy(), total)
+    for cut in range(1, total):
+        state, first = seen_in(toy(), cut)
+        state, second = seen_in(fl.restore(fl.save(state, tmp_path / f"{cut}"), toy()), total)
+        assert first + second == expected, cut
+
+
+def test_a_checkpoint_of_an_epochs_end_without_metrics_is_continued(tmp_path):
+    # As versions up to 0.1 wrote it.
+    whole = fl.fit(step, toy(), [ONE] * 3, epochs=2, hooks=())
+    state = fl.fit(step, toy(), [ONE] * 3, epochs=1, hooks=())
+    path = fl.save(attrs.evolve(state, metrics={}), tmp_path / "old")
+    assert_same(fl.fit(step, fl.restore(path, toy()), [ONE] * 3, epochs=2, hooks=()), whole)

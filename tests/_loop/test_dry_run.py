@@ -8,6 +8,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
+from fnloop._display.tables import shorten
+from fnloop._hooks.wrapper import Hook
 from fnloop.testing import Toy, assert_same, toy, toy_loss
 
 ONES = [torch.ones(2)] * 4
@@ -186,16 +188,86 @@ def test_it_raises_what_fit_would():
         fl.dry_run(step, state, (ONES, ONES), [fl.early_stop("val/loss")])
     with pytest.raises(ValueError, match="would use up the valid loader, which is an iterator"):
         fl.dry_run(step, state, (ONES, iter(ONES)))
-    with pytest.raises(ValueError, match="the train loader gave no batch"):
-        fl.dry_run(step, state, [])
+    assert state.model.w.item() == 0.0
+
+
+def test_what_raises_is_a_problem_by_its_name_and_the_rest_is_tried(tmp_path):
+    """Of loaders, metrics and hooks."""
 
     def broken(state):
-        raise ZeroDivisionError
+        raise ZeroDivisionError("nothing there")
 
-    with pytest.raises(ZeroDivisionError) as caught:
-        fl.dry_run(step, state, ONES, [broken])
-    assert "broken" in caught.value.__notes__[0]
-    assert state.model.w.item() == 0.0
+    class Late(Hook):
+        def receive(self, state, outputs):
+            raise OSError("too late")
+
+        def collects(self, state, loader):
+            return True
+
+        wants_outputs = True
+
+        def __call__(self, state):
+            return state
+
+        def __repr__(self):
+            return "Late()"
+
+    def unreadable():
+        yield from ONES[:1]
+        raise OSError("no answer")
+
+    def loss_fn(model, batch):
+        if len(batch) == 3:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return toy_loss(model, batch)
+
+    called = []
+    step = fl.pipeline(
+        fl.metric(top=lambda aux, batch: aux["top"]),
+        fl.metric(low=lambda aux, batch: batch.min()),
+        fl.metric(late=lambda aux, batch: aux["late"], on="training"),
+        fl.derive(ratio=lambda m: m["loss"] / 0, wrong=lambda m: "text"),
+    )(loss_fn)
+    loaders = {"train": ONES, "valid": [torch.ones(3)], "test": ONES, "held": unreadable, "no": []}
+    hooks = [broken, lambda state: None, Late(), lambda state: called.append(1) or state]
+    hooks.append(fl.early_stop("valid/loss"))  # which has no batch that can be evaluated
+    state = toy()
+    report = fl.dry_run(step, state, loaders, hooks)
+    problems = {(f.kind, f.name): f.text for f in report.findings if f.problem}
+    assert [*problems] == [
+        *(("loader", name) for name in ("valid", "held", "no")),
+        *(("hook", name) for name in ("broken", "<lambda>", "Late()")),
+        ("metric", "metric(top=<lambda>)"),
+        ("metric", shorten("metric(late=<lambda>, on='training')")),
+        ("metric", shorten("derive(ratio=<lambda>, wrong=<lambda>)")),
+    ]
+    assert problems["loader", "valid"].startswith(
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied; the batch: (3,) float32"
+    )
+    assert problems["loader", "held"].startswith("OSError: no answer")
+    assert problems["loader", "no"].startswith(
+        "ValueError: the no loader gave no batch. Its length"
+    )
+    assert problems["hook", "broken"] == "ZeroDivisionError: nothing there"
+    assert "Did you forget 'return state'?" in problems["hook", "<lambda>"]
+    assert 'return loss, {"top": top}' in problems["metric", "metric(top=<lambda>)"]
+    assert report.problems[3] == "hook broken: ZeroDivisionError: nothing there"
+    # The rest was tried.
+    assert called == [1]
+    assert len(seen(report, "update")) == 2
+    assert "low 1" in seen(report, "record", "test")[0]
+    assert seen(report, "resume") == ["bit for bit, in the middle of an epoch"]
+    assert state.model.w.item() == 0.0 and state.history.records == ()
+
+
+@pytest.mark.parametrize("fails", ["read", "trained"])
+def test_without_training_batches_the_report_ends_with_the_loaders(fails):
+    train = [] if fails == "read" else ["a"]
+    report = fl.dry_run(fl.pipeline()(toy_loss), toy(), (train, ONES))
+    assert [(f.kind, f.name, f.problem) for f in report.findings] == [
+        ("loader", "train", True),
+        ("loader", "valid", False),
+    ]
 
 
 def test_text_and_html():

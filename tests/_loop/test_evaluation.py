@@ -3,9 +3,11 @@
 import pytest
 import torch
 from loop_cases import ONE, fit, generators, step
+from torch import nn
 
 import fnloop as fl
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
+from fnloop.testing._compare import assert_equal
 
 
 def test_epoch_means_are_exact_over_uneven_batches():
@@ -144,3 +146,155 @@ def test_predict_requires_a_function_first():
         TypeError, match=r"predict\(lambda model, batch: model\(batch\), state, loader\)"
     ):
         fl.predict(toy(), lambda model, batch: batch, [ONE])
+
+
+# --- buffers that a model updates in evaluation mode
+
+
+class Watcher(nn.Module):
+    """Its output depends on buffers that its forward updates in both modes, each in another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.norm = nn.BatchNorm1d(1, affine=False)
+        self.register_buffer("calls", torch.zeros(()))  # in place
+        self.register_buffer("center", torch.zeros(1))  # by another tensor
+        self.register_buffer("seen", torch.zeros(0))  # resized, as observers do
+        self.register_buffer("old", torch.zeros(1))  # by tensor.data = ...
+        self.register_buffer("total", self.calls)  # the same tensor twice
+        self.register_buffer("mask", torch.ones(1).expand(3), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        self.center = self.center * 0.5 + x.mean()
+        self.seen.resize_(int(self.calls)).fill_(x[0].item())
+        self.old.data = torch.cat((self.old, x))[:2]
+        self.norm.train()(x.reshape(-1, 1))
+        if not self.training:
+            self.register_buffer("cache", torch.ones(1))
+        return self.w * (x.mean() + self.calls + self.center.sum() + self.norm.running_mean.sum())
+
+
+XS = [torch.tensor([1.0, 2.0]), torch.tensor([5.0, 3.0])]
+
+
+def watched_loss(model, batch):
+    if batch.mean() > 9:
+        raise OSError("the disk is gone")
+    return model(batch)
+
+
+def watcher():
+    model = Watcher()
+    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+
+
+def buffers_of(state):
+    """Return the buffers, with their addresses but for the one that torch gives new memory."""
+    found = dict(state.model.named_buffers(remove_duplicate=False))
+    at = {k: b.data_ptr() for k, b in found.items() if k != "seen"}
+    return {k: (id(b), at.get(k), b.shape, b.tolist()) for k, b in found.items()}
+
+
+WATCHED = fl.pipeline()(watched_loss)
+EVALUATIONS = {
+    "evaluate": lambda state: fl.evaluate(WATCHED, state, XS),
+    "one batch": lambda state: WATCHED.evaluate(state, XS[0]),
+    "predict": lambda state: [*fl.predict(watched_loss, state, XS)],
+    "summary": lambda state: fl.summary(state, XS[0]),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_puts_buffers_back(name):
+    state = watcher()
+    state, _ = WATCHED(state, XS[0])
+    before = buffers_of(state)
+    assert EVALUATIONS[name](state) is not None
+    assert buffers_of(state) == before
+
+
+@pytest.mark.parametrize("raised", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_an_evaluation_that_fails_puts_buffers_back_too(name, raised):
+    def failing(model, batch):
+        if len(batch) == 1:
+            raise raised
+        return model(batch)
+
+    state, loader = watcher(), [*XS, torch.ones(1)]
+    before = buffers_of(state)
+    with pytest.raises(raised):
+        if name == "evaluate":
+            fl.evaluate(fl.pipeline()(failing), state, loader)
+        else:
+            [*fl.predict(failing, state, loader)]
+    assert buffers_of(state) == before
+
+
+def test_within_an_evaluation_buffers_change_and_between_predictions_they_do_not():
+    state = watcher()
+    calls = lambda model, x: (model(x), model.calls.item())[1]
+    assert [*fl.predict(calls, state, XS)] == [1.0, 1.0]
+    seen = []
+    fl.evaluate(fl.pipeline()(lambda m, x: (m(x), seen.append(m.calls.item()))[0]), state, XS)
+    assert seen == [1.0, 2.0] and state.model.calls.item() == 0.0
+
+
+class Teacher(nn.Module):
+    """As in DINO, a centre is taken off that each forward moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.register_buffer("center", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        self.center.mul_(0.5).add_(x.mean(), alpha=0.5)
+        return self.w * (x.mean() - 2 * self.center)
+
+
+@pytest.mark.parametrize(
+    ("made", "members"),
+    [
+        (Watcher, ()),
+        (Watcher, (fl.skip_nonfinite(),)),
+        (Teacher, ()),
+        (Teacher, (fl.ema(0.5), fl.swa(1))),
+        (Teacher, (fl.compiled(backend="eager"),)),
+        (Teacher, (fl.compiled(backend="aot_eager"), fl.ema(0.5, evaluate="only"))),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("every", [fl.every(steps=1), fl.every(epochs=1)], ids=repr)
+def test_training_is_the_same_bit_for_bit_with_and_without_evaluations(made, members, every):
+    def new():
+        model = made()
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+
+    step = fl.pipeline(*members)(watched_loss)
+    settings = {"epochs": 2, "hooks": (), "evaluate_every": every}
+    one = fl.fit(step, new(), {"train": XS, "valid": XS, "test": XS[:1]}, **settings)
+    two = fl.fit(step, new(), XS, **settings)
+    assert one.history["valid/loss"] and one.model.w.item() == two.model.w.item() != 0.0
+    assert [t.tolist() for t in one.model.buffers()] == [t.tolist() for t in two.model.buffers()]
+    for name in two.slots:
+        assert_equal(one.slots[name], two.slots[name], name, 0.0)
+
+
+def test_an_evaluation_in_a_run_that_fails_leaves_its_buffers_to_the_error():
+    with pytest.raises(OSError) as raised:
+        loaders = {"train": XS, "valid": [*XS, torch.tensor([20.0])]}
+        fl.fit(WATCHED, watcher(), loaders, hooks=())
+    assert raised.value.state.model.calls.item() == 2.0
+
+
+def test_buffers_that_do_not_change_are_not_written_to():
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    versions = [b._version for b in model.buffers()]
+    fl.evaluate(fl.pipeline()(lambda m, x: m(x).mean()), state, [torch.ones(2, 1)])
+    assert [b._version for b in model.buffers()] == versions

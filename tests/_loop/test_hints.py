@@ -1,3 +1,5 @@
+import io
+import logging
 import os
 import types
 
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.loaders import Loaders
+from fnloop._display.log import log
 from fnloop._loop.hints import (
     _log_once,
     fused_hint,
@@ -22,10 +25,11 @@ from fnloop.testing import toy, toy_loss
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def suggest(optimizer, device):
-    """What a run with this optimizer on this device is told."""
-    backend = types.SimpleNamespace(device=device)
-    suggest_fused((), types.SimpleNamespace(optimizer=optimizer, backend=backend))
+def suggest(optimizer, device, seconds=1e-9, updates=10**6, main=True):
+    """What a run with this optimizer on this device is told, if an update takes no time else."""
+    backend = types.SimpleNamespace(device=device, main=main)
+    state = types.SimpleNamespace(optimizer=optimizer, backend=backend)
+    suggest_fused((), state, updates * seconds, updates)
 
 
 def parameters(dtype=torch.float32):
@@ -158,12 +162,80 @@ def test_what_is_advised_on_the_cpu_works_there(make):
 @pytest.mark.parametrize("main", [True, False])
 def test_only_the_main_process_is_told(caplog, main):
     _log_once.cache_clear()
-    backend = types.SimpleNamespace(main=main, device=CPU, precision=None)
-    optimizer = torch.optim.AdamW(parameters())
-    model = torch.nn.Linear(1, 1).requires_grad_(False)
-    state = types.SimpleNamespace(model=model, optimizer=optimizer, backend=backend, run=None)
-    suggest_all((), Loaders([torch.ones(1)], {}), state)
+    suggest(torch.optim.AdamW(parameters()), CPU, main=main)
     assert ("fused=True" in caplog.text) is main
+    caplog.clear()
+    backend = types.SimpleNamespace(main=main, device=CPU, precision=None)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    state = types.SimpleNamespace(model=model, optimizer=optimizer, backend=backend, run=None)
+    suggest_all(Loaders([torch.ones(1)], {}), state)
+    assert ("in no optimizer: bias" in caplog.text) is main
+
+
+@pytest.mark.parametrize(
+    ("tensors", "elements", "device", "seconds", "updates", "told"),
+    [
+        # A fused Adam saves at least 15 µs for each tensor and 1 ns for each element: here 1 ms.
+        (60, 100_000, CPU, 0.020, 1000, True),  # 5 % of an update, a second of the run
+        (60, 100_000, CPU, 0.021, 1050, False),
+        (60, 100_000, CPU, 0.010, 999, False),  # 10 % of an update, but less than a second
+        (2, 18, CPU, 1e-4, 30_000, False),  # a toy of 3 s
+        # On a GPU, 0.02 ns for each element: 2 ms.
+        (1, 100_000_000, CUDA, 0.040, 500, True),
+        (1, 100_000_000, CUDA, 0.041, 510, False),
+    ],
+)
+def test_a_fused_optimizer_is_advised_where_it_gains_5_percent(
+    tensors, elements, device, seconds, updates, told, caplog
+):
+    _log_once.cache_clear()
+    with torch.device("meta"):
+        sizes = [1] * (tensors - 1)
+        weights = [torch.nn.Parameter(torch.zeros(n)) for n in (*sizes, elements - sum(sizes))]
+    suggest(torch.optim.AdamW(weights), device, seconds, updates)
+    assert ("fused=True" in caplog.text) is told
+
+
+def test_a_run_tells_its_time_and_its_updates(monkeypatch, caplog):
+    _log_once.cache_clear()
+    model = torch.nn.Linear(1, 1)
+    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters()))
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    given = []
+    monkeypatch.setattr("fnloop._loop.run.suggest_fused", lambda *args: given.append(args[2:]))
+    fl.fit(step, state, [torch.ones(1, 1)] * 3, epochs=2, hooks=())
+    assert [updates for _, updates in given] == [3, 6]
+    assert 0 < given[0][0] < given[1][0]
+
+
+def test_a_toy_is_told_nothing_of_fused_optimizers(caplog):
+    _log_once.cache_clear()
+    model = torch.nn.Linear(1, 1)
+    state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters()))
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    fl.fit(step, state, [torch.ones(1, 1)] * 3, epochs=2, hooks=())
+    assert not caplog.messages
+
+
+# --- how they are shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_message_is_wrapped_at_words_in_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("fnloop._display.log.terminal_width", lambda: 40)
+    monkeypatch.setattr(log, "propagate", False)  # pytest has handlers
+    log.warning("fit: %s makes several passes over the parameters", "AdamW")
+    assert terminal.getvalue() == ("fit: AdamW makes several passes over\nthe parameters\n")
+    monkeypatch.setattr(log, "handlers", [logging.StreamHandler(file := Terminal())])
+    log.warning("fit: %s makes several passes over the parameters", "AdamW")
+    assert file.getvalue() == "fit: AdamW makes several passes over the parameters\n"
 
 
 # --- precision

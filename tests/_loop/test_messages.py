@@ -2,6 +2,7 @@
 write instead.
 """
 
+import copy
 import math
 
 import attrs
@@ -9,6 +10,7 @@ import launch
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import fnloop as fl
@@ -410,12 +412,22 @@ def test_a_tuple_of_batches_is_a_loader():
     assert fl.evaluate(fl.pipeline()(loss), toy(w=3.0), (batch, batch, batch)) == {"loss": 3.0}
 
 
-@pytest.mark.parametrize(("valid", "epochs"), [([], 1), (iter(TRAIN), 2)])
-def test_a_loader_to_evaluate_without_a_batch_has_the_hint(valid, epochs):
-    with pytest.raises(
-        ValueError,
-        match=r"gave no batch\. An iterator can be read once: pass a list, or a function",
-    ):
+NO_BATCH = {
+    "used": (iter(TRAIN), 2, r"An iterator can be read once: pass a list, or a function"),
+    "empty": ([], 1, r"Its length is 0: was it filled, and were the files found"),
+}
+
+
+@pytest.mark.parametrize(("train", "epochs", "hint"), NO_BATCH.values(), ids=NO_BATCH)
+def test_a_loader_to_train_on_without_a_batch_has_the_hint(train, epochs, hint):
+    train = iter(TRAIN) if train else train
+    with pytest.raises(ValueError, match=rf"gave no batch in epoch {epochs}\. {hint}"):
+        fl.fit(STEP, toy(), train, epochs=epochs, hooks=())
+
+
+@pytest.mark.parametrize(("valid", "epochs", "hint"), NO_BATCH.values(), ids=NO_BATCH)
+def test_a_loader_to_evaluate_without_a_batch_has_the_hint(valid, epochs, hint):
+    with pytest.raises(ValueError, match=rf"gave no batch\. {hint}"):
         fl.fit(STEP, toy(), (TRAIN, valid), epochs=epochs, hooks=())
 
 
@@ -500,3 +512,150 @@ def test_a_loss_function_that_calls_backward_is_told_that_fnloop_does():
     with pytest.raises(RuntimeError) as raised:
         fl.fit(fl.pipeline()(loss_fn), toy(), [torch.ones(1)], hooks=())
     assert any("fnloop calls backward" in note for note in raised.value.__notes__)
+
+
+# --- what is written at first, and what to write instead
+
+LINEAR, SGD = nn.Linear(2, 1), torch.optim.SGD
+StepLR = lr_scheduler.StepLR
+WRITE = r"Write torch_scheduler\(lambda optimizer, run: StepLR\(optimizer, 10\)\)"
+
+
+def optimizer():
+    return SGD(LINEAR.parameters(), lr=0.1)
+
+
+def swapped(batch, model):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def pairs(model, batch):
+    return fl.supervised(nn.MSELoss())(model, batch)
+
+
+def state_of(model=LINEAR):
+    return fl.TrainState.create(model, SGD(model.parameters(), lr=0.1))
+
+
+def trained_on(batch, loss=pairs, *middleware):
+    return fl.fit(fl.pipeline(*middleware)(loss), state_of(), [batch], hooks=())
+
+
+INSTEAD = {
+    "schedule(StepLR)": (lambda: fl.schedule(StepLR), WRITE),
+    "schedule(StepLR(...))": (lambda: fl.schedule(StepLR(optimizer(), 10)), WRITE),
+    "torch_scheduler(StepLR)": (lambda: fl.torch_scheduler(StepLR), WRITE),
+    "torch_scheduler(StepLR(...))": (
+        lambda: fl.torch_scheduler(StepLR(optimizer(), 10)),
+        "expects a function \\(optimizer, run\\) -> scheduler; got a StepLR. " + WRITE,
+    ),
+    "schedule(LinearLR)": (
+        lambda: fl.schedule(lr_scheduler.LinearLR),
+        r"Write torch_scheduler\(lambda optimizer, run: LinearLR\(optimizer, \.\.\.\)\)",
+    ),
+    "schedule(ReduceLROnPlateau)": (
+        lambda: fl.schedule(lr_scheduler.ReduceLROnPlateau(optimizer())),
+        r'Instead of ReduceLROnPlateau, list plateau\("valid/loss"\) in the pipeline',
+    ),
+    "warmup(StepLR)": (lambda: fl.schedules.warmup(10)(StepLR), WRITE),
+    "loss(batch, model)": (
+        lambda: fl.pipeline()(swapped),
+        r"takes \(model, batch\), but swapped takes \(batch, model\): write \(model, batch\)",
+    ),
+    "supervised, mapping": (
+        lambda: trained_on({"image": torch.ones(3, 2), "label": torch.ones(3, 1)}),
+        r"supervised expects batches \(x, y\); got a dict with 'image', 'label'\. Write a loss "
+        r"function: def loss_fn\(model, batch\): return criterion\(model\(batch\['image'\]\), "
+        r"batch\['label'\]\)",
+    ),
+    "fit(..., 3)": (
+        lambda: fl.fit(STEP, toy(), [ONE], 3),
+        r"write fit\(step, state, loaders, epochs=3\); got 3 as a fourth argument",
+    ),
+    "run(..., hooks)": (
+        lambda: fl.run(STEP, toy(), [ONE], ()),
+        r"run takes \(step, state, loaders\), and the rest by name",
+    ),
+    "TrainState(...)": (
+        lambda: fl.TrainState(LINEAR, optimizer()),
+        r"write TrainState\.create\(model, optimizer\), which checks both and draws a seed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), INSTEAD.values(), ids=INSTEAD)
+def test_a_mistake_of_the_first_hour_says_what_to_write(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_states_are_copied_as_before():
+    state = fl.fit(STEP, toy(), [ONE], hooks=())
+    for made in (
+        attrs.evolve(state, stop="enough"),
+        copy.copy(state),
+        fl.snapshot(state),
+        copy.deepcopy(state),
+    ):
+        assert (type(made), made.step, made.seed) == (fl.TrainState, 1, state.seed)
+
+
+FAILURES = {
+    "shape": ((torch.ones(3, 9), torch.ones(3, 1)), "(3, 9) float32, (3, 1) float32"),
+    "dtype": ((torch.ones(3, 2).double(), torch.ones(3, 1)), "(3, 2) float64, (3, 1) float32"),
+    "nested": (
+        (torch.ones(3, 9), {"y": torch.ones(3, 1), "ids": [torch.ones(3).long()] * 2}),
+        "(3, 9) float32, [y: (3, 1) float32, ids: [(3,) int64, (3,) int64]]",
+    ),
+    "many": ([torch.ones(1, 9)] * 10, ", ".join(["(1, 9) float32"] * 8) + " and 2 more"),
+    "other": (("a", None), "'a', None"),
+}
+
+
+@pytest.mark.parametrize(("batch", "shown"), FAILURES.values(), ids=FAILURES)
+def test_an_error_of_the_loss_function_tells_of_the_batch(batch, shown):
+    loss = lambda model, batch: model(batch[0]).mean()
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        trained_on(batch, loss)
+    assert caught.value.__notes__[0] == f"the batch: {shown}"
+    assert len(caught.value.__notes__) == 2  # and the place
+
+
+def test_what_is_told_of_a_batch_is_one_short_line():
+    batch = {f"a long name {i}": torch.ones(1, 9) for i in range(50)}
+    with pytest.raises(KeyError) as caught:
+        trained_on(batch, lambda model, batch: model(batch["image"]).mean())
+    assert len(caught.value.__notes__[0]) <= 220 and "\n" not in caught.value.__notes__[0]
+
+
+MISSING = {
+    "no aux": (
+        lambda model, x: model(x).mean(),
+        "aux, which the loss function returns with the loss, is empty. To add 'output', write "
+        'return loss, {"output": output} there',
+    ),
+    "another key": (
+        lambda model, x: (model(x).mean(), {"outputs": x}),
+        "aux, which the loss function returns with the loss, has 'outputs'. To add 'output', write "
+        "return loss, {\"output\": output} there. Did you mean 'outputs'?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "note"), MISSING.values(), ids=MISSING)
+def test_a_metric_that_reads_a_missing_key_of_aux_says_what_to_return(loss, note):
+    top = fl.metric(top=lambda aux, batch: aux["output"].max())
+    with pytest.raises(KeyError) as caught:
+        trained_on(torch.ones(3, 2), loss, top)
+    assert note in caught.value.__notes__
+    with pytest.raises(KeyError) as caught:
+        fl.evaluate(fl.pipeline(top)(loss), state_of(), [torch.ones(3, 2)])
+    assert note in caught.value.__notes__
+
+
+def test_a_key_error_of_something_else_has_no_such_note():
+    metric = fl.metric(top=lambda aux, batch: {}["another"])
+    with pytest.raises(KeyError) as caught:
+        trained_on(torch.ones(3, 2), lambda model, x: (model(x).mean(), {"another": x}), metric)
+    assert not any("aux" in note for note in caught.value.__notes__)

@@ -105,7 +105,8 @@ def test_a_failure_leaves_the_statistics_as_they_were():
     with pytest.raises(RuntimeError) as caught:
         fl.update_batchnorm(step, state, broken)
     assert caught.value.__notes__ == [
-        "while in the loss function loss_fn, update_batchnorm, batch 2"
+        "the batch: (3, 5) float64, (3, 1) float64",
+        "while in the loss function loss_fn, update_batchnorm, batch 2",
     ]
     assert_same(state, before)
     assert state.model[1].momentum == 0.1 and state.model[1].training

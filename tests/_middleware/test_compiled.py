@@ -318,14 +318,15 @@ def test_a_learning_rate_set_by_hand_is_not_taken_for_that_of_the_schedule():
         fl.fit(scheduled, state, [torch.ones(1)], epochs=3, hooks=())
 
 
-def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog):
+def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog, monkeypatch):
     problem = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.123))
     step = fl.pipeline(fl.compiled(update=True, backend="eager"))(problem.loss_fn)
     hints = importlib.import_module("fnloop._loop.hints")
     hints._log_once.cache_clear()
-    hints.suggest_fused(step.pipeline.middleware, problem.state())
+    monkeypatch.setattr(hints, "LEAST_SAVED", 0.0)
+    hints.suggest_fused(step.pipeline.middleware, problem.state(), 1e-6, 1)
     assert not caplog.messages
-    hints.suggest_fused((), problem.state())
+    hints.suggest_fused((), problem.state(), 1e-6, 1)
     assert "fused=True" in caplog.text
 
 

@@ -380,7 +380,11 @@ def test_two_of_one_name_may_have_another():
         (lambda: fl.swa(every=1.5), ValueError, "swa expects every"),
         (lambda: fl.ema(evaluate="alone"), ValueError, "True .*\"only\".*got 'alone'"),
         (lambda: fl.ema(name="a/b"), ValueError, "ema expects name as letters, digits, _ and -"),
-        (lambda: fl.swa(name="Model"), ValueError, "none of model, optimizer, slots, averaged"),
+        (
+            lambda: fl.swa(name="Model"),
+            ValueError,
+            "none of model, optimizer, slots, training, averaged",
+        ),
         (lambda: fl.ema(name=3), TypeError, "ema expects name"),
         (lambda: fl.ema(name="closure"), ValueError, "other middleware; got 'closure'"),
         (

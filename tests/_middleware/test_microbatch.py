@@ -273,13 +273,13 @@ def test_a_single_sample_that_does_not_fit_and_other_errors_are_raised():
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fl.fit(fl.pipeline(fl.retry_on_oom())(loss_fn), toy(), [torch.ones(3)], hooks=())
-    assert "a single sample does not fit" in caught.value.__notes__[0]
-    assert "while in the loss function" in caught.value.__notes__[1]
+    assert "a single sample does not fit" in caught.value.__notes__[1]
+    assert "while in the loss function" in caught.value.__notes__[2]
     assert caught.value.state.slots["retry_on_oom"] == 0  # nothing fitted
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fl.pipeline(fl.retry_on_oom())(loss_fn)(toy(), (torch.ones(3), torch.ones(2)))
-    assert "cannot repeat this with smaller pieces: a batch is cut" in caught.value.__notes__[0]
+    assert "cannot repeat this with smaller pieces: a batch is cut" in caught.value.__notes__[1]
 
     calls = []
 

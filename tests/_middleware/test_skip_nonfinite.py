@@ -1,10 +1,12 @@
 """skip_nonfinite: a run with poisoned batches equals one whose loader leaves them out."""
 
+import itertools
 import math
 
 import attrs
 import pytest
 import torch
+from sample_middleware import noise, own_guard
 from torch import nn
 
 import fnloop as fl
@@ -105,12 +107,41 @@ def assert_same_training(one, two):
     assert [r.metrics for r in one.history] == [r.metrics for r in two.history]
 
 
-@pytest.mark.parametrize("guard_first", [True, False])
-def test_a_bad_batch_leaves_its_whole_window_out(guard_first):
-    members = (fl.skip_nonfinite(), fl.accumulate(2))
-    step = fl.pipeline(*(members if guard_first else members[::-1]))(toy_loss)
-    state = fl.fit(step, toy(), xs(1, NAN, 2, 4), hooks=())
+INSIDE = ("guard other accumulate", "other guard accumulate")
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [
+        (fl.clip(99.0), INSIDE),
+        (noise(0.0), INSIDE),
+        (fl.clip(math.inf), ()),
+        (fl.grad_norm(), ()),
+        (fl.microbatch(1), ()),
+        (fl.retry_on_oom(), ()),
+        (fl.spike_guard(9), ()),
+        (
+            fl.amp("fp16", init_scale=1.0),
+            ("guard other accumulate", "guard accumulate other", "accumulate guard other"),
+        ),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("order", [*itertools.permutations(("guard", "other", "accumulate"))])
+def test_a_bad_batch_leaves_its_whole_window_out_in_every_order(other, refused, order):
+    """Of the windows (1, NaN) and (2, 4) the second is applied, or the order is refused."""
+    members = {"guard": fl.skip_nonfinite(), "accumulate": fl.accumulate(2), "other": other}
+    listed = [members[name] for name in order]
+    if " ".join(order) in refused:
+        with pytest.raises(ValueError, match=r"judges whole updates|scaled gradients"):
+            fl.pipeline(*listed)
+        return
+    state = fl.fit(fl.pipeline(*listed)(float_loss), toy(), xs(1, NAN, 2, 4), hooks=())
     assert (state.model.w.item(), state.step, state.skipped) == (-3.0, 1, 1)
+
+
+def float_loss(model, x):
+    return (model.w * x).float().mean()
 
 
 def test_the_carry_of_a_bad_window_is_not_carried_on():
@@ -194,6 +225,9 @@ def test_an_update_is_read_to_the_host_once():
         (fl.skip_nonfinite(), fl.amp("fp16")),
         (fl.skip_nonfinite(), fl.sam()),
         (fl.clip(1.0), fl.skip_nonfinite(), fl.accumulate(2)),
+        (fl.skip_nonfinite(), fl.clip(1.0), fl.accumulate(2)),
+        (fl.sam(), fl.skip_nonfinite(), fl.accumulate(2)),
+        (fl.grad_norm(), fl.skip_nonfinite(), own_guard(), fl.accumulate(2)),
     ],
     ids=repr,
 )

@@ -1,5 +1,6 @@
 """spike_guard: losses far above the median of the last ones, and where they were."""
 
+import copy
 import functools
 import math
 
@@ -16,6 +17,10 @@ NAN = math.nan
 def is_batch(model, batch):
     """The loss is the batch, and the gradient 1."""
     return model.w - model.w.detach() + batch.mean()
+
+
+def halved(i, total):
+    return 0.5**i
 
 
 def fitted(losses, *members, state=None, **settings):
@@ -120,9 +125,11 @@ def test_settings_are_checked(settings, error, match):
         fl.spike_guard(**settings)
 
 
-def test_where_it_would_not_see_whole_updates_it_is_refused():
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_where_it_would_not_see_whole_updates_it_is_refused(guard_first):
+    inside = [fl.clip(1.0), fl.spike_guard()]
     with pytest.raises(ValueError, match=r"spike_guard\(\) judges whole updates"):
-        fl.pipeline(fl.clip(1.0), fl.spike_guard(), fl.accumulate(2))
+        fl.pipeline(*inside[:: -1 if guard_first else 1], fl.accumulate(2))
 
 
 def test_two_runs_of_one_step_do_not_share_losses():
@@ -309,6 +316,38 @@ def test_a_phase_goes_back_no_further_than_to_its_beginning():
     state = fitted([1, 9, 1], *members, state=first, phase="b")
     assert (state.step, state.skipped) == (4, 2)  # 3, then 4, back to 3, and 4
     assert state.model.w.item() == -4.0  # each update of b is its first, with a rate of 1
+
+
+@pytest.mark.parametrize("guard_at", [0, 1, 2])
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize(
+    "members",
+    [
+        [fl.schedule(fl.schedules.exponential(0.5))],
+        [fl.plateau("train/loss", factor=0.5, patience=1)],
+        [fl.plateau("train/loss", factor=0.5, patience=1, since="run"), fl.schedule(halved)],
+        [fl.schedule(halved), fl.schedule(halved, field="momentum")],
+        [fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))],
+    ],
+    ids=repr,
+)
+def test_rates_go_back_in_a_later_phase_in_every_order(members, guard_at, rate):
+    """Phase b goes back to its beginning: it equals one whose loader lacks the first batches."""
+    guarded = [*members[:guard_at], fl.spike_guard(3, then="back"), *members[guard_at:]]
+
+    def trained(members, b):
+        model = toy().model
+        optimizer = torch.optim.SGD(model.parameters(), lr=copy.deepcopy(rate), momentum=0.5)
+        state = fl.TrainState.create(model, optimizer, seed=0)
+        for name, losses in {"a": [1, 1, 1, 1], "b": b, "c": [1, 1]}.items():
+            state = fitted(losses, *members, state=state, phase=name)
+        return state
+
+    one = trained(guarded, [1, 1, 9, 1, 1])
+    two = trained(members, [1, 1])
+    assert (one.step, one.skipped) == (8, 3) and (two.step, two.skipped) == (8, 0)
+    assert one.model.w.item() == two.model.w.item()
+    assert str(one.optimizer.state_dict()) == str(two.optimizer.state_dict())
 
 
 def test_going_back_does_not_turn_back_the_clock_of_a_time_limit(clock):

@@ -61,7 +61,7 @@ def test_a_snapshot_has_its_own_scheduler():
 
 
 def test_a_factory_that_is_not_a_function_is_an_error_when_composing():
-    with pytest.raises(TypeError, match=r"torch_scheduler\(lambda opt, run: ...\)"):
+    with pytest.raises(TypeError, match=r"torch_scheduler\(lambda optimizer, run: ...\)"):
         fl.torch_scheduler("cosine")
 
 

@@ -296,7 +296,7 @@ def test_an_evaluation_names_the_turn_that_failed():
     assert "while in g, the loss function fails, valid" in "".join(caught.value.__notes__)
     with pytest.raises(RuntimeError) as caught:
         fl.evaluate(step, two(), batches(1))
-    assert "while in g, the loss function fails, evaluate, batch 0" in caught.value.__notes__[0]
+    assert "while in g, the loss function fails, evaluate, batch 0" in caught.value.__notes__[1]
 
 
 def test_a_stale_state_is_refused():

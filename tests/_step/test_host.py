@@ -4,10 +4,11 @@ import threading
 
 import pytest
 import torch
+from sample_middleware import own_guard
 
 import fnloop as fl
 from fnloop._step.host import decide, replace_host
-from fnloop.testing import toy
+from fnloop.testing import toy, toy_loss
 
 OUT = fl.Output(torch.tensor(1.0), 1)
 
@@ -64,3 +65,13 @@ def test_the_judge_is_not_asked_about_an_update_that_is_left_out_already():
 def test_a_flag_is_a_scalar_tensor_and_a_judge_a_function(flag, judge, match):
     with pytest.raises(TypeError, match=f"decide expects {match}"):
         fl.decide(toy(), OUT, flag, judge)
+
+
+def test_a_batch_of_a_window_is_not_judged_for_itself():
+    inside = fl.pipeline(own_guard(), fl.accumulate(2))(toy_loss)
+    with pytest.raises(ValueError, match=r"whole updates, .* after accumulate. To leave a batch"):
+        fl.fit(inside, toy(), [torch.ones(1)] * 2, hooks=())
+    around = fl.pipeline(fl.clip(9.0), fl.accumulate(2), own_guard())(toy_loss)
+    batches = [torch.tensor([x]) for x in (1.0, float("nan"), 2.0, 4.0)]
+    state = fl.fit(around, toy(), batches, hooks=())
+    assert (state.model.w.item(), state.step, state.skipped) == (-3.0, 1, 1)

@@ -1,10 +1,17 @@
 """Schedule-free optimizers: other weights in evaluation than in training."""
 
+import contextlib
+import importlib
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fnloop as fl
-from fnloop.testing import small
+from fnloop.testing import assert_same, small
+
+_save = importlib.import_module("fnloop._checkpoint.save")
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
@@ -41,9 +48,13 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
             group["k"] += 1
 
 
-def new_state(problem):
+def package_adamw(params):
+    return pytest.importorskip("schedulefree").AdamWScheduleFree(params, lr=0.1)
+
+
+def new_state(problem, make=ScheduleFreeSGD):
     model = problem.state().model
-    return fl.TrainState.create(model, ScheduleFreeSGD(model.parameters()), seed=0)
+    return fl.TrainState.create(model, make(model.parameters()), seed=0)
 
 
 @pytest.mark.parametrize("evaluated_every", [1, 3])
@@ -110,22 +121,86 @@ def test_each_of_several_optimizers_has_its_modes():
     assert named["free"].param_groups[0]["train_mode"]
 
 
-def test_saved_weights_are_those_to_evaluate_and_a_whole_checkpoint_those_to_train(tmp_path):
+@pytest.mark.parametrize("make", [ScheduleFreeSGD, package_adamw], ids=["small", "package"])
+@pytest.mark.parametrize("background", [False, True])
+def test_saved_weights_are_those_to_evaluate_and_training_continues_with_its_own(
+    make, background, tmp_path
+):
     problem = small()
-    step, state = fl.pipeline()(problem.loss_fn), new_state(problem)
-    for batch in problem.batches[:3]:
-        state, _ = step(state, batch)
-    training = [p.clone() for p in state.model.parameters()]
+    step, state = fl.pipeline(fl.ema(0.9))(problem.loss_fn), new_state(problem, make)
+    keep = fl.checkpoint(tmp_path, background=background)
+    state = fl.fit(step, state, problem.batches[:3], hooks=(keep,))
+    path, training = fl.latest(tmp_path), [p.clone() for p in state.model.parameters()]
     (averaged,) = fl.predict(lambda m, _: [p.clone() for p in m.parameters()], state, [0])
-    assert not all(map(torch.equal, training, averaged))
+    assert not any(map(torch.equal, training, averaged))
 
-    def loaded(**settings):
-        path = fl.save(state, tmp_path / "saved", **settings)
-        return list(fl.restore(path, new_state(problem), **settings).model.parameters())
+    def loaded(path, **settings):
+        return [*fl.restore(path, new_state(problem, make), **settings).model.parameters()]
 
-    assert all(map(torch.equal, averaged, loaded(only=("model",))))
-    assert all(map(torch.equal, training, loaded()))
+    assert all(map(torch.equal, averaged, loaded(path, only=("model",))))
+    assert all(map(torch.equal, training, loaded(path, only=("model", "optimizer"))))
+    assert all(map(torch.equal, training, loaded(path)))
     assert all(map(torch.equal, training, state.model.parameters()))
+    plain = problem.state().model  # without fnloop
+    plain.load_state_dict(load_file(path / "model.safetensors"))
+    assert all(map(torch.equal, averaged, plain.parameters()))
+    plain.load_state_dict(load_file(path / "training.safetensors"))
+    assert all(map(torch.equal, training, plain.parameters()))
+    assert_same(fl.restore(path, new_state(problem, make)), state)
+    state = fl.fit(step, state, problem.batches[:3], epochs=2, hooks=())
+    resumed = fl.restore(path, new_state(problem, make))
+    assert_same(fl.fit(step, resumed, problem.batches[:3], epochs=2, hooks=()), state)
+
+    for only in (("model",), ("trained",)):
+        partial = fl.save(state, tmp_path / "partial", only=only)
+        assert not (partial / "training.safetensors").exists()
+        (averaged,) = fl.predict(lambda m, _: [p.clone() for p in m.parameters()], state, [0])
+        assert all(map(torch.equal, averaged, loaded(partial, only=only)))
+
+
+def test_a_checkpoint_from_before_has_the_weights_of_training_alone(tmp_path, monkeypatch):
+    problem = small()
+    state, _ = fl.pipeline()(problem.loss_fn)(new_state(problem), problem.batches[0])
+    state, _ = fl.pipeline()(problem.loss_fn)(state, problem.batches[1])
+    monkeypatch.setattr(_save, "evaluation_weights", lambda _: contextlib.nullcontext(set()))
+    path = fl.save(state, tmp_path / "a")
+    assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
+    assert_same(fl.restore(path, new_state(problem)), state)
+
+
+def test_weights_that_a_module_computes_and_tied_ones_are_saved_as_they_are_trained(tmp_path):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3))
+            self.b, self.c = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+            self.c.weight = self.b.weight
+            self._register_state_dict_hook(lambda module, found, *_: found.update(doubled(found)))
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x)))
+
+        def _load_from_state_dict(self, found, prefix, *rest):
+            found.pop("doubled", None)
+            super()._load_from_state_dict(found, prefix, *rest)
+
+    def doubled(found):
+        return {"doubled": 2 * found["b.weight"].detach()}
+
+    def new():
+        torch.manual_seed(0)
+        net = Net()
+        return fl.TrainState.create(net, ScheduleFreeSGD(net.parameters()), seed=0)
+
+    step = fl.pipeline()(lambda model, x: model(x).square().mean())
+    state = fl.fit(step, new(), [torch.ones(2, 3)] * 4, hooks=())
+    path = fl.save(state, tmp_path / "a")
+    model, training = (load_file(path / f"{name}.safetensors") for name in ("model", "training"))
+    for found in (model, training):
+        assert torch.equal(found["doubled"], 2 * found["b.weight"])
+        assert torch.equal(found["c.weight"], found["b.weight"])
+    assert not torch.equal(model["doubled"], training["doubled"])
+    assert_same(fl.restore(path, new(), strict=False), state)
 
 
 def test_an_evaluation_that_fails_restores_the_weights():

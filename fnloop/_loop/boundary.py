@@ -1,0 +1,226 @@
+"""What is due at a boundary, the point between two updates.
+
+``due`` says it as a list of actions, and ``Run`` carries them out. There is a list for each stage,
+because what a stage does decides the next one: a hook stops the run after it has seen the record.
+
+    "start"     before the first update: evaluate, and call the hooks of that moment
+    "boundary"  after each update: make the records that are due, and call all hooks
+    "end"       after a stop, or where the end alone has something to evaluate: the closing record,
+                and the hooks of that moment
+
+A run that reaches its target makes its end with its last boundary: the closing record comes before
+the hooks, which see the event "end". It has an "end" of its own only if this boundary has a record,
+and the end evaluates more: then the hooks see that record as they would if the run went further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import attrs
+
+from fnloop._core.events import END, EPOCH, RECORD
+from fnloop._core.history_table import is_row
+from fnloop._core.record import Record
+from fnloop._core.state import TrainState
+from fnloop._core.stops import End
+from fnloop._display import checks
+from fnloop._hooks.moments import Moment, Trigger, as_moment
+
+# When to evaluate: all loaders together, or each by its name; None is never.
+Moments = Trigger | Mapping[str, Trigger | None] | None
+
+
+@attrs.frozen
+class Append:
+    """Append a record.
+
+    Args:
+        kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
+            ``record_every`` alone. "closing": because the run ends here.
+        loaders: the names of the loaders to evaluate for it.
+    """
+
+    kind: str
+    loaders: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Collect:
+    """Evaluate loaders for the hooks that ask for outputs at the end, without a record."""
+
+    loaders: tuple[str, ...]
+
+
+@attrs.frozen
+class Call:
+    """Call the hooks: all of them, or those that are due outside of an update.
+
+    Args:
+        stage: "start", "boundary" or "end". All hooks are called at a boundary, and at the start if
+            there is a record.
+    """
+
+    stage: str
+
+
+@attrs.frozen
+class Leave:
+    """Leave the end of the run for later: after the hooks."""
+
+    end: End
+
+
+Action = Append | Collect | Call | Leave
+
+
+@attrs.frozen
+class Answers:
+    """What the moments of ``fit`` say at a boundary.
+
+    Args:
+        now: the loaders whose evaluation is due; None if none is.
+        at_end: those whose evaluation is due only because the run ends.
+        record: whether a record is due in any case.
+    """
+
+    now: tuple[str, ...] | None = None
+    at_end: tuple[str, ...] = ()
+    record: bool = False
+
+
+def ask(
+    evaluations: Sequence[tuple[Moment, tuple[str, ...]]],
+    record_every: Moment | None,
+    state: TrainState,
+    note: Callable[[Moment], object],
+) -> Answers:
+    """Ask the moments of ``fit`` what is due. If one is asked, all are, because some have clocks.
+
+    Where the run ends, they are asked as if it continued, and then whether the end makes a
+    difference: so a run that continues has made the same records as one that never stopped.
+
+    Args:
+        evaluations: when to evaluate, and which loaders.
+        record_every: when to make a record in any case; None is never.
+        state: the state at the boundary.
+        note: called with each moment before it is asked.
+    """
+    __tracebackhide__ = True
+    ends = END in state.events
+    continued = attrs.evolve(state, events=state.events - {END}) if ends else state
+    now: list[tuple[str, ...]] = []
+    at_end: list[tuple[str, ...]] = []
+    for moment, names in evaluations:
+        note(moment)
+        if moment.due(state if moment.excludes_end else continued):
+            now.append(names)
+        elif ends and END in moment.outside and moment.due(state):
+            at_end.append(names)
+    record = False
+    if record_every is not None:
+        note(record_every)
+        record = record_every.due(state if record_every.excludes_end else continued)
+    return Answers(sum(now, ()) if now else None, sum(at_end, ()), record)
+
+
+def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str]) -> list[Action]:
+    """Return what happens at a stage of a boundary, in its order.
+
+    Args:
+        stage: "start", "boundary" or "end".
+        state: the state: its events say whether an epoch, or the run, ends here.
+        answers: what the moments say.
+        evaluated: the names of all loaders that the run evaluates.
+    """
+    ends, epoch = END in state.events, EPOCH in state.events
+    known = tuple(evaluated)
+    if stage == "start":
+        record = [] if answers.now is None else [Append("evaluation", answers.now)]
+        return [*record, Call("start")]
+    if stage == "end":
+        made = is_full(state)
+        closing = _closing(answers, made, state.history[-1] if made else None, known)
+        return [*closing, Collect(known), Call("end")]
+    if epoch or answers.now is not None:
+        record = Append("epoch" if epoch else "evaluation", answers.now or ())
+        if ends and not set(answers.at_end) <= set(record.loaders):
+            return [record, Leave(End()), Call("boundary")]
+        rest = tuple(name for name in known if name not in record.loaders)
+        return [record, *([Collect(rest)] if ends else ()), Call("boundary")]
+    recent = [Append("recent")] if answers.record else []
+    return [*recent, *([Append("closing", known)] if ends else ()), Call("boundary")]
+
+
+def _closing(
+    answers: Answers, made: bool, record: Record | None, known: tuple[str, ...]
+) -> list[Append]:
+    """Return the closing record: of what the end evaluates beyond the record of its boundary."""
+    if not made:
+        return [Append("closing", known)]
+    missing = tuple(not_in(record, answers.at_end))
+    return [Append("closing", missing)] if missing else []
+
+
+def is_full(state: TrainState) -> bool:
+    """Return whether this boundary has a record with more than the metrics of ``record_every``."""
+    if RECORD not in state.events:
+        return False
+    record = state.history[-1]
+    return EPOCH in state.events or (bool(record.metrics) and is_row(record))
+
+
+def not_in(record: Record | None, loaders: Iterable[str]) -> list[str]:
+    """Return the loaders that a record has no evaluation of."""
+    known = {} if record is None else record.metrics
+    return [loader for loader in loaders if f"{loader}/loss" not in known]
+
+
+# --- the arguments of fit
+
+
+def read_moments(
+    given: Moments, loaders: tuple[str, ...]
+) -> tuple[tuple[Moment, tuple[str, ...]], ...]:
+    """Return the moments of ``evaluate_every``, each with the loaders to evaluate then.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is a mapping, and a loader is missing or unknown.
+    """
+    if not isinstance(given, Mapping):
+        check_moment("evaluate_every", given)
+        return () if given is None else ((own_clock(given), loaders),)
+    for name, moment in given.items():
+        check_moment(f"evaluate_every[{name!r}]", moment)
+    if unknown := [repr(name) for name in given if name not in loaders]:
+        raise ValueError(
+            f"fit got evaluate_every with {', '.join(unknown)}, which is not a loader to evaluate; "
+            f"those are: {', '.join(loaders) or 'none'}"
+        )
+    if missing := [name for name in loaders if name not in given]:
+        raise ValueError(
+            f"fit got evaluate_every without the loader {missing[0]!r}: add its moment, or None "
+            f"for never: {{..., {missing[0]!r}: None}}"
+        )
+    return tuple((own_clock(each), (name,)) for name, each in given.items() if each is not None)
+
+
+def own_clock(moment: Trigger) -> Moment:
+    """Return a moment that may be used elsewhere too: with a clock of its own, if it has one."""
+    return as_moment(moment).renew()
+
+
+def check_moment(argument: str, given: object) -> None:
+    """Raise TypeError unless this is a trigger, or None."""
+    if given is not None and (isinstance(given, type) or not hasattr(given, "due")):
+        raise TypeError(
+            f"fit expects {argument} as every(epochs=1), every(steps=100), when(predicate) or "
+            "None, or as at_start(), at_end() or a combination by |, & and ~; got "
+            f"{checks.describe(given)}"
+        )
+    if getattr(given, "monitors", ()):
+        raise TypeError(
+            f"fit expects {argument} as a moment that does not depend on records, because it makes "
+            f"them; got {given!r}"
+        )

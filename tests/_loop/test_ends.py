@@ -1,0 +1,318 @@
+"""How a run ends, and what it leaves to the run that continues: a table of all ways."""
+
+import itertools
+
+import attrs
+import pytest
+from loop_cases import ONE, Boom
+
+import fnloop as fl
+from fnloop._core.events import END, EPOCH, RECORD, UPDATE
+from fnloop._core.record import Record
+from fnloop._core.stops import (
+    BOUNDARY,
+    FLUSH,
+    REQUEUED,
+    TERMINATED,
+    End,
+    Stop,
+    decode_left,
+    encode_left,
+    first_stop,
+    kind_of,
+    left_in_events,
+)
+from fnloop._hooks.wrapper import Hook
+from fnloop._loop.boundary import Answers, Append, Call, Collect, Leave, due
+from fnloop.testing import assert_same, toy, toy_loss
+
+TRAIN, VALID = [ONE, 2 * ONE, 3 * ONE], [-ONE]  # w falls, so valid/loss rises: never better
+
+
+# --- every way to end, in mid-epoch and at the end of an epoch, continued in every way
+
+
+def program(stops=(), evaluated=True):
+    """The step of a run whose rate depends on its records; ``stops`` by step, set by a guard."""
+
+    def guard(step):
+        def guarded(state, batch):
+            state, out = step(state, batch)
+            stop = stops.pop(state.step) if state.step in stops else state.stop
+            return attrs.evolve(state, stop=stop), out
+
+        return guarded
+
+    rate = (fl.plateau("valid/loss", factor=0.5, patience=2),) if evaluated else ()
+    return fl.pipeline(*rate, fl.middleware("step")(lambda: guard)())(toy_loss)
+
+
+def train(state, seen, *, stops=(), hooks=(), evaluate_every, **targets):
+    """Run, and note at which steps the hooks of every boundary and of the end are called."""
+    note = lambda name: lambda state: seen.append((name, state.step)) or state
+    listed = (*hooks, note("hook"), fl.at_end()(note("end")))
+    given = {"hooks": listed, "evaluate_every": evaluate_every, **targets}
+    step = program(stops, evaluate_every is not None)
+    return fl.fit(step, state, (TRAIN, VALID), **given)
+
+
+def in_memory(state, folder):
+    return state
+
+
+def from_disk(state, folder):
+    fl.save(state, folder / "saved")
+    return fl.restore(folder / "saved", toy(lr=1.0))
+
+
+WAYS = {
+    "target": (None, True),
+    "hook": (Stop("enough"), True),
+    "plain": ("enough", True),
+    "limit": (Stop("time_limit: the run has taken its 1s", "limit"), True),
+    "job": (Stop("time_limit: this job ends in 1s", "job"), False),
+    "signal": (TERMINATED, False),
+    "requeued": (REQUEUED, False),
+}
+EVALUATIONS = {
+    "each epoch": fl.every(epochs=1),
+    "second epoch, end": fl.every(epochs=2) | fl.at_end(),
+    "third step": fl.every(steps=3),
+    "never": None,
+}
+
+
+@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize("at", [5, 6, 9], ids=lambda at: f"step {at}")
+@pytest.mark.parametrize(
+    ("way", "by"), [("target", ""), *itertools.product(list(WAYS)[1:], ["hook", "guard"])]
+)
+@pytest.mark.parametrize("continued", [in_memory, from_disk])
+def test_a_run_that_continues_equals_one_that_never_ended(
+    way, by, at, evaluation, continued, tmp_path
+):
+    stop, ends = WAYS[way]
+    moment = {"evaluate_every": EVALUATIONS[evaluation]}
+    once = {at: stop}
+    whole_seen, seen = [], []
+    whole = train(toy(lr=1.0), whole_seen, epochs=5, **moment)
+    if way == "target":
+        part = train(toy(lr=1.0), seen, steps=at, **moment)
+    elif by == "guard":
+        part = train(toy(lr=1.0), seen, epochs=5, stops=once, **moment)
+    else:
+        halt = lambda s: attrs.evolve(s, stop=once.pop(s.step)) if s.step in once else s
+        part = train(toy(lr=1.0), seen, hooks=(halt,), epochs=5, **moment)
+    assert (part.step, part.stop, part.left) == (at, stop, ())
+    assert (("end", at) in seen) is ends
+    assert any(record.closing for record in part.history) is (
+        ends and (at == 5 or (evaluation == "second epoch, end" and at == 9))
+    )
+    part = attrs.evolve(continued(part, tmp_path), stop=None)
+    part = train(part, seen, epochs=5, **moment)
+    assert_same(part, whole)
+    assert [x for x in seen if x != ("end", at)] == whole_seen
+
+
+# --- an exception at the last boundary
+
+
+@pytest.mark.parametrize("steps", [2, 3], ids=["in mid-epoch", "at the end of an epoch"])
+@pytest.mark.parametrize("raised", ["a hook", "the last save"])
+@pytest.mark.parametrize("continued", [in_memory, from_disk])
+def test_the_end_is_made_by_the_run_that_continues_from_an_exception(
+    steps, raised, continued, tmp_path
+):
+    """Its hooks at_end(), its save, and restore_best. Rates of 1, 1 and -5: step 2 is best."""
+    rates = fl.schedule(lambda i, total: (1, 1, -5)[i])
+    planted, ended = [], []
+
+    class Bomb(Hook):
+        def __call__(self, state):
+            return self.explode(state) if raised == "a hook" else state
+
+        def flush(self, state):
+            return self.explode(state) if raised == "the last save" else state
+
+        def explode(self, state):
+            if state.step == steps and not planted:
+                planted.append(1)
+                raise Boom
+            return state
+
+    def run(state, hooks):
+        end = fl.at_end()(lambda state: ended.append(state.step) or state)
+        kept = (*hooks, end, fl.restore_best("valid/loss"))
+        save = fl.every(epochs=5)(fl.checkpoint(tmp_path / "run"))
+        given = {"steps": steps, "evaluate_every": fl.every(steps=1)}
+        return fl.fit(
+            fl.pipeline(rates)(toy_loss), state, (TRAIN, [ONE]), hooks=(*kept, save), **given
+        )
+
+    with pytest.raises(Boom) as caught:
+        run(toy(lr=1.0), (Bomb(),))
+    left = caught.value.state
+    assert left.left == ((FLUSH,) if raised == "the last save" else (End(),))
+    assert ended == ([steps] if raised == "the last save" else [])
+    assert not (tmp_path / "run" / f"step-{steps:08d}").exists()
+    state = run(continued(left, tmp_path), (Bomb(),))
+    assert ended == [steps] and state.left == ()
+    assert (tmp_path / "run" / f"step-{steps:08d}").exists()
+    assert state.model.w.item() == -3.0  # -1 - 2; after step 3 it would be 12
+    assert run(state, ()) is state  # nothing is left
+
+
+def test_an_end_that_was_left_is_void_if_the_target_is_raised():
+    def boom(state):
+        if state.step == 3 and not done:
+            done.append(1)
+            raise Boom
+        return state
+
+    done, seen = [], []
+    with pytest.raises(Boom) as caught:
+        train(toy(), seen, hooks=(boom,), epochs=1, evaluate_every=None)
+    assert caught.value.state.left == (End(),)
+    state = train(caught.value.state, seen, epochs=2, evaluate_every=None)
+    assert [step for name, step in seen if name == "end"] == [6] and state.step == 6
+
+
+# --- what a boundary shows
+
+
+def test_all_hooks_of_a_boundary_see_the_same_events():
+    """Also where a guard has stopped the run, and the first hook changes the state."""
+    seen = []
+
+    def change(state):
+        seen.append(state.events)
+        return attrs.evolve(state, extra={"changed": True})
+
+    look = lambda state: seen.append(state.events) or state
+    for batches in (TRAIN[:2], TRAIN):  # at the end of an epoch, and within one
+        step = program({2: Stop("guarded", "guard")})
+        fl.fit(step, toy(), {"train": batches, "valid": VALID}, hooks=(change, look))
+        assert seen[0] == seen[1] and seen[2] == seen[3] and len(seen) == 4
+        seen.clear()
+
+
+def test_the_first_reason_to_stop_stays():
+    step = program({2: Stop("guarded", "guard")})
+    later = lambda state: attrs.evolve(state, stop="later") if state.stop else state
+    state = fl.fit(step, toy(), {"train": TRAIN, "valid": VALID}, hooks=(later, later))
+    assert state.stop == "guarded" and kind_of(state.stop) == "guard"
+
+
+def test_no_record_is_made_by_a_moment_that_excludes_the_end():
+    given = {"evaluate_every": None, "hooks": (), "record_every": ~fl.at_end()}
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 9, steps=3, **given)
+    assert [(r.step, r.closing) for r in state.history] == [(1, False), (2, False), (3, True)]
+
+
+# --- the list of actions
+
+
+NAMES = ("valid", "test")
+VALID_DUE = Answers(now=("valid",))
+
+
+@pytest.mark.parametrize(
+    ("stage", "events", "answers", "actions"),
+    [
+        ("start", (), Answers(), [Call("start")]),
+        ("start", (), VALID_DUE, [Append("evaluation", ("valid",)), Call("start")]),
+        ("boundary", (UPDATE,), Answers(), [Call("boundary")]),
+        ("boundary", (UPDATE,), Answers(record=True), [Append("recent"), Call("boundary")]),
+        ("boundary", (UPDATE,), VALID_DUE, [Append("evaluation", ("valid",)), Call("boundary")]),
+        ("boundary", (UPDATE, EPOCH), Answers(), [Append("epoch"), Call("boundary")]),
+        ("boundary", (UPDATE, END), Answers(), [Append("closing", NAMES), Call("boundary")]),
+        (
+            "boundary",
+            (UPDATE, END),
+            Answers(record=True),
+            [Append("recent"), Append("closing", NAMES), Call("boundary")],
+        ),
+        (
+            "boundary",
+            (UPDATE, END),
+            VALID_DUE,
+            [Append("evaluation", ("valid",)), Collect(("test",)), Call("boundary")],
+        ),
+        (
+            "boundary",
+            (UPDATE, EPOCH, END),
+            Answers(now=("valid",), at_end=("test",)),
+            [Append("epoch", ("valid",)), Leave(End()), Call("boundary")],
+        ),
+        ("end", (END,), Answers(), [Append("closing", NAMES), Collect(NAMES), Call("end")]),
+        ("end", (EPOCH, RECORD, END), Answers(), [Collect(NAMES), Call("end")]),
+        (
+            "end",
+            (EPOCH, RECORD, END),
+            Answers(at_end=NAMES),  # the record has "valid" already
+            [Append("closing", ("test",)), Collect(NAMES), Call("end")],
+        ),
+    ],
+)
+def test_what_is_due(stage, events, answers, actions):
+    history = fl.History([Record(1, 3, {"train/loss": 0.5, "valid/loss": 1.0})])
+    state = attrs.evolve(toy(), events=frozenset(events), history=history)
+    assert due(stage, state, answers, NAMES) == actions
+
+
+# --- stops
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stays"),
+    [
+        (None, "b", "b"),
+        ("a", "b", "a"),
+        ("a", None, None),  # a hook may take a stop back
+        (TERMINATED, "b", "b"),  # a hook decides once; a run that was interrupted continues
+        (Stop("a", "guard"), TERMINATED, "a"),
+    ],
+)
+def test_which_stop_stays(before, after, stays):
+    assert first_stop(before, after) == stays
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        (),
+        (BOUNDARY,),
+        (FLUSH,),
+        (End(),),
+        *itertools.product([BOUNDARY], [End(Stop("a")), End(Stop("a", "limit"))]),
+    ],
+    ids=repr,
+)
+def test_what_is_left_can_be_written(left):
+    found = decode_left(encode_left(left))
+    assert found == left
+    kinds = [
+        [kind_of(action.stop) for action in x if isinstance(action, End)] for x in (found, left)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize(
+    "saved", [None, {}, "end", 1, [{}], ["end"], [{"end": 1}], [{"boundary": 0}]]
+)
+def test_what_is_left_cannot_be_read_from_something_else(saved):
+    with pytest.raises(TypeError):
+        decode_left(saved)
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([], (set(), ())),
+        (["pending", "update"], ({"update"}, (BOUNDARY,))),
+        (["stop: enough", "record"], ({"record"}, (End("enough"),))),
+        (["pending", "stop: enough"], (set(), (BOUNDARY, End("enough")))),
+    ],
+)
+def test_the_events_of_older_checkpoints_say_what_is_left(events, found):
+    assert left_in_events(events) == found
