@@ -10,6 +10,7 @@ from fnloop._data.source import open_source
 from fnloop._data.window import Padding
 from fnloop.data import (
     bucketed,
+    even,
     fixed,
     fraction,
     interleave,
@@ -108,6 +109,15 @@ CASES = {  # workers -> a loader
     "zip_shortest of streams": lambda w: zip_shortest(a=shuffled(workers=w), b=stream(7)),
     "leave_out": lambda w: leave_out(shuffled(workers=w), by_position),
     "leave_out of a stream": lambda w: leave_out(stream(), by_position),
+    "even": lambda w: even(shuffled(12, workers=w)),
+    "even of a stream": lambda w: even(stream(12)),
+    "even of a list": lambda w: even(listed(6)),
+    "even of a function": lambda w: even(plain(6)),
+    "even of interleaved": lambda w: even(
+        interleave({"a": shuffled(workers=w), "b": listed(3), "c": even(shuffled(4, 50, w))})
+    ),
+    "take of an even one": lambda w: take(even(shuffled(workers=w)), 6),
+    "even of buckets": lambda w: even(take(in_buckets(w), 4)),
     "bucketed": in_buckets,
     "function": lambda w: plain(5),
     "take of interleaved": lambda w: take(
@@ -121,7 +131,10 @@ CASES = {  # workers -> a loader
     ),
     "twice the same": lambda w: (lambda one: zip_cycle(a=one, b=one))(shuffled(workers=w)),
 }
-ALWAYS_THE_SAME = (CASES["fixed of a stream"], CASES["fixed of others"])
+ALWAYS_THE_SAME = (
+    *(CASES["fixed of a stream"], CASES["fixed of others"]),
+    *(CASES["even of a list"],),
+)
 
 
 def contents(batch):

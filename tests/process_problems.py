@@ -1,6 +1,7 @@
 """Data, models, losses and helpers of the jobs that run on several processes."""
 
 import contextlib
+import logging
 import os
 
 import attrs
@@ -185,6 +186,19 @@ def created(shard=lambda model: None, **settings):
     return fl.TrainState.create(
         model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0, **settings
     )
+
+
+@contextlib.contextmanager
+def logged():
+    """Give a list of what fnloop logs."""
+    log, lines = logging.getLogger("fnloop"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 def said(do):

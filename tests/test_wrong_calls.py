@@ -438,6 +438,7 @@ DATA = {
     "take(n)": Entry(lambda v: data.take(ONES, v)),
     "fraction(loader)": Entry(lambda v: data.fraction(v, 1.0), "{1} tensor"),
     "fraction(f)": Entry(lambda v: data.fraction(ONES, v)),
+    "even(loader)": Entry(data.even, LOADER),
     "fixed(loader)": Entry(lambda v: data.fixed(v, 1), LOADER),
     "fixed(n)": Entry(lambda v: data.fixed(ONES, v)),
     "interleave(loaders)": Entry(data.interleave),

@@ -26,6 +26,7 @@ from fnloop._backend.torch_compat import (
     collectives_begun,
     default_store,
     meeting_in,
+    process_groups,
 )
 from fnloop._backend.transfer import to_cpu
 from fnloop._backend.watchdog import start_watchdog, stop_watchdog, wait_for_work, waiting_for_all
@@ -42,7 +43,9 @@ __all__ = [
     "check_collective_count",
     "collective_count",
     "control_group",
+    "counted_collectives",
     "counts_here",
+    "data_shares",
     "gather_from_all",
     "gather_objects",
     "is_lost",
@@ -117,6 +120,11 @@ def share_data(ranks: Sequence[int]) -> None:
 def counts_here() -> bool:
     """Return whether this process counts in sums: of those with the same data only the first."""
     return len(_sharing) == dist.get_world_size() or dist.get_rank() in _sharing
+
+
+def data_shares() -> int:
+    """Return to how many processes, or rows of a mesh, the data are distributed."""
+    return len(_sharing) or rank_and_size()[1]
 
 
 def is_lost(error: BaseException) -> bool:
@@ -200,15 +208,24 @@ _calls = itertools.count()
 
 
 def collective_count() -> int:
-    """Return how many collectives this process has begun in the default group.
-
-    Fnloop's control messages are in a group of their own.
+    """Return how many collectives this process has begun, but for fnloop's control messages.
 
     Where torch does not count them, it returns a new number each time: a function then seems to use
     collectives, and is called on padding too, which is slower and right.
     """
-    begun = collectives_begun(dist.group.WORLD) if _counts else None
+    begun = counted_collectives()
     return next(_calls) if begun is None else begun
+
+
+def counted_collectives() -> int | None:
+    """Return how many collectives this process has begun, in all groups, if that is known.
+
+    Fnloop's control messages do not count.
+    """
+    if not _counts:
+        return None
+    groups = (group for group in process_groups() if group is not control_group())
+    return sum(collectives_begun(group) or 0 for group in groups)
 
 
 def check_collective_count(device: torch.device) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
+    "around_sharded",
     "by_mesh",
     "check_sharded",
     "combined",
@@ -136,13 +138,49 @@ def roots(model: nn.Module) -> list[Any]:
     return found
 
 
-def reshard(model: nn.Module) -> None:
-    """Free the full parameters that a forward without a backward has gathered."""
+@contextlib.contextmanager
+def around_sharded(
+    model: nn.Module, before: Callable[[], object], after: Callable[[], object]
+) -> Iterator[None]:
+    """Call functions before and after each forward of an outermost module under ``fully_shard``.
+
+    That is where a sharded model gathers its parameters.
+    """
+    depth = 0
+
+    def enter(*_: object) -> None:
+        nonlocal depth
+        if not depth:
+            before()
+        depth += 1
+
+    def leave(*_: object) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            after()
+
+    with contextlib.ExitStack() as stack:
+        for module in _sharded_modules(model):
+            # Before torch's own hook, and after it.
+            handle = module.register_forward_pre_hook(enter, prepend=True)
+            stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    if not is_sharded(model):
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the full parameters that a forward without a backward has gathered."""
+    for module in _sharded_modules(model):
+        module.reshard()
 
 
 def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

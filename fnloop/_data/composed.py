@@ -16,12 +16,13 @@ import torch
 
 from fnloop._core.rng import isolated, new_seed
 from fnloop._core.types import Batch
-from fnloop._data.loaders import Loader, check_loader, sharded
+from fnloop._data.loaders import Loader, check_loader, even, in_whole_rounds, sharded
+from fnloop._data.map_style import only_seen
 from fnloop._data.parts import Given, Item, MapStyle, Part, Request, Together, part_of
-from fnloop._data.round_robin import SingleProcess, version
+from fnloop._data.round_robin import SingleProcess, glimpse, version
 from fnloop._data.window import END, Padding
 
-__all__ = ["Composed", "fetch"]
+__all__ = ["Composed", "fetch", "seen", "unmarked"]
 
 
 class Composed(abc.ABC):
@@ -30,6 +31,9 @@ class Composed(abc.ABC):
     Args:
         call: the name of the function that makes it.
         loaders: its parts, by the names that messages use.
+
+    Attributes:
+        even: whether a part is marked as even: then the whole is.
 
     Raises:
         TypeError: a part is not a loader.
@@ -40,8 +44,11 @@ class Composed(abc.ABC):
         self.call = call
         self.loaders = dict(loaders)
         self.parts: dict[str, Part] = {}
-        for name, loader in self.loaders.items():
-            check_loader(loader, name, alone=True)
+        self.even = False
+        for name, given in self.loaders.items():
+            check_loader(given, name, alone=True)
+            loader, is_even = unmarked(given)
+            self.even |= is_even
             if isinstance(loader, sharded):
                 raise ValueError(
                     f"{call} distributes the batches of its loaders to the processes, and "
@@ -66,7 +73,8 @@ class Composed(abc.ABC):
 
     def leaves(self) -> Iterator[Loader]:
         """Yield the loaders that it is made of in the end."""
-        for loader in self.loaders.values():
+        for given in self.loaders.values():
+            loader, _ = unmarked(given)
             if isinstance(loader, Composed):
                 yield from loader.leaves()
             else:
@@ -76,7 +84,7 @@ class Composed(abc.ABC):
         length = self.length_in(0)
         if length is None:
             raise TypeError(f"{self.call}(...) has no length: that of its loaders is not known")
-        return length
+        return in_whole_rounds(length) if self.even else length
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of a pass of its own, whose order torch's generator decides."""
@@ -92,12 +100,31 @@ class Composed(abc.ABC):
             yield batch
 
 
+def unmarked(loader: Loader) -> tuple[Loader, bool]:
+    """Return a loader without the mark of ``even``, and whether it had one, or a part of it."""
+    if isinstance(loader, even):
+        return unmarked(loader.loader)[0], True
+    if isinstance(loader, sharded):
+        inner, is_even = unmarked(loader.loader)
+        return (sharded(inner), True) if is_even else (loader, False)
+    return loader, isinstance(loader, Composed) and loader.even
+
+
 def fetch(items: Iterator[Item | Padding]) -> Iterator[Batch]:
     """Yield the batches of items.
 
     Loaders with workers are asked for several batches at once, each for its own.
     """
     return _Fetching(items).batches()
+
+
+def seen(item: Item) -> Item:
+    """Return the item that is a glimpse of the batch of another item."""
+    if isinstance(item, Request):
+        return item._replace(request=only_seen(item.request))
+    if isinstance(item, Together):
+        return Together({name: seen(one) for name, one in item.items.items()})
+    return Given(glimpse(item.batch))
 
 
 class _Fetching:

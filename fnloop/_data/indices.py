@@ -23,7 +23,12 @@ def no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
 
 
 def indices_of(
-    loader: Loader, seed: int, rank: int, processes: int, window: int | None = None
+    loader: Loader,
+    seed: int,
+    rank: int,
+    processes: int,
+    window: int | None = None,
+    even: bool = False,
 ) -> Indices:
     """Return what says which samples the batches of a loader have.
 
@@ -38,6 +43,7 @@ def indices_of(
         processes: how many processes share the batches.
         window: the batches of an update, of all processes together; None if each process takes a
             number of its own.
+        even: whether an incomplete round is left out.
     """
     leaves = [*loader.leaves()] if isinstance(loader, Composed) else [loader]
     if not any(map(is_map_style, leaves)):
@@ -46,7 +52,7 @@ def indices_of(
         return no_indices  # to know what comes next, a stream would have to be read
 
     def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
-        sharing = sharing_among(processes, rank, window)  # the run's own notes what it reads
+        sharing = sharing_among(processes, rank, window, even)  # the run's own notes what it reads
         if isinstance(loader, Composed):
             items = loader.items(seed, epoch, batch, sharing)
             found = map(_index_of, items)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from fnloop._backend.collectives import data_shares
 from fnloop._core.types import Batch
 from fnloop._display.checks import describe, function
 
@@ -16,6 +17,8 @@ __all__ = [
     "Loader",
     "Loaders",
     "check_loader",
+    "even",
+    "in_whole_rounds",
     "is_iterable",
     "read_loaders",
     "sharded",
@@ -171,7 +174,8 @@ def _loads(value: object) -> bool:
 
 def _is_loader(value: object) -> bool:
     """Return whether this is surely a loader. Those made of others have ``length_in``."""
-    return isinstance(value, DataLoader | IterableDataset | sharded) or hasattr(value, "length_in")
+    kinds = DataLoader | IterableDataset | sharded | even
+    return isinstance(value, kinds) or hasattr(value, "length_in")
 
 
 def _is_of_samples(loader: object) -> bool:
@@ -225,3 +229,54 @@ class sharded:
 
     def __repr__(self) -> str:
         return f"sharded({self.loader!r})"
+
+
+def in_whole_rounds(batches: int) -> int:
+    """Return how many of a number of batches are in rounds in which every process has one."""
+    return batches // data_shares() * data_shares()
+
+
+class even:
+    """Mark a loader of which only the rounds are read in which every process has a batch.
+
+    With 5 batches on 2 processes, the last round has one batch, and it is left out. Without this,
+    the process without a batch takes no part in that update. If the loss function exchanges
+    something between processes (a contrastive loss that gathers, ``nn.SyncBatchNorm``), it has to
+    take part. It is given a batch again, and what it exchanges counts twice.
+
+    On one process nothing changes. Which samples are left out depends on the number of processes:
+    less than a batch for each. A loader that shuffles leaves others out in each epoch. An
+    evaluation leaves them out as well. A loader that is made of an even one is even as a whole:
+    ``take(even(loader), 5)`` and ``even(take(loader, 5))`` are the same. With ``sharded``, an epoch
+    ends with the shortest share.
+
+    Args:
+        loader: any loader.
+
+    Returns:
+        A loader for ``fit``, ``evaluate`` and ``predict``.
+
+    Raises:
+        TypeError: it is not a loader.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> batches = [torch.ones(2)] * 5
+        >>> fl.fit(fl.pipeline()(toy_loss), toy(), even(batches), hooks=()).step
+        5
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        check_loader(loader, "even", alone=True)
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        """Return the number of batches, in all processes together."""
+        return in_whole_rounds(len(self.loader))
+
+    def __repr__(self) -> str:
+        return f"even({self.loader!r})"

@@ -9,6 +9,7 @@ by its index, not by loading it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import signal
 import weakref
@@ -30,11 +31,28 @@ from torch.utils.data import (
 )
 
 from fnloop._backend import torch_compat
-from fnloop._core.rng import FETCH, ORDER, fold_in, mix, seed_all, seeded_generator
+from fnloop._core.rng import (
+    FETCH,
+    ORDER,
+    fold_in,
+    isolated,
+    mix,
+    seed_all,
+    seed_host,
+    seeded_generator,
+)
 from fnloop._core.types import Batch
 from fnloop._data.bucketed import Bucketed
 from fnloop._data.fetch import fetch_batch
-from fnloop._data.round_robin import Index, SingleProcess
+from fnloop._data.round_robin import (
+    Glimpse,
+    Index,
+    RoundRobin,
+    SingleProcess,
+    alike,
+    glimpse,
+    sampling_first,
+)
 from fnloop._data.window import END, Padding
 
 __all__ = [
@@ -44,6 +62,7 @@ __all__ = [
     "is_sized",
     "length_of",
     "map_style",
+    "only_seen",
     "requests",
     "set_epoch",
     "sigterm_resistant_workers",
@@ -91,6 +110,7 @@ class _BatchRequest(NamedTuple):
         index: that of one sample, or a list of them.
         size: how many samples it has, or 0 if that is not known.
         is_padding: whether it is another process's batch.
+        only_seen: whether only a glimpse of its first sample is wanted.
     """
 
     seeds: int
@@ -98,6 +118,12 @@ class _BatchRequest(NamedTuple):
     index: Index
     size: int
     is_padding: bool = False
+    only_seen: bool = False
+
+
+def only_seen(request: object) -> object:
+    """Return a request for a glimpse of the first sample that a request asks for."""
+    return cast(_BatchRequest, request)._replace(only_seen=True)
 
 
 def index_in(request: object) -> Index:
@@ -116,12 +142,33 @@ class _BatchDataset(Dataset[Batch]):
     def __getitem__(self, request: _BatchRequest) -> Batch:
         __tracebackhide__ = True
         batch = None
+        if request.only_seen:
+            return self._see(request)
         if self.collates_by_default:
             batch = fetch_batch(self.dataset, request.index)
         if batch is None:
             seed_all(mix(request.seeds, request.position))
             batch = self._make(request.index)
         return Padding(batch) if request.is_padding else batch
+
+    def _see(self, request: _BatchRequest) -> Glimpse | None:
+        """Return a glimpse of a batch's first sample; None if it is not the same when read twice.
+
+        Nothing else notices: neither the generators nor what is made of the other requests.
+        """
+        index, found = request.index, []
+        try:
+            for _ in range(2):
+                with isolated(torch.device("cpu")):
+                    torch.default_generator.manual_seed(mix(request.seeds, request.position))
+                    seed_host(mix(request.seeds, request.position))
+                    if self.fetches_batches:
+                        found.append(glimpse(self.dataset.__getitems__(index[:1])))
+                    else:
+                        found.append(glimpse(self.dataset[index[0] if self.batched else index]))
+        except Exception:  # the process that reads the batch raises it
+            return None
+        return found[0] if alike(*found) else None
 
     def _make(self, index: Index) -> Batch:
         __tracebackhide__ = True
@@ -166,10 +213,15 @@ def map_style(
         sharing: how batches are distributed to the processes.
     """
     made = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
-    return fetched(loader, made if sharing.processes == 1 else _shared(made, sharing))
+    if not isinstance(sharing, RoundRobin):
+        return fetched(loader, made)
+    shared, make = _shared(made, sharing), functools.partial(fetched, loader)
+    if not loader.in_order:  # the first result may be of another request
+        return make(shared)
+    return sampling_first(shared, sharing, (epoch, batch, samples), only_seen, make)
 
 
-def _shared(requests: Iterator[_BatchRequest], sharing: SingleProcess) -> Iterator[_BatchRequest]:
+def _shared(requests: Iterator[_BatchRequest], sharing: RoundRobin) -> Iterator[_BatchRequest]:
     __tracebackhide__ = True
     for given in sharing.split(requests, lambda request: request.size):
         yield given.batch._replace(is_padding=True) if isinstance(given, Padding) else given

@@ -8,26 +8,37 @@ batches are distributed round-robin.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import cast
 
 import attrs
+import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from fnloop._backend.collectives import all_reduce_max, any_rank
-from fnloop._core.rng import fold_in
+from fnloop._core.rng import fold_in, isolated
 from fnloop._core.types import Batch
 from fnloop._data.bucketed import Bucketed
-from fnloop._data.composed import Composed, fetch
+from fnloop._data.composed import Composed, fetch, seen, unmarked
 from fnloop._data.indices import Indices, indices_of, no_indices
 from fnloop._data.iterable import iterate
 from fnloop._data.loaders import sharded
 from fnloop._data.map_style import is_sized, length_of, map_style
 from fnloop._data.parts import is_map_style, size_of
 from fnloop._data.position import Positions
-from fnloop._data.round_robin import RoundRobin, SingleProcess, batch_size_of, sharing_among
+from fnloop._data.round_robin import (
+    First,
+    Glimpse,
+    RoundRobin,
+    SingleProcess,
+    batch_size_of,
+    noting_first,
+    sampling_first,
+    sharing_among,
+)
 from fnloop._data.total import window_of
 from fnloop._data.window import END, Padding, Window
 
@@ -41,8 +52,8 @@ class Source:
     Args:
         batches: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
             position on.
-        length: batches in an epoch, for all processes together; None if unknown before its end. If
-            epochs differ, that of epoch 0.
+        length: batches that the loader has in an epoch, for all processes together; None if unknown
+            before its end. If epochs differ, that of epoch 0.
         sharing: how the batches are distributed to the processes.
         batch_size: samples in a batch, if all batches but the last have one known size. Then a
             position may be given in samples.
@@ -51,6 +62,7 @@ class Source:
         lengths: the length of an epoch by its number, if epochs may differ.
         positions: where the loader is, if it says so.
         indices: which samples the batches of this process have, where they are taken by index.
+        reopen: opens the same loader once more.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Batch]]
@@ -62,6 +74,7 @@ class Source:
     lengths: Callable[[int], int | None] | None = None
     positions: Positions = attrs.field(factory=Positions)
     indices: Indices = no_indices
+    reopen: Callable[[], Source] | None = None
 
     @property
     def processes(self) -> int:
@@ -74,16 +87,21 @@ class Source:
         return self.sharing.order
 
     def length_in(self, epoch: int) -> int | None:
-        """Return the length of an epoch."""
+        """Return the length of an epoch: how many batches are distributed in it."""
+        __tracebackhide__ = True
+        length = self._length_of_loader(epoch)
+        return None if length is None else self.sharing.kept(length)
+
+    def _length_of_loader(self, epoch: int) -> int | None:
         __tracebackhide__ = True
         return self.length if self.lengths is None else self.lengths(epoch)
 
     def left(self, epoch: int, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
         if self.batch_size and samples:
-            return self.batches_of(max(self.samples - samples, 0))
-        length = self.length_in(epoch)
-        return None if length is None else max(length - batch, 0)
+            return self.sharing.kept(self.batches_of(max(self.samples - samples, 0)))
+        length = self._length_of_loader(epoch)
+        return None if length is None else self.sharing.kept(max(length - batch, 0))
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches a number of samples makes."""
@@ -127,7 +145,12 @@ class Source:
         return (batches[0] if window == 1 else batches), Window(size, padding)
 
     def why_empty(self) -> str:
-        """Return why an epoch of a loader that drops its last batch has none."""
+        """Return why an epoch has no batch, although the loader may have one."""
+        if self.sharing.kept(1) == 0:
+            return (
+                "With even(loader), an epoch has no batch unless each of "
+                f"{self.processes} processes has one: make batches smaller."
+            )
         per_process = f"{self.batch_size} on each of {self.sharing.complete} processes"
         together = per_process if self.sharing.complete > 1 else f"{self.batch_size}"
         return (
@@ -135,9 +158,24 @@ class Source:
             "batches smaller."
         )
 
-    def check_order(self) -> None:
-        """Raise if the processes have read the data in different orders. A collective."""
-        self.sharing.check_order()
+    def check_order(self, whole: bool = True) -> None:
+        """Raise if the processes have read different data, or in different orders. A collective.
+
+        Args:
+            whole: whether all of a pass was read.
+        """
+        __tracebackhide__ = True
+        self.sharing.check_order(self._first_again, whole)
+
+    def _first_again(self, first: First) -> Glimpse | None:
+        """Return a glimpse of the first batch of a pass that is read once more."""
+        if self.reopen is None:
+            return None
+        again, device = self.reopen(), torch.device("cpu")
+        with isolated(device):
+            next(again.batches(*first.at), None)
+            found = again.sharing.first
+        return None if found is None else found.glimpse
 
 
 def open_source(
@@ -158,43 +196,50 @@ def open_source(
             make an update of ``total`` samples.
     """
     __tracebackhide__ = True
+    given = loader
+    loader, even = unmarked(loader)
     window = None if total is None else window_of(_unprepared(loader), total)
     if isinstance(loader, sharded):
-        return _open_sharded(loader.loader, seed, rank, processes)
+        return _open_sharded(loader.loader, seed, rank, processes, even)
     if processes > 1:
         _check_not_split(loader)
     _check_not_nested(loader)
     loader = _unprepared(loader)
-    sharing = sharing_among(processes, rank, window)
-    indices = indices_of(loader, seed, rank, processes, window)
+    sharing = sharing_among(processes, rank, window, even)
+    indices = indices_of(loader, seed, rank, processes, window, even)
+    reopen = functools.partial(open_source, given, seed, rank, processes, total)
     if isinstance(loader, Composed):
-        return attrs.evolve(_open_composed(loader, seed, sharing), indices=indices)
+        source = _open_composed(loader, seed, sharing)
+        return attrs.evolve(source, indices=indices, reopen=reopen)
     if is_map_style(loader):
 
         def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
             return map_style(loader, seed, epoch, batch, samples, sharing)
 
         if not is_sized(loader):
-            return Source(indexed, length_of(loader), sharing, indices=indices)
+            return Source(indexed, length_of(loader), sharing, indices=indices, reopen=reopen)
         batched = cast(BatchSampler, loader.batch_sampler)
-        total = len(batched.sampler)  # type: ignore[arg-type]
-        source = Source(indexed, None, sharing, batched.batch_size, total, batched.drop_last)
-        return attrs.evolve(source, length=source.batches_of(total), indices=indices)
+        n = len(batched.sampler)  # type: ignore[arg-type]
+        source = Source(indexed, None, sharing, batched.batch_size, n, batched.drop_last)
+        length = source.batches_of(n)
+        return attrs.evolve(source, length=length, indices=indices, reopen=reopen)
     if type(loader) in (list, tuple):  # no code of the user's runs: there is nothing to position
         listed = cast("list[Batch]", loader)
 
         def sliced(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-            return sharing.split(itertools.islice(listed, batch, None), batch_size_of)
+            share = sharing.split(itertools.islice(listed, batch, None), batch_size_of)
+            return noting_first(share, sharing, (epoch, batch, samples))
 
-        return Source(sliced, len(listed), sharing)
+        return Source(sliced, len(listed), sharing, reopen=reopen)
 
     positions = Positions()
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         batches = iterate(loader, seed, epoch, batch, positions)
-        return sharing.split(batches, batch_size_of, reused=True)
+        share = sharing.split(batches, batch_size_of, reused=True)
+        return noting_first(share, sharing, (epoch, batch, samples))
 
-    return Source(iterated, length_of(loader), sharing, positions=positions)
+    return Source(iterated, length_of(loader), sharing, positions=positions, reopen=reopen)
 
 
 def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Source:
@@ -203,10 +248,13 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
         _check_not_nested(leaf)
         if sharing.processes > 1:
             _check_not_split(leaf)
+    in_order = all(leaf.in_order for leaf in loader.leaves() if is_map_style(leaf))
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        items = loader.items(seed, epoch, batch, sharing)
-        return fetch(sharing.split(items, size_of))
+        share = sharing.split(loader.items(seed, epoch, batch, sharing), size_of)
+        if not isinstance(sharing, RoundRobin) or not in_order:
+            return fetch(share)
+        return sampling_first(share, sharing, (epoch, batch, samples), seen, fetch)
 
     return Source(composed, loader.length_in(0), sharing, lengths=loader.length_in)
 
@@ -250,26 +298,34 @@ def _check_not_split(loader: object) -> None:
         )
 
 
-def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Source:
+def _open_sharded(loader: object, seed: int, rank: int, processes: int, even: bool) -> Source:
     if processes == 1:
         return open_source(loader, seed)
     source = open_source(loader, fold_in(seed, rank))
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         own = source.batches(epoch, batch // processes, 0)
+        if even:
+            return _until_shortest(own)
         return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
 
-    longest, some_unknown = all_reduce_max(
-        [-1.0 if source.length is None else source.length, source.length is None]
-    )
-    length = None if some_unknown else int(longest) * processes
+    own = 0 if source.length is None else source.length
+    longest, minus_shortest, some_unknown = all_reduce_max([own, -own, source.length is None])
+    length = None if some_unknown else int(-minus_shortest if even else longest) * processes
 
     def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
         return source.indices(epoch, batch // processes, 0)
 
     source.positions.shards = processes
-    sharing = RoundRobin(rank, processes)
+    sharing = RoundRobin(rank, processes, even=even)
     return Source(batches, length, sharing, positions=source.positions, indices=indices)
+
+
+def _until_shortest(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield until the shortest shard ends."""
+    __tracebackhide__ = True
+    while not any_rank((batch := next(batches, END)) is END):
+        yield batch
 
 
 def _pad_to_longest(

@@ -103,7 +103,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
     backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
     position = torch_seeder(backend.device)
     seed_all(seed)
-    evaluation = engine_of(state).start_evaluation(state)
+    evaluation = engine_of(state).start_evaluation(state, step.evaluates)
     source = open_loader(loader, state)
     batches = windows(source, None, backend.device, None)
     while True:

@@ -134,7 +134,7 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
 def explain_no_batches(state: TrainState, source: Source) -> str:
     """Return why the training loader may have given no batch."""
     why = ""
-    if source.drop_last and source.batch_size:
+    if (source.drop_last and source.batch_size) or source.sharing.kept(1) == 0:
         why = f" {source.why_empty()}"
     elif source.length == 0:
         why = NO_LENGTH

@@ -68,7 +68,7 @@ def measure(
     backend, seed, n = state.backend, fold_in(state.seed, COMPUTE), 0
     position = torch_seeder(backend.device)
     seed_all(seed)
-    evaluation = engine_of(state).start_evaluation(state)
+    evaluation = engine_of(state).start_evaluation(state, step.evaluates)
     batches = windows(source, None, backend.device, None)
     with step.evaluating(state, together=True) as state:
         while True:
@@ -209,7 +209,8 @@ def _predict(
     source = open_loader(loader, state)
     batches = windows(source, None, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
-    prediction, buffers = engine_of(state).start_evaluation(state), Buffers(state.model)
+    prediction = engine_of(state).start_evaluation(state, name_of(fn))
+    buffers = Buffers(state.model)
     for n in itertools.count():
         check_not_stale(state, "predict")
         where = "the loader"

@@ -14,7 +14,7 @@ from fnloop._backend.torch_compat import cpu_capabilities
 from fnloop._core.middleware import Middleware
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.state import TrainState
-from fnloop._data.loaders import Loaders, sharded
+from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
 from fnloop._display.html import format_count
 from fnloop._display.log import log
@@ -140,7 +140,8 @@ def loader_hints(name: str, loader: object, device: torch.device) -> Iterator[st
         loader: any.
         device: that of the model.
     """
-    loader = loader.loader if isinstance(loader, sharded) else loader
+    while isinstance(loader, sharded | even):
+        loader = loader.loader
     if not isinstance(loader, DataLoader):
         return
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -201,7 +202,9 @@ def check_length(source: Source, first: int, batches: int) -> None:
         batches: the batches of the epoch, in all processes, with the padding of the last round.
     """
     said = source.length
-    if said is None or first > said or batches == first + source.padded(said - first):
+    if said is None or first > said:
+        return
+    if batches == first + source.padded(source.left(0, first, 0) or 0):
         return
     _log_once(
         f"fit: the length of the training loader is {said}, but an epoch of it had {batches} "

@@ -70,7 +70,8 @@ def evaluation_metrics(
     """
     __tracebackhide__ = True
     run = None if state.run is None else attrs.evolve(state.run, loader=loader)
-    share = None if source.length is None else -(-source.length // state.backend.data_size)
+    length = source.length_in(0)
+    share = None if length is None else -(-length // state.backend.data_size)
     tell = lambda done: watch(state, loader, done, share)
     asked_by = asking(collectors, state, loader)
     outputs: list[list[Output]] | None = [] if asked_by else None

@@ -151,6 +151,8 @@ class Run:
         state = self.state
         if ended and not state.batch:
             raise ValueError(explain_no_batches(state, self.source))
+        # Before an update, in which processes whose batches differ in size might wait for ever.
+        self.source.check_order(whole=False)
         if state.generators is not None:
             state.generators.install()
         else:

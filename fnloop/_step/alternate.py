@@ -169,6 +169,10 @@ class AlternateStep(PipelineStep):
             f"pipeline({member!r})(...), ...}}{hint}"
         )
 
+    @property
+    def evaluates(self) -> str:
+        return join_names([self.settings.steps[name].evaluates for name in self.settings.evaluated])
+
     def _compose_innermost(self) -> Step:
         return self._evaluate_each
 

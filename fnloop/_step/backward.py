@@ -66,7 +66,7 @@ class Backward:
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""
         scaled, loss = copy.copy(self), self.loss
-        scaled.loss = LossRoot(loss.forward, scale, loss.may_skip, loss.create_graph)
+        scaled.loss = LossRoot(loss.forward, scale, loss.may_skip, loss.create_graph, loss.name)
         return scaled
 
     def insert_inside(self, wrap: Callable[[Backward], Step]) -> Step:

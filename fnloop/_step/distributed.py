@@ -71,7 +71,7 @@ class DistributedEngine:
         kind = ShardReducer if is_sharded(state.model) else BucketReducer
         self.reducer = kind(state.model, self.processes)
         self.weights = WeightAgreement()
-        self.probe = CollectiveProbe(state.model)
+        self.probe = CollectiveProbe(state)
         self.items: Weight = 0
         self.own_parts = ownership_of(state).own_metrics
         self.own_parts.add("loss")
@@ -220,9 +220,9 @@ class DistributedEngine:
 
     # --- evaluation and reports
 
-    def start_evaluation(self, state: TrainState) -> DistributedEvaluation:
+    def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
         sync_buffers(state.model)
-        return DistributedEvaluation(state.model)
+        return DistributedEvaluation(state, name)
 
     def share_buffers(self, model: nn.Module) -> None:
         sync_buffers(model)

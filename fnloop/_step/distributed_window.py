@@ -103,9 +103,13 @@ class DistributedWindow:
         if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
             return state, engine.empty_output
         known = engine.probe.uses_collectives
-        own = batch.batch if type(batch) is Padding else batch
+        own, loss = batch.batch if type(batch) is Padding else batch, self._loss
         try:
-            state, out = engine.probe.call(self._loss.forward, state, own)
+            if self._has_no_batch:
+                where = f"update {state.step + 1}"
+                state, out = engine.probe.call_again(loss.name, where, loss.forward, state, own)
+            else:
+                state, out = engine.probe.call(loss.forward, state, own)
         except Exception as error:
             self._tell_others(error)
             raise

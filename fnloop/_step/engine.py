@@ -210,8 +210,13 @@ class GradientEngine(Protocol):
         """Return the mean loss over the items of all processes."""
         ...
 
-    def start_evaluation(self, state: TrainState, /) -> EvaluationPass:
-        """Start an evaluation or a prediction: every process gets the main one's buffers."""
+    def start_evaluation(self, state: TrainState, name: str, /) -> EvaluationPass:
+        """Start an evaluation or a prediction: every process gets the main one's buffers.
+
+        Args:
+            state: the state.
+            name: the name of the function that is called with each batch.
+        """
         ...
 
     def share_buffers(self, model: nn.Module, /) -> None:

@@ -10,18 +10,19 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from fnloop._backend.collectives import collective_count, gather_objects
-from fnloop._backend.fsdp import is_sharded, reshard
-from fnloop._backend.launch import Backend
+from fnloop._backend.collectives import collective_count, counted_collectives, gather_objects
+from fnloop._backend.fsdp import around_sharded, is_sharded, reshard
 from fnloop._backend.public import to_device_of
 from fnloop._core.copies import Buffers
 from fnloop._core.merge import moved
 from fnloop._core.metrics import Last, Mean, to_host
 from fnloop._core.rng import fold_in, seed_host
 from fnloop._core.running import update_, update_loss_
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Metric, Output
 from fnloop._data.source import Source
 from fnloop._data.window import Padding
+from fnloop._display.log import log
 
 __all__ = [
     "CollectiveProbe",
@@ -37,6 +38,13 @@ Subject = TypeVar("Subject")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 ROUNDS = 16  # batches of each process that are exchanged at once
+_GIVEN_AGAIN = (
+    "%s exchanges data with the other processes, and process %d has no batch left in %s. It was "
+    "given a batch again, so that the others need not wait for it, and what it exchanged counts "
+    "twice. To leave out the rounds in which a process has no batch, write fl.data.even(loader), "
+    "for training and for evaluation (logged once)"
+)
+_said: set[str] = set()  # the names of loss functions of which the warning was logged
 _NO_GRADIENTS = (
     "an evaluation runs without gradients. A loss function that needs them, such as that of a "
     "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
@@ -114,12 +122,16 @@ class CollectiveProbe:
     gathers. Such a function has to be called for a padding batch too: the other processes would
     wait for this one.
 
+    What it exchanges there counts twice, which a warning says once. What a sharded model gathers
+    does not count.
+
     Args:
-        model: the model that the function is called with.
+        state: a state of the model that the function is called with.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.uses_collectives: bool | None = True if is_sharded(model) else None
+    def __init__(self, state: TrainState) -> None:
+        self._model, self._rank = state.model, state.backend.rank
+        self.uses_collectives: bool | None = True if is_sharded(state.model) else None
 
     def call(
         self,
@@ -136,6 +148,37 @@ class CollectiveProbe:
         self.uses_collectives = collective_count() != before
         return result
 
+    def call_again(
+        self,
+        name: str,
+        where: str,
+        fn: Callable[Arguments, Result],
+        *arguments: Arguments.args,
+        **settings: Arguments.kwargs,
+    ) -> Result:
+        """Call the function for a process that has no batch, with one that was taken already.
+
+        Args:
+            name: the name of the loss function.
+            where: which update it is, or which round of an evaluation.
+            fn: the function.
+            arguments: its arguments.
+            settings: its arguments by name.
+        """
+        __tracebackhide__ = True
+        spans: list[int | None] = [counted_collectives()]
+        note = lambda: spans.append(counted_collectives())
+        with around_sharded(self._model, note, note):
+            result = self.call(fn, *arguments, **settings)
+        note()
+        exchanges = any(
+            before != after for before, after in zip(spans[::2], spans[1::2], strict=False)
+        )
+        if exchanges and name not in _said:
+            _said.add(name)
+            log.warning(_GIVEN_AGAIN, name, self._rank, where)
+        return result
+
     def can_skip(self, is_padding: bool) -> bool:
         """Return whether the function need not be called for a batch."""
         return is_padding and self.uses_collectives is False
@@ -147,12 +190,13 @@ class DistributedEvaluation(Fold):
     The methods are those of :class:`fnloop._step.engine.EvaluationPass`.
 
     Args:
-        model: the model that is evaluated.
+        state: a state of the model that is evaluated.
+        name: the name of the function that evaluates a batch.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, state: TrainState, name: str) -> None:
         super().__init__()
-        self._probe = CollectiveProbe(model)
+        self._probe, self._name, self._round = CollectiveProbe(state), name, 0
         self._on_padding = False  # whether the last batch was padding
         self._had_batch = False  # whether any batch was this process's own
         self._latest: object = None
@@ -163,12 +207,15 @@ class DistributedEvaluation(Fold):
         __tracebackhide__ = True
         self._on_padding = type(batch) is Padding
         self._latest = None
+        self._round += 1
         if self._probe.can_skip(self._on_padding):
             return []
-        own = batch.batch if type(batch) is Padding else batch
-        self._latest = result = self._probe.call(fn, subject, own)
-        if self._on_padding:
+        if type(batch) is Padding:
+            where = f"round {self._round} of an evaluation"
+            given = (self._name, where, fn, subject, batch.batch)
+            self._latest = self._probe.call_again(*given)
             return []
+        self._latest = result = self._probe.call(fn, subject, batch)
         self._had_batch = True
         return [result]
 
@@ -196,14 +243,14 @@ class ExactEvaluation(DistributedEvaluation):
     and NumPy's generators is a function of the batch too.
 
     Args:
-        model: the model that is evaluated.
-        backend: where its batches are.
+        state: a state of the model that is evaluated.
+        name: the name of the function that evaluates a batch.
         seed: of the draws.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend, seed: int) -> None:
-        super().__init__(model)
-        self._backend, self._seed, self._n = backend, seed, 0
+    def __init__(self, state: TrainState, name: str, seed: int) -> None:
+        super().__init__(state, name)
+        self._backend, self._seed, self._n = state.backend, seed, 0
         self._rounds: list[list[Output]] = []  # of this process: for each round, none or one
         self._in_order: dict[str, Metric] = {}
 

@@ -210,9 +210,9 @@ class ExactEngine:
 
     # --- evaluation and reports
 
-    def start_evaluation(self, state: TrainState) -> ExactEvaluation:
+    def start_evaluation(self, state: TrainState, name: str) -> ExactEvaluation:
         self.share_buffers(state.model)
-        return ExactEvaluation(state.model, state.backend, fold_in(state.seed, COMPUTE))
+        return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
 
     def share_buffers(self, model: nn.Module) -> None: ...
 
@@ -278,7 +278,7 @@ class ExactDistributedEngine(ExactEngine):
 
     def __init__(self, state: TrainState) -> None:
         super().__init__(state)
-        self._probe = CollectiveProbe(state.model)
+        self._probe = CollectiveProbe(state)
 
     def largest(self, number: int) -> int:
         return int(all_reduce_max([number])[0])

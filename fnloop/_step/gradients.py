@@ -41,9 +41,10 @@ class LossRoot:
         scale: ``state -> factor of the gradients``, on the device; or None.
         may_skip: whether the step may skip a batch on some processes only.
         create_graph: whether gradients have a graph of their own.
+        name: the name of the loss function.
     """
 
-    __slots__ = ("create_graph", "forward", "may_skip", "scale")
+    __slots__ = ("create_graph", "forward", "may_skip", "name", "scale")
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class LossRoot:
         scale: Callable[[TrainState], Tensor] | None = None,
         may_skip: bool = False,
         create_graph: bool = False,
+        name: str = "the loss function",
     ) -> None:
         self.forward, self.scale, self.may_skip = forward, scale, may_skip
-        self.create_graph = create_graph
+        self.create_graph, self.name = create_graph, name
 
     def root(self, state: TrainState, out: Output, relative_weight: Weight | None) -> Tensor:
         """Return the number that backward starts from: loss × relative weight × scale."""

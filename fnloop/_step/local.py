@@ -70,7 +70,7 @@ class LocalEngine:
     def mean_loss(self, out: Output) -> Tensor:
         return out.loss
 
-    def start_evaluation(self, state: TrainState) -> LocalEvaluation:
+    def start_evaluation(self, state: TrainState, name: str) -> LocalEvaluation:
         return LocalEvaluation()
 
     def share_buffers(self, model: nn.Module) -> None: ...

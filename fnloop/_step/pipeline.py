@@ -153,6 +153,11 @@ class PipelineStep(abc.ABC):
         # Without the checks of a bare call: what the loop calls.
         self.train = self._compose_training()
 
+    @property
+    @abc.abstractmethod
+    def evaluates(self) -> str:
+        """The name of the loss function of an evaluation."""
+
     @abc.abstractmethod
     def _compose_innermost(self) -> Step:
         """Return what the forward ring is around: what evaluates a batch."""
@@ -346,6 +351,10 @@ class LossStep(PipelineStep):
         self.loss_fn = loss_fn
         super().__init__(pipeline)
 
+    @property
+    def evaluates(self) -> str:
+        return name_of(self.loss_fn)
+
     def _compose_innermost(self) -> Step:
         members = in_order(self.pipeline.middleware, "step")
         wraps = [m.loss_fn for m in members if m.loss_fn is not None]
@@ -370,7 +379,7 @@ class LossStep(PipelineStep):
     def _backward(self, step: Step) -> Step:
         again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
         skips = self._may_skip("forward", "loss")
-        backward = Backward(LossRoot(step, may_skip=skips, create_graph=again))
+        backward = Backward(LossRoot(step, None, skips, again, name_of(self.loss_fn)))
         self._layers.add(backward, "backward")
         return backward
 

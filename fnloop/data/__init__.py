@@ -17,6 +17,7 @@ iterable, whose order torch's generator decides.
 """
 
 from fnloop._data.bucketed import bucketed
+from fnloop._data.loaders import even
 from fnloop._loop.tune import tune
 from fnloop.data._fixed import fixed
 from fnloop.data._interleave import interleave
@@ -29,6 +30,7 @@ __docformat__ = "google"
 
 __all__ = [
     "bucketed",
+    "even",
     "fixed",
     "fraction",
     "interleave",

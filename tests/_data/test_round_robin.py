@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from fnloop._data.round_robin import RoundRobin, sharing_among
 from fnloop._data.source import open_source
 from fnloop._data.window import Padding, Window
+from fnloop.data import even, take
 
 
-def shares(items, processes, window=None):
+def shares(items, processes, window=None, even=False):
     """Return what each process gets, padding in brackets."""
     split = [
-        sharing_among(processes, rank, window).split(items, lambda item: 0)
+        sharing_among(processes, rank, window, even).split(items, lambda item: 0)
         for rank in range(processes)
     ]
     return [[[i.batch] if type(i) is Padding else i for i in share] for share in split]
@@ -26,6 +28,53 @@ def test_in_an_incomplete_round_the_first_item_is_padding():
     assert shares("abcde", 2) == [["a", "c", "e"], ["b", "d", ["e"]]]
     assert shares("abcde", 3) == [["a", "d"], ["b", "e"], ["c", ["d"]]]
     assert shares("abcd", 3) == [["a", "d"], ["b", ["d"]], ["c", ["d"]]]
+
+
+def test_an_even_loader_ends_before_an_incomplete_round():
+    assert shares("abcde", 1, even=True) == [list("abcde")]
+    assert shares("abcde", 2, even=True) == [["a", "c"], ["b", "d"]]
+    assert shares("abcde", 3, even=True) == [["a"], ["b"], ["c"]]
+    assert shares("abcdef", 2, window=4, even=True) == [["a", "c", "e"], ["b", "d", "f"]]
+    assert shares("ab", 3, even=True) == [[], [], []]
+
+
+def test_an_update_whose_batches_do_not_divide_is_refused_for_an_even_loader():
+    batches = [torch.ones(2)] * 6
+    assert open_source(even(batches), 0, 0, 2, total=8).length_in(0) == 6
+    with pytest.raises(ValueError, match="an update of 3 batches in all has such a round on 2 pro"):
+        open_source(even(batches), 0, 0, 2, total=6)
+
+
+@pytest.mark.parametrize("of", ["list", "stream", "samples", "dropped", "composed"])
+def test_the_length_of_an_even_loader_is_that_of_its_complete_rounds(of):
+    """Of ten batches, three processes take nine. After four, they take the other six."""
+    loader = even(
+        {
+            "list": [torch.ones(2)] * 10,
+            "stream": WithLength(10),
+            "samples": DataLoader(torch.ones(20), batch_size=2),
+            "dropped": DataLoader(torch.ones(21), batch_size=2, drop_last=True),
+            "composed": take([torch.ones(2)] * 11, 10),
+        }[of]
+    )
+    sources = [open_source(loader, 0, rank, 3) for rank in range(3)]
+    for start, rounds in ((0, 3), (4, 2)):
+        read = [[*source.batches(0, start, 2 * start)] for source in sources]
+        assert [[len(batch) for batch in share] for share in read] == [[2] * rounds] * 3
+        assert sources[0].left(0, start, 2 * start) == 3 * rounds
+    assert sources[0].length_in(0) == 9
+    assert sources[0].length_in(0) == sources[0].left(0, 0, 0)
+
+
+class WithLength:
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        return iter([torch.ones(2)] * self.n)
 
 
 def test_a_window_of_all_processes_begins_with_the_first_process():
