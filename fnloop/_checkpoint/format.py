@@ -94,7 +94,7 @@ class Contents:
     """
 
     model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    optimizer: dict[str, Tensor]
     slots: Mapping[str, Tensor]
     facts: Mapping[str, Json]
     history: Sequence[str] = ()

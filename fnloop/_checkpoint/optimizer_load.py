@@ -29,7 +29,7 @@ from fnloop._checkpoint.optimizer_settings import (
     share_scheduled_values,
 )
 from fnloop._core.optimizers import SCHEDULED, Group
-from fnloop._core.serialize import Json, decode, from_safetensor
+from fnloop._core.serialize import Json, decode, from_safetensor, tensors_in
 from fnloop._display.checks import join_names
 from fnloop._display.log import log
 
@@ -44,13 +44,14 @@ class SavedOptimizer:
 
     Args:
         facts: what ``encode_optimizer`` returned.
-        tensors: its tensors by name.
+        tensors: its tensors by name. Those of parameters are taken out as they are decoded, because
+            a tensor may be copied then.
         shapes: name to shape of the model's tensors in the checkpoint.
         path: the checkpoint, for messages.
     """
 
     facts: Mapping[str, Json]
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
     path: object = "the checkpoint"
 
@@ -175,12 +176,13 @@ def _prepare_load_by_name(
     named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
 ) -> Callable[[], None]:
     optimizer, parameters = named.optimizer, named.parameters_with_groups()
+    total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
     settings = [
         decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
         for group, values in zip(optimizer.param_groups, saved.facts["param_groups"], strict=False)
     ]
     on_host = set(saved.facts.get("on_host", ()))
-    stays = {id(tensor) for name, tensor in saved.tensors.items() if name in on_host}
+    stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
     state_of = {}
     for name, encoded in saved.facts["state"].items():
         if name in parameters and name not in mismatched:
@@ -188,8 +190,10 @@ def _prepare_load_by_name(
             if not isinstance(value, dict):
                 raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
             if is_torch_optimizer(optimizer):
-                _check_state(named, name, value, saved.path)
+                _check_state(named.class_name, name, parameters[name][0], value, total, saved.path)
             state_of[name] = _move_state(value, *parameters[name], stays)
+            for key in tensors_in(encoded):
+                del saved.tensors[key]
     state_of_all = decode(saved.facts.get("state_of_all", {}), saved.tensors)
 
     def load() -> None:
@@ -208,7 +212,7 @@ def _device_of(groups: list[Group]) -> torch.device:
     return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
 
-def _move_state(value: Any, parameter: Tensor, group: Group, stays: set[int]) -> Any:
+def _move_state(value: Any, parameter: Tensor, group: Group, stays: Mapping[int, Tensor]) -> Any:
     """Move the state of a parameter to its device.
 
     Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
@@ -238,26 +242,29 @@ def _move_state(value: Any, parameter: Tensor, group: Group, stays: set[int]) ->
 
 
 def _check_state(
-    named: NamedOptimizer, name: str, value: Mapping[str, object], path: object
+    class_name: str, name: str, p: Tensor, value: Mapping[str, object], total: int, path: object
 ) -> None:
     """Raise if the state of a parameter cannot be that of an optimizer of torch.
 
     Its next update would otherwise fail somewhere inside torch.
+
+    Args:
+        class_name: the class of the optimizer.
+        name, p, value: the parameter, and its state.
+        total: how many real numbers all parameters have together.
+        path: the checkpoint, for messages.
     """
-    parameters = named.parameters()
-    p = parameters[name]
-    total = sum(q.numel() * (1 + q.is_complex()) for q in parameters.values())
     for key, held in value.items():
         shapes: list[tuple[int, ...]] = [()] if key in NUMBERS else [tuple(p.shape)]
-        if named.class_name == "Adafactor" and p.ndim > 1:
+        if class_name == "Adafactor" and p.ndim > 1:
             shapes += [(*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])]
-        elif named.class_name == "LBFGS":
+        elif class_name == "LBFGS":
             shapes = [(), (total,)]
         for item in held if isinstance(held, list) else [held]:
             if not _may_be_state(item, shapes, p):
                 raise CheckpointError(
                     f"{path}: {key} of {name} in the optimizer's state is {describe_value(item)}, "
-                    f"which {named.class_name} cannot continue with: "
+                    f"which {class_name} cannot continue with: "
                     f"the parameter is {describe_value(p)}"
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Mapping
 
@@ -77,7 +78,8 @@ def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[s
         if (name := names.get(id(p))) is not None:
             before = len(tensors)
             facts["state"][name] = _encode_state(optimizer.state[p], tensors, name)
-            new = list(tensors)[before:]
+            # From the end: a list of all for each parameter takes quadratic time.
+            new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
             on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     if shared:

@@ -91,7 +91,8 @@ def _part(saved: SavedOptimizer, name: str, facts: Mapping[str, Json]) -> SavedO
     if not name:
         return saved
     prefix = f"{name}/"
-    own = {k.removeprefix(prefix): v for k, v in saved.tensors.items() if k.startswith(prefix)}
+    names = [name for name in saved.tensors if name.startswith(prefix)]
+    own = {name.removeprefix(prefix): saved.tensors.pop(name) for name in names}
     return attrs.evolve(saved, facts=facts, tensors=own)
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import sys
+import weakref
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from sample_optimizers import (
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import files, optimizer_save
+from fnloop._checkpoint import files, optimizer_save, slices
 from fnloop._checkpoint.compare import find_difference
 from fnloop._checkpoint.trial import check_resumable
 from fnloop.testing import Toy, assert_same, toy_loss
@@ -280,3 +282,57 @@ def test_an_optimizer_that_refuses_a_checkpoint_keeps_its_state_and_settings(tmp
         fl.restore(fl.save(make(), tmp_path / "a"), state)
     state = fl.fit(step, state, [ONE] * 3, steps=3, hooks=())
     assert state.model.w.item() == -6.0
+
+
+def many_state(n):
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(n)])
+    return fl.TrainState.create(model, SGD(model.parameters(), lr=0.1, momentum=0.9), seed=0)
+
+
+def count_calls(function):
+    """Return how many functions are called, by Python or in C."""
+    events = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return sum("call" in event for event in events)
+
+
+def test_twice_the_parameters_take_twice_the_calls(tmp_path):
+    step = fl.pipeline()(lambda model, x: torch.cat(tuple(model)).mean() * x)
+    calls = {"save": [], "restore": []}
+    for n in (100, 200):
+        state = fl.fit(step, many_state(n), [torch.ones(())], hooks=())
+        calls["save"].append(count_calls(lambda: fl.save(state, tmp_path / "a")))
+        calls["restore"].append(count_calls(lambda: fl.restore(tmp_path / "a", many_state(n))))
+    assert all(many <= 2.5 * few for few, many in calls.values()), calls
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_state_is_read_once_and_not_copied(tmp_path, monkeypatch, several):
+    """The tensors that were read are those that the optimizer holds; of channels_last, copies."""
+    torch.manual_seed(0)
+
+    def new():
+        model = nn.Sequential(nn.Conv2d(2, 2, 2, bias=False), nn.Flatten(), nn.Linear(2, 2))
+        model.to(memory_format=torch.channels_last)
+        first, rest = [p for p in model.parameters() if p.ndim == 4], model[2].parameters()
+        adam = Adam([*first, *rest], foreach=False)
+        given = {"a": Adam(first, foreach=False), "b": Adam(model[2].parameters())}
+        return fl.TrainState.create(model, given if several else adam, seed=0)
+
+    x = torch.arange(8.0).view(1, 2, 2, 2)
+    state = fl.fit(fl.pipeline()(lambda model, x: model(x).square().mean()), new(), [x], hooks=())
+    path, read = fl.save(state, tmp_path / "a"), []
+    whole = slices.Slices.read
+    monkeypatch.setattr(
+        slices.Slices, "read", lambda *given: (t := whole(*given), read.append(weakref.ref(t)))[0]
+    )
+    restored = fl.restore(path, new())
+    assert_same(restored, state)
+    optimizers = restored.optimizer.values() if several else [restored.optimizer]
+    held = {id(t) for o in optimizers for s in o.state.values() for t in s.values()}
+    left = {id(t()) for t in read if t() is not None}
+    assert left <= held and len(left) == 3 * 3 - 2  # the two moments of the convolution are copies
