@@ -48,12 +48,14 @@ class SavedOptimizer:
             a tensor may be copied then.
         shapes: name to shape of the model's tensors in the checkpoint.
         path: the checkpoint, for messages.
+        processes: how many processes saved it; None if that is not known.
     """
 
     facts: Mapping[str, Json]
     tensors: dict[str, Tensor]
     shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
     path: object = "the checkpoint"
+    processes: int | None = None
 
 
 class PreparedLoad(NamedTuple):
@@ -183,13 +185,14 @@ def _prepare_load_by_name(
     ]
     on_host = set(saved.facts.get("on_host", ()))
     stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
-    state_of = {}
+    state_of, held = {}, named.holder.state
+    kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
     for name, encoded in saved.facts["state"].items():
-        if name in parameters and name not in mismatched:
+        if name in kept and name not in mismatched:
             value = decode(encoded, saved.tensors)
             if not isinstance(value, dict):
                 raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
-            if is_torch_optimizer(optimizer):
+            if is_torch_optimizer(named.holder):
                 _check_state(named.class_name, name, parameters[name][0], value, total, saved.path)
             state_of[name] = _move_state(value, *parameters[name], stays)
             for key in tensors_in(encoded):
@@ -201,9 +204,9 @@ def _prepare_load_by_name(
             for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
                 del group[key]
             assign_settings(group, values)
-        optimizer.state.clear()
-        optimizer.state.update({parameters[name][0]: value for name, value in state_of.items()})
-        optimizer.state.update(state_of_all)
+        held.clear()
+        held.update({parameters[name][0]: value for name, value in state_of.items()})
+        held.update(state_of_all)
 
     return load
 

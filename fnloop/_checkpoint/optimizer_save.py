@@ -52,7 +52,7 @@ def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) ->
             "so it is unknown which of its tensors are shards. "
             "Use an optimizer of torch.optim, or a model that is not sharded"
         )
-    encoded = _encode_state_dict(named.optimizer.state_dict(), tensors, "state_dict")
+    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
     return {
         "param_groups": [
             {"params": names, **({UNFROZEN: True} if group.get(UNFROZEN) else {})}
@@ -63,8 +63,8 @@ def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) ->
 
 
 def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    optimizer = named.optimizer
-    groups = zip(named.group_names(), optimizer.param_groups, strict=True)
+    state = named.holder.state
+    groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
     facts: dict[str, Json] = {
         "param_groups": [
             {"params": names, **_encode_group(group, tensors, f"param_groups.{i}")}
@@ -74,14 +74,14 @@ def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[s
     }
     on_host = []
     names = {id(p): name for name, p in named.parameters().items()}
-    for p in optimizer.state:  # in its order: parameters may have been trained later than others
+    for p in state:  # in its order: parameters may have been trained later than others
         if (name := names.get(id(p))) is not None:
             before = len(tensors)
-            facts["state"][name] = _encode_state(optimizer.state[p], tensors, name)
+            facts["state"][name] = _encode_state(state[p], tensors, name)
             # From the end: a list of all for each parameter takes quadratic time.
             new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
             on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
-    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     if shared:
         facts["state_of_all"] = _encode_state(shared, tensors, "state_of_all")
     if on_host:

@@ -33,7 +33,7 @@ from fnloop._checkpoint.format import (
     Contents,
 )
 from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
-from fnloop._checkpoint.optimizers import encode_optimizers
+from fnloop._checkpoint.optimizers import merge_processes
 from fnloop._checkpoint.parts import parts_to_save
 from fnloop._checkpoint.positions import encode_positions
 from fnloop._checkpoint.shards import keep_own_share
@@ -143,6 +143,7 @@ def collect_contents(
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     slots: dict[str, Tensor] = {}
+    local: Mapping[str, bool] = {}
     averages: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         facts = _encode_identity(state, parts)
@@ -153,7 +154,7 @@ def collect_contents(
         if "model" in parts or TRAINED in parts:
             facts["model"] = _encode_weights(state, parts, model, slots)
         if "optimizer" in parts:
-            facts["optimizer"] = encode_optimizers(state, optimizer)
+            facts["optimizer"], local = merge_processes(state, optimizer)
         if "slots" in parts:
             facts["slots"] = _encode_mapping("slots", without_averages(state.slots), slots)
             if averaged := encode_averages(state, averages.__getitem__):
@@ -171,7 +172,7 @@ def collect_contents(
             history = encode_history(state.history)
         facts["blocks"] = list(history.blocks)
         contents = Contents(model, optimizer, slots, facts, history.rest, dict(averages))
-        return keep_own_share(contents, state.backend)
+        return keep_own_share(contents, state.backend, local)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
 

@@ -16,8 +16,8 @@ from fnloop._core.serialize import Json
 
 __all__ = ["Entry", "Slices", "decode_index"]
 
-# Bytes of files in memory at a time: what is mapped counts as memory too. To open a file takes longer
-# the more tensors it has, so a large file is opened at most 16 times.
+# Bytes of files in memory at a time: what is mapped counts as memory too. The more tensors a file
+# has, the longer it takes to open, so a large one is opened at most 16 times.
 MOST_MAPPED, MOST_OPENED = 4 << 20, 16
 
 

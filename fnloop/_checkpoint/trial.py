@@ -4,6 +4,8 @@ An optimizer may keep what its updates depend on in attributes that its ``state_
 contain, or in objects that cannot be saved. The user would notice at the first checkpoint, or
 never. So a copy with small parameters is updated a few times, saved, and restored into a second
 copy. Both are updated further and must stay bit-identical. Nothing outside of the copies changes.
+Several processes compare what their copies keep, because not all of it can be merged.
+
 If small parameters do not work, the trial is repeated with whole ones. If those do not work either,
 a warning says so.
 """
@@ -12,16 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
+from fnloop._backend.collectives import gather_from_all
 from fnloop._backend.containers import pairs_of
 from fnloop._backend.launch import Backend
 from fnloop._checkpoint.compare import find_difference
@@ -34,6 +39,7 @@ from fnloop._checkpoint.optimizer import (
 )
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all, prepare_load
 from fnloop._checkpoint.optimizer_save import encode_optimizer
+from fnloop._checkpoint.optimizers import check_groups
 from fnloop._checkpoint.trial_copy import (
     CONTAINERS,
     SMALL_EDGE,
@@ -45,6 +51,7 @@ from fnloop._core.optimizers import wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState
+from fnloop._display.checks import join_names
 from fnloop._display.log import log
 
 __all__ = ["check_resumable"]
@@ -53,6 +60,7 @@ MANY = 4_000_000  # elements; an optimizer of more is not copied with whole para
 BEFORE, AFTER = 3, 3  # updates before the save, and after the restore
 AFTER_IN_DOUBT = 12  # updates after the restore, if some attributes were not restored
 Position = Callable[[int], object]
+_Kept = tuple[tuple[int, ...], float]  # the shape of a tensor, and its norm
 Unrestored = tuple[str, object, object]  # path of an attribute, what it should be, what it is
 _warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes that a warning has named
 
@@ -60,7 +68,8 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes that a warning has
 def check_resumable(state: TrainState) -> None:
     """Raise if a run with the optimizers of this state could not be resumed bit for bit.
 
-    If that cannot be tried, a warning names the optimizer and the reason, once per class.
+    With several processes, all of them must call it. If it cannot be tried, a warning names the
+    optimizer and the reason, once per class.
 
     Raises:
         CheckpointError: something in an optimizer cannot be saved, or is not restored; the message
@@ -70,17 +79,25 @@ def check_resumable(state: TrainState) -> None:
         >>> from fnloop.testing import toy
         >>> check_resumable(toy())
     """
+    if state.backend.world_size > 1:
+        check_groups(state)
     for name, named in NamedOptimizer.of_state(state).items():
         _check_resumable(named, f" ({name!r})" if name else "", state.backend)
 
 
 def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> None:
-    optimizer = named.optimizer
+    optimizer = named.holder
+    named = attrs.evolve(named, optimizer=optimizer)
     if is_torch_optimizer(optimizer) and not has_own_state_dict(optimizer):
         return
     if named.sharded and has_own_state_dict(optimizer):
         encode_optimizer(named, {})  # raises
-    fault, obstacle = _run_trial(named, backend.device)
+    fault, obstacle, kept = _run_trial(named, backend.device)
+    if backend.world_size > 1 and (odd := _compare_kept(named, gather_from_all(kept))):
+        raise CheckpointError(
+            f"a run with {named.class_name}{label} on {backend.world_size} processes cannot be "
+            f"resumed bit for bit: {odd}, or leave out the hook checkpoint"
+        )
     if fault:
         raise CheckpointError(
             f"a run with {named.class_name}{label} cannot be resumed bit for bit: {fault}. Give it "
@@ -96,20 +113,69 @@ def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> Non
         )
 
 
-def _run_trial(named: NamedOptimizer, device: torch.device) -> tuple[str | None, str | None]:
+def _run_trial(
+    named: NamedOptimizer, device: torch.device
+) -> tuple[str | None, str | None, dict[str, _Kept] | None]:
     """Return what goes wrong when an optimizer is saved and restored, and why the trial failed.
 
-    Both are None if nothing is wrong.
+    Both are None if nothing is wrong. The third is what the copy keeps, if it was tried.
     """
     obstacle = None
     elements = sum(p.numel() for p in named.parameters().values())
     for edge in (SMALL_EDGE, WHOLE_EDGE) if elements <= MANY else (SMALL_EDGE,):
         try:
             with _without_side_effects(device):
-                return _find_fault(named, torch_seeder(device), edge), None
+                kept, fault = _find_fault(named, torch_seeder(device), edge)
+                return fault, None, kept
         except Exception as error:
             obstacle = " ".join(f"{type(error).__name__}: {error}".split())
-    return None, obstacle
+    return None, obstacle, None
+
+
+def _kept_by(named: NamedOptimizer) -> dict[str, _Kept]:
+    """Return the tensors that an optimizer keeps, by their names in a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    with contextlib.suppress(TypeError, CheckpointError):  # found when it is saved
+        encode_optimizer(named, tensors)
+    return {
+        name: (
+            tuple(t.shape),
+            float(
+                torch.linalg.vector_norm(
+                    t.to(torch.complex128 if t.is_complex() else torch.float64)
+                )
+            ),
+        )
+        for name, t in tensors.items()
+    }
+
+
+def _compare_kept(named: NamedOptimizer, every: Sequence[Mapping[str, _Kept] | None]) -> str | None:
+    """Return what cannot be merged of what the copies in several processes keep, or None.
+
+    They had the same gradients, so what all of them keep must be equal, but for rounding.
+    """
+    first = every[0]
+    for rank, other in enumerate(every):
+        if first is None or other is None:  # not tried, which a warning says
+            return None
+        odd = first.keys() ^ other.keys()
+        if odd and (named.sharded or has_own_state_dict(named.optimizer)):
+            return (
+                f"processes 0 and {rank} keep state under other names ({join_names(sorted(odd))}), "
+                "which cannot be merged with a state_dict of its own, or for a sharded model. Keep "
+                "it in optimizer.state, by parameter"
+            )
+        for name in first.keys() & other.keys():
+            (shape, norm), (other_shape, other_norm) = first[name], other[name]
+            if shape != other_shape or not (
+                math.isclose(norm, other_norm, rel_tol=1e-3) or norm != norm
+            ):
+                return (
+                    f"processes 0 and {rank} each keep another part of the state under the name "
+                    f"{name}, and a checkpoint has one of that name. Keep all of it in one process"
+                )
+    return None
 
 
 @contextlib.contextmanager
@@ -123,16 +189,23 @@ def _without_side_effects(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _find_fault(named: NamedOptimizer, position: Position, edge: int) -> str | None:
-    """Return what goes wrong when an optimizer is saved and restored, or None.
+def _find_fault(
+    named: NamedOptimizer, position: Position, edge: int
+) -> tuple[dict[str, _Kept], str | None]:
+    """Return what an optimizer keeps, and what goes wrong when it is saved and restored.
 
-    It raises if that cannot be tried.
+    The latter is None if nothing is wrong. It raises if that cannot be tried.
     """
     numbers = torch.Generator().manual_seed(0)
     one, two = copy_small(named, numbers, edge), copy_small(named, numbers, edge)
     getattr(one.optimizer, "train", bool)()  # schedule-free optimizers require it
     for number in range(BEFORE):
         _update(one, number, position)
+    return _kept_by(one), _find_fault_of(one, two, position)
+
+
+def _find_fault_of(one: NamedOptimizer, two: NamedOptimizer, position: Position) -> str | None:
+    """Return what goes wrong when one copy is saved and restored into the other, or None."""
     if fault := _restore_copy(one, two):
         return fault
     unrestored = list(_unrestored_attributes(one, two))

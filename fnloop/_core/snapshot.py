@@ -73,7 +73,7 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
     known = ownership_of(state)
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=Ownership(known.own_metrics, known.seconds), generation=0,
+        ownership=Ownership(known.own_metrics, known.seconds, known.copies), generation=0,
         parameters=ParameterCache(),
     )  # fmt: skip
 
