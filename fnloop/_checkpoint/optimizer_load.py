@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -28,8 +28,18 @@ from fnloop._checkpoint.optimizer_settings import (
     decode_group,
     share_scheduled_values,
 )
+from fnloop._checkpoint.trial_copy import tensors_of_copy
 from fnloop._core.optimizers import SCHEDULED, Group
-from fnloop._core.serialize import Json, decode, from_safetensor, tensors_in
+from fnloop._core.serialize import (
+    Json,
+    Pending,
+    decode,
+    from_flattened,
+    from_safetensor,
+    is_flattened,
+    kinds_in,
+    tensors_in,
+)
 from fnloop._display.checks import join_names
 from fnloop._display.log import log
 
@@ -186,6 +196,7 @@ def _prepare_load_by_name(
     on_host = set(saved.facts.get("on_host", ()))
     stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
     state_of, held = {}, named.holder.state
+    templates = _templates_for(named, saved)
     kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
     for name, encoded in saved.facts["state"].items():
         if name in kept and name not in mismatched:
@@ -194,7 +205,7 @@ def _prepare_load_by_name(
                 raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
             if is_torch_optimizer(named.holder):
                 _check_state(named.class_name, name, parameters[name][0], value, total, saved.path)
-            state_of[name] = _move_state(value, *parameters[name], stays)
+            state_of[name] = _move_state(value, *parameters[name], stays, templates)
             for key in tensors_in(encoded):
                 del saved.tensors[key]
     state_of_all = decode(saved.facts.get("state_of_all", {}), saved.tensors)
@@ -215,12 +226,57 @@ def _device_of(groups: list[Group]) -> torch.device:
     return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
 
-def _move_state(value: Any, parameter: Tensor, group: Group, stays: Mapping[int, Tensor]) -> Any:
+def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str, Tensor]:
+    """Return a tensor of each subclass that the saved state has, as this optimizer makes them.
+
+    The checkpoint only names the classes, and a new optimizer has no state yet. So a copy of it
+    updates, for each class, the smallest parameter whose state has one.
+    """
+    parameters, found = named.parameters(), {}
+    for name, encoded in saved.facts["state"].items():
+        for kind in filter(is_flattened, kinds_in(encoded)):
+            if name in parameters:
+                found.setdefault(kind, []).append((parameters[name].numel(), name))
+    if not found:
+        return {}
+    try:
+        made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
+    except Exception as error:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
+            f"of {named.class_name}, which would make such tensors, raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if lacking := [kind for kind in found if kind not in made]:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(lacking)}, and "
+            f"{named.class_name} keeps none there: create it with the settings that it had"
+        )
+    return made
+
+
+def _class_names(kinds: Iterable[str]) -> str:
+    return join_names([kind.split(".")[-1] for kind in kinds])
+
+
+def _move_state(
+    value: Any,
+    parameter: Tensor,
+    group: Group,
+    stays: Mapping[int, Tensor],
+    templates: Mapping[str, Tensor],
+) -> Any:
     """Move the state of a parameter to its device.
 
     Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
-    a way that needs it on the device.
+    a way that needs it on the device. Tensors of subclasses are made as the templates are.
     """
+    if isinstance(value, Pending):
+        return from_flattened(
+            value,
+            templates[value.kind],
+            lambda part: part if id(part) in stays else part.to(parameter.device),
+        )
     if isinstance(value, Tensor):
         value = value if id(value) in stays else value.to(parameter.device)
         if value.shape != parameter.shape:
@@ -231,10 +287,12 @@ def _move_state(value: Any, parameter: Tensor, group: Group, stays: Mapping[int,
             value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         return value
     if isinstance(value, list | tuple):
-        return type(value)(_move_state(v, parameter, group, stays) for v in value)
+        return type(value)(_move_state(v, parameter, group, stays, templates) for v in value)
     if isinstance(value, dict):
         moved = {
-            k: _move_state(v, parameter, group, stays) for k, v in value.items() if k != "step"
+            k: _move_state(v, parameter, group, stays, templates)
+            for k, v in value.items()
+            if k != "step"
         }
         if "step" in value:
             step, on_device = value["step"], group.get("capturable") or group.get("fused")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.optimizer import (
     UNSAVED,
@@ -19,7 +20,14 @@ from fnloop._checkpoint.optimizer import (
     is_list_of_groups,
 )
 from fnloop._core.optimizers import UNFROZEN
-from fnloop._core.serialize import Json, as_number, as_safetensor, encode
+from fnloop._core.serialize import (
+    Json,
+    as_flattened,
+    as_number,
+    as_safetensor,
+    encode,
+    is_flattened,
+)
 
 __all__ = ["encode_optimizer"]
 
@@ -95,7 +103,7 @@ def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
             f"{path} in the optimizer's state is a {type(value).__name__}; "
             "a checkpoint expects a dict"
         )
-    return _reject_objects(encode(dict(value), tensors, path), path)
+    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
 
 
 def _encode_group(
@@ -169,7 +177,7 @@ def _reject_tensor_keys(value: object, path: str) -> None:
 def _reject_objects(encoded: Json, path: str) -> Json:
     """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
     if isinstance(encoded, dict):
-        if "$saved" in encoded:
+        if "$saved" in encoded and not is_flattened(encoded["$saved"]):
             raise TypeError(
                 f"{path} is a {encoded['$saved']}, an object, which could not be reconstructed: "
                 "keep plain data there"

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -25,7 +24,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all
 from fnloop._backend.containers import pairs_of
 from fnloop._backend.launch import Backend
@@ -43,12 +41,16 @@ from fnloop._checkpoint.optimizers import check_groups
 from fnloop._checkpoint.trial_copy import (
     CONTAINERS,
     SMALL_EDGE,
+    SMALL_TENSOR,
     WHOLE_EDGE,
+    Position,
+    begin_training,
     copy_small,
-    sampling_dtype,
+    subclasses_in,
+    update_copy,
+    without_side_effects,
 )
-from fnloop._core.optimizers import wants_closure
-from fnloop._core.rng import isolated, seed_host, torch_seeder
+from fnloop._core.rng import torch_seeder
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState
 from fnloop._display.checks import join_names
@@ -59,7 +61,6 @@ __all__ = ["check_resumable"]
 MANY = 4_000_000  # elements; an optimizer of more is not copied with whole parameters
 BEFORE, AFTER = 3, 3  # updates before the save, and after the restore
 AFTER_IN_DOUBT = 12  # updates after the restore, if some attributes were not restored
-Position = Callable[[int], object]
 _Kept = tuple[tuple[int, ...], float]  # the shape of a tensor, and its norm
 Unrestored = tuple[str, object, object]  # path of an attribute, what it should be, what it is
 _warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes that a warning has named
@@ -120,16 +121,47 @@ def _run_trial(
 
     Both are None if nothing is wrong. The third is what the copy keeps, if it was tried.
     """
-    obstacle = None
+    fault = obstacle = kept = None
     elements = sum(p.numel() for p in named.parameters().values())
     for edge in (SMALL_EDGE, WHOLE_EDGE) if elements <= MANY else (SMALL_EDGE,):
         try:
-            with _without_side_effects(device):
+            with without_side_effects(device):
                 kept, fault = _find_fault(named, torch_seeder(device), edge)
-                return fault, None, kept
+            obstacle = None
+            break
         except Exception as error:
             obstacle = " ".join(f"{type(error).__name__}: {error}".split())
-    return None, obstacle, None
+    if fault is None:
+        with contextlib.suppress(Exception), without_side_effects(device):
+            fault = _find_fault_at_size(named, torch_seeder(device))
+    return fault, obstacle, kept
+
+
+def _find_fault_at_size(named: NamedOptimizer, position: Position) -> str | None:
+    """Return what goes wrong with parameters of the sizes that the real ones have, or None.
+
+    An optimizer may keep large ones in another way, such as in 8 bits. So a copy updates one
+    parameter of each large size. What it then keeps in tensors of a subclass is tried further.
+    """
+    large = {
+        (p.shape, p.dtype): name
+        for name, p in named.parameters().items()
+        if SMALL_TENSOR <= p.numel() <= MANY and p.requires_grad
+    }
+    kinds: dict[str, str] = {}
+    for (shape, _), name in sorted(large.items(), key=lambda each: each[0][0].numel()):
+        one = copy_small(named, torch.Generator().manual_seed(0), WHOLE_EDGE, {name})
+        begin_training(one)
+        update_copy(one, 0, position)
+        try:
+            encode_optimizer(one, {})
+        except (TypeError, CheckpointError) as error:
+            return f"with a parameter of shape {tuple(shape)}, {error}"
+        for kind in subclasses_in(list(one.optimizer.state.values())):
+            kinds.setdefault(kind, name)
+    if kinds and named.sharded:
+        return f"its state of {kinds.popitem()[1]} is compressed, and the model is sharded"
+    return _find_fault(named, position, WHOLE_EDGE, {*kinds.values()})[1] if kinds else None
 
 
 def _kept_by(named: NamedOptimizer) -> dict[str, _Kept]:
@@ -178,30 +210,22 @@ def _compare_kept(named: NamedOptimizer, every: Sequence[Mapping[str, _Kept] | N
     return None
 
 
-@contextlib.contextmanager
-def _without_side_effects(device: torch.device) -> Iterator[None]:
-    """Restore the global generators afterwards, hide warnings, and compile nothing."""
-    eager = contextlib.nullcontext()
-    if torch_compat.compiler_is_loaded():
-        eager = torch.compiler.set_stance("force_eager")
-    with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _find_fault(
-    named: NamedOptimizer, position: Position, edge: int
+    named: NamedOptimizer, position: Position, edge: int, only: Collection[str] | None = None
 ) -> tuple[dict[str, _Kept], str | None]:
-    """Return what an optimizer keeps, and what goes wrong when it is saved and restored.
+    """Return what an optimizer updates, and what goes wrong when it is saved and restored.
 
     The latter is None if nothing is wrong. It raises if that cannot be tried.
     """
     numbers = torch.Generator().manual_seed(0)
-    one, two = copy_small(named, numbers, edge), copy_small(named, numbers, edge)
-    getattr(one.optimizer, "train", bool)()  # schedule-free optimizers require it
+    one, two = (copy_small(named, numbers, edge, only) for _ in range(2))
+    begin_training(one)
+    before = _kept_by(one)
     for number in range(BEFORE):
-        _update(one, number, position)
-    return _kept_by(one), _find_fault_of(one, two, position)
+        update_copy(one, number, position)
+    # What an update does not change may be a copy of what another process updates.
+    kept = {name: t for name, t in _kept_by(one).items() if before.get(name) != t}
+    return kept, _find_fault_of(one, two, position)
 
 
 def _find_fault_of(one: NamedOptimizer, two: NamedOptimizer, position: Position) -> str | None:
@@ -262,29 +286,15 @@ def _update_both(
     """Apply the same updates to both copies. Return what goes wrong in the second, or None."""
     last = BEFORE + updates
     for number in range(BEFORE, last):
-        _update(one, number, position)
+        update_copy(one, number, position)
         try:
-            _update(two, number, position)
+            update_copy(two, number, position)
         except Exception as error:
             return f"an update after a restore raises {type(error).__name__}: {error}"
         if number == last - 2:
             _halve_rates(one)
             _halve_rates(two)
     return None
-
-
-def _update(named: NamedOptimizer, number: int, position: Position) -> None:
-    """Apply an update with random gradients, with the generators positioned as in a run."""
-    numbers = torch.Generator().manual_seed(number)
-    for p in named.parameters().values():
-        p.grad = None
-        if p.requires_grad:
-            gradient = torch.randn(p.shape, generator=numbers, dtype=sampling_dtype(p))
-            p.grad = gradient.to(p.device, p.dtype)
-    position(number)
-    seed_host(number)
-    step: Any = named.optimizer.step
-    step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
 
 
 def _halve_rates(named: NamedOptimizer) -> None:

@@ -117,7 +117,8 @@ def resumed(folder):
                 state = fl.restore(where / f"{kind} saved", made(kind, 1.0))
                 fl.save(state, own / "at once")  # nothing has changed since: all are copies
                 state = fl.restore(own / "at once", made(kind, 1.0))
-                half = trained(fl.snapshot(state), 2, saving(kind, own / "half"))
+                copied = state if kind == "zero" else fl.snapshot(state)  # it holds a process group
+                half = trained(copied, 2, saving(kind, own / "half"))
                 again = trained(fl.resume(own / "half", made(kind, 2.0)), 3)
                 found[f"{kind} of {n}"] = {
                     "kept": kept, "weights": weights(trained(half, 3)), "again": weights(again),
