@@ -240,8 +240,21 @@ def _entries(facts: Mapping[str, Json]) -> Iterator[tuple[Entry, Json]]:
                 yield (name, "state", parameter, key), value
         for key, value in own.get("state_of_all", {}).items():
             yield (name, "state_of_all", key), value
-        for tensor in tensors_in(own.get("state_dict")):
-            yield (name, "state_dict", tensor), None
+        for path in _paths_of_tensors(own.get("state_dict")):
+            yield (name, "state_dict", *path), None
+
+
+def _paths_of_tensors(value: Json) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that lead to each tensor in what was encoded."""
+    if isinstance(value, dict) and "$tensor" in value:
+        yield ()
+        return
+    inside = enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        inside = value["$dict"] if "$dict" in value else value.items()
+    for key, inner in inside:
+        for path in _paths_of_tensors(inner):
+            yield str(key), *path
 
 
 def _check_mergeable(entry: Entry, named: NamedOptimizer, kept: Sequence[bool]) -> None:

@@ -198,7 +198,7 @@ def _compare_kept(named: NamedOptimizer, every: Sequence[Mapping[str, _Kept] | N
                 "which cannot be merged with a state_dict of its own, or for a sharded model. Keep "
                 "it in optimizer.state, by parameter"
             )
-        for name in first.keys() & other.keys():
+        for name in filter(other.__contains__, first):
             (shape, norm), (other_shape, other_norm) = first[name], other[name]
             if shape != other_shape or not (
                 math.isclose(norm, other_norm, rel_tol=1e-3) or norm != norm

@@ -173,25 +173,23 @@ def refused(folder):
         hooks = (fl.checkpoint(folder / kind.__name__),)
         found[kind.__name__] = said(lambda state=state, hooks=hooks: trained(state, 1, hooks))
         found[f"{kind.__name__} began"] = state.step, bool(state.optimizer.state)
+    state = trained(state, 1)
+    found["Described saved"] = said(lambda: fl.save(state, folder / "saved"))
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     own = torch.optim.SGD(model[rank()].parameters(), lr=0.1)
-    state = fl.TrainState.create(model, own, seed=0)
-    found["groups"] = said(lambda: fl.save(state, folder / "groups"))
+    other = fl.TrainState.create(model, own, seed=0)
+    found["groups"] = said(lambda: fl.save(other, folder / "groups"))
     return found
 
 
 def test_what_cannot_be_merged_is_refused_before_the_first_update(launched):
+    part = "processes 0 and 1 each keep another part of the state under the name"
     for found in launched(refused, 2):
-        assert (
-            "a run with Rows on 2 processes cannot be resumed bit for bit: processes 0 and 1 each "
-            "keep another part of the state under the name 0." in found["Rows"]
-        )
-        assert (
-            "processes 0 and 1 keep state under other names (state_dict.state.0.momentum" in
-            found["Described"]
-        )  # fmt: skip
-        assert found["Rows began"] == found["Described began"] == [0, False]
-        assert (
-            "only in process 0: 0.bias, 0.weight; only in process 1: 1.bias, 1.weight"
-            in (found["groups"])
-        )
+        for kind, name in {"Rows": "0.weight.momentum", "Described": "state_dict.state.0"}.items():
+            begun = f"a run with {kind} on 2 processes cannot be resumed bit for bit"
+            assert f"{begun}: {part} {name}" in found[kind]
+            assert found[f"{kind} began"] == [0, False]
+        kept = "Described keeps state.0.momentum in process 0 and not in process 1"
+        assert f"{kept}. A checkpoint cannot merge that, because" in found["Described saved"]
+        only = "only in process 0: 0.bias, 0.weight; only in process 1: 1.bias, 1.weight"
+        assert only in found["groups"]
