@@ -315,9 +315,9 @@ def _merge(
         for rank, other in current.items():
             if other.restored == "":
                 raise CheckpointError(
-                    f"{_spell(entry)} in the optimizer's state began anew in process {rank}: the "
-                    "checkpoint that was restored had it in another one, and the same number of "
-                    "processes. Let the optimizer choose the process by the rank alone"
+                    f"{_spell(entry)} in the optimizer's state began from nothing in process "
+                    f"{rank}: as many processes saved the checkpoint that was restored, and "
+                    "another one kept it. Let the optimizer choose the process by the rank alone"
                 )
         for rank, other in others:
             if other.checksum != chosen.checksum:

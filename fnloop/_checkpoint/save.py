@@ -66,7 +66,8 @@ def save(
     """Write a checkpoint: a folder that is either complete or absent.
 
     With several processes, all of them must call it, and the main process writes. If the model is
-    sharded over them (``fully_shard``), each process writes its own part.
+    sharded over them (``fully_shard``), or each process keeps the optimizer's state of its own
+    parameters (ZeRO-1, distributed Muons), each process writes its own part.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.

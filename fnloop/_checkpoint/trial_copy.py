@@ -106,7 +106,7 @@ def _copy_state(optimizer: Optimizer, copier: _Copier) -> None:
     state.clear()
     copier.memo[id(optimizer.state)] = state
     for key, value in optimizer.state.items():
-        # A tensor of a subclass cannot be cut. A small parameter may have none, so it begins anew.
+        # A tensor of a subclass cannot be cut, so a small parameter begins without its state.
         cut = copier.edge != WHOLE_EDGE and subclasses_in(value)
         if not isinstance(key, Tensor) or (id(key) in copier.twins and not cut):
             copier.prepare(value)
@@ -310,8 +310,9 @@ def subclasses_in(value: object) -> dict[str, Tensor]:
     """Return a tensor of each subclass in a nested value, by its kind."""
     found: dict[str, Tensor] = {}
 
-    def note(leaf: Any) -> None:
-        if (kind := flattened_kind(leaf)) is not None:
+    def note(leaf: object) -> None:
+        kind = flattened_kind(leaf)
+        if kind is not None and isinstance(leaf, Tensor):
             found.setdefault(kind, leaf)
 
     map_leaves(value, note)

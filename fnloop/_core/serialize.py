@@ -212,7 +212,7 @@ def is_flattened(kind: str) -> bool:
 def as_flattened(value: Any) -> object:
     """Return a tensor of a subclass as its parts, as torch's protocol names them.
 
-    Any other value is returned as it is.
+    Another value is returned as it is.
     """
     kind = flattened_kind(value)
     if kind is None:
@@ -241,7 +241,7 @@ def from_flattened(
         ValueError: the parts are not those of such a tensor.
     """
     names, _ = template.__tensor_flatten__()
-    parts: Mapping[str, Any] = saved.parts
+    parts: Json = saved.parts
     inner, made = parts["inner"], {}
     for name in names:
         part, mine = inner.get(name), getattr(template, name)

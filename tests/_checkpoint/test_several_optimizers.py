@@ -317,7 +317,7 @@ def test_of_the_state_in_several_processes_that_which_was_updated_counts(offers,
         ),
         (
             [{ENTRY: offer(3, "a", "a")}, {ENTRY: offer(5, "b", "")}],
-            "w.momentum in the optimizer's state began anew in process 1",
+            "w.momentum in the optimizer's state began from nothing in process 1",
         ),
     ],
 )
