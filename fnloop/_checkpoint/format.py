@@ -14,8 +14,9 @@ A checkpoint is a folder:
                             (the module save makes it)
     manifest.json           size and SHA-256 of each of the others; written last
 
-Where tensors are split over n processes (``fully_shard``), each process writes its own parts to a
-file of its own, and the main process what is whole:
+Where tensors are split over n processes (``fully_shard``), or some processes have state of the
+optimizer that others lack, each process writes its own parts to a file of its own, and the main
+process what all have whole:
 
     model-00001-of-00002.safetensors    instead of model.safetensors, and so for the others
     index.json                          where the parts are (the module shards makes it)
@@ -101,7 +102,7 @@ class Contents:
     """
 
     model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    optimizer: dict[str, Tensor]
     slots: Mapping[str, Tensor]
     facts: Mapping[str, Json]
     history: Sequence[str] = ()

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
@@ -110,11 +109,12 @@ class _Reader:
 
     def read_whole(self, group: str, file: str) -> dict[str, Tensor]:
         """Return a group of tensors that is in one file."""
-        templates = self._templates.get(group, {})
-        if all(split_dim(template) is None for template in templates.values()):
-            # Clone: load_file maps the file into memory, and its tensors would change with it.
-            return {k: v.clone() for k, v in load_file(self._path / file).items()}
-        return self.read_split(group, self._slices.entries_in(file))
+        entries, templates = self._slices.entries_in(file), self._templates.get(group, {})
+        if any(split_dim(template) is not None for template in templates.values()):
+            return self.read_split(group, entries)
+        found = {name: self._slices.read(entry) for name, entry in entries.items()}
+        self._slices.close()
+        return found
 
     def read_split(self, group: str, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
         """Return a group of tensors, of each what this process holds of it."""

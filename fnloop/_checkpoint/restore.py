@@ -21,7 +21,7 @@ from fnloop._checkpoint.model_load import (
     with_training_weights,
 )
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
-from fnloop._checkpoint.optimizers import prepare_loads
+from fnloop._checkpoint.optimizers import copies_in, prepare_loads
 from fnloop._checkpoint.parts import check_held, held_parts, read_parts
 from fnloop._checkpoint.positions import POSITIONS, decode_position
 from fnloop._checkpoint.read import read_checkpoint
@@ -131,7 +131,8 @@ def restore_contents(
             if "optimizer" in parts:
                 shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
                 facts = contents.facts["optimizer"]
-                saved = SavedOptimizer(facts, contents.optimizer, shapes, path)
+                processes = contents.facts.get("processes")
+                saved = SavedOptimizer(facts, contents.optimizer, shapes, path, processes)
                 prepared = prepare_loads(state, saved, strict)
             if load_model is not None or prepared:
                 fitting = {} if load_model is None else load_model.fitting
@@ -153,6 +154,8 @@ def restore_contents(
         ownership_of(restored).own_metrics.update(own)
     if "counters" in parts:
         ownership_of(restored).seconds = seconds
+    if "optimizer" in parts:
+        ownership_of(restored).copies = copies_in(restored, contents.facts)
     return restored
 
 

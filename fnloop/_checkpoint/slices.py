@@ -16,7 +16,9 @@ from fnloop._core.serialize import Json
 
 __all__ = ["Entry", "Slices", "decode_index"]
 
-MOST_MAPPED = 4 << 20  # bytes of files in memory at a time: what is mapped counts as memory too
+# Bytes of files in memory at a time: what is mapped counts as memory too. The more tensors a file
+# has, the longer it takes to open, so a large one is opened at most 16 times.
+MOST_MAPPED, MOST_OPENED = 4 << 20, 16
 
 
 @attrs.frozen
@@ -110,19 +112,23 @@ class Slices:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open: dict[str, safe_open] = {}
-        self._mapped = 0
+        self._mapped = self._most = 0
 
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
             self._open[name] = safe_open(self._path / name, framework="pt")
+            size = (self._path / name).stat().st_size
+            self._most = max(self._most, MOST_MAPPED, size // MOST_OPENED)
         return self._open[name]
 
     def entries_in(self, file: str) -> dict[str, Entry]:
         """Return an entry for each tensor of a file that has whole tensors."""
         found = {}
         for key in self._file(file).keys():  # noqa: SIM118  (not a mapping)
-            here = self._file(file).get_slice(key)[...]
-            found[key] = Entry(tuple(here.shape), here.dtype, [Piece(file, key, 0, 1)])
+            here = self._file(file).get_slice(key)
+            shape = tuple(here.get_shape())
+            dtype = here[(slice(0, 0),) if shape else (...,)].dtype  # without its elements
+            found[key] = Entry(shape, dtype, [Piece(file, key, 0, 1)])
         return found
 
     def read(self, entry: Entry, start: int = 0, stop: int = 0, dim: int | None = None) -> Tensor:
@@ -158,19 +164,20 @@ class Slices:
             )
 
     def _copy(self, piece: Piece, where: tuple[slice, ...], target: Tensor) -> None:
-        """Copy a slice of a part into a tensor, some rows at a time."""
-        if not where:
-            target.copy_(self._slice(piece, (...,), target.dtype))
+        """Copy a slice of a part into a tensor, some rows of the first long dimension at a time."""
+        dim = next((i for i, size in enumerate(target.shape) if size > 1), None)
+        if dim is None:
+            target.copy_(self._slice(piece, where or (...,), target.dtype))
             return
-        first, last = where[0].start, where[0].stop
-        rows = max(1, MOST_MAPPED // target[:1].nbytes)
+        first, last = where[dim].start, where[dim].stop
+        rows = max(1, MOST_MAPPED * target.shape[dim] // target.nbytes)
         for i in range(first, last, rows):
             block = slice(i, min(i + rows, last))
-            there = self._slice(piece, (block, *where[1:]), target.dtype)
-            target[i - first : block.stop - first].copy_(there)
+            there = self._slice(piece, (*where[:dim], block, *where[dim + 1 :]), target.dtype)
+            target.narrow(dim, i - first, block.stop - i).copy_(there)
             self._mapped += there.nbytes
             del there
-            if self._mapped >= MOST_MAPPED:
+            if self._mapped >= self._most:
                 self.close()
 
     def _slice(self, piece: Piece, where: tuple[object, ...], dtype: torch.dtype) -> Tensor:
@@ -185,7 +192,7 @@ class Slices:
     def close(self) -> None:
         """Release the files."""
         self._open.clear()
-        self._mapped = 0
+        self._mapped = self._most = 0
 
 
 def _slices(low: Sequence[int], high: Sequence[int], base: Sequence[int]) -> tuple[slice, ...]:

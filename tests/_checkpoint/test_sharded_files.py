@@ -132,6 +132,35 @@ def test_a_slice_is_read_across_parts_some_rows_at_a_time(tmp_path, monkeypatch,
     assert torch.equal(reader.read(whole), NUMBERS)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (12,), (1, 12), (12, 1), (2, 1, 6), (0, 3)])
+def test_a_whole_file_is_read_in_small_blocks(tmp_path, monkeypatch, shape):
+    """A block is two numbers of four bytes, or one row where a row is more."""
+    monkeypatch.setattr(slices, "MOST_MAPPED", 8)
+    value = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    save_file({"a": value}, tmp_path / "x.safetensors")
+    reader, sizes, read = Slices(tmp_path), [], Slices._slice
+    monkeypatch.setattr(
+        Slices, "_slice", lambda *given: (sizes.append((t := read(*given)).nbytes), t)[1]
+    )
+    entry = reader.entries_in("x.safetensors")["a"]
+    assert (entry.shape, entry.dtype) == (shape, torch.float32)
+    assert torch.equal(reader.read(entry), value)
+    assert max(sizes, default=0) <= (24 if shape == (2, 1, 6) else 8)
+
+
+def test_a_large_file_is_opened_few_times(tmp_path, monkeypatch):
+    """Of 4800 bytes, 300 are in memory at a time, and not 8: opening takes time for each tensor."""
+    monkeypatch.setattr(slices, "MOST_MAPPED", 8)
+    save_file({"a": torch.arange(1200.0)}, tmp_path / "x.safetensors")
+    reader, opened, open_file = Slices(tmp_path), [], slices.safe_open
+    monkeypatch.setattr(
+        slices, "safe_open", lambda *given, **how: opened.append(1) or open_file(*given, **how)
+    )
+    entry = reader.entries_in("x.safetensors")["a"]
+    assert torch.equal(reader.read(entry), torch.arange(1200.0))
+    assert len(opened) <= 16
+
+
 def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
     path = fl.save(state_of(2.0), tmp_path / "a")
     assert load_file(path / "model.safetensors")["w"].unique().tolist() == [2.0]
@@ -158,6 +187,17 @@ def test_weights_and_their_new_values_are_exchanged_and_back():
 def load(module, values):
     with weights_kept_on_error(module, values):
         module.load_state_dict(values)
+
+
+def test_weights_in_another_memory_format_are_exchanged_too():
+    """A copy of all weights beside the new ones would double the memory that a restore takes."""
+    module, new = nn.Conv2d(2, 3, 2, bias=False), torch.arange(24.0).view(3, 2, 2, 2)
+    module.to(memory_format=torch.channels_last)
+    before, values = module.weight.detach().clone(), {"weight": new.clone()}
+    kept = values["weight"]
+    load(module, values)
+    assert module.weight.equal(new) and kept.equal(before)
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_tied_weights_are_exchanged_once_for_each_name():
