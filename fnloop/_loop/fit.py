@@ -115,7 +115,9 @@ def fit(
     Raises:
         StaleStateError: the state has been advanced already.
         TypeError, ValueError: an argument is not what it should be, or the phase is not the one
-            that comes next.
+            that comes next. With a target in steps alone: two whole epochs in a row left out all of
+            their updates, so that it would never be reached. An epoch in which fp16 overflowed does
+            not count.
         KeyError: a hook monitors a metric of a loader that this run neither trains on nor
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
