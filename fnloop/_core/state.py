@@ -351,7 +351,7 @@ def consume(
 ) -> TrainState:
     """Return the state with a step's batches counted and its metrics combined into the epoch's.
 
-    The first update of an epoch, skipped or not, begins its metrics anew.
+    The first update of an epoch, skipped or not, begins new metrics.
 
     Args:
         state: the state after the update.

@@ -72,8 +72,8 @@ def plateau(
         TypeError: key is not a str, or a number is something else.
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
             imply one. When composing: ``torch_scheduler`` is listed too.
-        KeyError: when a run starts: there is no such loader. At an evaluation: there is no such
-            metric.
+        KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
+            At an evaluation: there is none, where your own code might have added it.
 
     Example:
         >>> import fnloop as fl, torch
