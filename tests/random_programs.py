@@ -50,7 +50,7 @@ class Program:
     """What is run. Texts are Python, with ``fl`` and the methods of :class:`World` as names.
 
     Args:
-        model: parts beside two linear layers: "norm", "centre", "dropout".
+        model: parts beside two linear layers: "norm", "centre", "rebound", "dropout".
         optimizer: a name in ``OPTIMIZERS``.
         loss: what the loss function does: "weight", "tensor weight", "draws", "greedy".
         train: the training loader.
@@ -181,6 +181,17 @@ def _half_a_fetch(program: Program, cuts: Sequence[Cut]) -> bool:
     return draws and any(c.at == "loader" and c.how in ("fail", "interrupt") for c in cuts)
 
 
+def _twice(program: Program, cuts: Sequence[Cut]) -> bool:
+    """The host's generators are lost if the first fetch after a cut fails too."""
+    several = sum(cut.how in ("fail", "interrupt") for cut in cuts) > 1
+    return several and "draws" in program.loss
+
+
+def _rebound(program: Program, cuts: Sequence[Cut]) -> bool:
+    """A guard does not put back the buffers in whose place the model has put others."""
+    return "rebound" in program.model and program.has("skip_nonfinite", "spike_guard", "retry")
+
+
 KNOWN: dict[str, Callable[[Program, Sequence[Cut]], bool]] = {
     "F2": _f2,
     "F5": _f5,
@@ -189,6 +200,8 @@ KNOWN: dict[str, Callable[[Program, Sequence[Cut]], bool]] = {
     "waits": _waits,
     "again": _again,
     "half-a-fetch": _half_a_fetch,
+    "twice": _twice,
+    "rebound": _rebound,
 }
 
 
@@ -207,9 +220,20 @@ class Centre(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.mean = self.mean.lerp(x.detach().float().flatten(0, -2).mean(0), 0.25)
-            self.count += 1
+            self.update(x.detach().float().flatten(0, -2).mean(0))
         return x - self.mean
+
+    def update(self, new: Tensor) -> None:
+        self.mean.lerp_(new, 0.25)
+        self.count += 1
+
+
+class Rebound(Centre):
+    """Puts new tensors in the place of its buffers."""
+
+    def update(self, new: Tensor) -> None:
+        self.mean = self.mean.lerp(new, 0.25)
+        self.count = self.count + 1
 
 
 def make_model(parts: Sequence[str]) -> nn.Module:
@@ -218,6 +242,7 @@ def make_model(parts: Sequence[str]) -> nn.Module:
         layers: list[nn.Module] = [nn.Linear(3, 4)]
         layers += [nn.BatchNorm1d(4)] if "norm" in parts else []
         layers += [Centre(4)] if "centre" in parts else []
+        layers += [Rebound(4)] if "rebound" in parts else []
         layers += [nn.Tanh()]
         layers += [nn.Dropout(0.3)] if "dropout" in parts else []
         layers += [nn.Linear(4, 1)]
@@ -701,7 +726,7 @@ def compare_calls(
 
 
 def can_be_written_by_hand(program: Program) -> bool:
-    known = ("fl.accumulate(", "fl.clip(", "fl.clip_value(", "fl.schedule(decay)", "fl.ema(0.5)")
+    known = ("fl.accumulate(", "fl.clip(0.5)", "fl.clip_value(", "fl.schedule(decay)", "fl.ema(0.5)")
     return (
         all(text.startswith((*known, "fl.skip_nonfinite(100)")) for text in program.members)
         and "total" not in program.text
@@ -723,6 +748,7 @@ def by_hand(program: Program) -> dict[str, Tensor]:
     model = make_model(program.model)
     optimizer = OPTIMIZERS[program.optimizer](model)
     rates = [group["lr"] for group in optimizer.param_groups]
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
     world = World(program)
     call = {text.split("(")[0][3:]: text.split("(", 1)[1][:-1] for text in program.members}
     order = [text.split("(")[0][3:] for text in program.members]
@@ -750,8 +776,8 @@ def by_hand(program: Program) -> dict[str, Tensor]:
                 optimizer.zero_grad()
                 (loss if inside or weight == 1 else loss * weight).backward()
                 for name in inside:
-                    _clip(model, name, call)
-                grads = [p.grad.clone() for p in model.parameters()]
+                    _clip(updated, name, call)
+                grads = [p.grad.clone() for p in updated]
                 if inside and weight != 1:
                     grads = [g * weight for g in grads]
                 sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
@@ -760,10 +786,10 @@ def by_hand(program: Program) -> dict[str, Tensor]:
                 for b, old in zip(model.buffers(), buffers, strict=True):
                     b.copy_(old)
                 continue
-            for p, g in zip(model.parameters(), sums, strict=True):
+            for p, g in zip(updated, sums, strict=True):
                 p.grad = g / (total / first)
             for name in order if "accumulate" not in order else _after(order, "accumulate"):
-                _clip(model, name, call)
+                _clip(updated, name, call)
             if "schedule" in call:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * small_decay(step, None)
@@ -784,11 +810,11 @@ def _after(order: list[str], name: str) -> list[str]:
     return order[order.index(name) + 1 :]
 
 
-def _clip(model: nn.Module, name: str, call: Mapping[str, str]) -> None:
+def _clip(parameters: list[nn.Parameter], name: str, call: Mapping[str, str]) -> None:
     if name == "clip":
-        clip_grad_norm_(model.parameters(), float(call["clip"]))
+        clip_grad_norm_(parameters, float(call["clip"]))
     elif name == "clip_value":
-        clip_grad_value_(model.parameters(), float(call["clip_value"]))
+        clip_grad_value_(parameters, float(call["clip_value"]))
 
 
 def compare_with_hand(program: Program, whole: fl.TrainState) -> None:
@@ -802,6 +828,7 @@ def compare_with_hand(program: Program, whole: fl.TrainState) -> None:
 
 # --- drawing programs
 
+PARTS = ("norm", "centre", "rebound", "dropout")
 LENGTHS = {"batches": True, "stream": False, "again": False, "located": False, "shuffled": True}
 
 
@@ -973,15 +1000,40 @@ def draw_fits(r: random.Random) -> tuple[dict[str, Any], ...]:
     return (target(),)
 
 
+def draw_simple(r: random.Random) -> Program:
+    """Draw a program that the loop by hand can train."""
+    windows = [*(f"fl.accumulate({n})" for n in (2, 3)), "fl.accumulate({0: 1, 1: 3, 2: 2})"]
+    choices = [windows, ["fl.clip(0.5)"], ["fl.clip_value(0.2)"], ["fl.schedule(decay)"]]
+    choices += [["fl.ema(0.5)"]]
+    members = [r.choice(each) for each in choices if r.random() < 0.5]
+    r.shuffle(members)
+    marks = ["skip"] if r.random() < 0.3 else []
+    if r.random() < 0.3:
+        members.append("fl.skip_nonfinite(100)")
+        marks.append("nan")
+    n = r.randint(2, 7)
+    loader = r.choice(["batches", "stream"])
+    hooks = [f"{draw_moment(r, loader == 'batches', 1)}(note('end'))"] if r.random() < 0.3 else []
+    return Program(
+        model=tuple(part for part in PARTS[:3] if r.random() < 0.2),
+        optimizer=r.choice([name for name in OPTIMIZERS if name != "two"]),
+        train=f"{loader}({n}{draw_marks(r, n, marks)})", members=tuple(members),
+        hooks=tuple(hooks), evaluate_every=draw_moment(r, loader == "batches"),
+        prefetch=r.choice([1, 1, 2]), fits=({"epochs": r.randint(1, 4)},),
+    )  # fmt: skip
+
+
 def draw(seed: int, number: int) -> Program:
     """Return a program; always the same for the same two numbers."""
     r = random.Random(f"{seed}/{number}")
+    if r.random() < 0.2:
+        return draw_simple(r)
     marks = ["skip"] if r.random() < 0.2 else []
     fits = draw_fits(r)
     loss = [each for each in ("draws", "weight", "tensor weight") if r.random() < 0.12]
     if "weight" in loss and "tensor weight" in loss:
         loss.remove("weight")
-    model = [part for part in ("norm", "centre", "dropout") if r.random() < 0.2]
+    model = [part for part in PARTS if r.random() < 0.2]
     optimizer = r.choice([*OPTIMIZERS, "sgd", "momentum"])
     loaders = {"valid": f"{r.choice(['batches', 'checked'])}({r.randint(1, 2)}, first=50)"}
     if r.random() < 0.3:
@@ -1072,7 +1124,7 @@ def is_allowed(program: Program, cut: Cut) -> bool:
         if cut.at == "training":
             # An update that failed may have changed buffers.
             several = program.has("accumulate", "microbatch", "tbptt", "sam", "retry")
-            return not (several and {"norm", "centre"} & {*program.model})
+            return not (several and {"norm", "centre", "rebound"} & {*program.model})
     return True
 
 
