@@ -726,7 +726,13 @@ def compare_calls(
 
 
 def can_be_written_by_hand(program: Program) -> bool:
-    known = ("fl.accumulate(", "fl.clip(0.5)", "fl.clip_value(", "fl.schedule(decay)", "fl.ema(0.5)")
+    known = (
+        "fl.accumulate(",
+        "fl.clip(0.5)",
+        "fl.clip_value(",
+        "fl.schedule(decay)",
+        "fl.ema(0.5)",
+    )
     return (
         all(text.startswith((*known, "fl.skip_nonfinite(100)")) for text in program.members)
         and "total" not in program.text
@@ -798,7 +804,10 @@ def by_hand(program: Program) -> dict[str, Tensor]:
             for key, value in model.state_dict().items():
                 if value.is_floating_point():
                     average[key].lerp_(value, 0.5)
-    return {**model.state_dict(), **({f"ema.{k}": v for k, v in average.items()} if "ema" in call else {})}
+    return {
+        **model.state_dict(),
+        **({f"ema.{k}": v for k, v in average.items()} if "ema" in call else {}),
+    }
 
 
 def _before(order: list[str], name: str) -> list[str]:
@@ -878,7 +887,10 @@ def draw_train(r: random.Random, marks: Sequence[str], deep: int = 1) -> tuple[s
             return f"fl.data.take({text}, {r.randint(2, 4)})", length
         if way == "leave_out":
             at = r.randint(0, 2)
-            return f"fl.data.leave_out({text}, lambda epoch, batch: batch == {at} + epoch % 2)", False
+            return (
+                f"fl.data.leave_out({text}, lambda epoch, batch: batch == {at} + epoch % 2)",
+                False,
+            )
         if way == "fixed" and kind == "shuffled":
             return f"fl.data.fixed({text}, 3)", True
         other, also = draw_train(r, (), 0)
@@ -938,7 +950,9 @@ def draw_members(
         marks.append("spike")
     if maybe(0.2):
         which = r.choice(["", ', on="training"', ', on="evaluation"'])
-        kind = r.choice(["a['output'].max()", "fl.Sum(a['output'].sum())", "fl.Last(a['output'].min())"])
+        kind = r.choice(
+            ["a['output'].max()", "fl.Sum(a['output'].sum())", "fl.Last(a['output'].min())"]
+        )
         found.append(f"fl.metric(top=lambda a, b: {kind}{which})")
     found += ["fl.derive(double=lambda m: 2 * m['loss'])"] if maybe(0.1) else []
     found += ["fl.amp('bf16')"] if maybe(0.08) else []
@@ -1134,7 +1148,9 @@ def draw_cuts(r: random.Random, program: Program, whole: fl.TrainState, world: W
     cuts: list[Cut] = []
     wanted = r.choice([1, 1, 1, 2, 2, 3])
     for _ in range(30):
-        how = r.choice(["target", "stop", "press", "terminate", "interrupt", "fail", "fail", "kill"])
+        how = r.choice(
+            ["target", "stop", "press", "terminate", "interrupt", "fail", "fail", "kill"]
+        )
         through = r.choice(["memory", "memory", "snapshot", "disk"])
         if how == "target":
             at = r.choice(["steps", "epochs"])
@@ -1166,9 +1182,7 @@ def check(program: Program, cuts: Sequence[Cut] = (), hand: bool = True) -> None
             check_cuts(program, cuts, whole, world)
 
 
-def check_cuts(
-    program: Program, cuts: Sequence[Cut], whole: fl.TrainState, world: World
-) -> None:
+def check_cuts(program: Program, cuts: Sequence[Cut], whole: fl.TrainState, world: World) -> None:
     generators = _generators()
     with tempfile.TemporaryDirectory(dir=_memory()) as folder:
         found, runs = cut_run(program, cuts, Path(folder))
@@ -1224,7 +1238,16 @@ def smaller(program: Program) -> Iterator[Program]:
         for i in range(len(members)):
             less = {**program.turns, turn: (*members[:i], *members[i + 1 :])}
             yield attrs.evolve(program, turns=less)
-    for name in ("turns", "order", "optimizer", "record_every", "prefetch", "saves", "evaluate_every", "valid"):
+    for name in (
+        "turns",
+        "order",
+        "optimizer",
+        "record_every",
+        "prefetch",
+        "saves",
+        "evaluate_every",
+        "valid",
+    ):
         if getattr(program, name) != getattr(plain, name):
             yield attrs.evolve(program, **{name: getattr(plain, name)})
     if program.valid and "valid" not in program.text:
@@ -1283,6 +1306,66 @@ def shrink(
             if tries <= 0:
                 break
     return program, cuts, error
+
+
+# --- the smallest programs that have failed
+
+TWO_FITS = ({"epochs": 1}, {"epochs": 3})
+TWO_PHASES = ({"epochs": 1, "phase": "a"}, {"epochs": 1, "phase": "b"})
+
+SMALLEST: dict[str, tuple[Program, tuple[Cut, ...]]] = {
+    "F2": (
+        Program(train="batches(2)", evaluate_every="fl.at_end()", fits=({"steps": 3},)),
+        (Cut("target", "steps", 2),),
+    ),
+    "F5": (
+        Program(train="batches(2)", hooks=("fl.every(epochs=1)(end_epoch())",)),
+        (Cut("fail", "hook", 1),),
+    ),
+    "F9": (
+        Program(
+            train="batches(4, spike=(0,))",
+            members=("fl.schedule(decay)", "fl.spike_guard(window=2, ratio=3.0, then='back')"),
+            fits=TWO_PHASES,
+        ),
+        (),
+    ),
+    "beyond": (
+        Program(train="batches(2)", hooks=("fl.restore_best('valid/loss', 'max')",), fits=TWO_FITS),
+        (Cut("fail", "training", 5),),
+    ),
+    "waits": (
+        Program(
+            train="batches(3)",
+            hooks=("fl.inspect(see('see'))",),
+            evaluate_every="fl.every(steps=4)",
+        ),
+        (Cut("press", "hook", 2),),
+    ),
+    "again": (
+        Program(
+            hooks=(
+                "fl.when(lambda s: s.step == 1)(stop('enough'))",
+                "(fl.at_end() | fl.every(steps=1))(note('note'))",
+            )
+        ),
+        (Cut("terminate", "hook", 0),),
+    ),
+    "half-a-fetch": (
+        Program(loss=("draws",), train="shuffled(6, size=3, noise='python')"),
+        (Cut("fail", "loader", 4),),
+    ),
+    "twice": (
+        Program(loss=("draws",), train="again(5)"),
+        (Cut("fail", "loader", 1), Cut("interrupt", "loader", 0)),
+    ),
+    "rebound": (
+        Program(
+            model=("rebound",), train="batches(3, nan=(1,))", members=("fl.skip_nonfinite(100)",)
+        ),
+        (),
+    ),
+}
 
 
 # --- many of them
