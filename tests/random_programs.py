@@ -177,7 +177,7 @@ def _again(program: Program, cuts: Sequence[Cut]) -> bool:
 
 def _half_a_fetch(program: Program, cuts: Sequence[Cut]) -> bool:
     """The host's generators are as a batch left them that failed after some of its samples."""
-    draws = "draws" in program.loss and any(w in program.train for w in ("python", "numpy"))
+    draws = "draws" in program.loss and "shuffled" in program.train
     return draws and any(c.at == "loader" and c.how in ("fail", "interrupt") for c in cuts)
 
 
@@ -734,7 +734,7 @@ def can_be_written_by_hand(program: Program) -> bool:
         "fl.ema(0.5)",
     )
     return (
-        all(text.startswith((*known, "fl.skip_nonfinite(100)")) for text in program.members)
+        all(text.startswith(known) for text in program.members)
         and "total" not in program.text
         and program.train.startswith(("batches(", "stream("))
         and program.optimizer != "two"
@@ -760,7 +760,7 @@ def by_hand(program: Program) -> dict[str, Tensor]:
     order = [text.split("(")[0][3:] for text in program.members]
     windows: Any = eval(call.get("accumulate", "1"))
     average = {k: p.detach().clone() for k, p in model.state_dict().items()}
-    step, step_of_average = 0, 0
+    step = 0
     for epoch in range(program.fits[0]["epochs"]):
         train = world.loaders["train"]
         batches = [*(train if isinstance(train, list) else train(epoch, 0))]
@@ -1079,7 +1079,7 @@ def draw(seed: int, number: int) -> Program:
         members.insert(r.randint(0, len(members)), "fl.tbptt(2)")
         model = [part for part in model if part != "norm"]
         train, has_length = f"sequences({r.randint(2, 4)}{draw_marks(r, 2, more)})", False
-        loaders = {name: "sequences(2, first=50)" for name in loaders}
+        loaders = dict.fromkeys(loaders, "sequences(2, first=50)")
     elif r.random() < 0.04 and optimizer != "two":
         members.append("fl.retry_on_oom()")
         loss.append("greedy")
@@ -1102,7 +1102,8 @@ def draw(seed: int, number: int) -> Program:
         model.remove("norm")
     return Program(
         model=tuple(model), optimizer=optimizer, loss=tuple(loss), train=train, valid=loaders,
-        members=tuple(members), turns=turns, order=order, hooks=tuple(draw_hooks(r, has_length, key, evaluates)),
+        members=tuple(members), turns=turns, order=order,
+        hooks=tuple(draw_hooks(r, has_length, key, evaluates)),
         evaluate_every=evaluated,
         record_every=draw_moment(r, has_length) if r.random() < 0.35 else "None",
         prefetch=r.choice([1, 1, 1, 2, 3]),
@@ -1114,6 +1115,9 @@ def draw(seed: int, number: int) -> Program:
 # --- drawing cuts
 
 DECIDES = ("early_stop", "restore_best", "count(", "end_epoch(", "stop(", "halt_on", "inspect")
+
+
+WAYS = ("target", "stop", "press", "terminate", "interrupt", "fail", "fail", "kill")
 
 
 def is_allowed(program: Program, cut: Cut) -> bool:
