@@ -845,7 +845,7 @@ def draw_moment(r: random.Random, has_length: bool, deep: int = 2) -> str:
         return f"(~{draw_moment(r, has_length, 0)})"
     kinds = [
         *("fl.every(epochs=1)", "fl.every(epochs=1)", "fl.every(epochs=2)"),
-        *(f"fl.every(steps={r.randint(1, 4)})", "fl.at_start()", "fl.at_end()"),
+        *(f"fl.every(steps={r.randint(1, 4)})", "fl.at_start()", "fl.at_end()", "fl.at_end()"),
         f"fl.when(lambda s: s.step % {r.randint(2, 4)} == 1)",
         *(["fl.every(epochs=0.5)"] if has_length else []),
     ]
@@ -940,7 +940,7 @@ def draw_members(
         found.append(r.choice(["fl.skip_nonfinite(100)", f"fl.skip_nonfinite({r.randint(1, 2)})"]))
         marks.append("nan")
     if maybe(0.25):
-        then, window = r.choice(["skip", "stop", "back"]), r.randint(1, 4)
+        then, window = r.choice(["skip", "stop", "back", "back"]), r.randint(1, 3)
         found.append(f"fl.spike_guard(window={window}, ratio=3.0, then={then!r})")
         marks.append("spike")
     if maybe(0.2):
@@ -1002,7 +1002,7 @@ def draw_fits(r: random.Random) -> tuple[dict[str, Any], ...]:
             return {"steps": r.randint(1, 10)}
         return {"epochs": r.randint(1, 3), "steps": r.randint(2, 8)}
 
-    if r.random() < 0.2:
+    if r.random() < 0.25:
         return tuple({**target(), "phase": name} for name in "abc"[: r.randint(1, 3)])
     if r.random() < 0.15:
         return {"epochs": r.randint(1, 2)}, {"epochs": r.randint(2, 4)}
@@ -1112,7 +1112,7 @@ def draw(seed: int, number: int) -> Program:
 DECIDES = ("early_stop", "restore_best", "count(", "end_epoch(", "stop(", "halt_on", "inspect")
 
 
-WAYS = ("target", "stop", "press", "terminate", "interrupt", "fail", "fail", "kill")
+WAYS = ("target", "target", "stop", "press", "terminate", "interrupt", "fail", "fail", "kill")
 
 
 def is_allowed(program: Program, cut: Cut) -> bool:
