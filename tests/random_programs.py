@@ -854,7 +854,8 @@ def draw_moment(r: random.Random, has_length: bool, deep: int = 2) -> str:
 
 def draw_marks(r: random.Random, n: int, kinds: Sequence[str]) -> str:
     """Draw which batches are marked, without a draw of the generator itself."""
-    found, r = "", random.Random(repr((n, kinds, hash(r.getstate()))))
+    found, kinds = "", [*dict.fromkeys(kinds)]
+    r = random.Random(repr((n, kinds, r.getstate()[1])))
     for kind in kinds:
         places = sorted(r.sample(range(n), min(n, r.randint(1, 2))))
         found += f", {kind}=({', '.join(map(str, places))},)"
@@ -1062,6 +1063,12 @@ def draw(seed: int, number: int) -> Program:
     key = r.choice(["train/loss", *(["valid/loss"] * 2 if evaluates else [])])
     more: list[str] = []
     members = draw_members(r, more, knows_total, optimizer == "two", key)
+    if "phase" in fits[0] and r.random() < 0.4:  # the rate, and the way back, begin with a phase
+        others = ("fl.schedule(", "fl.torch_scheduler(", "fl.spike_guard(")
+        members = [m for m in members if not m.startswith(others)]
+        guard = f"fl.spike_guard(window={r.randint(2, 3)}, ratio=2.0, then='back')"
+        members += [*r.sample(["fl.schedule(decay)", guard], 2)]
+        more.append("spike")
     if more:  # the same loader, with the marks that the members are for
         r.setstate(state)
         train, _ = draw_train(r, [*marks, *more])

@@ -1,5 +1,9 @@
 """Random programs: no cut changes a bit. See ``random_programs.py`` for how to run more of them."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from random_programs import (
     KNOWN,
@@ -40,6 +44,15 @@ def test_a_program_is_a_function_of_its_two_numbers():
     assert draw(7, 3) == draw(7, 3) != draw(7, 4)
     program = draw(7, 3)
     assert eval(repr(program), {"Program": Program}) == program
+
+
+@pytest.mark.slow
+def test_another_process_draws_the_same_programs():
+    script = "from random_programs import draw; print([draw(7, n) for n in range(50)])"
+    asked = [sys.executable, "-c", script]
+    there = Path(__file__).parent
+    found = subprocess.run(asked, cwd=there, check=True, capture_output=True, text=True).stdout
+    assert found == f"{[draw(7, n) for n in range(50)]}\n"
 
 
 def test_programs_that_differ_are_found():
