@@ -20,7 +20,7 @@ resource = pytest.importorskip("resource", reason="this system has no fork, sign
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("call", ["save_file", pytest.param("fsync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("call", ["write_tensors", pytest.param("fsync", marks=pytest.mark.slow)])
 def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
     call, background, tmp_path, monkeypatch
 ):
@@ -39,7 +39,7 @@ def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
             return original(*args, **kwargs)
 
         hook = fl.every(steps=every)(fl.checkpoint(folder, keep=10, background=background))
-        place = atomic_write if call == "save_file" else disk.os
+        place = atomic_write if call == "write_tensors" else disk.os
         original = getattr(place, call)
         with monkeypatch.context() as patch:
             patch.setattr(place, call, failing)

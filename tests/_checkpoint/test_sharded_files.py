@@ -88,15 +88,15 @@ WHOLE = shard(1, 0, 0), shard(2, 2, 0)
         (entry(), "its index lacks parts of w"),
         (entry(*WHOLE, dim=None), "its index lacks parts of w"),
         (entry(*WHOLE, dim=2), "does not say how w is split"),
-        (entry(*WHOLE, dim="0"), "does not say how w is split"),
+        (entry(*WHOLE, dim="0"), "model.w.dim is '0'"),
         (entry(*WHOLE, dtype="float64"), "is torch.float32 instead of torch.float64"),
         (entry(*WHOLE, dtype="load"), "does not say how w is split"),
         (entry(*WHOLE, shape=(4, 4)), "instead of"),
-        (entry(*WHOLE, shape=(4, -3)), "something else than whole numbers"),
-        (entry(*WHOLE, shape=(4, 3.0)), "something else than whole numbers"),
+        (entry(*WHOLE, shape=(4, -3)), "model.w.shape.1 is -3"),
+        (entry(*WHOLE, shape=(4, 3.0)), "model.w.shape.1 is 3.0"),
         (entry(shard(1, 0, 0), {**shard(2, 2, 0), "file": "../b"}), "the manifest does not list"),
-        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "key": "v"}), "cannot be read"),
-        ({}, "cannot be read"),
+        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "key": "v"}), "it has no tensor 'v'"),
+        ({}, "model.w.shape is missing"),
         (entry(*WHOLE, shape=(10**15, 3)), "instead of"),
     ],
 )
@@ -121,10 +121,11 @@ def test_a_damaged_part_is_found(tmp_path):
 
 @pytest.mark.parametrize("most", [1, 24, 10**6])
 def test_a_slice_is_read_across_parts_some_rows_at_a_time(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(slices, "MOST_MAPPED", most)
+    monkeypatch.setattr(slices, "BLOCK", most)
     path = split_by_hand(tmp_path, *HALVES, {"w": entry(*WHOLE)})
     index = json.loads((path / "index.json").read_text())
-    found = decode_index(index, {"model-00001-of-00002.safetensors", WHOLE[1]["file"]})
+    names = {"model-00001-of-00002.safetensors", WHOLE[1]["file"]}
+    found = decode_index(index, names, path)
     whole, reader = found["model"]["w"], Slices(path)
     assert torch.equal(reader.read(whole, 1, 3, 0), NUMBERS[1:3])
     assert torch.equal(reader.read(whole, 1, 2, 1), NUMBERS[:, 1:2])
