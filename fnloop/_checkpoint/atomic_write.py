@@ -261,12 +261,13 @@ def _next_serial(path: Path) -> int:
 def remove_leftovers(folder: Path, name: str) -> None:
     """Remove what killed processes left in a folder, of checkpoints whose names match a pattern."""
     for path in list(folder.glob(".*")):
-        if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
-            _remove_unlocked(path.with_name(writing[1]))
-        elif replaced := _replaced_by(path, name):
-            remove_checkpoint(replaced, backup=True)
-        elif _is_being_removed(path, name):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it stays, and a save does not fail because of it
+            if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
+                _remove_unlocked(path.with_name(writing[1]))
+            elif replaced := _replaced_by(path, name):
+                remove_checkpoint(replaced, backup=True)
+            elif _is_being_removed(path, name):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_unlocked(temporary: Path) -> None:

@@ -28,6 +28,7 @@ from fnloop._checkpoint.shares import own_generators, own_metrics, warn_of_exact
 from fnloop._core.frozen import remember_restored
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.phase import decode_phases
 from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json, Pending, decode
 from fnloop._core.snapshot import unwrap
@@ -183,6 +184,9 @@ def _decode_fields(
         counters = check_counters(facts)
         generators = _decode_generators(decode(facts["generators"], slots) or ())
         position = decode_position(facts, slots, backend)
+        begun = max((phase.records for phase in decode_phases(facts.get("phases", []))), default=0)
+        if "history" in parts and begun > len(history):
+            raise ValueError(f"a phase began with record {begun}, of {len(history)}")
 
     fields: dict[str, object] = {}
     fields |= {name: mappings[name] for name in ("slots", "extra") if name in parts}

@@ -125,8 +125,9 @@ def _make_writer(
     file = folder_path(name, "path", path)
     folder = next(parent for parent in file.parents if parent.exists())
     found = _read_beginning(file) if file.is_file() else b""
-    # What a power failure has left of the rows does not matter if a run is known to own the file.
-    is_other = found and not re.match(beginning, found) and read_run_id(_run_id_file(file)) is None
+    if found[:1] == b"\0" and read_run_id(_run_id_file(file)) is not None:
+        found = found.lstrip(b"\0")  # a power failure may put zeros in the place of rows
+    is_other = found and not re.match(beginning, found)
     if file.is_dir() or not folder.is_dir() or is_other:
         raise ValueError(
             f"{name}({typed!r}): there is something else at that path. Give another path, or "
