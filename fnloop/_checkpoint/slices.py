@@ -171,8 +171,8 @@ class TensorFile:
     def _damaged(self, fault: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is damaged: {fault}")
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Return a tensor, or its rows from ``first`` to ``last`` along the first dimension.
+    def read(self, name: str) -> Tensor:
+        """Return a tensor.
 
         Raises:
             CheckpointError: the file has no such tensor, or was cut in the meantime.
@@ -180,13 +180,19 @@ class TensorFile:
             OSError: it cannot be read.
         """
         held = self.find(name)
-        shape = held.shape if last is None else (last - first, *held.shape[1:])
-        made = empty(shape, held.dtype, self._path)
-        row = math.prod(held.shape[1:]) * held.dtype.itemsize
-        self._file.seek(held.start + first * row)
-        if self._file.readinto(_bytes_of(made)) != made.nbytes:
+        return self.read_rows(name, 0, empty(held.shape, held.dtype, self._path))
+
+    def read_rows(self, name: str, first: int, target: Tensor) -> Tensor:
+        """Fill a contiguous tensor with rows of one in the file, from a row on, and return it.
+
+        Raises:
+            CheckpointError, OSError: as :meth:`read`.
+        """
+        held = self.find(name)
+        self._file.seek(held.start + first * math.prod(held.shape[1:]) * held.dtype.itemsize)
+        if self._file.readinto(_bytes_of(target)) != target.nbytes:
             raise self._damaged(f"{name} is cut")
-        return made
+        return target
 
     def find(self, name: str) -> _Held:
         """Return what the header says of a tensor.
@@ -370,18 +376,20 @@ class Slices:
                 )
 
     def _copy(self, piece: Piece, where: tuple[slice, ...], target: Tensor) -> None:
-        """Copy a slice of a part into a tensor, some rows at a time."""
+        """Copy a slice of a part into a tensor; some rows at a time, if it is not whole rows."""
         file = self._file(piece.file)
-        if not where:
-            target.copy_(file.read(piece.key))
-            return
         first, last = where[0].start, where[0].stop
-        row = math.prod(file.find(piece.key).shape[1:]) * target.dtype.itemsize
-        rows = max(1, BLOCK // max(1, row))
+        columns, width = where[1:], file.find(piece.key).shape[1:]
+        if target.is_contiguous() and [(c.start, c.stop) for c in columns] == [
+            (0, n) for n in width
+        ]:
+            file.read_rows(piece.key, first, target)
+            return
+        rows = max(1, BLOCK // (math.prod(width) * target.dtype.itemsize))
+        block = empty((min(rows, last - first), *width), target.dtype, self._path)
         for i in range(first, last, rows):
-            until = min(i + rows, last)
-            there = file.read(piece.key, i, until)[(slice(None), *where[1:])]
-            target[i - first : until - first].copy_(there)
+            there = file.read_rows(piece.key, i, block[: last - i])
+            target[i - first : i - first + rows].copy_(there[(slice(None), *columns)])
 
     def close(self) -> None:
         """Close the files."""

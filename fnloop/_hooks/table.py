@@ -40,7 +40,8 @@ def to_csv(path: _Path) -> TableWriter:
     """Keep a table of the history in a CSV file: epoch, step, seconds, a column for each metric.
 
     Each record is written at once, so a kill loses none. The file equals ``state.history``: a run
-    that is resumed from an earlier checkpoint cuts off the rows after it. A file belongs to one
+    that is resumed from an earlier checkpoint cuts off the rows after it, and one that is started
+    again after a power failure writes the rows that the disk has lost. A file belongs to one
     run; another run is refused before its first update, and the file is not touched. A closing
     record has 1 in the column ``closing``, which exists only if there is such a record. If a record
     lacks a metric, its cell is empty. NaN and the infinities are ``nan``, ``inf`` and ``-inf``,
