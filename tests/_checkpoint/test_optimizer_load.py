@@ -6,6 +6,7 @@ import shutil
 import sys
 import weakref
 
+import crafted
 import pytest
 import torch
 from crafted import craft as craft_facts
@@ -444,3 +445,29 @@ def test_a_subclass_that_is_not_restored_exactly_is_refused_before_the_first_upd
 
     with pytest.raises(fl.CheckpointError, match=r"a run with Mine cannot .* weights.wide differs"):
         fl.fit(wide_step(), wide_state(Mine), [ONE[0]], hooks=(fl.checkpoint(tmp_path),))
+
+
+# --- plain data
+
+PLAIN = {
+    "a number": ("Adam", "exp_avg", -1),
+    "nothing": ("AdamW", "exp_avg_sq", None),
+    "a list": ("RMSprop", "square_avg", []),
+    "a count": ("Adam", "step", 2),
+    "momentum": ("SGD", "momentum_buffer", 0.5),
+}
+
+
+@pytest.mark.parametrize(("name", "key", "value"), PLAIN.values(), ids=PLAIN)
+def test_plain_data_in_the_place_of_a_tensor_is_refused(tmp_path, name, key, value):
+    """The next update would fail inside torch."""
+    more = {"momentum": 0.9} if name == "SGD" else {}
+    state = toy_state(lambda params: getattr(torch.optim, name)(params, lr=0.1, **more))
+    state = fl.fit(fl.pipeline()(toy_loss), state, [torch.ones(1)] * 2, hooks=())
+    path, before = fl.save(state, tmp_path / "a"), fl.snapshot(state)
+    change = lambda facts: facts["optimizer"]["state"]["w"].update({key: value})
+    with pytest.raises(
+        fl.CheckpointError, match=rf"{key} of w in the optimizer's state is .* cannot continue with"
+    ):
+        fl.restore(crafted.craft(path, facts=change), state)
+    assert_same(state, before)
