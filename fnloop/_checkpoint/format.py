@@ -36,6 +36,7 @@ from fnloop._checkpoint.host_copy import HostCopier
 from fnloop._core.serialize import Json
 
 __all__ = [
+    "COLLECTED",
     "COUNTERS",
     "FILES",
     "FORMAT",
@@ -65,6 +66,7 @@ FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memory
+COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")

@@ -23,7 +23,7 @@ from torch import Tensor
 from fnloop._backend.collectives import counts_here, gather_from_all
 from fnloop._backend.fsdp import extent_in, full, local_part, split_dim
 from fnloop._backend.launch import Backend
-from fnloop._checkpoint.format import SHARDED_FORMAT, Contents, name_of_share
+from fnloop._checkpoint.format import COLLECTED, SHARDED_FORMAT, Contents, name_of_share
 from fnloop._core.serialize import Json
 
 __all__ = ["keep_own_share"]
@@ -47,7 +47,7 @@ def keep_own_share(contents: Contents, backend: Backend) -> Contents:
     if not index:
         return kept
     facts = {**contents.facts, "format_version": SHARDED_FORMAT}
-    for theirs in gather_from_all(index)[1:]:
+    for theirs in gather_from_all(index, COLLECTED)[1:]:
         for group, entries in index.items():
             for name, entry in entries.items():
                 entry["shards"] += theirs[group].get(name, {"shards": ()})["shards"]

@@ -31,12 +31,20 @@ class Ownership(Generic[State]):
         seconds: the seconds that runs of this state have taken, until it last left one.
     """
 
-    __slots__ = ("__weakref__", "generation", "newest", "own_metrics", "seconds")
+    __slots__ = ("__weakref__", "compared", "generation", "newest", "own_metrics", "seconds")
 
     def __init__(self, own_metrics: Iterable[str] = (), seconds: float = 0.0) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
+        # Where the weights of all processes were last compared, and how far norms were apart.
+        self.compared: tuple[int, float] = (0, 0.0)
+
+    def for_copy(self, generation: int) -> Ownership[State]:
+        """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
+        made: Ownership[State] = Ownership(self.own_metrics, self.seconds)
+        made.compared = self.compared[0] - generation, self.compared[1]
+        return made
 
 
 class ParameterCache:

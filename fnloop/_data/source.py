@@ -260,7 +260,8 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int) -> Sourc
         return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
 
     longest, some_unknown = all_reduce_max(
-        [-1.0 if source.length is None else source.length, source.length is None]
+        [-1.0 if source.length is None else source.length, source.length is None],
+        "the length of a sharded loader",
     )
     length = None if some_unknown else int(longest) * processes
 
@@ -282,7 +283,7 @@ def _pad_to_longest(
     """
     __tracebackhide__ = True
     last = END
-    while any_rank((batch := next(batches, END)) is not END):
+    while any_rank((batch := next(batches, END)) is not END, "the next batch of a sharded loader"):
         if batch is END and last is END:
             for last in whole():  # noqa: B007
                 pass
