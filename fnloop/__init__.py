@@ -201,13 +201,16 @@ and sizes need not divide. Loaders stay plain: no `DistributedSampler`, no `prep
 process already reads its own part of a stream, wrap it in `sharded(loader)`; such a run can be
 resumed mid-epoch only on the same number of processes. A custom sampler must give the same order
 in each process. The order is compared at the end of each epoch and evaluation, and the norms of
-the weights at the end of each epoch. If they differ, the run fails with an explanation.
+the weights at the end of each epoch and before each save. If they differ, the run fails with an
+explanation, and nothing is saved.
 
-*Model.* `state.model` is your module, not a wrapper. DistributedDataParallel averages the
-gradients once per update, while backward runs. Buffers such as BatchNorm statistics are taken
-from the main process; if that matters, use `nn.SyncBatchNorm.convert_sync_batchnorm(model)`. A
-parameter that no process uses has no gradient, as in one process. If the first update used it and
-a later one does not, its gradient is zero, and a warning says how to change that.
+*Model.* `state.model` is your module, not a wrapper. `TrainState.create` compares the names, shapes
+and dtypes of its parameters and buffers, and raises in every process if they differ.
+DistributedDataParallel averages the gradients once per update, while backward runs. Buffers such as
+BatchNorm statistics are taken from the main process; if that matters, use
+`nn.SyncBatchNorm.convert_sync_batchnorm(model)`. A parameter that no process uses has no gradient,
+as in one process. If the first update used it and a later one does not, its gradient is zero, and a
+warning says how to change that.
 
 *Numbers.* In a step, `out.loss`, `out.weight` and `state.metrics` are those of this process.
 Random numbers drawn after backward are the same in all processes; those of the loss function
@@ -232,8 +235,9 @@ functions that exchange something, `sharded`, `alternate`, `raw`, `tbptt`, `cuda
 `retry_on_oom` and `closure(create_graph=True)`.
 
 *Hooks.* All processes must decide alike: by the history, by counters, by `every(seconds=...)`,
-whose clock is shared, or by `reduce(state.metrics)`. If processes diverge, the run fails within a
-minute, and the error names the process, the call it waits in, and the step. If one waits for the
+whose clock is shared, or by `reduce(state.metrics)`. If processes diverge, also before the first
+update, the run fails within a minute, and the error names the process, the call it waits in, and
+the step. If one waits for the
 others for more than 30 seconds, it says where. A SIGTERM or SIGUSR1 to one process is obeyed by
 all, after the same update. Loader workers survive a SIGTERM that is sent to all processes of a
 job. When a process fails or is killed, all others end within seconds, and its traceback is on

@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -29,7 +30,15 @@ from fnloop._backend.torch_compat import (
     process_groups,
 )
 from fnloop._backend.transfer import to_cpu
-from fnloop._backend.watchdog import start_watchdog, stop_watchdog, wait_for_work, waiting_for_all
+from fnloop._backend.watchdog import (
+    DIVERGED,
+    begin_exchange,
+    raise_verdict,
+    start_watchdog,
+    stop_watchdog,
+    wait_for_work,
+    waiting_for_all,
+)
 from fnloop._display.log import log
 
 __all__ = [
@@ -39,6 +48,7 @@ __all__ = [
     "all_reduce_max_tensor",
     "all_to_all_tensor",
     "any_rank",
+    "broadcast_object",
     "broadcast_tensors",
     "check_collective_count",
     "collective_count",
@@ -48,8 +58,6 @@ __all__ = [
     "data_shares",
     "gather_from_all",
     "gather_objects",
-    "is_lost",
-    "keep_alive",
     "pickled",
     "rank_and_size",
     "share_data",
@@ -64,7 +72,9 @@ ORDER_MISMATCH = (
     "with the same number in every process; or leave the order to fnloop: DataLoader(dataset, "
     "batch_size, shuffle=True)"
 )
-INLINE_BYTES = 2040  # bytes that are sent together with their length; the rest follows
+EXCHANGE = "an exchange of metrics or results"
+INLINE_BYTES = 2032  # bytes that are sent together with their length; the rest follows
+WIDTH = 16  # numbers in a reduction on the host: of one size, since gloo ends a process otherwise
 
 
 # --- groups
@@ -127,12 +137,6 @@ def data_shares() -> int:
     return len(_sharing) or rank_and_size()[1]
 
 
-def is_lost(error: BaseException) -> bool:
-    """Return whether an error means that another process has ended."""
-    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
 class Closable(Protocol):
     """An object that holds a process group until it is closed."""
 
@@ -149,8 +153,8 @@ def _shutdown() -> None:
     Otherwise gloo's threads may abort the process. Not after an exception: other processes may be
     waiting, and learn of the failure when this one exits.
     """
-    stop_watchdog()
-    if dist.is_initialized() and not hasattr(sys, "last_type"):
+    judged = stop_watchdog()
+    if dist.is_initialized() and not hasattr(sys, "last_type") and not judged:
         _drain()
         _inflight.clear()  # while the interpreter is still alive
         for holder in list(shutdown_callbacks):
@@ -166,24 +170,31 @@ def _group(device: torch.device) -> dist.ProcessGroup | None:
 # --- tensors and counts
 
 
-def broadcast_tensors(tensors: list[Tensor]) -> None:
-    """Copy tensors of the main process into those of every process."""
+def broadcast_tensors(tensors: list[Tensor], what: str) -> None:
+    """Copy tensors of the main process into those of every process.
+
+    Args:
+        tensors: those of this process.
+        what: what they are, as errors name it.
+    """
     tensors = [t for t in tensors if 0 not in t.stride()]  # an expanded tensor cannot be written to
     if tensors:
         group = _group(tensors[0].device) or dist.group.WORLD
-        broadcast_coalesced(group, tensors)
+        begin_exchange(what)
+        with waiting_for_all(what):
+            broadcast_coalesced(group, tensors)
 
 
 def sync_buffers(model: nn.Module) -> None:
     """Copy the buffers of the main process, such as running statistics, to every process."""
-    with waiting_for_all("an exchange of the model's buffers"):
-        broadcast_tensors([local_part(b).detach() for b in model.buffers()])
+    buffers = [local_part(b).detach() for b in model.buffers()]
+    broadcast_tensors(buffers, "an exchange of the model's buffers")
 
 
 _inflight: deque[dist.Work] = deque(maxlen=64)
 
 
-def keep_alive(work: Any) -> dist.Work:
+def _keep_alive(work: Any) -> dist.Work:
     """Keep the handle of a collective alive for a while, and return it.
 
     Otherwise a gloo thread may drop the last reference and need the GIL to free the tensors: see
@@ -191,6 +202,14 @@ def keep_alive(work: Any) -> dist.Work:
     """
     _inflight.append(work)
     return work
+
+
+def _mark(name: str) -> int:
+    """Return a number for the name of an exchange: what is sent says which exchange it is of.
+
+    It is small, so that float64 holds the sum of its squares over all processes.
+    """
+    return zlib.crc32(name.encode()) % 65521
 
 
 def _drain() -> None:
@@ -232,7 +251,9 @@ def check_collective_count(device: torch.device) -> None:
     """Find out whether torch counts collectives. Every process must call this."""
     global _counts
     before = collectives_begun(dist.group.WORLD)
-    dist.all_reduce(torch.zeros(1, device=device))
+    begin_exchange("the joining of the processes")
+    with waiting_for_all("the joining of the processes"):
+        dist.all_reduce(torch.zeros(1, device=device))
     _counts = collectives_begun(dist.group.WORLD) != before
     if not _counts:
         log.warning(
@@ -253,35 +274,45 @@ def _finish(work: dist.Work, value: Tensor, what: str) -> None:
 # --- values
 
 
-def gather_objects(value: object) -> list[Any]:
+def gather_objects(value: object, what: str = EXCHANGE) -> list[Any]:
     """Return the values of all shares of the data in their order, with tensors on the host.
 
     Of processes that have the same share, that of the first counts.
+
+    Args:
+        value: that of this process.
+        what: what it is for, as errors name it; the same in every process.
     """
-    every = gather_from_all(value)
+    every = gather_from_all(value, what)
     return [every[rank] for rank in _sharing] if _sharing else every
 
 
-def gather_from_all(value: object) -> list[Any]:
-    """Return the values of all processes by rank, with tensors on the host."""
+def gather_from_all(value: object, what: str = EXCHANGE) -> list[Any]:
+    """Return the values of all processes by rank, with tensors on the host.
+
+    Args:
+        value: that of this process.
+        what: what it is for, as errors name it; the same in every process.
+    """
     size = rank_and_size()[1]
     if size == 1:
         return [value]
-    mine = pickled(value)
-    with waiting_for_all("an exchange of metrics or results"):
-        heads = _gathered(
-            torch.cat([torch.tensor([len(mine)]).view(torch.uint8), mine[:INLINE_BYTES]]),
-            8 + INLINE_BYTES,
-        )
-        lengths = [int(head[:8].view(torch.int64)) for head in heads]
+    data = pickled(value)
+    mark = _mark(begin_exchange(what))
+    with waiting_for_all(what):
+        head = torch.tensor([mark, len(data)]).view(torch.uint8)
+        heads = _gathered(torch.cat([head, data[:INLINE_BYTES]]), 16 + INLINE_BYTES)
+        marks, lengths = zip(*(head[:16].view(torch.int64).tolist() for head in heads), strict=True)
+        if {*marks} != {mark}:
+            raise_verdict(what)
         longest = max(lengths)
         tails = (
-            _gathered(mine[INLINE_BYTES:], longest - INLINE_BYTES)
+            _gathered(data[INLINE_BYTES:], longest - INLINE_BYTES)
             if longest > INLINE_BYTES
-            else [mine[:0]] * size
+            else [data[:0]] * size
         )
     whole = [
-        torch.cat([head[8:], tail])[:length]
+        torch.cat([head[16:], tail])[:length]
         for head, tail, length in zip(heads, tails, lengths, strict=True)
     ]
     return [pickle.loads(part.numpy().tobytes()) for part in whole]
@@ -291,8 +322,36 @@ def _gathered(mine: Tensor, size: int) -> list[Tensor]:
     """Return the bytes of every process, padded with zeros to a size."""
     parts = [torch.empty(size, dtype=torch.uint8) for _ in range(dist.get_world_size())]
     padded = nn.functional.pad(mine, (0, size - len(mine)))
-    wait_for_work(keep_alive(dist.all_gather(parts, padded, group=control_group(), async_op=True)))
+    work = dist.all_gather(parts, padded, group=control_group(), async_op=True)
+    wait_for_work(_keep_alive(work))
     return parts
+
+
+def broadcast_object(value: object, source: int, what: str) -> Any:
+    """Return the value of one process, in every process.
+
+    Args:
+        value: that of this process.
+        source: the rank of the process whose value it is.
+        what: what it is for, as errors name it; the same in every process.
+    """
+    mine = dist.get_rank() == source
+    data = pickled(value) if mine else torch.empty(0, dtype=torch.uint8)
+    mark = _mark(begin_exchange(what))
+    head = torch.tensor([mark, len(data)])
+    with waiting_for_all(what):
+        _broadcast(head, source)
+        found, length = head.tolist()
+        if found != mark:
+            raise_verdict(what)
+        data = data if mine else torch.empty(length, dtype=torch.uint8)
+        _broadcast(data, source)
+    return value if mine else pickle.loads(data.numpy().tobytes())
+
+
+def _broadcast(tensor: Tensor, source: int) -> None:
+    work = dist.broadcast(tensor, source, group=control_group(), async_op=True)
+    wait_for_work(_keep_alive(work))
 
 
 def pickled(value: object) -> Tensor:
@@ -300,65 +359,120 @@ def pickled(value: object) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(to_cpu(value))), dtype=torch.uint8)
 
 
-def start_all_reduce_max(numbers: Iterable[float]) -> Callable[[], list[float]]:
+def start_all_reduce_max(
+    numbers: Iterable[float], what: str = "an agreement"
+) -> Callable[[], list[float]]:
     """Start to find the largest of each number over all processes.
+
+    Args:
+        numbers: those of this process, at most 14.
+        what: what it is for, as errors name it; the same in every process.
 
     Returns:
         A function that waits for the numbers and returns them.
     """
-    values = torch.tensor([*numbers], dtype=torch.float64)
-    work = keep_alive(
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
-    )
+    mark, given = _mark(begin_exchange(what)), [*numbers]
+    # The largest of -x is the smallest of x: the marks of all processes are equal if both are.
+    padding = [0.0] * (WIDTH - 2 - len(given))
+    values = torch.tensor([mark, -mark, *given, *padding], dtype=torch.float64)
+    work = _all_reduce(values, dist.ReduceOp.MAX)
 
     def wait() -> list[float]:
-        wait_for_work(work, "an agreement")
-        return values.tolist()
+        wait_for_work(work, what)
+        most, least, *largest = values.tolist()
+        if most != -least:
+            raise_verdict(what)
+        return largest[: len(given)]
 
     return wait
 
 
-def all_reduce_max(numbers: Iterable[float]) -> list[float]:
-    """Return the largest of each number over all processes."""
+def all_reduce_max(numbers: Iterable[float], what: str = "an agreement") -> list[float]:
+    """Return the largest of each number over all processes.
+
+    Args:
+        numbers: those of this process.
+        what: what it is for, as errors name it; the same in every process.
+
+    Raises:
+        RuntimeError: the processes have different numbers of numbers.
+    """
+    given = [*map(float, numbers)]
     if rank_and_size()[1] == 1:
-        return [*map(float, numbers)]
-    return start_all_reduce_max(numbers)()
+        return given
+    if len(given) <= WIDTH - 2:
+        return start_all_reduce_max(given, what)()
+    most, least = start_all_reduce_max([len(given), -len(given)], what)()
+    if most != -least:
+        raise RuntimeError(
+            f"{DIVERGED}: {what} has {-least:g} numbers in one process and {most:g} in another"
+        )
+    values = torch.tensor(given, dtype=torch.float64)
+    wait_for_work(_all_reduce(values, dist.ReduceOp.MAX), what)
+    return values.tolist()
 
 
-def any_rank(flag: bool) -> bool:
+def _all_reduce(values: Tensor, how: Any) -> dist.Work:
+    group = _group(values.device)
+    return _keep_alive(dist.all_reduce(values, op=how, group=group, async_op=True))
+
+
+def any_rank(flag: bool, what: str = "an agreement") -> bool:
     """Return whether a flag is set in any process."""
-    return all_reduce_max([flag])[0] > 0
+    return all_reduce_max([flag], what)[0] > 0
 
 
-def start_all_reduce_sum(value: float | Tensor) -> Callable[[], Any]:
+def start_all_reduce_sum(value: float | Tensor, what: str = "a sum") -> Callable[[], Any]:
     """Start to sum a number over all processes, of those with the same data only the first.
+
+    Args:
+        value: that of this process.
+        what: what it is for, as errors name it; the same in every process.
 
     Returns:
         A function that waits for the sum and returns it.
     """
-    total = (
-        value.detach().clone()
-        if isinstance(value, Tensor)
-        else torch.tensor(float(value), dtype=torch.float64)
-    )
+    number = isinstance(value, Tensor)
+    total = value.detach().clone() if number else torch.tensor(float(value), dtype=torch.float64)
     if _sharing and not counts_here():
         total.zero_()
-    work = keep_alive(dist.all_reduce(total, group=_group(total.device), async_op=True))
+    mark = _mark(begin_exchange(what))
+    if total.device.type != "cpu" or total.ndim:
+        work = _all_reduce(total, dist.ReduceOp.SUM)
+
+        def wait_for_tensor() -> Tensor:
+            _finish(work, total, what)
+            return total
+
+        return wait_for_tensor
+    values = torch.zeros(WIDTH, dtype=torch.float64)
+    values[0], values[1], values[2] = mark, mark * mark, total
+    work = _all_reduce(values, dist.ReduceOp.SUM)
 
     def wait() -> Any:
-        _finish(work, total, "a sum")
-        return total if isinstance(value, Tensor) else total.item()
+        wait_for_work(work, what)
+        marks, squares, found = values.numpy()[:3].tolist()
+        # They are equal only if all marks are.
+        if marks * marks != dist.get_world_size() * squares:
+            raise_verdict(what)
+        return total.fill_(found) if number else found
 
     return wait
 
 
-def all_reduce_max_tensor(value: Tensor) -> Tensor:
-    """Return the largest value of a scalar over all processes, on its device."""
+def all_reduce_max_tensor(value: Tensor, what: str) -> Tensor:
+    """Return the largest value of a tensor over all processes, on its device.
+
+    Args:
+        value: that of this process: a scalar, or a few numbers.
+        what: what it is for, as errors name it; the same in every process.
+    """
+    if value.device.type == "cpu":
+        found = all_reduce_max(value.double().flatten().tolist(), what)
+        return torch.tensor(found, dtype=value.dtype).view(value.shape)
     value = value.clone()
-    work = keep_alive(
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_group(value.device), async_op=True)
-    )
-    _finish(work, value, "an agreement")
+    begin_exchange(what)
+    _all_reduce(value, dist.ReduceOp.MAX).wait()
     return value
 
 
@@ -368,8 +482,9 @@ def all_reduce_max_tensor(value: Tensor) -> Tensor:
 def all_gather_tensor(mine: Tensor) -> list[Tensor]:
     """Return the tensors of all processes, by rank. They must have one shape and one dtype."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    group = _group(mine.device)
-    _finish(keep_alive(dist.all_gather(parts, mine, group=group, async_op=True)), mine, "a sum")
+    begin_exchange("a sum of gradients")
+    work = dist.all_gather(parts, mine, group=_group(mine.device), async_op=True)
+    _finish(_keep_alive(work), mine, "a sum of gradients")
     return parts
 
 
@@ -383,7 +498,7 @@ def all_to_all_tensor(mine: Tensor) -> Tensor:
         What this process gets, by the rank of who sends it along the first dimension.
     """
     theirs = torch.empty_like(mine)
-    group = _group(mine.device)
-    _finish(keep_alive(dist.all_to_all_single(theirs, mine, group=group, async_op=True)), mine,
-            "a sum of gradients")  # fmt: skip
+    begin_exchange("a sum of gradients")
+    work = dist.all_to_all_single(theirs, mine, group=_group(mine.device), async_op=True)
+    _finish(_keep_alive(work), mine, "a sum of gradients")
     return theirs

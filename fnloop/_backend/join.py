@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,18 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.collectives import (
+    all_reduce_max,
     broadcast_tensors,
     check_collective_count,
     control_group,
+    gather_from_all,
     share_data,
 )
-from fnloop._backend.fsdp import check_sharded, is_sharded
+from fnloop._backend.fsdp import check_sharded, is_sharded, local_part
 from fnloop._backend.launch import Backend, accelerator, backend_of, fully_sharded, launched
+from fnloop._backend.watchdog import DIVERGED
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = ["join", "parameters_beside"]
+
+_WEIGHTS = "the sharing of the first weights"
 
 
 def join(
@@ -42,7 +48,8 @@ def join(
         The module and the optimizers without wrappers, and the backend.
 
     Raises:
-        RuntimeError: there are several processes, but they could not be joined.
+        RuntimeError: there are several processes, but they could not be joined, or they have
+            different models.
         NotImplementedError: accelerate is configured for an engine that runs the training step.
         ValueError: the model has lazy parameters, and there are several processes.
     """
@@ -70,11 +77,13 @@ def join(
         )
     control_group()  # making it is a collective, and every process comes here
     check_collective_count(backend.device)
+    _check_same_model(model, optimizers)
     if is_sharded(model):
         share, ranks = check_sharded(model)
         share_data(ranks)
         backend = attrs.evolve(backend, data_rank=share, data_size=len(ranks))
-        broadcast_tensors([p.detach() for p in parameters_beside(model, optimizers)])
+        beside = parameters_beside(model, optimizers)
+        broadcast_tensors([p.detach() for p in beside], _WEIGHTS)
         return model, optimizers, backend
     share_data(range(backend.world_size))
     if found is not None and found.distributed_type == "FSDP":
@@ -82,8 +91,47 @@ def join(
         return model, optimizers, backend
     _move(model, optimizers, backend.device)
     beside = parameters_beside(model, optimizers)
-    broadcast_tensors([p.detach() for p in (*model.parameters(), *beside, *model.buffers())])
+    weights = [p.detach() for p in (*model.parameters(), *beside, *model.buffers())]
+    broadcast_tensors(weights, _WEIGHTS)
     return model, optimizers, backend
+
+
+def _check_same_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise in every process if they have different models. A collective.
+
+    It is the first exchange that depends on the model, so gloo would end a process later.
+    """
+    here = {
+        **{f"parameter {name}": _kind_of(p) for name, p in model.named_parameters()},
+        **{f"buffer {name}": _kind_of(b) for name, b in model.named_buffers()},
+    }
+    beside = enumerate(parameters_beside(model, optimizers))
+    here |= {f"parameter {n} beside the model": _kind_of(p) for n, p in beside}
+    what = "the comparison of the models"
+    mark = zlib.crc32(repr(list(here.items())).encode())
+    most, least = all_reduce_max([mark, -mark], what)
+    if most == -least:
+        return
+    first, *others = gather_from_all(here, what)
+    rank, theirs = next(
+        (n, each) for n, each in enumerate(others, 1) if [*each.items()] != [*first.items()]
+    )
+    names = [name for name in (first | theirs) if first.get(name) != theirs.get(name)]
+    if names:
+        said = f"the {names[0]} is {theirs.get(names[0], 'missing')} in process {rank} and "
+        said += f"{first.get(names[0], 'missing')} in process 0"
+        said += f", and {len(names) - 1} more differ" if names[1:] else ""
+    else:
+        said = f"process {rank} has the parameters in another order than process 0"
+    raise RuntimeError(
+        f"{DIVERGED}: {said}. All processes must make the same model: TrainState.create gives "
+        "them the weights of process 0"
+    )
+
+
+def _kind_of(tensor: Tensor) -> str:
+    sharded = ", sharded" if local_part(tensor) is not tensor else ""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{sharded}"
 
 
 def _without_wrapper(optimizer: Optimizer) -> Optimizer:

@@ -9,20 +9,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fnloop._backend.collectives import (
-    control_group,
+    broadcast_object,
     gather_from_all,
     gather_objects,
-    keep_alive,
-    pickled,
     rank_and_size,
 )
 from fnloop._backend.containers import IN_BATCHES, parts_of, with_parts
 from fnloop._backend.transfer import device_in, may_need_transfer, to_device
-from fnloop._backend.watchdog import wait_for_work, waiting_for_all
 from fnloop._display import checks
 
 __all__ = ["broadcast", "gather", "on_every_process", "on_main_process", "reduce", "to_device_of"]
@@ -55,13 +51,13 @@ def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
             result = do()
         except BaseException as raised:
             error = raised
-    with waiting_for_all(what):
-        failed = broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    said = "" if error is None else f"{type(error).__name__}: {error}"
+    failed, made = broadcast_object((said, result), 0, what)
     if error is not None:
         raise error
     if failed:
         raise RuntimeError(f"{what} failed on the main process: {failed}")
-    return broadcast(result)
+    return made
 
 
 def on_every_process(do: Callable[[], Tree], what: str) -> Tree:
@@ -86,8 +82,7 @@ def on_every_process(do: Callable[[], Tree], what: str) -> Tree:
         result = do()
     except BaseException as raised:
         error = raised
-    with waiting_for_all(what):
-        errors = gather_from_all(None if error is None else _portable(error, what, rank))
+    errors = gather_from_all(None if error is None else _portable(error, what, rank), what)
     if error is not None:
         raise error
     for failed in errors:
@@ -133,8 +128,7 @@ def gather(tree: object) -> Any:
             return parts
         return torch.cat([p.unsqueeze(0) if p.ndim == 0 else p for p in parts])
 
-    with waiting_for_all("fnloop.gather"):
-        parts = gather_objects(tree)
+    parts = gather_objects(tree, "fnloop.gather")
     return to_device_of(tree, _combine_trees(parts, concatenate))
 
 
@@ -184,8 +178,7 @@ def reduce(tree: object, how: str = "mean") -> Any:
             f"({type(first).__name__})"
         )
 
-    with waiting_for_all("fnloop.reduce"):
-        parts = gather_objects(tree)
+    parts = gather_objects(tree, "fnloop.reduce")
     return to_device_of(tree, _combine_trees(parts, reduce_leaf))
 
 
@@ -209,22 +202,13 @@ def broadcast(tree: object, source: int = 0) -> Any:
         >>> broadcast({"seed": 7})
         {'seed': 7}
     """
-    rank, size = rank_and_size()
+    _, size = rank_and_size()
     if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < size:
         raise ValueError(f"broadcast expects source as a rank from 0 to {size - 1}; got {source!r}")
     if size == 1:
         return tree
-    data = pickled(tree) if rank == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([len(data)])
-    with waiting_for_all("fnloop.broadcast"):
-        wait_for_work(
-            keep_alive(dist.broadcast(length, source, group=control_group(), async_op=True))
-        )
-        data = data if rank == source else torch.empty(int(length), dtype=torch.uint8)
-        wait_for_work(
-            keep_alive(dist.broadcast(data, source, group=control_group(), async_op=True))
-        )
-    return to_device_of(tree, tree if rank == source else pickle.loads(data.numpy().tobytes()))
+    what = "fnloop.broadcast" if source == 0 else f"fnloop.broadcast from process {source}"
+    return to_device_of(tree, broadcast_object(tree, source, what))
 
 
 def _combine_trees(parts: Parts, leaf: Callable[[Parts], object]) -> Any:

@@ -45,6 +45,7 @@ from fnloop._core.serialize import Json
 from fnloop._display.checks import describe
 
 __all__ = [
+    "COLLECTED",
     "COUNT",
     "COUNTERS",
     "FILES",
@@ -81,6 +82,7 @@ FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memory
+COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINING = "training"  # the group of the weights to train with
 TRAINED = "trained"  # a part of the model: the parameters that require gradients

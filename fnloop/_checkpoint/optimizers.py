@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import gather_from_all
-from fnloop._checkpoint.format import CheckpointError
+from fnloop._checkpoint.format import COLLECTED, CheckpointError
 from fnloop._checkpoint.optimizer import NamedOptimizer, has_own_state_dict, is_torch_optimizer
 from fnloop._checkpoint.optimizer_load import PreparedLoad, SavedOptimizer, prepare_load
 from fnloop._checkpoint.optimizer_save import encode_optimizer
@@ -160,7 +160,7 @@ class _Offer(NamedTuple):
 def check_groups(state: TrainState) -> None:
     """Raise CheckpointError if processes have other parameter groups. A collective."""
     groups = {name: one.group_names() for name, one in NamedOptimizer.of_state(state).items()}
-    every = gather_from_all(groups)
+    every = gather_from_all(groups, COLLECTED)
     for rank, theirs in enumerate(every):
         for name, first in every[0].items():
             mine, other = (set(itertools.chain(*found)) for found in (first, theirs.get(name, [])))
@@ -203,7 +203,8 @@ def merge_processes(
     mine, named = dict(_entries(facts)), NamedOptimizer.of_state(state)
     groups = [one.group_names() for one in named.values()]
     names = zlib.crc32(repr((groups, sorted(mine))).encode())
-    marks = gather_from_all((names, bool(copies), error and f"{type(error).__name__}: {error}"))
+    failed = error and f"{type(error).__name__}: {error}"
+    marks = gather_from_all((names, bool(copies), failed), COLLECTED)
     if error is not None:
         raise error
     for rank, (*_, failed) in enumerate(marks):
@@ -212,7 +213,7 @@ def merge_processes(
     if set(marks) == {(names, False, None)}:
         return facts, {}
     check_groups(state)
-    every = gather_from_all(([*mine], [*copies]))
+    every = gather_from_all(([*mine], [*copies]), COLLECTED)
     holders = Counter(entry for own, _ in every for entry in own)
     unsure = {entry for _, restored in every for entry in restored}
     doubtful = [e for e, count in holders.items() if count < len(every) or e in unsure]

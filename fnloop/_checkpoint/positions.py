@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnloop._backend.collectives import gather_objects
 from fnloop._backend.launch import Backend
+from fnloop._checkpoint.format import COLLECTED
 from fnloop._core.position import Position, check_position
 from fnloop._core.serialize import Json, decode, encode, has_pending
 from fnloop._core.state import TrainState
@@ -24,7 +25,7 @@ def encode_positions(state: TrainState, tensors: dict[str, Tensor]) -> dict[str,
     A position that is not plain data is left out, with a warning: the run can be resumed all the
     same, by reading the loader again.
     """
-    every = gather_objects(state.position)
+    every = gather_objects(state.position, COLLECTED)
     if None in every:
         return {}
     if state.position is not None and state.position["shards"] == 1:

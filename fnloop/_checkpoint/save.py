@@ -24,6 +24,7 @@ from fnloop._backend.collectives import gather_objects
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.averages import encode_averages, without_averages
 from fnloop._checkpoint.format import (
+    COLLECTED,
     COUNTERS,
     FORMAT,
     NEWER_FORMAT,
@@ -94,6 +95,7 @@ def save(
             ``only`` names something else.
         OSError: the disk is full, or another fault of the disk; what was there before is still
             there.
+        RuntimeError: the processes have diverged: their weights differ. Nothing is saved.
 
     Example:
         >>> import tempfile
@@ -142,8 +144,10 @@ def collect_contents(
 
     Raises:
         CheckpointError: the state contains something that a checkpoint cannot.
+        RuntimeError: the processes have different weights.
     """
     check_not_stale(state)
+    engine_of(state).check_alike(state, COLLECTED)
     run, state = state.run, detached_from_run(state)
     model: dict[str, Tensor] = {}
     training: dict[str, Tensor] = {}
@@ -338,13 +342,13 @@ def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Me
     own = {name: m.to_cpu() if hasattr(m, "to_cpu") else m for name, m in metrics.items()}
     if state.backend.exact:
         return []
-    every = gather_objects((engine_of(state).own_names(metrics), own))
+    every = gather_objects((engine_of(state).own_names(metrics), own), COLLECTED)
     return every if len(every) > 1 else []
 
 
 def _generators_by_rank(state: TrainState) -> list[dict[str, object] | None] | None:
     """Return the generators of every process, by rank; None at the beginning of an epoch."""
-    every = gather_objects(state.generators and state.generators.to_parts())
+    every = gather_objects(state.generators and state.generators.to_parts(), COLLECTED)
     return every if any(every) else None
 
 

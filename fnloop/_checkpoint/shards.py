@@ -24,7 +24,7 @@ from torch import Tensor
 from fnloop._backend.collectives import counts_here, gather_from_all
 from fnloop._backend.fsdp import extent_in, full, local_part, split_dim
 from fnloop._backend.launch import Backend
-from fnloop._checkpoint.format import SHARDED_FORMAT, Contents, name_of_share
+from fnloop._checkpoint.format import COLLECTED, SHARDED_FORMAT, Contents, name_of_share
 from fnloop._core.serialize import Json
 
 __all__ = ["keep_own_share"]
@@ -58,7 +58,7 @@ def keep_own_share(
         return kept
     version = max(SHARDED_FORMAT, contents.facts["format_version"])
     facts = {**contents.facts, "format_version": version}
-    for theirs in gather_from_all(index)[1:]:
+    for theirs in gather_from_all(index, COLLECTED)[1:]:
         for group, entries in theirs.items():
             for name, entry in entries.items():
                 mine = index[group].get(name)

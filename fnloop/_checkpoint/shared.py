@@ -80,7 +80,8 @@ def warn_unless_shared(folder: Path) -> None:
 
 def _views(seen: str | None, missing: str) -> list[_View]:
     """Return what each process sees, by rank."""
-    return gather_from_all(_View(seen, missing, socket.gethostname()))
+    view = _View(seen, missing, socket.gethostname())
+    return gather_from_all(view, "a look at the folder of checkpoints")
 
 
 def _first(views: Sequence[_View], sees: bool) -> int | None:

@@ -86,7 +86,7 @@ class SharedWrite:
             self._unfinished = None
             return True
         writes = self._thread is not None and self._thread.is_alive()
-        self._unfinished = start_all_reduce_max([writes])
+        self._unfinished = start_all_reduce_max([writes], self._what)
         return False
 
     def agree(self) -> dict[str, Json]:
@@ -97,7 +97,8 @@ class SharedWrite:
         """
         self._join()
         own = on_every_process(self._outcome, self._what)
-        return {name: entry for files in gather_from_all(own) for name, entry in files.items()}
+        every = gather_from_all(own, self._what)
+        return {name: entry for files in every for name, entry in files.items()}
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -34,7 +34,15 @@ class Ownership(Generic[State]):
             be the one that continues it: the module ``optimizers`` of checkpoints uses them.
     """
 
-    __slots__ = ("__weakref__", "copies", "generation", "newest", "own_metrics", "seconds")
+    __slots__ = (
+        "__weakref__",
+        "compared",
+        "copies",
+        "generation",
+        "newest",
+        "own_metrics",
+        "seconds",
+    )
 
     def __init__(
         self,
@@ -46,6 +54,14 @@ class Ownership(Generic[State]):
         self.copies = dict(copies)
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
+        # Where the weights of all processes were last compared, and how far norms were apart.
+        self.compared: tuple[int, float] = (0, 0.0)
+
+    def for_copy(self, generation: int) -> Ownership[State]:
+        """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
+        made: Ownership[State] = Ownership(self.own_metrics, self.seconds, self.copies)
+        made.compared = self.compared[0] - generation, self.compared[1]
+        return made
 
 
 class ParameterCache:

@@ -16,7 +16,7 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.ownership import Ownership, ParameterCache
 from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import copy_flattened
-from fnloop._core.state import TrainState, check_not_stale, ownership_of
+from fnloop._core.state import TrainState, check_not_stale, generation_of, ownership_of
 from fnloop._display.checks import describe
 
 __all__ = ["copy_handles", "detached_from_run", "snapshot", "tracing_copy", "unwrap"]
@@ -74,10 +74,9 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
         for name, value in vars(one).items():
             if name not in vars(copied) and name != "step":  # torch omits LBFGS's parameters
                 setattr(copied, name, copy.deepcopy(value, memo))
-    known = ownership_of(state)
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=Ownership(known.own_metrics, known.seconds, known.copies), generation=0,
+        ownership=ownership_of(state).for_copy(generation_of(state)), generation=0,
         parameters=ParameterCache(),
     )  # fmt: skip
 

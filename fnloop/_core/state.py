@@ -193,6 +193,7 @@ class TrainState:
 
         Raises:
             TypeError: the model or the optimizer is something else.
+            RuntimeError: the processes have models of different names, shapes or dtypes.
             ValueError: the optimizer was made for another model, two parameter groups have one
                 name, or the seed is out of range. With
                 several optimizers: a parameter is in two of them, or in none.

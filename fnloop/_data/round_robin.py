@@ -226,7 +226,9 @@ class RoundRobin(SingleProcess):
         self.first, self.samples = None, self.samples and first is None
         order = self.order if indices else 0
         mark = -1 if first is None or first.glimpse is None else _checksum(first.glimpse)
-        order_max, order_min, mark_max, mark_min = all_reduce_max([order, -order, mark, -mark])
+        order_max, order_min, mark_max, mark_min = all_reduce_max(
+            [order, -order, mark, -mark], "a comparison of the data"
+        )
         if order_max != -order_min:
             raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
         if mark_max != -mark_min:
@@ -240,7 +242,7 @@ class RoundRobin(SingleProcess):
             seen = first.glimpse
             with contextlib.suppress(Exception):  # no other process may wait for this one
                 again = read_again(first)
-        everywhere = gather_from_all((seen, again))
+        everywhere = gather_from_all((seen, again), "a comparison of the data")
         if any(glimpse is None for glimpse, _ in everywhere):
             return
         own = everywhere[0][0]

@@ -310,7 +310,9 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int, even: bo
         return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
 
     own = 0 if source.length is None else source.length
-    longest, minus_shortest, some_unknown = all_reduce_max([own, -own, source.length is None])
+    longest, minus_shortest, some_unknown = all_reduce_max(
+        [own, -own, source.length is None], "the length of a sharded loader"
+    )
     length = None if some_unknown else int(-minus_shortest if even else longest) * processes
 
     def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
@@ -338,7 +340,7 @@ def _pad_to_longest(
     """
     __tracebackhide__ = True
     last = END
-    while any_rank((batch := next(batches, END)) is not END):
+    while any_rank((batch := next(batches, END)) is not END, "the next batch of a sharded loader"):
         if batch is END and last is END:
             for last in whole():  # noqa: B007
                 pass

@@ -91,6 +91,7 @@ class checkpoint(Hook):
         CheckpointError: when a run begins: another run has checkpoints in the folder, or the
             optimizer cannot be saved and restored exactly. When it saves: something in the state
             cannot be saved.
+        RuntimeError: when it saves: the weights differ between processes. Nothing is saved then.
 
     Example:
         >>> import fnloop as fl, tempfile, torch

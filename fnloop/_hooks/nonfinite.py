@@ -80,7 +80,7 @@ class Trail:
         every = [torch.as_tensor(mark.finite, device=device) for mark in self._marks]
         flags = torch.stack(every).tolist() if every else []
         known = [i for i, finite in enumerate(flags) if not finite]
-        place = min(gather_objects(known[0] if known else len(flags)))
+        place = min(gather_objects(known[0] if known else len(flags), "the hook halt_on_nonfinite"))
         if not 0 < place < len(flags):
             return None
         before, after = self._marks[place - 1 : place + 1]
@@ -104,7 +104,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
     with isolated(state.backend.device):
         own = run.indices_at(before.epoch, before.batch, before.samples)
         mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
-    every = gather_objects(mine)
+    every = gather_objects(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]
     known = [index for index in found if index is not None and index != []]
     return known or None

@@ -88,7 +88,8 @@ class on_main(Wrapper):
 
     def collects(self, state: TrainState, loader: str) -> bool:
         """Return whether the hook asks for the outputs, on the main process. A collective."""
-        return any_rank(state.backend.main and super().collects(state, loader))
+        wanted = state.backend.main and super().collects(state, loader)
+        return any_rank(wanted, "what a hook collects")
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation, on the main process."""

@@ -110,7 +110,8 @@ def gather_outputs(outputs: Iterable[list[Output]]) -> list[Output]:
     """Return what :func:`measure` has put into ``outputs``, of all processes, in order."""
     found: list[Output] = []
     for part in toolz.partition_all(EXCHANGED, outputs):
-        for batches in zip(*gather_objects(part), strict=True):  # one of each process
+        every = gather_objects(part, "the outputs of an evaluation")
+        for batches in zip(*every, strict=True):  # one of each process
             found += itertools.chain.from_iterable(batches)
     return found
 

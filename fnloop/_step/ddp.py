@@ -211,7 +211,8 @@ def _make_ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> _Fixe
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
     settings.pop("broadcast_buffers", None)  # done once per window, before forward
-    settings.setdefault("find_unused_parameters", any_rank(unused))
+    unused = any_rank(unused, "which parameters the loss uses")
+    settings.setdefault("find_unused_parameters", unused)
     ddp = _FixedBucketDDP(
         _Trainable(state.model, [p for p in trainable if id(p) not in own]),
         init_sync=False,  # the graph exists already: the weights in it must not change

@@ -24,7 +24,7 @@ from fnloop._backend.collectives import (
     sync_buffers,
 )
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.merge import merge_metrics
+from fnloop._core.merge import check_alike, merge_metrics
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.running import RECENT
 from fnloop._core.skip import BY_ANOTHER
@@ -190,14 +190,14 @@ class DistributedEngine:
         uniform = self.window_of(state).batch_size > 0  # then all have as many
         if uniform or self.probe.uses_collectives is False:
             return pieces
-        most = all_reduce_max(len(part) for part in pieces)
+        most = all_reduce_max((len(part) for part in pieces), "the number of pieces")
         return [
             part + [Padding(part[-1])] * (int(n) - len(part))
             for part, n in zip(pieces, most, strict=True)
         ]
 
     def largest(self, number: int) -> int:
-        return int(all_reduce_max([number])[0])
+        return int(all_reduce_max([number], "the number of pieces")[0])
 
     def start_sum(self, state: TrainState, batches: int) -> GradientSum:
         return SumInOrder(self, state, _SumOfMeans(self))
@@ -207,7 +207,7 @@ class DistributedEngine:
         return [None if p.grad is None else p.grad.clone() for p in params]
 
     def any(self, flag: bool) -> bool:
-        return any_rank(flag)
+        return any_rank(flag, "a decision of a middleware")
 
     def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
         return agree_on_skip(flag, out)
@@ -215,7 +215,9 @@ class DistributedEngine:
     def mean_loss(self, out: Output) -> Tensor:
         loss = out.loss.double()
         weight = torch.as_tensor(out.weight, dtype=torch.float64, device=loss.device)
-        total, items = start_all_reduce_sum(loss * weight), start_all_reduce_sum(weight)
+        what = "the mean loss of a batch"
+        total = start_all_reduce_sum(loss * weight, what)
+        items = start_all_reduce_sum(weight, what)
         return (total() / items()).to(out.loss.dtype)
 
     # --- evaluation and reports
@@ -226,6 +228,9 @@ class DistributedEngine:
 
     def share_buffers(self, model: nn.Module) -> None:
         sync_buffers(model)
+
+    def check_alike(self, state: TrainState, what: str) -> None:
+        check_alike(state, what)
 
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return merge_metrics(metrics)
@@ -256,7 +261,8 @@ def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
     """Return a flag as it is in any process, and an output that is skipped if it is in any."""
     skipped = out.skip is not None
     both = torch.stack([flag.reshape(()).float(), flag.new_tensor(skipped).float()])
-    flagged, any_skipped = all_reduce_max_tensor(both).tolist()  # the host read of ``decide``
+    agreed = all_reduce_max_tensor(both, "a decision of a middleware")
+    flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
     if any_skipped and not skipped:
         out = attrs.evolve(out, skip=BY_ANOTHER)
     return torch.tensor(flagged), out

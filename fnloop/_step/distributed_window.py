@@ -20,6 +20,7 @@ from fnloop._step.weighted_sum import Weight, WeightedSum, divide, weight_on_dev
 
 __all__ = ["DistributedBatch", "DistributedWindow"]
 
+_MEMORY = "an exchange about memory"
 _TOO_LATE = (
     "there was no memory left to average the gradients, which all processes have begun: that "
     "cannot be repeated with smaller pieces. List microbatch(size) with a size that fits"
@@ -147,11 +148,11 @@ class DistributedWindow:
     def _tell_others(self, error: Exception) -> None:
         """Tell the other processes, which wait in _check_memory, if there is no memory left."""
         if self._guarded and is_out_of_memory(error):
-            any_rank(True)
+            any_rank(True, _MEMORY)
 
     def _check_memory(self) -> None:
         """Raise if another process has run out of memory."""
-        if any_rank(False):
+        if any_rank(False, _MEMORY):
             raise torch.OutOfMemoryError("another process has run out of memory")
 
     def _agree_on_weights(self, state: TrainState, out: Output) -> None:
@@ -180,7 +181,8 @@ class DistributedWindow:
         """Start to exchange what the mean depends on. Return the root of the last backward."""
         if not self._is_uniform:
             weight = 0 if self._total.weight is None else self._total.weight
-            self._items = start_all_reduce_sum(weight_on_device(out, weight))
+            weight = weight_on_device(out, weight)
+            self._items = start_all_reduce_sum(weight, "the sum of the items of an update")
         return self._engine.reducer.attach(state, root, self._kept, touch=self._touches)
 
     def finish(self, state: TrainState) -> Output:

@@ -223,6 +223,15 @@ class GradientEngine(Protocol):
         """Copy the buffers of the main process's model to that of every process."""
         ...
 
+    def check_alike(self, state: TrainState, what: str, /) -> None:
+        """Raise in every process if the weights or the counters of the processes differ.
+
+        Args:
+            state: the newest state.
+            what: what it is for, as errors name it.
+        """
+        ...
+
     def merge_metrics(self, metrics: Mapping[str, Metric], /) -> dict[str, Metric]:
         """Combine metrics over all processes, each of which has seen a part of the data."""
         ...

@@ -231,7 +231,7 @@ class DistributedEvaluation(Fold):
     def gather(self, results: list[Result]) -> list[Result]:
         return [
             to_device_of(self._latest, result)
-            for share in gather_objects(results)
+            for share in gather_objects(results, "the results of a prediction")
             for result in share
         ]
 
@@ -275,7 +275,7 @@ class ExactEvaluation(DistributedEvaluation):
         __tracebackhide__ = True
         own = [[_on_host(out) for out in round_] for round_ in self._rounds]
         self._rounds = []
-        for round_ in zip(*gather_objects(own), strict=True):
+        for round_ in zip(*gather_objects(own, "the results of an evaluation"), strict=True):
             for metrics in itertools.chain.from_iterable(round_):
                 self._in_order = update_(self._in_order, moved(metrics, self._backend.device))
 

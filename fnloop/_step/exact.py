@@ -23,7 +23,7 @@ from fnloop._backend.collectives import (
     sync_buffers,
 )
 from fnloop._backend.torch_compat import batch_norms
-from fnloop._core.merge import merge_metrics, moved
+from fnloop._core.merge import check_alike, merge_metrics, moved
 from fnloop._core.metrics import Max, Min
 from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
 from fnloop._core.state import TrainState, generation_of
@@ -216,6 +216,8 @@ class ExactEngine:
 
     def share_buffers(self, model: nn.Module) -> None: ...
 
+    def check_alike(self, state: TrainState, what: str) -> None: ...
+
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return dict(metrics)  # every process has those of all
 
@@ -281,16 +283,19 @@ class ExactDistributedEngine(ExactEngine):
         self._probe = CollectiveProbe(state)
 
     def largest(self, number: int) -> int:
-        return int(all_reduce_max([number])[0])
+        return int(all_reduce_max([number], "the number of pieces")[0])
 
     def any(self, flag: bool) -> bool:
-        return flag if self._sum is not None else any_rank(flag)
+        return flag if self._sum is not None else any_rank(flag, "a decision of a middleware")
 
     def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
         return (flag, out) if self._sum is not None else agree_on_skip(flag, out)
 
     def share_buffers(self, model: nn.Module) -> None:
         sync_buffers(model)
+
+    def check_alike(self, state: TrainState, what: str) -> None:
+        check_alike(state, what)
 
     def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
         # Those of the host differ between processes, such as times; of equal ones nothing changes.
@@ -314,22 +319,26 @@ class ExactDistributedEngine(ExactEngine):
         # A small exchange on the host. The largest of -x is the smallest of x.
         mark, lacking = float(zlib.crc32(repr(layout).encode())), layout is None
         marks = [-1.0, -(2.0**32)] if lacking else [mark, -mark]
-        most, least, any_differ, any_lacks, *used_by_any = all_reduce_max(
-            [*marks, differ, lacking, *used]
+        users = float(zlib.crc32(bytes(used)))
+        what = "what the batches of an update report"
+        most, least, any_differ, any_lacks, *same = all_reduce_max(
+            [*marks, differ, lacking, users, -users], what
         )
         if any_differ or (most >= 0 and most != -least):
             raise ValueError(_LAYOUTS.format(layout or "none"))
         if any_lacks and most >= 0:
             layout = next(found for found in gather_objects(layout) if found is not None)
-        return layout, [value > 0 for value in used_by_any]
+        if same[0] != -same[1]:
+            used = [value > 0 for value in all_reduce_max(used, "which parameters the loss uses")]
+        return layout, used
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         return torch.stack(all_gather_tensor(rows), dim=1).flatten(0, 1)
 
     def gather_others(self, own: Others, state: TrainState) -> Others:
         host, device = torch.device("cpu"), state.backend.device
-        shares = gather_objects([part and moved(part, host) for part in own])
-        rounds = zip(*shares, strict=True)
+        sent = [part and moved(part, host) for part in own]
+        rounds = zip(*gather_objects(sent, "an exchange of metrics"), strict=True)
         return [part and moved(part, device) for round_ in rounds for part in round_]
 
     def join(self, tree: TreeSum[Part], flat: Flat, like: Tensor) -> Gradients:

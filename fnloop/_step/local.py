@@ -75,6 +75,8 @@ class LocalEngine:
 
     def share_buffers(self, model: nn.Module) -> None: ...
 
+    def check_alike(self, state: TrainState, what: str) -> None: ...
+
     def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return dict(metrics)
 

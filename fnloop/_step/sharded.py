@@ -43,7 +43,9 @@ class ShardReducer:
         return loss * 0
 
     def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
-        self._counted = start_all_reduce_sum(torch.tensor(float(kept), device=root.device))
+        self._counted = start_all_reduce_sum(
+            torch.tensor(float(kept), device=root.device), "the sum of the batches of an update"
+        )
         return root
 
     def counted(self) -> Tensor:
@@ -54,4 +56,5 @@ class ShardReducer:
         for p in parameters_beside(state.model, optimizers_in(state.optimizer).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                p.grad.copy_(start_all_reduce_sum(p.grad)() / self._processes)
+                total = start_all_reduce_sum(p.grad, "a sum of gradients")()
+                p.grad.copy_(total / self._processes)

@@ -41,7 +41,7 @@ class WeightAgreement:
         if self._are_batch_sizes is None:
             known = not is_left_out(out)  # else it says nothing of the weights of others
             differs = known and ("weight" in out.aux or bool(out.weight != batch_size))
-            any_differs, any_known = all_reduce_max([differs, known])
+            any_differs, any_known = all_reduce_max([differs, known], "how batches weigh")
             if not any_known:
                 return False
             self._are_batch_sizes = not any_differs
@@ -64,6 +64,6 @@ class WeightAgreement:
         It is a power of two, so that it changes no bit of the mean.
         """
         if self._reference is None:
-            largest = all_reduce_max_tensor(weight).clamp(min=1)
+            largest = all_reduce_max_tensor(weight, "the weight of a batch").clamp(min=1)
             self._reference = torch.exp2(torch.floor(torch.log2(largest)))
         return self._reference

@@ -13,7 +13,7 @@ from torch import nn
 
 import fnloop as fl
 from fnloop._backend import watchdog
-from fnloop._loop import consensus
+from fnloop._core import merge
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +65,78 @@ def test_processes_that_diverge_fail(tmp_path, way, n):
     found = launch.launch(tmp_path, n, diverge, way, forked=True)
     assert all(found.codes), found  # 1, or another one from gloo's threads
     assert waited(tmp_path, found) < 20
-    if way != "weights":  # sums of different sizes, which may crash gloo
-        assert "RuntimeError: the processes have diverged" in found.errors[1]
-        assert all("the processes have diverged: " in error for error in found.errors), found.errors
+    assert "RuntimeError: the processes have diverged" in found.errors[1]
+    assert all("the processes have diverged: " in error for error in found.errors), found.errors
     if way == "stop":
         said = "process 1 waits in the end of its run (mine) after step 5, and process 0 is in an "
         said += "update after step 5"
         assert all(said in error for error in found.errors), found.errors
+
+
+def part_early(folder, way, hold=2):
+    """Do something else in process 1 before the first update."""
+    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = hold, 1, 1
+    first = rank() == 0
+    saves = [fl.checkpoint(folder / name) for name in "ab"]
+    loaders = {"train": loader(size=2)}
+
+    class Broken:
+        def __call__(self, state):
+            return state
+
+        def begin(self, state):
+            raise ArithmeticError("broken on 1")
+
+    hooks = {
+        "hook of one": saves[:1] if first else [],
+        "number of hooks": saves if first else saves[:1],
+        "table of one": [fl.to_csv(folder / "a.csv")] if first else [],
+        "begin raises": saves[:1] if first else [Broken()],
+    }
+    if way == "loaders" and not first:
+        loaders["valid"] = loader(size=2)
+    state = created()
+    if way == "evaluates alone" and not first:
+        fl.evaluate(fl.pipeline()(entropy), state, loaders["train"])
+    if way == "broadcasts alone" and not first:
+        fl.broadcast("mine", source=1)
+    fl.fit(fl.pipeline()(entropy), state, loaders, epochs=1, hooks=hooks.get(way, ()))
+
+
+EARLY = {
+    "hook of one": "process 0 waits in the hook checkpoint before the first update, and process 1 "
+    "waits in how batches weigh before the first update: they never meet there",
+    "number of hooks": "process 0 waits in the hook checkpoint before the first update, and "
+    "process 1 waits in how batches weigh before the first update",
+    "table of one": "/a.csv') before the first update, and process 1 waits in how batches weigh "
+    "before the first update",
+    "broadcasts alone": "process 0 waits in how batches weigh before the first update, and process "
+    "1 waits in fnloop.broadcast from process 1",
+    "evaluates alone": "process 0 waits in how batches weigh before the first update, and process "
+    "1 waits in ",
+    "loaders": "process 1 waits in ",
+}
+
+
+@pytest.mark.parametrize("way", EARLY)
+def test_processes_that_diverge_before_the_first_update_fail(tmp_path, way):
+    found = launch.launch(tmp_path, 2, part_early, way, timeout=90, forked=True)
+    assert all(found.codes), found
+    for error in found.errors:
+        assert "RuntimeError: the processes have diverged: " in error, found.errors
+        assert EARLY[way] in error, found.errors
+
+
+def test_a_begin_that_raises_in_one_process_ends_all(tmp_path):
+    found = launch.launch(tmp_path, 2, part_early, "begin raises", timeout=90, forked=True)
+    assert all(found.codes) and "ArithmeticError: broken on 1" in found.errors[1], found
+    assert "another process has ended or stopped by itself" in found.errors[0], found.errors
+
+
+def test_processes_that_have_diverged_end_at_once_where_python_ends_them(tmp_path):
+    """Gloo's threads wait for a message that never comes, and Python for these threads."""
+    found = launch.launch(tmp_path, 2, part_early, "hook of one", timeout=60)
+    assert found.codes == [1, 1] and EARLY["hook of one"] in found.errors[0]
 
 
 def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
@@ -114,59 +179,69 @@ def test_a_slow_process_is_waited_for(tmp_path):
     assert launch.results(tmp_path, 3, slow, timeout=180) == [{"steps": 9}] * 3
 
 
-def place(waits, control, counts, inside=False):
-    """Return the place of a process by the collectives that it has begun."""
+def place(waits, begun, counts, inside=False):
+    """Return the place of a process by the exchanges and the collectives that it has begun."""
     return {
         "waits": waits,
-        "exchange": control - (waits is not None),
+        "begun": [(number, name) for number, name in enumerate(begun.split())],
         "step": 5,
-        "control": control,
         "counts": counts,
         "inside": inside,
     }
 
 
-WAITS = place("the end", 4, {"0": 7})
+WAITS = place("the end", "a b c end", {"0": 7})
 
 
 @pytest.mark.parametrize(
     ("first", "second", "meet"),
     [
         # The second is in another exchange of gradients.
-        (WAITS, place(None, 3, {"0": 8}, inside=True), False),
-        (WAITS, place(None, 4, {"0": 8}, inside=True), False),
+        (WAITS, place(None, "a b c", {"0": 8}, inside=True), False),
+        # It is in another exchange, after one that the first has not begun.
+        (WAITS, place(None, "a b c sum", {"0": 8}, inside=True), False),
+        # It has begun the same.
+        (WAITS, place(None, "a b c end", {"0": 8}, inside=True), True),
         # It has sent something to one process, and is in a loader.
-        (WAITS, place(None, 3, {"0": 8}), True),
+        (WAITS, place(None, "a b c", {"0": 8}), True),
         # It is in backward of the same update.
-        (WAITS, place(None, 3, {"0": 7}, inside=True), True),
+        (WAITS, place(None, "a b c", {"0": 7}, inside=True), True),
         # It has finished the exchange.
-        (WAITS, place(None, 5, {"0": 8}, inside=True), True),
+        (WAITS, place(None, "a b c end d", {"0": 8}, inside=True), True),
         # They are in different groups.
         (
-            place("the end", 4, {"0": 7, "2": 1}),
-            place(None, 3, {"0": 7, "3": 5}, inside=True),
+            place("the end", "a b c end", {"0": 7, "2": 1}),
+            place(None, "a b c", {"0": 7, "3": 5}, inside=True),
             True,
         ),
         # Both wait, in different places.
-        (WAITS, place("buffers", 4, {"0": 7}), False),
+        (WAITS, place("buffers", "a b c buffers", {"0": 7}), False),
         (WAITS, WAITS, True),
+        # The second has sent all of an exchange that the first takes for another one.
+        (WAITS, place("buffers", "a b c send buffers", {"0": 7}), False),
+        (WAITS, place("c", "a send c", {"0": 7}), False),
         # The second had sent something to one process before.
-        (WAITS, place("the end", 4, {"0": 9}), True),
+        (WAITS, place("the end", "a b c end", {"0": 9}), True),
         # It is later, not elsewhere.
-        (WAITS, place("buffers", 3, {"0": 7}), True),
+        (WAITS, place("c", "a b c", {"0": 7}), True),
         # No exchange of fnloop's.
-        (place(None, 4, {"0": 7}, inside=True), place(None, 4, {"0": 9}, inside=True), True),
+        (
+            place(None, "a b c end", {"0": 7}, inside=True),
+            place(None, "a b c end", {"0": 9}, inside=True),
+            True,
+        ),
     ],
 )
 def test_two_places_that_never_meet_are_found(first, second, meet):
-    assert watchdog.never_meet({0: first, 1: second}, 2) == (None if meet else (0, 1))
-    third = place(None, 3, {"0": 7})  # works, or has not been heard of
-    slow = None if meet or second["waits"] else (0, 1)
-    assert (
-        watchdog.never_meet({0: first, 1: second, 2: third}, 3)
-        == watchdog.never_meet({0: first, 1: second}, 3)
-        == slow
-    )
+    assert watchdog.never_meet({0: first, 1: second}) == (None if meet else (0, 1))
+    third = place(None, "a b", {"0": 7})  # works, or has not been heard of
+    assert watchdog.never_meet({0: first, 2: third, 1: second}) == (None if meet else (0, 1))
+
+
+def test_exchanges_that_only_one_process_remembers_are_not_compared():
+    first, second = WAITS, place("end", "a b c end", {"0": 7})
+    second["begun"] = [(number + 64, name) for number, name in first["begun"]]
+    assert watchdog.never_meet({0: first, 1: second}) is None
 
 
 def test_weights_without_a_norm_are_not_compared():
@@ -176,4 +251,4 @@ def test_weights_without_a_norm_are_not_compared():
     for name, dtype in {"c": torch.int64, "d": torch.float8_e4m3fn}.items():
         setattr(model, name, nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
     state = fl.TrainState.create(model, torch.optim.SGD([model.a], lr=0.1), seed=0)
-    assert consensus._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}
+    assert merge._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}

@@ -21,7 +21,7 @@ def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
     """An update takes 0.1 ms, and a batch 10 s after that. A scheduler waits for 30 s."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts: lambda: facts)
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
     state, interrupts = toy(), Interrupts(single_process=False)
     peers = consensus.Consensus(state)
     for _ in range(updates):
@@ -45,7 +45,7 @@ def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
     """There are 300 batches of 0.1 ms. Then each takes 10 s. The signal comes in the third."""
     now, batches = [0.0], {"training": 0, "evaluation": 0}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts: lambda: facts)
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
     monkeypatch.setattr("fnloop._loop.run.peers_of", consensus.Consensus)
     ones, interrupts = [torch.ones(1)], Interrupts(single_process=False)
     monkeypatch.setattr(

@@ -32,6 +32,7 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
+from fnloop._backend.collectives import all_reduce_max, start_all_reduce_sum
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +50,9 @@ def exchange(folder):
         "max": tree(fl.reduce((torch.tensor(rank()), -rank()), "max")),
         "int mean": tree(fl.reduce(torch.tensor(rank()))),
         "broadcast": tree(fl.broadcast({"rank": rank(), "t": tensor}, source=world() - 1)),
+        "largest": all_reduce_max([2.0**40 + rank(), -rank(), True, *range(20)]),
+        "largest of few": all_reduce_max([2.0**40 + rank(), -rank(), True]),
+        "sum": start_all_reduce_sum(2.0**40 + rank())() - world() * 2.0**40,
         "running": fl.reduce(fitted(loader(), steps=2).metrics)["loss"].compute(),
     }
     wrong = {
@@ -79,11 +83,42 @@ def exchange(folder):
         "lazy": lambda: fl.TrainState.create(
             lazy := nn.LazyLinear(3), torch.optim.SGD(lazy.parameters(), lr=0.1)
         ),
+        "another shape": lambda: another_model(lambda: nn.Linear(6 + (rank() == 1), 3)),
+        "another buffer": lambda: another_model(
+            lambda: nn.BatchNorm1d(6, track_running_stats=rank() != 1)
+        ),
+        "another dtype": lambda: another_model(
+            lambda: nn.Linear(6, 3, dtype=torch.float64 if rank() == 1 else None)
+        ),
+        "another order": lambda: another_model(in_another_order),
+        "a parameter that the loss function moves": lambda: fitted(
+            batches(3), loss=moves_a_parameter
+        ),
         "nothing to evaluate": lambda: fl.evaluate(fl.pipeline()(entropy), created(), []),
         "no folder": lambda: fl.save(created(), Path(__file__) / "checkpoint"),
         "fit": lambda: fitted(batches(3)).step,  # after all that, it still works
     }
     return {**found, **{name: said(do) for name, do in wrong.items()}}
+
+
+def another_model(make):
+    model = make()
+    fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def in_another_order():
+    model = nn.Module()
+    for name in "ba" if rank() == 1 else "ab":
+        setattr(model, name, nn.Parameter(torch.ones(2)))
+    return model
+
+
+def moves_a_parameter(model, batch):
+    """As MAML's running statistics, which are parameters without a gradient."""
+    if not hasattr(model, "mean"):
+        model.mean = nn.Parameter(torch.zeros(6), requires_grad=False)
+    model.mean.mul_(0.9).add_(0.1 * batch[0].mean(0))
+    return entropy(model, batch)
 
 
 def moving(state):
@@ -189,6 +224,16 @@ REFUSED = {
     "in another order",
     "one tensor again and again": "ValueError: the loader reuses a tensor for its next batch",
     "lazy": "ValueError: the model has lazy parameters, which have no shape yet: call it once",
+    "another shape": "RuntimeError: the processes have diverged: the parameter weight is (3, 7) "
+    "float32 in process 1 and (3, 6) float32 in process 0. All processes must make the same model",
+    "another buffer": "RuntimeError: the processes have diverged: the buffer running_mean is "
+    "missing in process 1 and (6,) float32 in process 0, and 2 more differ. ",
+    "another dtype": "RuntimeError: the processes have diverged: the parameter weight is (3, 6) "
+    "float64 in process 1 and (3, 6) float32 in process 0, and 1 more differ. ",
+    "another order": "RuntimeError: the processes have diverged: process 1 has the parameters in "
+    "another order than process 0. ",
+    "a parameter that the loss function moves": "RuntimeError: the processes have diverged: the "
+    "norm of the weight mean is from ",
     "nothing to evaluate": "ValueError: the loader to evaluate gave no batch",
 }
 
@@ -206,6 +251,9 @@ def test_collectives(launched, n):
             "a" * 1500 * rank for rank in range(n)
         ]  # the third is longer than what travels at once
         assert mine["mean"] == [[1.0, (n - 1) / 2], (n - 1) / 2, {"m": (n - 1) / 2}]
+        assert mine["largest of few"] == [2.0**40 + n - 1, 0, 1]
+        assert mine["largest"] == [*mine["largest of few"], *range(20)]
+        assert mine["sum"] == sum(range(n))
         assert mine["max"] == [n - 1, 0] and mine["int mean"] == (n - 1) / 2
         assert mine["broadcast"] == {"rank": n - 1, "t": [*range(n)]}
         assert mine["running"] == launched(exchange, n)[0]["running"] > 0
@@ -228,3 +276,13 @@ def test_a_failed_write_of_the_main_process_is_an_error_in_all(launched, n):
             "RuntimeError",
         )
         assert found["fit"] == math.ceil(14 / n)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_parameter_that_no_optimizer_has_is_one_that_the_loss_function_changed(launched, n):
+    for mine in launched(exchange, n):
+        moved = mine["a parameter that the loss function moves"]
+        assert "in process " in moved and "What a hook" not in moved
+        assert "It is in no optimizer, so the loss function changed it: make it a buffer" in moved
+        hook = mine["weights of its own"]
+        assert "What a hook or a middleware does to weights must be the same" in hook

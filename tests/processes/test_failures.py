@@ -8,7 +8,19 @@ from pathlib import Path
 
 import launch
 import pytest
-from process_problems import batches, entropy, fitted, rank
+import torch
+from process_problems import (
+    adam_and_sgd,
+    batches,
+    entropy,
+    fitted,
+    loader,
+    network,
+    rank,
+    said,
+    world,
+)
+from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
 
@@ -95,3 +107,74 @@ def test_launchers_start_a_run(tmp_path, launcher):
 def facts_of_backend(folder):
     backend = fitted(batches(3)).backend
     return [backend.device.type, backend.rank, backend.world_size, backend.main, backend.precision]
+
+
+@fl.middleware("gradient")
+def its_own():
+    """Train the last process with other gradients, from its third update on."""
+
+    def wrap(step):
+        def scaled(state, batch):
+            new, out = step(state, batch)
+            if state.step >= 2 and rank() == world() - 1:
+                for p in new.model.parameters():
+                    p.grad.mul_(1.01)
+            return new, out
+
+        return scaled
+
+    return wrap
+
+
+def saves(folder):
+    """Return, by the way in which a run saves, what it keeps of 6 updates and how it ends."""
+    return {
+        f"{way}, {'healthy' if healthy else 'diverged'}": saved_by(
+            folder / way / str(healthy), way, healthy
+        )
+        for way in SAVES
+        for healthy in (True, False)
+    }
+
+
+def saved_by(folder, way, healthy):
+    def save(state):
+        fl.save(state, folder / f"step-{state.step:08d}")
+        return state
+
+    model = network()
+    shard = fully_shard if way == "sharded" else lambda model: None
+    shard(model)
+    optimizer = (
+        adam_and_sgd(model.parameters())
+        if way == "two optimizers"
+        else torch.optim.SGD(model.parameters(), lr=0.01)
+    )
+    state = fl.TrainState.create(model, optimizer, seed=0, exact=way == "exact")
+    hook = save if way == "fl.save" else fl.checkpoint(folder, None, background=way == "background")
+    rings = (fl.ema(0.5),) if way == "average" else ()
+    rings += () if healthy else (its_own(),)
+    step = fl.pipeline(*rings)(entropy)
+    end = said(
+        lambda: fl.fit(step, state, loader(size=2), steps=6, hooks=(fl.every(steps=2)(hook),)).step
+    )
+    return [end, sorted(path.name for path in folder.iterdir() if path.name.startswith("step"))]
+
+
+SAVES = ("hook", "background", "fl.save", "average", "two optimizers", "exact", "sharded")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("way", SAVES)
+def test_a_state_that_has_diverged_is_not_saved(launched, way, n):
+    """Norms differ by less than 0.001 at the end of the run."""
+    for mine in launched(saves, n):
+        steps = [f"step-{step:08d}" for step in (2, 4, 6)]
+        assert mine[f"{way}, healthy"] == [6, steps]
+        end, kept = mine[f"{way}, diverged"]
+        if way == "sharded":  # each process has other weights: there is nothing to compare
+            assert (end, kept) == (6, steps)
+            continue
+        assert kept == steps[:1]
+        assert end.startswith("RuntimeError: the processes have diverged: the norm of the weight ")
+        assert f" in process {n - 1}" in end and " in process 0" in end
