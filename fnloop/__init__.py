@@ -32,7 +32,8 @@ it is a value.
 Several optimizers are given by name, `TrainState.create(model, {"matrices": muon, "rest": adamw})`.
 Each parameter that is not frozen is in one of them. A step updates with all of them, in that order:
 `clip` is over all parameters, and an overflow in one skips all. `schedule(fn, only=("rest",))` acts
-on those named. Their rates are "train/lr/matrices" and "train/lr/rest" in records.
+on those named. Their rates are "train/lr/matrices" and "train/lr/rest" in records. A parameter
+group with a name of its own, `{"params": ..., "name": "head"}`, has "train/lr/head".
 `state.optimizer["rest"]` is one of them, and `state.updates` counts the updates of each.
 
 `alternate({"d": step_d, "g": step_g}, order=("d",) * 5 + ("g",))` updates with one of them at a

@@ -274,7 +274,9 @@ RUNS = {
     "dry_run(step)": Entry(lambda v: fl.dry_run(v, toy(), [ONE])),
     "dry_run(state)": Entry(lambda v: fl.dry_run(step(), v, [ONE]), "", ("fit",)),
     "dry_run(loaders)": Entry(
-        lambda v: fl.dry_run(step(), toy(), v), "tensor", ("loader", "loss of toy_loss")
+        lambda v: fl.dry_run(step(), toy(), v),
+        "tensor [] () {1}",  # the last three are problems of the report
+        ("loader", "loss of toy_loss"),
     ),
     "dry_run(hooks)": Entry(lambda v: fl.dry_run(step(), toy(), [ONE], v), "None [] ()"),
     "summary(state)": Entry(lambda v: fl.summary(v, ONE)),

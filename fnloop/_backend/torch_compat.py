@@ -99,6 +99,18 @@ def has_state_dict_hooks(optimizer: Optimizer) -> bool:
     return any(v for k, v in vars(optimizer).items() if is_hook_table(k) and "state_dict" in k)
 
 
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer in a ZeroRedundancyOptimizer, of this process's parameters.
+
+    It keeps the state. Of any other optimizer, it is the optimizer itself. Fallback: the same.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if type(optimizer) is not getattr(module, "ZeroRedundancyOptimizer", None):
+        return optimizer
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def silence_capturable_warning(optimizer: Optimizer) -> None:
     """Let a capturable optimizer run eagerly without a warning. Fallback: torch warns once."""
     vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import SEQUENCES, pairs_of
+from fnloop._core.serialize import Pending, as_flattened
 from fnloop._display.checks import describe, join_names
 
 __all__ = ["Measured", "describe_value", "find_difference", "measure"]
@@ -30,6 +31,7 @@ def find_difference(a: Any, b: Any, path: str) -> str | None:
         >>> find_difference({"a": [1.0, torch.zeros(1)]}, {"a": [1.0, torch.ones(1)]}, "state")
         'state.a.1 differs'
     """
+    a, b = (dict(t.parts) if isinstance(t := as_flattened(v), Pending) else v for v in (a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = _equal_tensors(a, b)
     elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() != b.keys():

@@ -75,6 +75,7 @@ def prepare_model(
     _check_sizes(module, path)
     trained = "model" not in parts
     flags = "counters" in parts and not trained
+    frozen, evaluating = (facts[k] if flags else [] for k in ("frozen", "evaluating"))
     spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
     mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
     extra = {name: decode(value, contents.slots) for name, value in facts["extra_state"].items()}
@@ -111,9 +112,9 @@ def prepare_model(
             )
         if flags:
             for name, p in module.named_parameters():
-                p.requires_grad_(strip_compile_prefix(name) not in facts["frozen"])
+                p.requires_grad_(strip_compile_prefix(name) not in frozen)
             for name, submodule in module.named_modules():
-                submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
+                submodule.training = strip_compile_prefix(name) not in evaluating
 
     return PreparedModel(fitting, load)
 
@@ -255,14 +256,27 @@ def _place_of(tensor: Tensor) -> tuple[int, torch.Size, torch.device]:
 def _may_exchange(here: Tensor, new: Tensor) -> bool:
     a, b = local_part(here), local_part(new)
     same = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    return same and all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in (a, b))
+    return same and all(_fills_memory(t) and not t.is_conj() and not t.is_neg() for t in (a, b))
+
+
+def _fills_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has its memory for itself, in any order of its dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _exchange(a: Tensor, b: Tensor) -> None:
     """Exchange the values of two tensors."""
     with torch.no_grad():
-        pairs = zip(*(local_part(t).detach().view(-1).split(BLOCK) for t in (a, b)), strict=True)
-        for one, other in pairs:
+        for one, other in _blocks_of(local_part(a).detach(), local_part(b).detach()):
             kept = one.clone()
             one.copy_(other)
             other.copy_(kept)
+
+
+def _blocks_of(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the pairs of parts of two tensors that are exchanged one after the other."""
+    if a.is_contiguous() and b.is_contiguous():
+        return zip(a.view(-1).split(BLOCK), b.view(-1).split(BLOCK), strict=True)
+    # One is in another memory format, so it has dimensions.
+    rows = max(1, BLOCK * len(a) // a.numel())
+    return zip(a.split(rows), b.split(rows), strict=True)

@@ -83,9 +83,14 @@ class NamedOptimizer:
         return cls(optimizer, names, frozenset(foreign), sharded, own)
 
     @property
+    def holder(self) -> Optimizer:
+        """The optimizer that keeps the state: itself, or that in a ZeroRedundancyOptimizer."""
+        return torch_compat.local_optimizer(self.optimizer)
+
+    @property
     def class_name(self) -> str:
-        """The name of the optimizer's class."""
-        return type(self.optimizer).__name__
+        """The name of the class of the optimizer that keeps the state."""
+        return type(self.holder).__name__
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
@@ -109,6 +114,7 @@ def is_torch_optimizer(optimizer: Optimizer) -> bool:
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
     """Return whether an optimizer must be saved by its own state_dict."""
+    optimizer = torch_compat.local_optimizer(optimizer)
     cls = type(optimizer)
     return (
         cls.state_dict is not Optimizer.state_dict

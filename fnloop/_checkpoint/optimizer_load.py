@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -28,8 +28,18 @@ from fnloop._checkpoint.optimizer_settings import (
     decode_group,
     share_scheduled_values,
 )
+from fnloop._checkpoint.trial_copy import tensors_of_copy
 from fnloop._core.optimizers import SCHEDULED, Group
-from fnloop._core.serialize import Json, decode, from_safetensor
+from fnloop._core.serialize import (
+    Json,
+    Pending,
+    decode,
+    from_flattened,
+    from_safetensor,
+    is_flattened,
+    kinds_in,
+    tensors_in,
+)
 from fnloop._display.checks import join_names
 from fnloop._display.log import log
 
@@ -44,15 +54,18 @@ class SavedOptimizer:
 
     Args:
         facts: what ``encode_optimizer`` returned.
-        tensors: its tensors by name.
+        tensors: its tensors by name. Those of parameters are taken out as they are decoded, because
+            a tensor may be copied then.
         shapes: name to shape of the model's tensors in the checkpoint.
         path: the checkpoint, for messages.
+        processes: how many processes saved it; None if that is not known.
     """
 
     facts: Mapping[str, Json]
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
     path: object = "the checkpoint"
+    processes: int | None = None
 
 
 class PreparedLoad(NamedTuple):
@@ -175,21 +188,26 @@ def _prepare_load_by_name(
     named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
 ) -> Callable[[], None]:
     optimizer, parameters = named.optimizer, named.parameters_with_groups()
+    total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
     settings = [
         decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
         for group, values in zip(optimizer.param_groups, saved.facts["param_groups"], strict=False)
     ]
     on_host = set(saved.facts.get("on_host", ()))
-    stays = {id(tensor) for name, tensor in saved.tensors.items() if name in on_host}
-    state_of = {}
+    stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
+    state_of, held = {}, named.holder.state
+    templates = _templates_for(named, saved)
+    kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
     for name, encoded in saved.facts["state"].items():
-        if name in parameters and name not in mismatched:
+        if name in kept and name not in mismatched:
             value = decode(encoded, saved.tensors)
             if not isinstance(value, dict):
                 raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
-            if is_torch_optimizer(optimizer):
-                _check_state(named, name, value, saved.path)
-            state_of[name] = _move_state(value, *parameters[name], stays)
+            if is_torch_optimizer(named.holder):
+                _check_state(named.class_name, name, parameters[name][0], value, total, saved.path)
+            state_of[name] = _move_state(value, *parameters[name], stays, templates)
+            for key in tensors_in(encoded):
+                del saved.tensors[key]
     state_of_all = decode(saved.facts.get("state_of_all", {}), saved.tensors)
 
     def load() -> None:
@@ -197,9 +215,9 @@ def _prepare_load_by_name(
             for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
                 del group[key]
             assign_settings(group, values)
-        optimizer.state.clear()
-        optimizer.state.update({parameters[name][0]: value for name, value in state_of.items()})
-        optimizer.state.update(state_of_all)
+        held.clear()
+        held.update({parameters[name][0]: value for name, value in state_of.items()})
+        held.update(state_of_all)
 
     return load
 
@@ -208,12 +226,57 @@ def _device_of(groups: list[Group]) -> torch.device:
     return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
 
-def _move_state(value: Any, parameter: Tensor, group: Group, stays: set[int]) -> Any:
+def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str, Tensor]:
+    """Return a tensor of each subclass that the saved state has, as this optimizer makes them.
+
+    The checkpoint only names the classes, and a new optimizer has no state yet. So a copy of it
+    updates, for each class, the smallest parameter whose state has one.
+    """
+    parameters, found = named.parameters(), {}
+    for name, encoded in saved.facts["state"].items():
+        for kind in filter(is_flattened, kinds_in(encoded)):
+            if name in parameters:
+                found.setdefault(kind, []).append((parameters[name].numel(), name))
+    if not found:
+        return {}
+    try:
+        made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
+    except Exception as error:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
+            f"of {named.class_name}, which would make such tensors, raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if lacking := [kind for kind in found if kind not in made]:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(lacking)}, and "
+            f"{named.class_name} keeps none there: create it with the settings that it had"
+        )
+    return made
+
+
+def _class_names(kinds: Iterable[str]) -> str:
+    return join_names([kind.split(".")[-1] for kind in kinds])
+
+
+def _move_state(
+    value: Any,
+    parameter: Tensor,
+    group: Group,
+    stays: Mapping[int, Tensor],
+    templates: Mapping[str, Tensor],
+) -> Any:
     """Move the state of a parameter to its device.
 
     Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
-    a way that needs it on the device.
+    a way that needs it on the device. Tensors of subclasses are made as the templates are.
     """
+    if isinstance(value, Pending):
+        return from_flattened(
+            value,
+            templates[value.kind],
+            lambda part: part if id(part) in stays else part.to(parameter.device),
+        )
     if isinstance(value, Tensor):
         value = value if id(value) in stays else value.to(parameter.device)
         if value.shape != parameter.shape:
@@ -224,10 +287,12 @@ def _move_state(value: Any, parameter: Tensor, group: Group, stays: set[int]) ->
             value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         return value
     if isinstance(value, list | tuple):
-        return type(value)(_move_state(v, parameter, group, stays) for v in value)
+        return type(value)(_move_state(v, parameter, group, stays, templates) for v in value)
     if isinstance(value, dict):
         moved = {
-            k: _move_state(v, parameter, group, stays) for k, v in value.items() if k != "step"
+            k: _move_state(v, parameter, group, stays, templates)
+            for k, v in value.items()
+            if k != "step"
         }
         if "step" in value:
             step, on_device = value["step"], group.get("capturable") or group.get("fused")
@@ -238,33 +303,40 @@ def _move_state(value: Any, parameter: Tensor, group: Group, stays: set[int]) ->
 
 
 def _check_state(
-    named: NamedOptimizer, name: str, value: Mapping[str, object], path: object
+    class_name: str, name: str, p: Tensor, value: Mapping[str, object], total: int, path: object
 ) -> None:
     """Raise if the state of a parameter cannot be that of an optimizer of torch.
 
     Its next update would otherwise fail somewhere inside torch.
+
+    Args:
+        class_name: the class of the optimizer.
+        name, p, value: the parameter, and its state.
+        total: how many real numbers all parameters have together.
+        path: the checkpoint, for messages.
     """
-    parameters = named.parameters()
-    p = parameters[name]
-    total = sum(q.numel() * (1 + q.is_complex()) for q in parameters.values())
     for key, held in value.items():
         shapes: list[tuple[int, ...]] = [()] if key in NUMBERS else [tuple(p.shape)]
-        if named.class_name == "Adafactor" and p.ndim > 1:
+        if class_name == "Adafactor" and p.ndim > 1:
             shapes += [(*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])]
-        elif named.class_name == "LBFGS":
+        elif class_name == "LBFGS":
             shapes = [(), (total,)]
-        for item in held if isinstance(held, list) else [held]:
-            if not _may_be_state(item, shapes, p):
+        for item in held if isinstance(held, list) and class_name == "LBFGS" else [held]:
+            if not _may_be_state(item, shapes, p, class_name):
                 raise CheckpointError(
                     f"{path}: {key} of {name} in the optimizer's state is {describe_value(item)}, "
-                    f"which {named.class_name} cannot continue with: "
+                    f"which {class_name} cannot continue with: "
                     f"the parameter is {describe_value(p)}"
                 )
 
 
-def _may_be_state(item: object, shapes: list[tuple[int, ...]], parameter: Tensor) -> bool:
+def _may_be_state(
+    item: object, shapes: list[tuple[int, ...]], parameter: Tensor, class_name: str
+) -> bool:
     if not isinstance(item, Tensor):
-        return item is None or isinstance(item, int | float)
+        # SparseAdam counts in a number, and LBFGS keeps most of what it knows in numbers.
+        has_numbers = class_name == "LBFGS" or (class_name == "SparseAdam" and shapes == [()])
+        return has_numbers and (item is None or isinstance(item, int | float))
     if item.is_complex():
         return tuple(item.shape) in shapes and parameter.is_complex()
     return tuple(item.shape) in shapes and item.is_floating_point()

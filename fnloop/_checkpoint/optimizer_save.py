@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.optimizer import (
     UNSAVED,
@@ -18,7 +20,14 @@ from fnloop._checkpoint.optimizer import (
     is_list_of_groups,
 )
 from fnloop._core.optimizers import UNFROZEN
-from fnloop._core.serialize import Json, as_number, as_safetensor, encode
+from fnloop._core.serialize import (
+    Json,
+    as_flattened,
+    as_number,
+    as_safetensor,
+    encode,
+    is_flattened,
+)
 
 __all__ = ["encode_optimizer"]
 
@@ -51,7 +60,7 @@ def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) ->
             "so it is unknown which of its tensors are shards. "
             "Use an optimizer of torch.optim, or a model that is not sharded"
         )
-    encoded = _encode_state_dict(named.optimizer.state_dict(), tensors, "state_dict")
+    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
     return {
         "param_groups": [
             {"params": names, **({UNFROZEN: True} if group.get(UNFROZEN) else {})}
@@ -62,8 +71,8 @@ def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) ->
 
 
 def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    optimizer = named.optimizer
-    groups = zip(named.group_names(), optimizer.param_groups, strict=True)
+    state = named.holder.state
+    groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
     facts: dict[str, Json] = {
         "param_groups": [
             {"params": names, **_encode_group(group, tensors, f"param_groups.{i}")}
@@ -73,13 +82,14 @@ def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[s
     }
     on_host = []
     names = {id(p): name for name, p in named.parameters().items()}
-    for p in optimizer.state:  # in its order: parameters may have been trained later than others
+    for p in state:  # in its order: parameters may have been trained later than others
         if (name := names.get(id(p))) is not None:
             before = len(tensors)
-            facts["state"][name] = _encode_state(optimizer.state[p], tensors, name)
-            new = list(tensors)[before:]
+            facts["state"][name] = _encode_state(state[p], tensors, name)
+            # From the end: a list of all for each parameter takes quadratic time.
+            new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
             on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
-    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     if shared:
         facts["state_of_all"] = _encode_state(shared, tensors, "state_of_all")
     if on_host:
@@ -93,7 +103,7 @@ def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
             f"{path} in the optimizer's state is a {type(value).__name__}; "
             "a checkpoint expects a dict"
         )
-    return _reject_objects(encode(dict(value), tensors, path), path)
+    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
 
 
 def _encode_group(
@@ -167,7 +177,7 @@ def _reject_tensor_keys(value: object, path: str) -> None:
 def _reject_objects(encoded: Json, path: str) -> Json:
     """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
     if isinstance(encoded, dict):
-        if "$saved" in encoded:
+        if "$saved" in encoded and not is_flattened(encoded["$saved"]):
             raise TypeError(
                 f"{path} is a {encoded['$saved']}, an object, which could not be reconstructed: "
                 "keep plain data there"

@@ -35,7 +35,7 @@ from fnloop._checkpoint.format import (
     Contents,
 )
 from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
-from fnloop._checkpoint.optimizers import encode_optimizers
+from fnloop._checkpoint.optimizers import merge_processes
 from fnloop._checkpoint.parts import parts_to_save
 from fnloop._checkpoint.positions import encode_positions
 from fnloop._checkpoint.shards import keep_own_share
@@ -68,7 +68,8 @@ def save(
     """Write a checkpoint: a folder that is either complete or absent.
 
     With several processes, all of them must call it, and the main process writes. If the model is
-    sharded over them (``fully_shard``), each process writes its own part.
+    sharded over them (``fully_shard``), or each process keeps the optimizer's state of its own
+    parameters (ZeRO-1, distributed Muons), each process writes its own part.
 
     ``model.safetensors`` has the weights that an evaluation uses. Of a schedule-free optimizer
     those of training are others, which are in ``training.safetensors``.
@@ -148,6 +149,7 @@ def collect_contents(
     training: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     slots: dict[str, Tensor] = {}
+    local: Mapping[str, bool] = {}
     averages: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         facts = _encode_identity(state, parts)
@@ -158,7 +160,7 @@ def collect_contents(
         if "model" in parts or TRAINED in parts:
             facts |= _encode_weights(state, parts, model, training, slots)
         if "optimizer" in parts:
-            facts["optimizer"] = encode_optimizers(state, optimizer)
+            facts["optimizer"], local = merge_processes(state, optimizer)
         if "slots" in parts:
             facts["slots"] = _encode_mapping("slots", without_averages(state.slots), slots)
             if averaged := encode_averages(state, averages.__getitem__):
@@ -178,7 +180,7 @@ def collect_contents(
         facts["blocks"] = list(history.blocks)
         groups = {**averages, **({TRAINING: training} if training else {})}
         contents = Contents(model, optimizer, slots, facts, history.rest, groups)
-        return keep_own_share(contents, state.backend)
+        return keep_own_share(contents, state.backend, local)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fnloop._checkpoint.format import CheckpointError
+from fnloop._backend.memory import is_out_of_memory
+from fnloop._checkpoint.format import COUNT, CheckpointError, check_shape
 from fnloop._core.serialize import Json
 
 __all__ = ["Entry", "Slices", "decode_index"]
 
-MOST_MAPPED = 4 << 20  # bytes of files in memory at a time: what is mapped counts as memory too
+# Bytes of files in memory at a time: what is mapped counts as memory too. The more tensors a file
+# has, the longer it takes to open, so a large one is opened at most 16 times.
+MOST_MAPPED, MOST_OPENED = 4 << 20, 16
 
 
 @attrs.frozen
@@ -59,34 +64,45 @@ class Entry:
         return shape
 
 
-def decode_index(index: Json, files: Collection[str]) -> dict[str, dict[str, Entry]]:
+INDEXED = {
+    "shape": [COUNT],
+    "dtype": str,
+    "dim?": (None, COUNT),
+    "shards": [{"file": str, "key": str, "offsets": [COUNT]}],
+}
+
+
+def decode_index(index: Json, files: Collection[str], path: Path) -> dict[str, dict[str, Entry]]:
     """Return the entries of an index by group and name, having checked that each is complete.
 
     Args:
         index: what ``index.json`` holds.
         files: the names of the files of the checkpoint.
+        path: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a part is missing.
-        ValueError, TypeError, LookupError: it is not an index.
+        CheckpointError: it is not an index, or a part is missing.
     """
-    return {
-        group: {name: _decode_entry(name, entry, files) for name, entry in entries.items()}
-        for group, entries in index.items()
-    }
+    check_shape(index, {"*": {"*": INDEXED}}, path)
+    try:
+        return {
+            group: {name: _decode_entry(name, entry, files) for name, entry in entries.items()}
+            for group, entries in index.items()
+        }
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _decode_entry(name: str, entry: Json, files: Collection[str]) -> Entry:
     shape, dim, shards = tuple(entry["shape"]), entry.get("dim"), entry["shards"]
     dtype = getattr(torch, entry["dtype"], None)
     offsets = [shard["offsets"] for shard in shards]
-    numbers = itertools.chain(shape, *offsets)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError(f"the index has something else than whole numbers for {name}")
-    if not isinstance(dtype, torch.dtype) or not (dim is None or dim in range(len(shape))):
+    if not isinstance(dtype, torch.dtype) or not (dim is None or dim < len(shape)):
         raise ValueError(f"the index does not say how {name} is split")
     if not {shard["file"] for shard in shards} <= {*files}:
         raise ValueError(f"the index names a file for {name} that the manifest does not list")
+    if any(len(at) != len(shape) for at in offsets):
+        raise ValueError(f"its index lacks parts of {name}")
     starts = [0 if dim is None else at[dim] for at in offsets]
     expected = [[start if i == dim else 0 for i in range(len(shape))] for start in starts]
     bounds = [*starts, 1 if dim is None else shape[dim]]
@@ -94,9 +110,9 @@ def _decode_entry(name: str, entry: Json, files: Collection[str]) -> Entry:
     if dim is not None and 0 in shape:
         complete = not shards
     if not complete or offsets != expected:
-        raise CheckpointError(f"the checkpoint is damaged: its index lacks parts of {name}")
+        raise ValueError(f"its index lacks parts of {name}")
     places = zip(shards, itertools.pairwise(bounds), strict=True)
-    pieces = [Piece(str(s["file"]), str(s["key"]), a, b) for s, (a, b) in places]
+    pieces = [Piece(s["file"], s["key"], a, b) for s, (a, b) in places]
     return Entry(shape, dtype, pieces, dim)
 
 
@@ -110,19 +126,27 @@ class Slices:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open: dict[str, safe_open] = {}
-        self._mapped = 0
+        self._mapped = self._most = 0
 
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
-            self._open[name] = safe_open(self._path / name, framework="pt")
+            path = self._path / name
+            with path.open("rb") as file:  # a file that cannot be opened is an error with its cause
+                size = os.fstat(file.fileno()).st_size
+            with _explained(path):
+                self._open[name] = safe_open(path, framework="pt")
+            self._most = max(self._most, MOST_MAPPED, size // MOST_OPENED)
         return self._open[name]
 
     def entries_in(self, file: str) -> dict[str, Entry]:
         """Return an entry for each tensor of a file that has whole tensors."""
-        found = {}
-        for key in self._file(file).keys():  # noqa: SIM118  (not a mapping)
-            here = self._file(file).get_slice(key)[...]
-            found[key] = Entry(tuple(here.shape), here.dtype, [Piece(file, key, 0, 1)])
+        found, opened = {}, self._file(file)
+        with _explained(self._path / file):
+            for key in opened.keys():  # noqa: SIM118  (not a mapping)
+                here = opened.get_slice(key)
+                shape = tuple(here.get_shape())
+                dtype = here[(slice(0, 0),) if shape else (...,)].dtype  # without its elements
+                found[key] = Entry(shape, dtype, [Piece(file, key, 0, 1)])
         return found
 
     def read(self, entry: Entry, start: int = 0, stop: int = 0, dim: int | None = None) -> Tensor:
@@ -144,13 +168,15 @@ class Slices:
             if all(a < b for a, b in zip(low, high, strict=True)):
                 self._check(piece, entry)
                 copies.append((piece, _slices(low, high, base), _slices(low, high, first)))
-        made = torch.empty(shape, dtype=entry.dtype)
+        made = _empty(shape, entry.dtype, self._path)
         for piece, there, here in copies:
             self._copy(piece, there, made[here])
         return made
 
     def _check(self, piece: Piece, entry: Entry) -> None:
-        found = self._file(piece.file).get_slice(piece.key).get_shape()
+        opened = self._file(piece.file)
+        with _explained(self._path / piece.file):
+            found = opened.get_slice(piece.key).get_shape()
         if found != (expected := entry.shape_of(piece.start, piece.stop, entry.dim)):
             raise CheckpointError(
                 f"{self._path} is damaged: {piece.key} in {piece.file} has the shape {found} "
@@ -158,23 +184,26 @@ class Slices:
             )
 
     def _copy(self, piece: Piece, where: tuple[slice, ...], target: Tensor) -> None:
-        """Copy a slice of a part into a tensor, some rows at a time."""
-        if not where:
-            target.copy_(self._slice(piece, (...,), target.dtype))
+        """Copy a slice of a part into a tensor, some rows of the first long dimension at a time."""
+        dim = next((i for i, size in enumerate(target.shape) if size > 1), None)
+        if dim is None:
+            target.copy_(self._slice(piece, where or (...,), target.dtype))
             return
-        first, last = where[0].start, where[0].stop
-        rows = max(1, MOST_MAPPED // target[:1].nbytes)
+        first, last = where[dim].start, where[dim].stop
+        rows = max(1, MOST_MAPPED * target.shape[dim] // target.nbytes)
         for i in range(first, last, rows):
             block = slice(i, min(i + rows, last))
-            there = self._slice(piece, (block, *where[1:]), target.dtype)
-            target[i - first : block.stop - first].copy_(there)
+            there = self._slice(piece, (*where[:dim], block, *where[dim + 1 :]), target.dtype)
+            target.narrow(dim, i - first, block.stop - i).copy_(there)
             self._mapped += there.nbytes
             del there
-            if self._mapped >= MOST_MAPPED:
+            if self._mapped >= self._most:
                 self.close()
 
     def _slice(self, piece: Piece, where: tuple[object, ...], dtype: torch.dtype) -> Tensor:
-        found = self._file(piece.file).get_slice(piece.key)[where]
+        opened = self._file(piece.file)
+        with _explained(self._path / piece.file):
+            found = opened.get_slice(piece.key)[where]
         if found.dtype != dtype:
             raise CheckpointError(
                 f"{self._path} is damaged: {piece.key} in {piece.file} is {found.dtype} instead of "
@@ -185,7 +214,36 @@ class Slices:
     def close(self) -> None:
         """Release the files."""
         self._open.clear()
-        self._mapped = 0
+        self._mapped = self._most = 0
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, path: Path) -> Tensor:
+    """Return a new tensor on the host, of a shape that a file says."""
+    try:
+        return torch.empty([*shape], dtype=dtype)
+    except (RuntimeError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise MemoryError(f"no memory to read {path}: {error}") from error
+        raise CheckpointError(f"{path} is damaged: no tensor has the shape {shape}") from error
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise what is true where safetensors or torch cannot read a file.
+
+    The checksum of the file is right. So only what safetensors says of its contents is damage: all
+    else that fails is memory, file descriptors or the disk, however it is reported.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    except (RuntimeError, FileNotFoundError) as error:
+        # torch cannot map the file: it says so in a RuntimeError. Where safetensors cannot, it says
+        # that there is no such file, but it was opened a moment ago.
+        if isinstance(error, FileNotFoundError) or is_out_of_memory(error):
+            raise MemoryError(f"no memory to read {path}: {error}") from error
+        raise OSError(f"{path} cannot be read: {error}") from error
 
 
 def _slices(low: Sequence[int], high: Sequence[int], base: Sequence[int]) -> tuple[slice, ...]:

@@ -4,6 +4,8 @@ An optimizer may keep what its updates depend on in attributes that its ``state_
 contain, or in objects that cannot be saved. The user would notice at the first checkpoint, or
 never. So a copy with small parameters is updated a few times, saved, and restored into a second
 copy. Both are updated further and must stay bit-identical. Nothing outside of the copies changes.
+Several processes compare what their copies keep, because not all of it can be merged.
+
 If small parameters do not work, the trial is repeated with whole ones. If those do not work either,
 a warning says so.
 """
@@ -12,16 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
+from fnloop._backend.collectives import gather_from_all
 from fnloop._backend.containers import pairs_of
 from fnloop._backend.launch import Backend
 from fnloop._checkpoint.compare import find_difference
@@ -34,17 +37,23 @@ from fnloop._checkpoint.optimizer import (
 )
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all, prepare_load
 from fnloop._checkpoint.optimizer_save import encode_optimizer
+from fnloop._checkpoint.optimizers import check_groups
 from fnloop._checkpoint.trial_copy import (
     CONTAINERS,
     SMALL_EDGE,
+    SMALL_TENSOR,
     WHOLE_EDGE,
+    Position,
+    begin_training,
     copy_small,
-    sampling_dtype,
+    subclasses_in,
+    update_copy,
+    without_side_effects,
 )
-from fnloop._core.optimizers import wants_closure
-from fnloop._core.rng import isolated, seed_host, torch_seeder
+from fnloop._core.rng import torch_seeder
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState
+from fnloop._display.checks import join_names
 from fnloop._display.log import log
 
 __all__ = ["check_resumable"]
@@ -52,7 +61,7 @@ __all__ = ["check_resumable"]
 MANY = 4_000_000  # elements; an optimizer of more is not copied with whole parameters
 BEFORE, AFTER = 3, 3  # updates before the save, and after the restore
 AFTER_IN_DOUBT = 12  # updates after the restore, if some attributes were not restored
-Position = Callable[[int], object]
+_Kept = tuple[tuple[int, ...], float]  # the shape of a tensor, and its norm
 Unrestored = tuple[str, object, object]  # path of an attribute, what it should be, what it is
 _warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes that a warning has named
 
@@ -60,7 +69,8 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes that a warning has
 def check_resumable(state: TrainState) -> None:
     """Raise if a run with the optimizers of this state could not be resumed bit for bit.
 
-    If that cannot be tried, a warning names the optimizer and the reason, once per class.
+    With several processes, all of them must call it. If it cannot be tried, a warning names the
+    optimizer and the reason, once per class.
 
     Raises:
         CheckpointError: something in an optimizer cannot be saved, or is not restored; the message
@@ -70,17 +80,25 @@ def check_resumable(state: TrainState) -> None:
         >>> from fnloop.testing import toy
         >>> check_resumable(toy())
     """
+    if state.backend.world_size > 1:
+        check_groups(state)
     for name, named in NamedOptimizer.of_state(state).items():
         _check_resumable(named, f" ({name!r})" if name else "", state.backend)
 
 
 def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> None:
-    optimizer = named.optimizer
+    optimizer = named.holder
+    named = attrs.evolve(named, optimizer=optimizer)
     if is_torch_optimizer(optimizer) and not has_own_state_dict(optimizer):
         return
     if named.sharded and has_own_state_dict(optimizer):
         encode_optimizer(named, {})  # raises
-    fault, obstacle = _run_trial(named, backend.device)
+    fault, obstacle, kept = _run_trial(named, backend.device)
+    if backend.world_size > 1 and (odd := _compare_kept(named, gather_from_all(kept))):
+        raise CheckpointError(
+            f"a run with {named.class_name}{label} on {backend.world_size} processes cannot be "
+            f"resumed bit for bit: {odd}, or leave out the hook checkpoint"
+        )
     if fault:
         raise CheckpointError(
             f"a run with {named.class_name}{label} cannot be resumed bit for bit: {fault}. Give it "
@@ -96,43 +114,122 @@ def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> Non
         )
 
 
-def _run_trial(named: NamedOptimizer, device: torch.device) -> tuple[str | None, str | None]:
+def _run_trial(
+    named: NamedOptimizer, device: torch.device
+) -> tuple[str | None, str | None, dict[str, _Kept] | None]:
     """Return what goes wrong when an optimizer is saved and restored, and why the trial failed.
 
-    Both are None if nothing is wrong.
+    Both are None if nothing is wrong. The third is what the copy keeps, if it was tried.
     """
-    obstacle = None
+    fault = obstacle = kept = None
     elements = sum(p.numel() for p in named.parameters().values())
     for edge in (SMALL_EDGE, WHOLE_EDGE) if elements <= MANY else (SMALL_EDGE,):
         try:
-            with _without_side_effects(device):
-                return _find_fault(named, torch_seeder(device), edge), None
+            with without_side_effects(device):
+                kept, fault = _find_fault(named, torch_seeder(device), edge)
+            obstacle = None
+            break
         except Exception as error:
             obstacle = " ".join(f"{type(error).__name__}: {error}".split())
-    return None, obstacle
+    if fault is None:
+        with contextlib.suppress(Exception), without_side_effects(device):
+            fault = _find_fault_at_size(named, torch_seeder(device))
+    return fault, obstacle, kept
 
 
-@contextlib.contextmanager
-def _without_side_effects(device: torch.device) -> Iterator[None]:
-    """Restore the global generators afterwards, hide warnings, and compile nothing."""
-    eager = contextlib.nullcontext()
-    if torch_compat.compiler_is_loaded():
-        eager = torch.compiler.set_stance("force_eager")
-    with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
-        warnings.simplefilter("ignore")
-        yield
+def _find_fault_at_size(named: NamedOptimizer, position: Position) -> str | None:
+    """Return what goes wrong with parameters of the sizes that the real ones have, or None.
+
+    An optimizer may keep large ones in another way, such as in 8 bits. So a copy updates one
+    parameter of each large size. What it then keeps in tensors of a subclass is tried further.
+    """
+    large = {
+        (p.shape, p.dtype): name
+        for name, p in named.parameters().items()
+        if SMALL_TENSOR <= p.numel() <= MANY and p.requires_grad
+    }
+    kinds: dict[str, str] = {}
+    for (shape, _), name in sorted(large.items(), key=lambda each: each[0][0].numel()):
+        one = copy_small(named, torch.Generator().manual_seed(0), WHOLE_EDGE, {name})
+        begin_training(one)
+        update_copy(one, 0, position)
+        try:
+            encode_optimizer(one, {})
+        except (TypeError, CheckpointError) as error:
+            return f"with a parameter of shape {tuple(shape)}, {error}"
+        for kind in subclasses_in(list(one.optimizer.state.values())):
+            kinds.setdefault(kind, name)
+    if kinds and named.sharded:
+        return f"its state of {kinds.popitem()[1]} is compressed, and the model is sharded"
+    return _find_fault(named, position, WHOLE_EDGE, {*kinds.values()})[1] if kinds else None
 
 
-def _find_fault(named: NamedOptimizer, position: Position, edge: int) -> str | None:
-    """Return what goes wrong when an optimizer is saved and restored, or None.
+def _kept_by(named: NamedOptimizer) -> dict[str, _Kept]:
+    """Return the tensors that an optimizer keeps, by their names in a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    with contextlib.suppress(TypeError, CheckpointError):  # found when it is saved
+        encode_optimizer(named, tensors)
+    return {
+        name: (
+            tuple(t.shape),
+            float(
+                torch.linalg.vector_norm(
+                    t.to(torch.complex128 if t.is_complex() else torch.float64)
+                )
+            ),
+        )
+        for name, t in tensors.items()
+    }
 
-    It raises if that cannot be tried.
+
+def _compare_kept(named: NamedOptimizer, every: Sequence[Mapping[str, _Kept] | None]) -> str | None:
+    """Return what cannot be merged of what the copies in several processes keep, or None.
+
+    They had the same gradients, so what all of them keep must be equal, but for rounding.
+    """
+    first = every[0]
+    for rank, other in enumerate(every):
+        if first is None or other is None:  # not tried, which a warning says
+            return None
+        odd = first.keys() ^ other.keys()
+        if odd and (named.sharded or has_own_state_dict(named.optimizer)):
+            return (
+                f"processes 0 and {rank} keep state under other names ({join_names(sorted(odd))}), "
+                "which cannot be merged with a state_dict of its own, or for a sharded model. Keep "
+                "it in optimizer.state, by parameter"
+            )
+        for name in filter(other.__contains__, first):
+            (shape, norm), (other_shape, other_norm) = first[name], other[name]
+            if shape != other_shape or not (
+                math.isclose(norm, other_norm, rel_tol=1e-3) or norm != norm
+            ):
+                return (
+                    f"processes 0 and {rank} each keep another part of the state under the name "
+                    f"{name}, and a checkpoint has one of that name. Keep all of it in one process"
+                )
+    return None
+
+
+def _find_fault(
+    named: NamedOptimizer, position: Position, edge: int, only: Collection[str] | None = None
+) -> tuple[dict[str, _Kept], str | None]:
+    """Return what an optimizer updates, and what goes wrong when it is saved and restored.
+
+    The latter is None if nothing is wrong. It raises if that cannot be tried.
     """
     numbers = torch.Generator().manual_seed(0)
-    one, two = copy_small(named, numbers, edge), copy_small(named, numbers, edge)
-    getattr(one.optimizer, "train", bool)()  # schedule-free optimizers require it
+    one, two = (copy_small(named, numbers, edge, only) for _ in range(2))
+    begin_training(one)
+    before = _kept_by(one)
     for number in range(BEFORE):
-        _update(one, number, position)
+        update_copy(one, number, position)
+    # What an update does not change may be a copy of what another process updates.
+    kept = {name: t for name, t in _kept_by(one).items() if before.get(name) != t}
+    return kept, _find_fault_of(one, two, position)
+
+
+def _find_fault_of(one: NamedOptimizer, two: NamedOptimizer, position: Position) -> str | None:
+    """Return what goes wrong when one copy is saved and restored into the other, or None."""
     if fault := _restore_copy(one, two):
         return fault
     unrestored = list(_unrestored_attributes(one, two))
@@ -189,29 +286,15 @@ def _update_both(
     """Apply the same updates to both copies. Return what goes wrong in the second, or None."""
     last = BEFORE + updates
     for number in range(BEFORE, last):
-        _update(one, number, position)
+        update_copy(one, number, position)
         try:
-            _update(two, number, position)
+            update_copy(two, number, position)
         except Exception as error:
             return f"an update after a restore raises {type(error).__name__}: {error}"
         if number == last - 2:
             _halve_rates(one)
             _halve_rates(two)
     return None
-
-
-def _update(named: NamedOptimizer, number: int, position: Position) -> None:
-    """Apply an update with random gradients, with the generators positioned as in a run."""
-    numbers = torch.Generator().manual_seed(number)
-    for p in named.parameters().values():
-        p.grad = None
-        if p.requires_grad:
-            gradient = torch.randn(p.shape, generator=numbers, dtype=sampling_dtype(p))
-            p.grad = gradient.to(p.device, p.dtype)
-    position(number)
-    seed_host(number)
-    step: Any = named.optimizer.step
-    step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
 
 
 def _halve_rates(named: NamedOptimizer) -> None:

@@ -1,15 +1,17 @@
-"""Copy an optimizer with small parameters, together with everything that it holds."""
+"""Copy an optimizer with small parameters, with everything that it holds, and update the copy."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
 import sys
 import threading
 import types
+import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -18,15 +20,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import SEQUENCES
+from fnloop._backend.containers import SEQUENCES, map_leaves
 from fnloop._checkpoint.optimizer import NamedOptimizer, walk_optimizers
+from fnloop._core.optimizers import wants_closure
+from fnloop._core.rng import isolated, seed_host, torch_seeder
+from fnloop._core.serialize import copy_flattened, flattened_kind
 
 __all__ = [
     "CONTAINERS",
     "SMALL_EDGE",
+    "SMALL_TENSOR",
     "WHOLE_EDGE",
+    "Position",
+    "begin_training",
     "copy_small",
-    "sampling_dtype",
+    "subclasses_in",
+    "tensors_of_copy",
+    "update_copy",
+    "without_side_effects",
 ]
 
 SMALL_EDGE = 4  # the largest size of a small parameter in each dimension
@@ -34,6 +45,7 @@ WHOLE_EDGE = sys.maxsize  # the same for whole parameters
 FEW = 8  # a group of at most this many parameters keeps all; a larger one keeps one of each kind
 SMALL_TENSOR = 4096  # elements; such a tensor is copied whole, unless it has a parameter's shape
 MOST_OBJECTS = 20_000  # an optimizer that holds more, perhaps a whole model, is not copied
+Position = Callable[[int], object]
 CONTAINERS = (Mapping, *SEQUENCES, set, frozenset)
 SHARED = (  # not copied
     *(types.ModuleType, logging.Logger, logging.Handler),
@@ -47,7 +59,10 @@ def sampling_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def copy_small(
-    named: NamedOptimizer, numbers: torch.Generator, edge: int = SMALL_EDGE
+    named: NamedOptimizer,
+    numbers: torch.Generator,
+    edge: int = SMALL_EDGE,
+    only: Collection[str] | None = None,
 ) -> NamedOptimizer:
     """Return a copy of an optimizer with cut parameters, and with all tensors cut like them.
 
@@ -55,6 +70,7 @@ def copy_small(
         named: the optimizer.
         numbers: draws the values of the parameters.
         edge: the largest size of a parameter in each dimension.
+        only: the names of the parameters to copy; all of them by default.
 
     Raises:
         NotImplementedError: the optimizer holds something that cannot be copied.
@@ -63,7 +79,7 @@ def copy_small(
     copier = _Copier(numbers, edge)
     for inner in optimizers:
         for group in inner.param_groups:
-            copier.copy_parameters(group["params"])
+            copier.copy_parameters(group["params"], named.names, only)
     for inner in optimizers:
         copier.memo[id(inner)] = object.__new__(type(inner))
     copier.prepare(_methods_of(optimizers))
@@ -90,7 +106,9 @@ def _copy_state(optimizer: Optimizer, copier: _Copier) -> None:
     state.clear()
     copier.memo[id(optimizer.state)] = state
     for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor) or id(key) in copier.twins:
+        # A tensor of a subclass cannot be cut, so a small parameter begins without its state.
+        cut = copier.edge != WHOLE_EDGE and subclasses_in(value)
+        if not isinstance(key, Tensor) or (id(key) in copier.twins and not cut):
             copier.prepare(value)
             state[copier.memo.get(id(key), key)] = copy.deepcopy(value, copier.memo)
 
@@ -125,12 +143,15 @@ class _Copier:
     twins: dict[int, Tensor] = attrs.field(factory=dict)
     seen: set[int] = attrs.field(factory=set)
 
-    def copy_parameters(self, params: list[Tensor]) -> None:
+    def copy_parameters(
+        self, params: list[Tensor], names: Mapping[int, str], only: Collection[str] | None
+    ) -> None:
         """Create parameters for those of a group: for each one, or one for all of a kind."""
         if id(params) in self.memo:
             return
         alike: dict[object, Tensor] = {}
-        for p in params:
+        given = [p for p in params if only is None or names.get(id(p)) in only]
+        for p in given:
             separate = len(params) <= FEW or self.edge == WHOLE_EDGE
             kind = (p.ndim, p.dtype, p.requires_grad, p if separate else None)
             if id(p) not in self.memo and kind not in alike:
@@ -138,7 +159,7 @@ class _Copier:
             self.memo.setdefault(id(p), alike.get(kind))
             alike.setdefault(kind, self.memo[id(p)])
         self.memo[id(params)] = list(
-            {id(self.memo[id(p)]): self.memo[id(p)] for p in params}.values()
+            {id(self.memo[id(p)]): self.memo[id(p)] for p in given}.values()
         )
 
     def _draw_parameter(self, p: Tensor) -> nn.Parameter:
@@ -187,6 +208,8 @@ class _Copier:
 
 
 def _copy_tensor(tensor: Tensor, edge: int) -> Tensor:
+    if edge == WHOLE_EDGE and (whole := copy_flattened(tensor)) is not None:
+        return whole
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):  # sharded or compressed
         raise NotImplementedError(f"it holds a tensor of the class {type(tensor).__name__}")
     part = tensor[tuple(slice(0, edge) for _ in tensor.shape)]
@@ -231,3 +254,66 @@ def _may_hold_tensors(value: object) -> bool:
         fillable = not inside and not isinstance(value, tuple | frozenset)
         return fillable or any(map(_may_hold_tensors, inside))
     return isinstance(value, Tensor | nn.Module | Optimizer)
+
+
+# --- updates of a copy
+
+
+@contextlib.contextmanager
+def without_side_effects(device: torch.device) -> Iterator[None]:
+    """Restore the global generators afterwards, hide warnings, and compile nothing."""
+    eager = contextlib.nullcontext()
+    if torch_compat.compiler_is_loaded():
+        eager = torch.compiler.set_stance("force_eager")
+    with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def begin_training(named: NamedOptimizer) -> None:
+    """Switch an optimizer to training, which schedule-free ones require for an update."""
+    getattr(named.optimizer, "train", bool)()
+
+
+def update_copy(named: NamedOptimizer, number: int, position: Position) -> None:
+    """Apply an update with random gradients, with the generators positioned as in a run."""
+    numbers = torch.Generator().manual_seed(number)
+    for p in named.parameters().values():
+        p.grad = None
+        if p.requires_grad:
+            gradient = torch.randn(p.shape, generator=numbers, dtype=sampling_dtype(p))
+            p.grad = gradient.to(p.device, p.dtype)
+    position(number)
+    seed_host(number)
+    step: Any = named.optimizer.step
+    step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
+
+
+def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, Tensor]:
+    """Return a tensor of each subclass that an optimizer keeps after an update, by its kind.
+
+    Args:
+        named: the optimizer, which stays as it is.
+        names: the parameters that a copy of it updates. They are whole, because small ones may be
+            kept in ordinary tensors.
+    """
+    named = attrs.evolve(named, optimizer=named.holder)
+    device = next(p.device for p in named.parameters().values())
+    with without_side_effects(device):
+        twin = copy_small(named, torch.Generator().manual_seed(0), WHOLE_EDGE, names)
+        begin_training(twin)
+        update_copy(twin, 0, torch_seeder(device))
+    return subclasses_in(list(twin.optimizer.state.values()))
+
+
+def subclasses_in(value: object) -> dict[str, Tensor]:
+    """Return a tensor of each subclass in a nested value, by its kind."""
+    found: dict[str, Tensor] = {}
+
+    def note(leaf: object) -> None:
+        kind = flattened_kind(leaf)
+        if kind is not None and isinstance(leaf, Tensor):
+            found.setdefault(kind, leaf)
+
+    map_leaves(value, note)
+    return found

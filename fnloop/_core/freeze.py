@@ -284,6 +284,8 @@ def _set_apart(optimizer: Optimizer, chosen: set[int], given: Mapping[str, objec
 def split_group(optimizer: Optimizer, group: Group, positions: Iterable[int]) -> Group:
     """Move some parameters of a group into a new one, with the same settings, and return that.
 
+    It does not have the name of the group, which only one may have.
+
     Args:
         optimizer: the optimizer.
         group: its group.
@@ -294,7 +296,7 @@ def split_group(optimizer: Optimizer, group: Group, positions: Iterable[int]) ->
     entries = [*params] if names is None else [*zip(names, params, strict=True)]
     # One call: what a schedule has set is the same object as the setting.
     settings = copy.deepcopy(
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        {k: v for k, v in group.items() if k not in ("params", "param_names", "name")}
     )
     for kept in (params, names):
         if kept is not None:

@@ -12,6 +12,7 @@ from fnloop._display.checks import describe
 
 __all__ = [
     "better",
+    "check_evaluated",
     "check_loaders",
     "check_monitored",
     "check_names",
@@ -110,37 +111,62 @@ def check_names(
     """
     hooks = [*hooks]
     reported = {name for hook in hooks for name in hook.reports}
-    watched = [(hook, key) for hook in hooks for key in _keys_of(hook) if key not in reported]
+    watched = [(hook, key) for hook in hooks for key in keys_of(hook) if key not in reported]
     for hook, key in watched:
         loader, _, metric = key.partition("/")
         if metric and loader in known:
             continue
         if metric and loader == "recent":
             raise KeyError(
-                f"{_name(hook)}: this run does not make metrics such as {key!r}: pass "
+                f"{watcher_name(hook)}: this run does not make metrics such as {key!r}: pass "
                 "record_every=every(steps=...) to fit"
             )
         if metric and loader in given:
             raise KeyError(
-                f"{_name(hook)}: this run never makes {key!r}, because evaluate_every says None "
-                f"for the loader {loader!r}: give it a moment, such as every(epochs=1)"
+                f"{watcher_name(hook)}: this run never makes {key!r}, because evaluate_every says "
+                f"None for the loader {loader!r}: give it a moment, such as every(epochs=1)"
             )
         candidates = [f"{name}/{rest}" for name in known for rest in (metric or key, "loss")]
         raise KeyError(
-            f"{_name(hook)}: there is no metric {key!r}: its first part is not the name of a "
-            f"loader that this run trains on or evaluates; those are: {', '.join(known)}"
+            f"{watcher_name(hook)}: there is no metric {key!r}: its first part is not the name of "
+            f"a loader that this run trains on or evaluates; those are: {', '.join(known)}"
             f"{suggestion(key, candidates, 0.5)}"
         )
 
 
-def _keys_of(hook: Watcher) -> tuple[str, ...]:
+def keys_of(hook: Watcher) -> tuple[str, ...]:
     """Return the metrics that a hook watches."""
     found = hook.monitors
     return () if found is None else (found,) if isinstance(found, str) else tuple(found)
 
 
-def _name(hook: object) -> str:
+def watcher_name(hook: object) -> str:
     return getattr(hook, "__name__", type(hook).__name__)
+
+
+def check_evaluated(owner: str, key: str, names: Collection[str]) -> None:
+    """Raise unless an evaluation makes a metric, before there is any.
+
+    Args:
+        owner: what watches the metric, for messages.
+        key: the metric, "valid/accuracy".
+        names: the names of all metrics of its loader, or what they begin with: a metric of several
+            values has their names after its own.
+
+    Raises:
+        KeyError: it does not; the message says what does.
+    """
+    loader, _, metric = key.partition("/")
+    if metric in names or any(metric.startswith(f"{name}/") for name in names):
+        return
+    made = [f"{loader}/{name}" for name in names]
+    advice = ""
+    if metric.isidentifier():
+        advice = f". To add it, list metric({metric}=fn) in the pipeline, fn(aux, batch) -> scalar"
+    raise KeyError(
+        f"{owner}: there is no metric {key!r}: this pipeline evaluates {', '.join(made)}{advice}"
+        f"{_suggestion(key, made)}"
+    )
 
 
 def check_loaders(owner: str, wanted: Iterable[str], loaders: Sequence[str]) -> None:

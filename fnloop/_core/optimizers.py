@@ -141,17 +141,35 @@ def selected(
 def labelled_groups(named: Mapping[str, Optimizer]) -> dict[str, Group]:
     """Return parameter groups by what follows the name of a number of them in a report.
 
+    It is ``group["name"]`` for one that has a name, and otherwise its place in the optimizer, which
+    the first one does without.
+
+    Raises:
+        ValueError: two groups would have the same.
+
     Example:
         >>> import torch
         >>> sgd = torch.optim.SGD([{"params": torch.ones(1)}, {"params": torch.ones(1)}])
         >>> [*labelled_groups({"": sgd})], [*labelled_groups({"a": sgd})]
         (['', '/1'], ['/a', '/a/1'])
+        >>> sgd.param_groups[0]["name"] = "head"
+        >>> [*labelled_groups({"": sgd})]
+        ['/head', '/1']
     """
     found: dict[str, Group] = {}
     for name, one in named.items():
-        label = f"/{name}" if name else ""
+        of_optimizer = f"/{name}" if name else ""
         for i, group in enumerate(one.param_groups):
-            found[f"{label}/{i}" if i else label] = group
+            given = group.get("name")
+            part = given if given and isinstance(given, str) else i
+            label = f"{of_optimizer}/{part}" if part else of_optimizer
+            if label in found:
+                raise ValueError(
+                    f"two parameter groups{f' of {name!r}' if name else ''} are called {part!r}, "
+                    f"and their learning rates would both be train/lr{label} in records: give each "
+                    'group["name"] once'
+                )
+            found[label] = group
     return found
 
 
@@ -262,10 +280,11 @@ def check_optimizers(given: object) -> None:
 
     Raises:
         TypeError: it is something else.
-        ValueError: the mapping is empty, a name cannot be one, or one of several evaluates the loss
-            by itself.
+        ValueError: the mapping is empty, a name cannot be one, two groups have one name, or one of
+            several optimizers evaluates the loss by itself.
     """
     if isinstance(given, Optimizer):
+        labelled_groups({"": given})
         return
     if not isinstance(given, Mapping):
         raise TypeError(
@@ -291,6 +310,7 @@ def check_optimizers(given: object) -> None:
                 f"{kind} ({name!r}) evaluates the loss by itself, so it cannot be one of several "
                 f"optimizers: give all parameters to it, TrainState.create(model, {kind}(...))"
             )
+    labelled_groups(given)
 
 
 def _check_name(name: object) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import torch
@@ -29,12 +30,20 @@ class Ownership(Generic[State]):
             as far as they are known. They are known before a run has shown them if the state is a
             copy, or from a checkpoint.
         seconds: the seconds that runs of this state have taken, until it last left one.
+        copies: checksums of what was restored of the state of optimizers, where another process may
+            be the one that continues it: the module ``optimizers`` of checkpoints uses them.
     """
 
-    __slots__ = ("__weakref__", "generation", "newest", "own_metrics", "seconds")
+    __slots__ = ("__weakref__", "copies", "generation", "newest", "own_metrics", "seconds")
 
-    def __init__(self, own_metrics: Iterable[str] = (), seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        own_metrics: Iterable[str] = (),
+        seconds: float = 0.0,
+        copies: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+    ) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
+        self.copies = dict(copies)
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
 

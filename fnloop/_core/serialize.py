@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,16 +22,24 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import pairs_of, parts_of, with_parts
+from fnloop._backend.fsdp import local_part
+from fnloop._display.checks import describe
 
 __all__ = [
     "Json",
     "Pending",
+    "as_flattened",
     "as_number",
     "as_safetensor",
+    "copy_flattened",
     "decode",
     "encode",
+    "flattened_kind",
+    "from_flattened",
     "from_safetensor",
     "has_pending",
+    "is_flattened",
+    "kinds_in",
     "materialize",
     "tensors_in",
 ]
@@ -172,12 +180,93 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: str) -> Json
 
 def _why_unsupported(tensor: Tensor) -> str:
     """Return why a file cannot hold a tensor, or "". Sharded tensors are gathered before."""
-    cls = type(tensor)
-    if hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor":
-        return cls.__name__
+    for part in (tensor, local_part(tensor)):
+        if flattened_kind(part) is not None:
+            return type(part).__name__
     if tensor.is_meta:
         return "meta"
     return "" if tensor.layout is torch.strided else f"{tensor.layout} {tensor.dtype}"
+
+
+# --- tensors of subclasses, such as those of 8 bits that torchao's optimizers keep
+
+_FLATTENED = "tensor "
+
+
+def flattened_kind(value: object) -> str | None:
+    """Return the name of the class of a tensor that consists of others; None for other values.
+
+    It begins like that of no other :class:`Pending`.
+    """
+    cls = type(value)
+    if hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor":
+        return f"{_FLATTENED}{cls.__module__}.{cls.__qualname__}"
+    return None
+
+
+def is_flattened(kind: str) -> bool:
+    """Return whether what was saved under the name of a class is from :func:`as_flattened`."""
+    return kind.startswith(_FLATTENED)
+
+
+def as_flattened(value: Any) -> object:
+    """Return a tensor of a subclass as its parts, as torch's protocol names them.
+
+    Another value is returned as it is.
+    """
+    kind = flattened_kind(value)
+    if kind is None:
+        return value
+    names, context = value.__tensor_flatten__()
+    parts = {
+        "inner": {name: as_flattened(getattr(value, name)) for name in names},
+        "context": context,
+        "size": [*value.shape],
+        "stride": [*value.stride()],
+    }
+    return Pending(kind, parts)
+
+
+def from_flattened(
+    saved: Pending, template: Any, move: Callable[[Tensor], Tensor] = lambda t: t
+) -> Tensor:
+    """Return the tensor that :func:`as_flattened` was given.
+
+    Args:
+        saved: what it returned.
+        template: a tensor of the same class, which the program has made.
+        move: moves its parts to where they belong.
+
+    Raises:
+        ValueError: the parts are not those of such a tensor.
+    """
+    names, _ = template.__tensor_flatten__()
+    parts: Json = saved.parts
+    inner, made = parts["inner"], {}
+    for name in names:
+        part, mine = inner.get(name), getattr(template, name)
+        if isinstance(part, Pending) and flattened_kind(mine) == part.kind:
+            made[name] = from_flattened(part, mine, move)
+        elif isinstance(part, Tensor) and part.dtype == mine.dtype and part.ndim == mine.ndim:
+            made[name] = move(part)
+        else:
+            raise ValueError(f"{name} of a {type(template).__name__} is {describe(part)}")
+    size, stride = torch.Size(parts["size"]), tuple(parts["stride"])
+    rebuilt = type(template).__tensor_unflatten__(made, parts["context"], size, stride)
+    if rebuilt.shape != size or len(inner) != len(names):
+        raise ValueError(f"a {type(template).__name__} of shape {tuple(size)} has other parts")
+    return rebuilt
+
+
+def copy_flattened(value: object) -> Tensor | None:
+    """Return a copy of a tensor of a subclass, whose own ``clone`` may lack; None for others."""
+    saved = as_flattened(value)
+    if not isinstance(saved, Pending) or saved is value:
+        return None
+    return from_flattened(saved, value, lambda part: part.detach().clone())
+
+
+# --- tensors
 
 
 def as_safetensor(tensor: Tensor) -> Tensor:
@@ -310,11 +399,20 @@ def tensors_in(value: Json) -> Iterator[str]:
         >>> list(tensors_in(encode({"a": [torch.ones(1), 2.0]}, {}, "slots")))
         ['slots.a.0']
     """
-    if isinstance(value, dict) and "$tensor" in value:
+    if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
         yield value["$tensor"]
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(inner)
+
+
+def kinds_in(value: Json) -> Iterator[str]:
+    """Yield the names of the classes in what :func:`encode` returned."""
+    if isinstance(value, dict) and "$saved" in value:
+        yield value["$saved"]
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from kinds_in(inner)
 
 
 def _dtype_of(name: str) -> torch.dtype:

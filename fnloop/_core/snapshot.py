@@ -10,10 +10,12 @@ import attrs
 from torch import nn
 
 from fnloop._backend import torch_compat
+from fnloop._backend.containers import map_leaves
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.ownership import Ownership, ParameterCache
 from fnloop._core.rng import HostGenerators
+from fnloop._core.serialize import copy_flattened
 from fnloop._core.state import TrainState, check_not_stale, ownership_of
 from fnloop._display.checks import describe
 
@@ -61,6 +63,8 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
         state: the state.
         memo: id to copy, of what is to be replaced by something else.
     """
+    for one in optimizers_in(state.optimizer).values():
+        map_leaves([*one.state.values()], lambda leaf: _note_copy(leaf, memo))
     handles = (state.model, state.optimizer, state.slots, state.metrics)
     # One call: two copies would lose which tensors are shared.
     model, optimizer, slots, metrics = copy.deepcopy(handles, memo)
@@ -73,9 +77,15 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
     known = ownership_of(state)
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=Ownership(known.own_metrics, known.seconds), generation=0,
+        ownership=Ownership(known.own_metrics, known.seconds, known.copies), generation=0,
         parameters=ParameterCache(),
     )  # fmt: skip
+
+
+def _note_copy(leaf: object, memo: dict[int, object]) -> None:
+    """Put a copy of a tensor of a subclass into the memo: deepcopy needs its ``clone``."""
+    if (copied := copy_flattened(leaf)) is not None:
+        memo[id(leaf)] = copied
 
 
 def unwrap(state: TrainState) -> nn.Module:

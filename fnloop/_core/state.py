@@ -172,7 +172,9 @@ class TrainState:
             optimizer: a torch.optim optimizer of its parameters; or a mapping of several by name,
                 each with parameters of its own, which update in the order given. Together they must
                 have every parameter that is not frozen. A warning names those with others, which
-                are trained, but not saved.
+                are trained, but not saved. A parameter group may have a name of its own, such as
+                ``{"params": ..., "name": "head"}``: its rate is "train/lr/head" in records. Groups
+                without one keep "train/lr", of the first, and "train/lr/1", ...
             seed: determines the order of the data and the random draws. By default it is drawn from
                 torch's generator, so that ``torch.manual_seed`` decides it. With several processes,
                 the seed of the main process is used.
@@ -191,7 +193,8 @@ class TrainState:
 
         Raises:
             TypeError: the model or the optimizer is something else.
-            ValueError: the optimizer was made for another model, or the seed is out of range. With
+            ValueError: the optimizer was made for another model, two parameter groups have one
+                name, or the seed is out of range. With
                 several optimizers: a parameter is in two of them, or in none.
             NotImplementedError: accelerate is configured for an engine that hides the gradients
                 (DeepSpeed, FSDP 1); or ``exact``, and the model is sharded.
@@ -348,7 +351,7 @@ def consume(
 ) -> TrainState:
     """Return the state with a step's batches counted and its metrics combined into the epoch's.
 
-    The first update of an epoch, skipped or not, begins its metrics anew.
+    The first update of an epoch, skipped or not, begins new metrics.
 
     Args:
         state: the state after the update.

@@ -66,8 +66,9 @@ class early_stop(Hook):
         TypeError: key is not a str, or check_finite is not a bool.
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
             imply one.
-        KeyError: when a run starts: there is no such loader. At its first evaluation: there is no
-            such metric. The message lists those that exist.
+        KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
+            At its first evaluation: there is none, where a middleware or a hook of your own might
+            have added it. The message lists those that exist.
 
     Example:
         >>> import fnloop as fl, torch

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from fnloop._checkpoint.format import PARTS
 from fnloop._core.call import name_of
+from fnloop._core.history import History
 from fnloop._core.middleware import Middleware
+from fnloop._core.monitor import check_evaluated, keys_of, watcher_name
 from fnloop._display import checks
 from fnloop._hooks.checkpoint import checkpoint
 from fnloop._hooks.moments import ConditionalHook, show_call
@@ -20,8 +22,17 @@ from fnloop._hooks.requeue import requeue
 from fnloop._hooks.restore_best import restore_best
 from fnloop._hooks.triggers import once
 from fnloop._hooks.wrapper import Hook, as_hook, layers, unwrap_hook
+from fnloop._middleware.amp import amp
+from fnloop._middleware.channels_last import channels_last
+from fnloop._middleware.compiled import compiled
+from fnloop._middleware.derive import derive
+from fnloop._middleware.ema import ema, swa
+from fnloop._middleware.metric import metric as metric_
+from fnloop._middleware.plateau import plateau
+from fnloop._middleware.tbptt import tbptt
+from fnloop._step.pipeline import LossStep, PipelineStep
 
-__all__ = ["check_together", "read_hooks"]
+__all__ = ["check_metrics", "check_together", "read_hooks"]
 
 
 def read_hooks(hooks: object) -> tuple[Hook, ...]:
@@ -52,6 +63,81 @@ def check_together(hooks: Sequence[Hook]) -> None:
     _check_only_one([hook for hook in every_layer if isinstance(hook, restore_best)])
     for hook in hooks:
         _check_inspected(hook)
+
+
+def check_metrics(
+    step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
+) -> None:
+    """Raise for a metric of an evaluation that is watched and that the pipeline cannot make.
+
+    Only where all names are known. A middleware or a step of the user's own may add others, and a
+    hook may add to the records that the hooks after it see.
+
+    Args:
+        step: the step.
+        hooks: the hooks.
+        loaders: the names of the loaders that are evaluated.
+        history: the records so far. What is in one of them may come from an earlier run.
+
+    Raises:
+        KeyError: there will be no such metric; the message says what to list.
+    """
+    watched: list[tuple[str, str]] = []
+    reported = {name for hook in hooks for layer in layers(hook) for name in layer.reports}
+    for hook in hooks:
+        of_library = (layer for layer in layers(hook) if not _is_of_user(layer))
+        watched += [(watcher_name(layer), key) for layer in of_library for key in keys_of(layer)]
+        if _is_of_user(unwrap_hook(hook)):
+            break
+    else:
+        calls = [m.call for m in step.pipeline.middleware if m.call is not None]
+        plateaus = [call for call in calls if call.factory is plateau]
+        watched += [("plateau", str((*call.args, call.kwargs.get("key"))[0])) for call in plateaus]
+    for owner, key in watched:
+        loader, _, metric = key.partition("/")
+        if not metric or loader not in loaders or key in reported or key in history:
+            continue
+        if (names := _evaluated_names(step, loader, metric)) is not None:
+            check_evaluated(owner, key, names)
+
+
+def _is_of_user(hook: Hook) -> bool:
+    """Return whether a hook is not one of the library, but the user's own, or a function."""
+    module = type(hook).__module__
+    return module == Hook.__module__ or not module.startswith("fnloop.")
+
+
+_ADD_NOTHING = (amp, channels_last, compiled, tbptt)  # to the metrics of an evaluation
+
+
+def _evaluated_names(step: PipelineStep, loader: str, metric: str) -> list[str] | None:
+    """Return the names of the metrics of an evaluation; None if they are not known.
+
+    Args:
+        step: the step.
+        loader: the name of the loader.
+        metric: the metric that is looked for. Those of an average are not told one by one.
+    """
+    if type(step) is not LossStep:
+        return None
+    names = ["loss"]
+    for member in step.pipeline.middleware:
+        factory = None if member.call is None else member.call.factory
+        if member.forward is None and member.evaluation is None and member.report is None:
+            continue
+        if factory in (ema, swa):
+            if metric.startswith(f"{member.name}/"):
+                return None
+        elif factory in (metric_, derive):
+            assert member.call is not None
+            given = {k: v for k, v in member.call.kwargs.items() if k not in ("on", "loaders")}
+            several = [v for v in given.values() if getattr(v, "key", None) is not None]
+            if member.call.args or several:  # which bring their own names
+                return None
+            names += given if not member.loaders or loader in member.loaders else ()
+        elif factory not in _ADD_NOTHING:
+            return None
+    return [*names, "time/evaluate"] if step.is_timed else names
 
 
 def _check_hook(hook: object) -> None:

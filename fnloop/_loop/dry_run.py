@@ -55,6 +55,7 @@ from fnloop._hooks.time_limit import time_limit
 from fnloop._hooks.track import track
 from fnloop._hooks.triggers import every
 from fnloop._hooks.wrapper import Hook, HookFn, Wrapper, layers, unwrap_hook
+from fnloop._loop.check_hooks import check_metrics
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step, make_plan
@@ -196,6 +197,7 @@ def dry_run(
     found, checked = plan.loaders, plan.hooks
     named = loaders_to_try("dry_run", state, found, several=True)
     check_names([layer for hook in checked for layer in layers(hook)], (*named,))
+    check_metrics(step, checked, found.evaluated, state.history)
     step, failed = _tried_metrics(step)
     findings, first = _read(step, state, named)
     if "train" not in first:

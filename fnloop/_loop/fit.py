@@ -85,10 +85,11 @@ def fit(
             such as ``every(epochs=2) | at_end()``, or None for never; or a mapping from each of
             these loaders to its own. Each evaluation and each end of an epoch appends a record to
             the history. Its "train/..." metrics are the means since the epoch began; "train/lr" is
-            the learning rate of the last update ("train/lr/1", ... of further parameter groups). If
-            the run ends between two records, at its target or because a hook stops it, it appends a
-            closing record, with an evaluation unless ``evaluate_every`` is None. What is evaluated
-            only because the run ends (``at_end()``) is in a closing record too.
+            the learning rate of the last update ("train/lr/1", ... of further parameter groups, and
+            "train/lr/head" of one with ``"name": "head"``). If the run ends between two records, at
+            its target or because a hook stops it, it appends a closing record, with an evaluation
+            unless ``evaluate_every`` is None. What is evaluated only because the run ends
+            (``at_end()``) is in a closing record too.
         record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
             Each record of the run then has "recent/..." metrics too: the means since the record
             before it, weighted by the items of the batches. A record costs one read from the
@@ -114,7 +115,9 @@ def fit(
     Raises:
         StaleStateError: the state has been advanced already.
         TypeError, ValueError: an argument is not what it should be, or the phase is not the one
-            that comes next.
+            that comes next. With a target in steps alone: two whole epochs in a row left out all of
+            their updates, so that it would never be reached. An epoch in which fp16 overflowed does
+            not count.
         KeyError: a hook monitors a metric of a loader that this run neither trains on nor
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.

@@ -11,6 +11,7 @@ from fnloop._core.average import check_not_averaged
 from fnloop._core.call import name_of
 from fnloop._core.events import START
 from fnloop._core.frozen import put_back_restored
+from fnloop._core.history import History
 from fnloop._core.left_out import left_out
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_names
@@ -31,7 +32,7 @@ from fnloop._loop.boundary import (
     own_clock,
     read_moments,
 )
-from fnloop._loop.check_hooks import check_together, read_hooks
+from fnloop._loop.check_hooks import check_metrics, check_together, read_hooks
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.phases import (
     absolute_targets,
@@ -141,7 +142,7 @@ class Plan:
         phase = None if self.phase is None else phase_of(state, self.phase)
         return self.step.window_in(state.epoch + later - (0 if phase is None else phase.epoch))
 
-    def check(self, info: RunInfo) -> None:
+    def check(self, info: RunInfo, history: History) -> None:
         """Raise if a hook or a trigger cannot work in this run.
 
         Raises:
@@ -155,6 +156,7 @@ class Plan:
         recent = () if self.record_every is None else ("recent",)
         known = ("train", *recent, *info.evaluated)
         check_names(every_layer, known, self.loaders.evaluated)
+        check_metrics(self.step, self.hooks, info.evaluated, history)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for trigger in self.triggers:

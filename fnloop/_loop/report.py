@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from fnloop._core.call import name_of
 from fnloop._core.elapsed import wait_and_read_clock
-from fnloop._core.metrics import Last, Max
+from fnloop._core.metrics import Max
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.running import RECENT, without_recent
@@ -20,6 +18,7 @@ from fnloop._core.types import Metric, Output
 from fnloop._data.source import Source
 from fnloop._loop.evaluate import gather_outputs, measure
 from fnloop._step.pipeline import PipelineStep
+from fnloop._step.rates import numbers_used
 
 __all__ = [
     "asking",
@@ -50,11 +49,9 @@ def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dic
         return {}
     if (loss := f"{prefix}loss") in named:
         named = {loss: named[loss], **named}
-    for label, group in labelled_groups(optimizers_in(state.optimizer)).items():
-        name, rate = f"{prefix}lr{label}", group.get("lr")
-        if name not in named and (rate.__class__ is float or isinstance(rate, Tensor | Real)):
-            named[name] = Last(rate)
-    return named
+    rates = numbers_used(labelled_groups(optimizers_in(state.optimizer)), "lr")
+    missing = {f"{prefix}{k}": rate for k, rate in rates.items() if f"{prefix}{k}" not in named}
+    return {**named, **missing}
 
 
 def evaluation_metrics(

@@ -71,7 +71,7 @@ class Run:
         self.evaluated = {k: open_loader(plan.loaders.evaluated[k], state) for k in evaluated}
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
-        plan.check(self.info)
+        plan.check(self.info, state.history)
         self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
         self.last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]

@@ -15,7 +15,7 @@ from fnloop._core.record import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
-from fnloop._step.rates import RATIO, set_number
+from fnloop._step.rates import RATIO, keep_settings, put_settings_back, set_number
 
 __all__ = ["plateau"]
 
@@ -72,8 +72,8 @@ def plateau(
         TypeError: key is not a str, or a number is something else.
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
             imply one. When composing: ``torch_scheduler`` is listed too.
-        KeyError: when a run starts: there is no such loader. At an evaluation: there is no such
-            metric.
+        KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
+            At an evaluation: there is none, where your own code might have added it.
 
     Example:
         >>> import fnloop as fl, torch
@@ -122,14 +122,19 @@ def plateau(
                 check_monitored("plateau", key, state)
             ratio = looked(history, first_record(state.phases, since)).ratio
             groups = groups_in(state.optimizer)
+            kept = keep_settings(groups)
             for group in groups:
                 set_number(group, "lr", ratio, "plateau")
                 group[RATIO] = ratio
+            numbers = [group["lr"] for group in groups]
             try:
-                return step(state, batch)
+                state, out = step(state, batch)
             finally:
                 for group in groups:
                     del group[RATIO]
+            if out.skip is not None:
+                put_settings_back(kept, "lr", numbers)
+            return state, out
 
         return lowered
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fnloop._core.call import name_of
 from fnloop._core.copies import with_slot
-from fnloop._core.metrics import Last
 from fnloop._core.middleware import Middleware, middleware
 from fnloop._core.optimizers import (
     SCHEDULED,
@@ -23,10 +22,10 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.run_length import explain_unknown_length
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Metric, Output, Step
+from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._display.log import log
-from fnloop._step.rates import RATIO, copy_number, set_number
+from fnloop._step.rates import RATIO, keep_settings, numbers_used, put_settings_back, set_number
 from fnloop._step.update import report
 from fnloop.schedules._schedule import check_schedule
 
@@ -43,8 +42,9 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
     ``fn(i, total)``. In a phase, i counts from where it began, and the total is its length. Skipped
     updates do not count. Each group keeps its initial value as
     ``initial_lr``, as torch's schedulers do: to change a learning rate under a schedule, set
-    ``group["initial_lr"]``. The value used is the metric "lr" (``lr/1``, ... for further groups;
-    ``lr/rest``, ``lr/rest/1``, ... with several optimizers).
+    ``group["initial_lr"]``. The value used is the metric "lr" (``lr/1``, ... for further groups,
+    ``lr/head`` for one with ``group["name"] = "head"``; ``lr/rest``, ``lr/rest/1``, ... with
+    several optimizers).
 
     The slot ``state.slots["schedule(lr)"]`` holds the total that was used last. A run with another
     total logs one warning if that changes the value.
@@ -91,15 +91,18 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
             first, total = _stretch(state)
             factor = _compute_factor(fn, state, state.step - first, total)
             groups = labelled_groups(selected(state.optimizer, names, "schedule"))
-            used: dict[str, Metric] = {}
-            for label, group in groups.items():
+            kept = keep_settings(groups.values())
+            for group in groups.values():
                 ratio = group.get(RATIO) if field == "lr" else None
                 set_number(group, field, factor if ratio is None else factor * ratio, name)
-                used[f"{field}{label}"] = Last(copy_number(group[field]))
+            used = numbers_used(groups, field)
+            numbers = [group[field] for group in groups.values()]
             if total != state.slots.get(name, total):
                 group = next(iter(groups.values()))
                 state = _replan(state, name, fn, field, group, factor)
             state, out = step(state, batch)
+            if out.skip is not None:
+                put_settings_back(kept, field, numbers)
             return state, report(out, used, "schedule")
 
         return scheduled

@@ -43,8 +43,8 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
     the length of the run needs ``fit(..., steps=...)``.
 
     A window weighs as many items as it has positions, times its leading dimension if that is
-    another one; ``aux["weight"]`` overrides it. A skipped update moves the carry on too; one that
-    a guard such as ``skip_nonfinite`` leaves out does not.
+    another one; ``aux["weight"]`` overrides it. A window without items moves the carry on too;
+    one that a guard, such as ``skip_nonfinite``, or the loss scale of fp16 leaves out does not.
 
     Args:
         length: positions per window; the last window of a batch may be shorter.

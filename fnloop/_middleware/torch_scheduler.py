@@ -7,21 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fnloop._core.call import name_of
 from fnloop._core.events import UPDATE
-from fnloop._core.metrics import Last
 from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.optimizers import begin_again, note_set, selected
+from fnloop._core.optimizers import begin_again, labelled_groups, note_set, selected
 from fnloop._core.phase import unfinished
 from fnloop._core.run_info import RunInfo
 from fnloop._core.run_length import explain_unknown_length
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
+from fnloop._step.rates import numbers_used
 from fnloop._step.update import report
 from fnloop.schedules._schedule import refuse_torch_scheduler
 
@@ -109,17 +108,16 @@ def torch_scheduler(
             if made_for := getattr(scheduler, "made_for", None):  # old checkpoints have none
                 _check_length(made_for, scheduler, state, name)
             _check_groups(scheduler, name)
-            lr = _optimizer_of(state, only).param_groups[0]["lr"]
-            used = Last(lr.clone() if isinstance(lr, Tensor) else lr)
+            groups = labelled_groups({only or "": _optimizer_of(state, only)})
+            used = numbers_used(groups, "lr")
             state, out = step(state, batch)
             if UPDATE in state.events:
                 _advance(scheduler, name)
                 note_set(scheduler.optimizer.param_groups)
-            return state, report(out, {label: used}, "torch_scheduler")
+            return state, report(out, used, "torch_scheduler")
 
         return scheduled
 
-    label = "lr" if only is None else f"lr/{only}"
     return Middleware(slot, step=wrap, init=init, per_phase=True)
 
 

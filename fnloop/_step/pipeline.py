@@ -27,6 +27,7 @@ from fnloop._core.carry import TBPTT, with_carry
 from fnloop._core.middleware import Middleware
 from fnloop._core.monitor import check_loaders
 from fnloop._core.rng import isolated
+from fnloop._core.skip import may_skip
 from fnloop._core.state import TrainState, check_not_stale, clear_parameter_cache, consume
 from fnloop._core.types import EVALUATION, Batch, LossFn, Output, Step
 from fnloop._display import html
@@ -385,7 +386,7 @@ class LossStep(PipelineStep):
     def _update(self, step: Step) -> Step:
         by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
         skips = self._may_skip("forward", "loss", "gradient")
-        guarded = skips or any(map(is_guard, self.pipeline.middleware))
+        guarded = skips or any(map(is_guard, self.pipeline.middleware)) or may_skip(self.loss_fn)
         updating = update(step, self._may_skip("gradient"), by_closure, guarded)
         self._layers.add(updating, OPTIMIZER)
         return updating

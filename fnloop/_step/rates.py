@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
+from fnloop._core.metrics import Last
 from fnloop._core.optimizers import SCHEDULED, Group, initial_value, set_by_torch
+from fnloop._core.types import Metric
 
-__all__ = ["RATIO", "Rate", "copy_number", "put_number", "set_number"]
+__all__ = [
+    "RATIO",
+    "Rate",
+    "copy_number",
+    "keep_settings",
+    "numbers_used",
+    "put_number",
+    "put_settings_back",
+    "set_number",
+]
 
 Rate = float | Tensor
 RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
@@ -37,6 +50,46 @@ def set_number(group: Group, field: str, factor: float, owner: str) -> None:
             _check_unchanged(group, field, owner)
     put_number(group, field, group[initial] * factor)
     group[last], group[SCHEDULED + initial] = group[field], group[initial]
+
+
+Kept = tuple[Group, Group]
+
+
+def keep_settings(groups: Iterable[Group]) -> list[Kept]:
+    """Return groups with their settings as they are now, for :func:`put_settings_back`."""
+    return [(group, dict(group)) for group in groups]
+
+
+def put_settings_back(kept: Iterable[Kept], field: str, used: Iterable[Rate]) -> None:
+    """Give groups the settings from before an update that was left out.
+
+    A group that has gone back to other settings meanwhile has those. A tensor stays as it was set:
+    it is filled in place, and a copy of it would cost every update.
+
+    Args:
+        kept: what :func:`keep_settings` returned.
+        field: the key of the number that was set.
+        used: the number of each group in the update.
+    """
+    for (group, before), number in zip(kept, used, strict=True):
+        if group[field] is number and not isinstance(number, Tensor):
+            for name in group.keys() - before.keys():
+                del group[name]
+            group.update(before)
+
+
+def numbers_used(groups: Mapping[str, Group], field: str) -> dict[str, Metric]:
+    """Return a number of parameter groups as metrics: "lr", "lr/head", "lr/rest/1", ...
+
+    Args:
+        groups: the groups, as ``labelled_groups`` returns them.
+        field: the key of the number. A group without one is left out.
+    """
+    return {
+        f"{field}{label}": Last(copy_number(group[field]))
+        for label, group in groups.items()
+        if _is_number(group.get(field))
+    }
 
 
 def _check_unchanged(group: Group, field: str, name: str) -> None:
@@ -79,7 +132,7 @@ def _read_number(group: Group, field: str) -> Rate:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
 
 
 def copy_number(value: Any) -> Rate:

@@ -2,17 +2,26 @@
 
 import copy
 import json
+import shutil
+import sys
+import weakref
 
+import crafted
 import pytest
 import torch
+from crafted import craft as craft_facts
 from safetensors.torch import load_file, save_file
 from sample_optimizers import (
     ONE,
     Averaging,
     BothSaved,
+    Compressed,
     CountingSaved,
     Forgetful,
+    Halves,
+    OtherCompressed,
     Slow,
+    Sparse,
     Tensors,
     Typed,
     check_resumes,
@@ -23,7 +32,7 @@ from sample_optimizers import (
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import files, optimizer_save
+from fnloop._checkpoint import files, optimizer_save, slices
 from fnloop._checkpoint.compare import find_difference
 from fnloop._checkpoint.trial import check_resumable
 from fnloop.testing import Toy, assert_same, toy_loss
@@ -280,3 +289,185 @@ def test_an_optimizer_that_refuses_a_checkpoint_keeps_its_state_and_settings(tmp
         fl.restore(fl.save(make(), tmp_path / "a"), state)
     state = fl.fit(step, state, [ONE] * 3, steps=3, hooks=())
     assert state.model.w.item() == -6.0
+
+
+def many_state(n):
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(n)])
+    return fl.TrainState.create(model, SGD(model.parameters(), lr=0.1, momentum=0.9), seed=0)
+
+
+def count_calls(function):
+    """Return how many functions are called, by Python or in C."""
+    events = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return sum("call" in event for event in events)
+
+
+def test_twice_the_parameters_take_twice_the_calls(tmp_path):
+    step = fl.pipeline()(lambda model, x: torch.cat(tuple(model)).mean() * x)
+    calls = {"save": [], "restore": []}
+    for n in (100, 200):
+        state = fl.fit(step, many_state(n), [torch.ones(())], hooks=())
+        calls["save"].append(count_calls(lambda: fl.save(state, tmp_path / "a")))
+        calls["restore"].append(count_calls(lambda: fl.restore(tmp_path / "a", many_state(n))))
+    assert all(many <= 2.5 * few for few, many in calls.values()), calls
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_state_is_read_once_and_not_copied(tmp_path, monkeypatch, several):
+    """The tensors that were read are those that the optimizer holds; of channels_last, copies."""
+    torch.manual_seed(0)
+
+    def new():
+        model = nn.Sequential(nn.Conv2d(2, 2, 2, bias=False), nn.Flatten(), nn.Linear(2, 2))
+        model.to(memory_format=torch.channels_last)
+        first, rest = [p for p in model.parameters() if p.ndim == 4], model[2].parameters()
+        adam = Adam([*first, *rest], foreach=False)
+        given = {"a": Adam(first, foreach=False), "b": Adam(model[2].parameters())}
+        return fl.TrainState.create(model, given if several else adam, seed=0)
+
+    x = torch.arange(8.0).view(1, 2, 2, 2)
+    state = fl.fit(fl.pipeline()(lambda model, x: model(x).square().mean()), new(), [x], hooks=())
+    path, read = fl.save(state, tmp_path / "a"), []
+    whole = slices.Slices.read
+    monkeypatch.setattr(
+        slices.Slices, "read", lambda *given: (t := whole(*given), read.append(weakref.ref(t)))[0]
+    )
+    restored = fl.restore(path, new())
+    assert_same(restored, state)
+    optimizers = restored.optimizer.values() if several else [restored.optimizer]
+    held = {id(t) for o in optimizers for s in o.state.values() for t in s.values()}
+    metrics = {id(metric.total) for metric in restored.metrics.values()}
+    left = {id(t()) for t in read if t() is not None} - metrics
+    assert left <= held and len(left) == 3 * 3 - 2  # the two moments of the convolution are copies
+
+
+# --- tensors of subclasses
+
+
+def wide_state(make, fill=0.0):
+    model = nn.ParameterDict({"wide": torch.full((64, 64), fill), "small": torch.full((2,), fill)})
+    return fl.TrainState.create(model, make(model.parameters()), seed=0)
+
+
+def wide_step(n=0.75):
+    """Each update subtracts the momentum of a gradient of 0.75: 0.75, 1.125, 1.3125."""
+    loss = lambda model, x: n * (model["wide"].sum() + model["small"].sum()) * x
+    return fl.pipeline()(loss)
+
+
+def test_a_tensor_of_a_subclass_is_saved_as_its_parts_and_made_again(tmp_path):
+    saves = (fl.checkpoint(tmp_path / "run"),)
+    half = fl.fit(wide_step(), wide_state(Compressed), [ONE[0]] * 3, steps=2, hooks=saves)
+    path = fl.latest(tmp_path / "run")
+    tensors = load_file(path / "optimizer.safetensors")
+    assert {name: t.dtype for name, t in tensors.items()} == {
+        "wide.momentum.inner.whole": torch.int32,
+        "wide.momentum.inner.rest": torch.float32,
+        "small.momentum": torch.float32,
+    }
+    restored = fl.restore(path, wide_state(Compressed, 7.0))
+    held = restored.optimizer.state[restored.model["wide"]]["momentum"]
+    assert type(held) is Halves and held.note == "large" and held.joined()[0, 0] == 1.125
+    assert_same(restored, half)
+    assert_same(fl.snapshot(restored), restored)
+    state = fl.fit(wide_step(), restored, [ONE[0]] * 3, steps=3, hooks=saves)
+    assert state.model["wide"].unique().tolist() == [-(0.75 + 1.125 + 1.3125)]
+    assert_same(fl.resume(tmp_path / "run", wide_state(Compressed)), state)
+
+
+def test_a_class_in_a_checkpoint_is_only_compared_with_what_the_program_makes(tmp_path):
+    path = fl.save(fl.fit(wide_step(), wide_state(Compressed), [ONE[0]], hooks=()), tmp_path / "a")
+    for make in (OtherCompressed, lambda params: SGD(params, lr=1.0, momentum=0.5)):
+        kind = type(make([nn.Parameter(torch.ones(1))]))
+        crafted_path = shutil.copytree(path, tmp_path / kind.__name__)
+        change = lambda facts, kind=kind: facts["optimizer"].update({"class": kind.__name__})
+        state = wide_state(make, 7.0)
+        before = fl.snapshot(state)
+        with pytest.raises(
+            fl.CheckpointError, match=f"state in Halves, and {kind.__name__} keeps none there"
+        ):
+            fl.restore(craft_facts(crafted_path, facts=change), state)
+        assert_same(state, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts["inner"].pop("rest"),
+        lambda parts: parts["inner"].update(more=1),
+        lambda parts: parts["inner"].update(whole=3),
+        lambda parts: parts.update(size=[2, 2]),
+        lambda parts: parts.update(context=None),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_and_the_state_stays(tmp_path, change):
+    path = fl.save(fl.fit(wide_step(), wide_state(Compressed), [ONE[0]], hooks=()), tmp_path / "a")
+    state = fl.fit(wide_step(), wide_state(Compressed, 7.0), [ONE[0]] * 2, hooks=())
+    before = fl.snapshot(state)
+    facts = lambda facts: change(facts["optimizer"]["state"]["wide"]["momentum"]["parts"])
+    with pytest.raises(fl.CheckpointError, match="cannot be restored"):
+        fl.restore(craft_facts(path, facts=facts), state)
+    assert_same(state, before)
+
+
+def test_a_large_tensor_that_no_file_can_hold_is_refused_before_the_first_update(tmp_path):
+    state = wide_state(Sparse)
+    with pytest.raises(
+        fl.CheckpointError,
+        match=r"a run with Sparse cannot be resumed .*: with a parameter of shape \(64, 64\), "
+        r"wide.momentum is a tensor \(torch.sparse_coo",
+    ):
+        fl.fit(wide_step(), state, [ONE[0]], hooks=(fl.checkpoint(tmp_path),))
+    assert state.step == 0 and not state.optimizer.state and not list(tmp_path.iterdir())
+
+
+def test_a_subclass_that_is_not_restored_exactly_is_refused_before_the_first_update(tmp_path):
+    class Noted(Halves):
+        """Its parts do not tell how large it was."""
+
+        def __tensor_flatten__(self):
+            return ["whole", "rest"], {"note": self.note, "dtype": self.dtype}
+
+        def joined(self):
+            return super().joined() * (self.note == "large")
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner, context, size, stride):
+            return cls(inner["whole"], inner["rest"])
+
+    class Mine(Compressed):
+        kind = Noted
+
+    with pytest.raises(fl.CheckpointError, match=r"a run with Mine cannot .* weights.wide differs"):
+        fl.fit(wide_step(), wide_state(Mine), [ONE[0]], hooks=(fl.checkpoint(tmp_path),))
+
+
+# --- plain data
+
+PLAIN = {
+    "a number": ("Adam", "exp_avg", -1),
+    "nothing": ("AdamW", "exp_avg_sq", None),
+    "a list": ("RMSprop", "square_avg", []),
+    "a count": ("Adam", "step", 2),
+    "momentum": ("SGD", "momentum_buffer", 0.5),
+}
+
+
+@pytest.mark.parametrize(("name", "key", "value"), PLAIN.values(), ids=PLAIN)
+def test_plain_data_in_the_place_of_a_tensor_is_refused(tmp_path, name, key, value):
+    """The next update would fail inside torch."""
+    more = {"momentum": 0.9} if name == "SGD" else {}
+    state = toy_state(lambda params: getattr(torch.optim, name)(params, lr=0.1, **more))
+    state = fl.fit(fl.pipeline()(toy_loss), state, [torch.ones(1)] * 2, hooks=())
+    path, before = fl.save(state, tmp_path / "a"), fl.snapshot(state)
+    change = lambda facts: facts["optimizer"]["state"]["w"].update({key: value})
+    with pytest.raises(
+        fl.CheckpointError, match=rf"{key} of w in the optimizer's state is .* cannot continue with"
+    ):
+        fl.restore(crafted.craft(path, facts=change), state)
+    assert_same(state, before)

@@ -1,4 +1,4 @@
-"""The optimizers of four packages resume bit for bit, or are refused by name."""
+"""The optimizers of five packages resume bit for bit, or are refused by name."""
 
 import copy
 import functools
@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -264,3 +265,41 @@ def test_the_mode_of_a_schedule_free_optimizer_is_restored(tmp_path, name, mode)
         state.optimizer.train()
     assert_same(resumed, whole)
     assert_same(*(fl.fit(step, state, DATA, steps=8, hooks=()) for state in (resumed, whole)))
+
+
+class Wide(nn.Module):
+    """Its first matrix has 8192 numbers: torchao keeps fewer than 4096 as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 512), nn.Linear(512, 5)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+@slow
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_a_low_bit_optimizer_resumes(tmp_path, name, caplog):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its import
+        kind = getattr(pytest.importorskip("torchao.optim"), name)
+
+    def new(seed=0):
+        torch.manual_seed(seed)
+        model = Wide()
+        return fl.TrainState.create(model, kind(model.parameters(), lr=1e-2), seed=0)
+
+    batches = [(torch.randn(4, 16, generator=GENERATOR), DATA[0][1]) for _ in range(4)]
+    saves = fl.every(steps=2)(fl.checkpoint(tmp_path / "run"))
+    with torch.compiler.set_stance("force_eager"):
+        whole = fl.fit(step, new(), batches, epochs=2, hooks=())
+        half = fl.fit(step, new(), batches, steps=2, hooks=(saves,))
+        resumed = fl.resume(tmp_path / "run", new(1))
+        assert_same(resumed, half)
+        held = resumed.optimizer.state[resumed.model.first.weight]["exp_avg"]
+        assert type(held).__name__.startswith("OptimState")
+        resumed = fl.fit(step, fl.snapshot(resumed), batches, epochs=1, hooks=(saves,))
+        resumed = fl.resume(tmp_path / "run", new(2))
+        assert_same(fl.fit(step, resumed, batches, epochs=2, hooks=()), whole)
+    assert "could not try" not in caplog.text

@@ -88,15 +88,15 @@ WHOLE = shard(1, 0, 0), shard(2, 2, 0)
         (entry(), "its index lacks parts of w"),
         (entry(*WHOLE, dim=None), "its index lacks parts of w"),
         (entry(*WHOLE, dim=2), "does not say how w is split"),
-        (entry(*WHOLE, dim="0"), "does not say how w is split"),
+        (entry(*WHOLE, dim="0"), "model.w.dim is '0'"),
         (entry(*WHOLE, dtype="float64"), "is torch.float32 instead of torch.float64"),
         (entry(*WHOLE, dtype="load"), "does not say how w is split"),
         (entry(*WHOLE, shape=(4, 4)), "instead of"),
-        (entry(*WHOLE, shape=(4, -3)), "something else than whole numbers"),
-        (entry(*WHOLE, shape=(4, 3.0)), "something else than whole numbers"),
+        (entry(*WHOLE, shape=(4, -3)), "model.w.shape.1 is -3"),
+        (entry(*WHOLE, shape=(4, 3.0)), "model.w.shape.1 is 3.0"),
         (entry(shard(1, 0, 0), {**shard(2, 2, 0), "file": "../b"}), "the manifest does not list"),
-        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "key": "v"}), "cannot be read"),
-        ({}, "cannot be read"),
+        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "key": "v"}), "does not contain tensor v"),
+        ({}, "model.w.shape is missing"),
         (entry(*WHOLE, shape=(10**15, 3)), "instead of"),
     ],
 )
@@ -124,12 +124,43 @@ def test_a_slice_is_read_across_parts_some_rows_at_a_time(tmp_path, monkeypatch,
     monkeypatch.setattr(slices, "MOST_MAPPED", most)
     path = split_by_hand(tmp_path, *HALVES, {"w": entry(*WHOLE)})
     index = json.loads((path / "index.json").read_text())
-    found = decode_index(index, {"model-00001-of-00002.safetensors", WHOLE[1]["file"]})
+    names = {"model-00001-of-00002.safetensors", WHOLE[1]["file"]}
+    found = decode_index(index, names, path)
     whole, reader = found["model"]["w"], Slices(path)
     assert torch.equal(reader.read(whole, 1, 3, 0), NUMBERS[1:3])
     assert torch.equal(reader.read(whole, 1, 2, 1), NUMBERS[:, 1:2])
     assert reader.read(whole, 4, 4, 0).shape == (0, 3)
     assert torch.equal(reader.read(whole), NUMBERS)
+    reader.close()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (12,), (1, 12), (12, 1), (2, 1, 6), (0, 3)])
+def test_a_whole_file_is_read_in_small_blocks(tmp_path, monkeypatch, shape):
+    """A block is two numbers of four bytes, or one row where a row is more."""
+    monkeypatch.setattr(slices, "MOST_MAPPED", 8)
+    value = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    save_file({"a": value}, tmp_path / "x.safetensors")
+    reader, sizes, read = Slices(tmp_path), [], Slices._slice
+    monkeypatch.setattr(
+        Slices, "_slice", lambda *given: (sizes.append((t := read(*given)).nbytes), t)[1]
+    )
+    entry = reader.entries_in("x.safetensors")["a"]
+    assert (entry.shape, entry.dtype) == (shape, torch.float32)
+    assert torch.equal(reader.read(entry), value)
+    assert max(sizes, default=0) <= (24 if shape == (2, 1, 6) else 8)
+
+
+def test_a_large_file_is_opened_few_times(tmp_path, monkeypatch):
+    """Of 4800 bytes, 300 are in memory at a time, and not 8: opening takes time for each tensor."""
+    monkeypatch.setattr(slices, "MOST_MAPPED", 8)
+    save_file({"a": torch.arange(1200.0)}, tmp_path / "x.safetensors")
+    reader, opened, open_file = Slices(tmp_path), [], slices.safe_open
+    monkeypatch.setattr(
+        slices, "safe_open", lambda *given, **how: opened.append(1) or open_file(*given, **how)
+    )
+    entry = reader.entries_in("x.safetensors")["a"]
+    assert torch.equal(reader.read(entry), torch.arange(1200.0))
+    assert len(opened) <= 16
 
 
 def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
@@ -137,6 +168,48 @@ def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
     assert load_file(path / "model.safetensors")["w"].unique().tolist() == [2.0]
     assert not (path / "index.json").exists()
     assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
+
+
+# --- files that are damaged, with the right checksum
+
+
+def header(data=bytes(8), **entries):
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def held(start=0, stop=8, shape=(2,), dtype="F32", **more):
+    return {"dtype": dtype, "shape": [*shape], "data_offsets": [start, stop], **more}
+
+
+WRONG = {
+    "empty": b"",
+    "cut": header(a=held())[:20],
+    "longer": header(a=held(), data=bytes(9)),
+    "shorter": header(a=held(), data=bytes(7)),
+    "not JSON": (2).to_bytes(8, "little") + b"{]",
+    "deep": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "endless": (1 << 62).to_bytes(8, "little") + b"{}",
+    "a list": (2).to_bytes(8, "little") + b"[]",
+    "no entry": header(a=3),
+    "a dtype": header(a=held(dtype="F31")),
+    "a shape": header(a=held(shape=(3,))),
+    "a negative shape": header(a=held(shape=(-1, -2))),
+    "an offset": header(a={**held(), "data_offsets": [0]}),
+    "backwards": header(a=held(8, 0)),
+    "twice": header(a=held(), b=held()),
+    "a hole": header(a=held(0, 4, (1,)), b=held(6, 8, (1,), "F16")),
+    "a shape beyond all": header(b"", a=held(0, 0, (0, 1 << 40, 1 << 40))),
+}
+
+
+@pytest.mark.parametrize("data", WRONG.values(), ids=WRONG)
+def test_a_file_that_has_no_tensors_is_damaged(tmp_path, data):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(data)
+    reader = Slices(tmp_path)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        reader.read(reader.entries_in("a.safetensors")["a"])
 
 
 # --- a module, all or nothing
@@ -158,6 +231,17 @@ def test_weights_and_their_new_values_are_exchanged_and_back():
 def load(module, values):
     with weights_kept_on_error(module, values):
         module.load_state_dict(values)
+
+
+def test_weights_in_another_memory_format_are_exchanged_too():
+    """A copy of all weights beside the new ones would double the memory that a restore takes."""
+    module, new = nn.Conv2d(2, 3, 2, bias=False), torch.arange(24.0).view(3, 2, 2, 2)
+    module.to(memory_format=torch.channels_last)
+    before, values = module.weight.detach().clone(), {"weight": new.clone()}
+    kept = values["weight"]
+    load(module, values)
+    assert module.weight.equal(new) and kept.equal(before)
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_tied_weights_are_exchanged_once_for_each_name():

@@ -460,3 +460,90 @@ def test_an_unknown_optimizer_is_named():
     with pytest.raises(KeyError, match="no optimizer 'third'; those are: first, second"):
         optimizers["third"]
     assert "third" not in optimizers and optimizers.get("third") is None
+
+
+# --- groups with names
+
+
+def grouped(*names, kind=torch.optim.SGD):
+    """A state whose optimizer has a group for each name, or None, with the rates 1, 1/2, ..."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in names)
+    groups = [
+        {"params": part.parameters(), "lr": 0.5**i} | ({} if name is None else {"name": name})
+        for i, (part, name) in enumerate(zip(model, names, strict=True))
+    ]
+    return fl.TrainState.create(model, kind(groups, lr=9.0), seed=0)
+
+
+def total(model, x):
+    return sum(part(x).mean() for part in model)
+
+
+def rates(record):
+    return {k: v for k, v in record.metrics.items() if "lr" in k.split("/")}
+
+
+X = [torch.ones(1, 1)] * 2
+HALVING = {
+    "plain": ((), 1.0),
+    "schedule": ((fl.schedule(lambda i, total: 0.5**i),), 0.5),
+    # The rate of the last update, of all groups: the scheduler has stepped once more since.
+    "torch_scheduler": (
+        (fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)),),
+        0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize(("members", "factor"), HALVING.values(), ids=HALVING)
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        ((None, None), ["lr", "lr/1"]),
+        (("body", "head"), ["lr/body", "lr/head"]),
+        ((None, "head", None), ["lr", "lr/head", "lr/2"]),
+        (("body", None), ["lr/body", "lr/1"]),
+        (("a/b", "layer.0", 7, ""), ["lr/a/b", "lr/layer.0", "lr/2", "lr/3"]),
+    ],
+)
+def test_a_group_with_a_name_is_called_by_it_in_records(names, labels, members, factor):
+    state = fl.fit(
+        fl.pipeline(*members)(total), grouped(*names), X, hooks=(), record_every=fl.every(steps=2)
+    )
+    expected = {label: factor * 0.5**i for i, label in enumerate(labels)}
+    assert rates(state.history[-1]) == {
+        f"{of}/{label}": rate for of in ("train", "recent") for label, rate in expected.items()
+    }
+
+
+def test_names_of_groups_come_after_those_of_several_optimizers():
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+    named = [{"params": model[i].parameters(), "name": name} for i, name in enumerate(("x", "y"))]
+    sgd = {"a": SGD(named, lr=0.5), "b": SGD(model[2].parameters(), lr=0.25)}
+    state = fl.fit(fl.pipeline()(total), fl.TrainState.create(model, sgd), X, hooks=())
+    assert rates(state.history[-1]) == {
+        "train/lr/a/x": 0.5, "train/lr/a/y": 0.5, "train/lr/b": 0.25,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [("head", "head"), ("body", "head", "head"), ("1", None)])
+def test_two_groups_of_one_name_are_refused(names):
+    with pytest.raises(ValueError, match=r'called .*would both be train/lr/.*group\["name"\] once'):
+        grouped(*names)
+
+
+def test_a_part_of_a_named_group_that_is_unfrozen_apart_has_no_name():
+    model = torch.nn.Linear(1, 1)
+    optimizer = SGD([{"params": model.parameters(), "name": "head"}], lr=0.5)
+    state = fl.unfreeze(fl.TrainState.create(model, optimizer), "bias", lr=0.25)
+    state = fl.fit(fl.pipeline()(lambda model, x: model(x).mean()), state, X, hooks=())
+    assert rates(state.history[-1]) == {"train/lr/head": 0.5, "train/lr/1": 0.25}
+
+
+def test_named_groups_resume(tmp_path):
+    step = fl.pipeline(fl.schedule(lambda i, total: 1 / (1 + i)))(total)
+    whole = fl.fit(step, grouped("body", "head"), X, epochs=2, hooks=())
+    half = fl.fit(step, grouped("body", "head"), X, epochs=1, hooks=())
+    state = fl.restore(fl.save(half, tmp_path / "a"), grouped("body", "head"))
+    assert_same(fl.fit(step, state, X, epochs=2, hooks=()), whole)

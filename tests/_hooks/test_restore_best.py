@@ -509,7 +509,8 @@ def test_two_are_refused():
     ("key", "message"),
     [
         ("val/loss", "restore_best: there is no metric 'val/loss': its first part is not"),
-        ("valid/lss", "restore_best: there is no metric 'valid/lss'; there are: train/loss"),
+        ("valid/lss", "restore_best: there is no metric 'valid/lss': this pipeline evaluates"),
+        ("train/lss", "restore_best: there is no metric 'train/lss'; there are: train/loss"),
     ],
 )
 def test_an_unknown_metric_is_named(wrap, key, message):

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import fnloop as fl
+from fnloop._hooks.wrapper import Hook
 from fnloop.testing import HostReadError, no_host_reads, toy, toy_loss
 
 ONE = torch.ones(1)
@@ -659,3 +660,155 @@ def test_a_key_error_of_something_else_has_no_such_note():
     with pytest.raises(KeyError) as caught:
         trained_on(torch.ones(3, 2), lambda model, x: (model(x).mean(), {"another": x}), metric)
     assert not any("aux" in note for note in caught.value.__notes__)
+
+
+# --- metrics that no evaluation makes
+
+
+def accuracy(aux, batch):
+    return batch.mean()
+
+
+UNKNOWN = {
+    "early_stop": lambda folder, key: fl.early_stop(key),
+    "checkpoint": lambda folder, key: fl.checkpoint(folder, best=key),
+    "restore_best": lambda folder, key: fl.restore_best(key),
+    "when_improved": lambda folder, key: fl.when_improved(key)(lambda state: state),
+    "wrapped": lambda folder, key: fl.every(epochs=1)(fl.early_stop(key)),
+}
+
+
+@pytest.mark.parametrize("make", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_metric_that_the_pipeline_does_not_have_is_refused_before_the_first_update(
+    make, tmp_path
+):
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        return toy_loss(model, batch)
+
+    hooks = (fl.progress(), make(tmp_path, "valid/acc"))
+    message = (
+        r"there is no metric 'valid/acc': this pipeline evaluates valid/loss. To add it, list "
+        r"metric\(acc=fn\) in the pipeline, fn\(aux, batch\) -> scalar"
+    )
+    with pytest.raises(KeyError, match=message):
+        fl.fit(fl.pipeline()(loss), toy(), (TRAIN, TRAIN), hooks=hooks)
+    with pytest.raises(KeyError, match=message):
+        fl.dry_run(fl.pipeline()(loss), toy(), (TRAIN, TRAIN), hooks=hooks)
+    assert not calls
+    near = fl.pipeline(fl.amp("bf16"), fl.metric(accuracy=accuracy), fl.clip(1.0))(loss)
+    with pytest.raises(KeyError, match=r"loss, valid/accuracy. To add .* mean 'valid/accuracy'\?"):
+        fl.fit(near, toy(), (TRAIN, TRAIN), hooks=hooks)
+    assert not calls
+    named = fl.pipeline(fl.metric(acc=accuracy))(loss)
+    assert fl.fit(named, toy(), (TRAIN, TRAIN), hooks=hooks).epoch == 1
+
+
+def test_plateau_is_refused_too():
+    with pytest.raises(KeyError, match="plateau: there is no metric 'valid/acc'"):
+        fit_both(fl.plateau("valid/acc", mode="max"))
+
+
+def fit_both(*members, hooks=(), state=None, loss=toy_loss):
+    step = fl.pipeline(*members)(loss)
+    return fl.fit(step, state or toy(), (TRAIN, TRAIN), hooks=hooks, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("valid/ema/loss", 'An average reports it beside "valid/loss" if the pipeline has ema'),
+        ("valid/los", "Did you mean 'valid/loss'"),
+    ],
+)
+def test_what_else_is_meant_is_said(key, message):
+    with pytest.raises(KeyError, match=message):
+        fit_both(hooks=(fl.early_stop(key, mode="min"),))
+
+
+@pytest.mark.parametrize("on", ["training", "test"])
+def test_a_metric_for_something_else_is_not_one_of_this_loader(on):
+    where = {"on": on} if on == "training" else {"loaders": (on,)}
+    step = fl.pipeline(fl.metric(acc=accuracy, **where))(toy_loss)
+    loaders = {"train": TRAIN, "valid": TRAIN, "test": TRAIN}
+    with pytest.raises(KeyError, match=r"this pipeline evaluates valid/loss\. To add it"):
+        fl.fit(step, toy(), loaders, hooks=(fl.early_stop("valid/acc"),))
+
+
+class Several:
+    """A metric of two values."""
+
+    def combine(self, other):
+        return self
+
+    def compute(self):
+        return {"cat": 0.5, "dog": 0.25}
+
+
+def adding(state):
+    """A hook of the user's own, which rewrites the newest record."""
+    record = state.history[-1]
+    changed = attrs.evolve(record, metrics={**record.metrics, "valid/acc": 0.5})
+    return attrs.evolve(state, history=fl.History([*state.history[:-1], changed]))
+
+
+def reporting(inner):
+    def report(state, batch):
+        state, out = inner(state, batch)
+        return state, attrs.evolve(out, metrics={**out.metrics, "acc": fl.Mean(0.5, 1)})
+
+    return report
+
+
+EVERY_EPOCH = fl.every(epochs=1)
+MADE = {  # the members of a pipeline, the hooks before, and what is watched
+    "loss": ((), (), "valid/loss"),
+    "metric": ((fl.metric(acc=accuracy),), (), "valid/acc"),
+    "several values": ((fl.metric(acc=lambda aux, batch: Several()),), (), "valid/acc/cat"),
+    "by name": ((fl.metric(lambda aux, batch: {"acc": batch.mean()}),), (), "valid/acc"),
+    "derived": ((fl.derive(acc=lambda m: m["loss"]),), (), "valid/acc"),
+    "average": ((fl.metric(acc=accuracy), fl.ema(0.5)), (), "valid/ema/acc"),
+    "time": ((fl.timings(),), (), "valid/time/evaluate"),
+    "middleware": ((fl.Middleware("mine", forward=reporting),), (), "valid/acc"),
+    "evaluation": ((fl.Middleware("mine", evaluation=reporting),), (), "valid/acc"),
+    "report": ((fl.Middleware("mine", report=lambda of, m: {"acc": 0.5}),), (), "valid/acc"),
+    "hook": ((), (EVERY_EPOCH(adding),), "valid/acc"),
+    "training": ((fl.clip(1.0),), (), "train/grad_norm"),
+}
+
+
+def test_a_hook_of_the_users_own_may_do_without_what_it_monitors():
+    class Mine(Hook):
+        monitors = "valid/acc"
+
+        def __call__(self, state):
+            return state
+
+    assert fit_both(hooks=(Mine(), fl.early_stop("valid/loss"))).epoch == 1
+
+
+@pytest.mark.parametrize(("members", "hooks", "key"), MADE.values(), ids=MADE)
+def test_a_metric_that_is_made_or_may_be_is_not_refused(members, hooks, key):
+    hooks = (*hooks, fl.early_stop(key, mode="max"))
+    assert key in fit_both(*members, hooks=hooks).history
+
+
+def test_a_metric_of_an_earlier_run_is_not_refused():
+    state = fit_both(fl.metric(acc=accuracy))
+    step = fl.pipeline()(toy_loss)
+    hooks = (fl.early_stop("valid/acc"),)
+    assert fl.fit(step, state, (TRAIN, TRAIN), epochs=2, hooks=hooks).epoch == 2
+
+
+def test_steps_of_other_kinds_are_asked_when_they_report():
+    def update(state, batch):
+        loss, aux = toy_loss(state.model, batch)
+        loss.backward()
+        state.optimizer.step()
+        return fl.Output(loss, len(batch), aux, {"acc": fl.Mean(0.5, 1)})
+
+    step = fl.raw(update, evaluate=toy_loss)
+    with pytest.raises(KeyError, match="there are: train/loss"):  # after the epoch, as ever
+        fl.fit(step, toy(), (TRAIN, TRAIN), hooks=(fl.early_stop("valid/acc"),))

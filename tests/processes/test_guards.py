@@ -102,9 +102,55 @@ def not_repeated(folder):
     ]
 
 
+class Normed(nn.Module):
+    """A BatchNorm whose statistics a bad sample makes NaN, and a count that every forward moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.out(self.norm(x))
+
+
+def put_back(folder):
+    """A guard leaves out what one process has found; and evaluations count calls."""
+    torch.manual_seed(0)
+    model = Normed()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    step, found = fl.pipeline(no_sample(5 * world()))(entropy), []
+
+    def note(state):
+        found.append([b.tolist() for b in state.model.buffers()])
+        return state
+
+    loaders = {"train": loader(size=2), "valid": loader(size=3)}
+    settings = {"steps": 4, "hooks": (note,), "evaluate_every": fl.every(steps=1)}
+    state = fl.fit(step, state, loaders, **settings)
+    outputs = [*fl.predict(lambda m, b: m(b[0]), state, loader(size=3), gather=False)]
+    last = [b.tolist() for b in state.model.buffers()]
+    same = [a == b for a, b in zip(found, [*found[1:], last], strict=True)]
+    return [state.skipped, same, state.model.calls.item(), len(outputs) > 0]
+
+
+def all_left_out(folder):
+    """Which process leaves out what is another one each time, so their reasons differ."""
+
+    def loss_fn(model, batch):
+        return fl.skip(f"process {rank()}")
+
+    try:
+        fl.fit(fl.pipeline()(loss_fn), created(), loader(), steps=3, hooks=())
+    except ValueError as error:
+        state = error.state
+        return [str(error).partition(" (")[0], state.epoch, state.step, state.skipped]
+
+
 def guards(folder):
     dist.init_process_group("gloo")
-    jobs = (left_out, none_at_first, decided, refused, not_repeated)
+    jobs = (left_out, none_at_first, decided, refused, not_repeated, put_back, all_left_out)
     return {job.__name__: job(folder) for job in jobs}
 
 
@@ -152,3 +198,14 @@ def test_what_cannot_be_repeated_or_copied_is_refused(found):
     for text in (sharded, normed):
         assert text.startswith("NotImplementedError: retry_on_oom cannot repeat a forward in which")
     assert copied.startswith('NotImplementedError: spike_guard(then="back") keeps a copy of the')
+
+
+def test_buffers_are_put_back_in_every_process(found):
+    skipped, same, calls, predicted = found["put_back"]
+    assert (skipped, calls, predicted) == (1, 4.0, True)
+    assert sum(same[:-1]) == 1 and same[-1]  # the update that was left out, and the prediction
+
+
+def test_a_run_that_leaves_everything_out_ends_in_every_process(found):
+    updates = 2 * -(-41 // (N * (6 // N)))
+    assert found["all_left_out"] == ["all updates of epochs 1 and 2 were left out", 2, 0, updates]

@@ -319,6 +319,43 @@ def trained(folder, *hooks, background=True, steps=14, every=2):
     return fl.fit(step, state, data, steps=steps, epochs=9, hooks=(saves, *hooks))
 
 
+def schedule_free(folder):
+    """Other weights to evaluate than to train: each process writes its part of both."""
+    import schedulefree
+
+    def new():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        fully_shard(model)
+        optimizer = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1, foreach=False)
+        return fl.TrainState.create(model, optimizer, seed=0)
+
+    def weights(state):
+        return [p.full_tensor().tolist() for p in state.model.parameters()]
+
+    dist.init_process_group("gloo")
+    step = fl.pipeline()(squares)
+    batches = [torch.full((2, 6), 0.1 * i) for i in range(4 * dist.get_world_size())]
+    state = fl.fit(step, new(), batches, steps=2, hooks=())
+    before, path = weights(state), fl.save(state, folder / "a")
+    given = [torch.zeros(1)] * dist.get_world_size()
+    seen = [*fl.predict(lambda m, _: weights(state), state, given, gather=False)]
+    found = {
+        "kept": weights(state) == before,
+        "others": seen[0] != before,
+        "evaluated": weights(fl.restore(path, new(), only=("model",))) == seen[0],
+        "trained": weights(resumed := fl.restore(path, new())) == before,
+    }
+    one, two = (fl.fit(step, s, batches, steps=4, hooks=()) for s in (state, resumed))
+    return {**found, "resumed": weights(one) == weights(two)}
+
+
+def test_weights_to_train_with_are_sharded_as_those_to_evaluate_are(launched):
+    pytest.importorskip("schedulefree")
+    for found in launched(schedule_free, 2):
+        assert all(found.values()), found
+
+
 def wait_for_writers():
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
