@@ -197,12 +197,21 @@ batch size b train as one process with batch size N·b. With `accumulate(total=6
 samples of all processes together, whatever N is, so schedules and records do not depend on it.
 
 *Data.* The batches of a loader are distributed round-robin. No sample is repeated or left out,
-and sizes need not divide. Loaders stay plain: no `DistributedSampler`, no `prepare`. If each
-process already reads its own part of a stream, wrap it in `sharded(loader)`; such a run can be
-resumed mid-epoch only on the same number of processes. A custom sampler must give the same order
-in each process. The order is compared at the end of each epoch and evaluation, and the norms of
-the weights at the end of each epoch and before each save. If they differ, the run fails with an
-explanation, and nothing is saved.
+and sizes need not divide. Loaders stay plain: no `DistributedSampler`, no `prepare`. Where
+processes have unequal numbers of batches, one without a batch takes no part in the last update,
+unless the loss function exchanges data: then it is given a batch again, which a warning says;
+`fl.data.even(loader)` leaves such rounds out. If each process already reads its own part of a
+stream, wrap it in `sharded(loader)`; such a run can be resumed mid-epoch only on the same number of
+processes. Under a mesh of your own whose processes share one sequence (context parallelism), the
+data are split all the same: give every process the same stream, by `sharded(loader)`.
+
+*The same data.* Every other loader must give the same batches in the same order in each process,
+also one with a custom sampler. Some numbers of the first batch are compared before the first update
+of an epoch and after an evaluation (of a `DataLoader` with indices, one sample), the order of
+indices at the end of each epoch and evaluation, and the norms of the weights at the end of each
+epoch and before each save. If they differ, the run fails with an explanation, and nothing is saved;
+where a loader draws from generators that fnloop does not seed, so that no process would read the
+same batch again, it is only a warning.
 
 *Model.* `state.model` is your module, not a wrapper. `TrainState.create` compares the names, shapes
 and dtypes of its parameters and buffers, and raises in every process if they differ.
@@ -294,7 +303,8 @@ namespaces. NCCL has been tested with one process on one GPU, and not with sever
 # Schedules and data
 
 - `fnloop.schedules`: cosine, linear, wsd and others; `fnloop.schedules.plot` draws them.
-- `fnloop.data`: loaders made of loaders: `take`, `fixed`, `interleave`, `zip_cycle` and others.
+- `fnloop.data`: loaders made of loaders: `take`, `fixed`, `interleave`, `zip_cycle`, `even` and
+  others.
 
 # Debugging
 

@@ -228,7 +228,8 @@ def merge_processes(
             )
             for entry in doubtful
             if entry in mine
-        }
+        },
+        COLLECTED,
     )
     return _merge(facts, doubtful, offers, state)
 

@@ -118,12 +118,13 @@ def fetch(items: Iterator[Item | Padding]) -> Iterator[Batch]:
     return _Fetching(items).batches()
 
 
-def seen(item: Item) -> Item:
+def seen(item: Item | Padding) -> Item:
     """Return the item that is a glimpse of the batch of another item."""
     if isinstance(item, Request):
         return item._replace(request=only_seen(item.request))
     if isinstance(item, Together):
         return Together({name: seen(one) for name, one in item.items.items()})
+    assert isinstance(item, Given)
     return Given(glimpse(item.batch))
 
 

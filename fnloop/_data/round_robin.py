@@ -301,7 +301,7 @@ def sampling_first(
     items: Iterator[Item],
     sharing: RoundRobin,
     at: tuple[int | None, int, int],
-    see: Callable[[Any], Item],
+    see: Callable[[Item], Item],
     make: Callable[[Iterator[Item]], Iterator[Batch]],
 ) -> Iterator[Batch]:
     """Yield this process's batches. Note a sample of the pass's first batch, which another has.
@@ -324,7 +324,7 @@ def sampling_first(
 
 
 def _after_first(
-    items: Iterator[Item], sharing: RoundRobin, see: Callable[[Any], Item]
+    items: Iterator[Item], sharing: RoundRobin, see: Callable[[Item], Item]
 ) -> Iterator[Item]:
     __tracebackhide__ = True
     for item in items:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import attrs
 
+from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.compare import find_difference
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
@@ -25,10 +27,13 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Output, Step, Wrap
-from fnloop._data.loaders import Loaders
+from fnloop._data.composed import unmarked
+from fnloop._data.loaders import Loaders, sharded
 from fnloop._data.prefetch import windows
-from fnloop._data.source import batch_size_of
+from fnloop._data.source import batch_size_of, open_source
+from fnloop._data.window import Padding
 from fnloop._display import html
+from fnloop._display.checks import join_names
 from fnloop._display.tables import (
     UNLIMITED,
     Cell,
@@ -68,6 +73,7 @@ from fnloop._step.reports import MissingNumberError
 
 __all__ = ["Finding", "Report", "dry_run"]
 
+Value = TypeVar("Value")
 Result = TypeVar("Result")
 UPDATES = 2
 _NOT_CALLED = {
@@ -153,6 +159,10 @@ def dry_run(
     called. A hook or a loader of yours is called as it is: what it writes by itself, it writes. Up
     to three copies of the model and the optimizer exist at once.
 
+    With several processes, every process has to call it. Each tries its share of the data, and all
+    return the same report: times are those of the main process, and a problem of some processes
+    names them. The temporary folder is in the current one if there are several machines.
+
     Args:
         step: as in ``fit``.
         state: the newest state.
@@ -167,7 +177,7 @@ def dry_run(
     Raises:
         StaleStateError: the state has been advanced.
         TypeError, ValueError, KeyError: as ``fit``; or a loader is an iterator.
-        NotImplementedError: there are several processes, or the model is sharded.
+        NotImplementedError: the model is sharded.
         Exception: any exception of an update, with a note of where.
 
     Example:
@@ -185,23 +195,55 @@ def dry_run(
     plan = make_plan(*given)
     del given  # the copy
     found, checked = plan.loaders, plan.hooks
-    named = loaders_to_try("dry_run", state, found)
+    named = loaders_to_try("dry_run", state, found, several=True)
     check_names([layer for hook in checked for layer in layers(hook)], (*named,))
     check_metrics(step, checked, found.evaluated, state.history)
     step, failed = _tried_metrics(step)
     findings, first = _read(step, state, named)
     if "train" not in first:
-        return Report((*findings, *failed.values()))
-    with tempfile.TemporaryDirectory(prefix="fnloop-dry-run-") as folder:
-        findings += _train(step, state, found, first, checked, Path(folder))
-        findings += _resume(step, state, found, Path(folder))
+        return Report(_of_all([*findings, *failed.values()]))
+    with _temporary_folder(state) as folder:
+        findings += _train(step, state, found, first, checked, folder)
+        findings += _resume(step, state, found, folder)
     findings += failed.values()
     problems = [f for f in findings if f.kind == "graph"] + _capture(state, first["train"])
     if not problems:
         text = "nothing was seen that cuda_graph could not capture"
         findings.append(Finding("graph", "update", text))
     findings += [f for f in problems if f not in findings]
-    return Report(tuple(findings))
+    return Report(_of_all(findings))
+
+
+# --- several processes
+
+
+@contextlib.contextmanager
+def _temporary_folder(state: TrainState) -> Iterator[Path]:
+    """Make a folder that all processes see, and remove it when all are done."""
+    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", state.backend.world_size))
+    place = None if one_machine == state.backend.world_size else Path.cwd()
+    with contextlib.ExitStack() as stack:
+        folder = ""
+        if state.backend.main:
+            made = tempfile.TemporaryDirectory(prefix="fnloop-dry-run-", dir=place)
+            folder = stack.enter_context(made)
+        yield Path(gather_from_all(folder)[0])
+        gather_from_all(None)
+
+
+def _of_all(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return what the main process has seen, and the problems of all processes."""
+    seen = gather_from_all(tuple(findings))
+    found = dict.fromkeys(seen[0]) | dict.fromkeys(f for each in seen for f in each if f.problem)
+    return tuple(_naming_processes(f, seen) if f.problem else f for f in found)
+
+
+def _naming_processes(problem: Finding, seen: Sequence[Sequence[Finding]]) -> Finding:
+    ranks = [str(rank) for rank, findings in enumerate(seen) if problem in findings]
+    if len(ranks) == len(seen):
+        return problem
+    who = f"process{'es' * (len(ranks) > 1)} {join_names(ranks)}: "
+    return attrs.evolve(problem, text=who + problem.text)
 
 
 # --- loaders
@@ -214,23 +256,43 @@ def _read(
 
     Return what was seen, and the first batches, but those of loaders that raise.
     """
-    findings, first = [], {}
-    for name, loader in loaders.items():
-        try:
-            text, batch = _read_one(step, state, name, loader)
-        except Exception as error:
-            findings.append(Finding("loader", name, _in_words(error), problem=True))
-        else:
-            findings.append(Finding("loader", name, text))
-            first[name] = batch
-    return findings, first
+    found: dict[str, Finding] = {}
+
+    def without_those_that_raise(
+        given: Mapping[str, Value], do: Callable[[str, Value], Result]
+    ) -> dict[str, Result]:
+        """Do something with each. Leave those out with which any process cannot do it."""
+        done, raised = {}, set()
+        for name, value in given.items():
+            try:
+                done[name] = do(name, value)
+            except Exception as error:
+                raised.add(name)
+                found[name] = Finding("loader", name, _in_words(error), problem=True)
+        raised = set().union(*gather_from_all(raised))
+        return {name: result for name, result in done.items() if name not in raised}
+
+    def evaluate(name: str, seen: tuple[str, Batch, str]) -> Batch:
+        before, batch, after = seen
+        items = _items(step, at_start_of_epoch(state), batch)
+        found[name] = Finding("loader", name, f"{before}; {items}; {after}")
+        return batch
+
+    read = without_those_that_raise(loaders, lambda name, one: _read_one(state, name, one))
+    first = without_those_that_raise(read, evaluate)
+    return [found[name] for name in loaders if name in found], first
 
 
-def _read_one(
-    step: PipelineStep, state: TrainState, name: str, loader: object
-) -> tuple[str, Batch]:
-    """Return what was seen of a loader, and its first batch."""
-    source, seconds, batches = open_loader(loader, state), [], []
+def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch, str]:
+    """Return what was seen of a loader before its first batch was evaluated, and that batch.
+
+    Nothing is exchanged with other processes: in one of them it may raise.
+    """
+    own, _ = unmarked(loader)
+    own = own.loader if isinstance(own, sharded) else None
+    source = open_loader(loader, state) if own is None else open_source(own, state.seed)
+    seconds: list[float] = []
+    batches: list[Batch] = []
     with isolated(state.backend.device):
         began = time.perf_counter()
         reading = windows(source, None, state.backend.device, None)
@@ -248,8 +310,8 @@ def _read_one(
     length = "unknown length"
     if source.length is not None:
         length = f"{source.length:,} batch{'es' * (source.length != 1)}"
-    items = _items(step, at_start_of_epoch(state), batches[0])
-    return f"{length}; {_shapes(batches[0])}; {items}; {took}", batches[0]
+    first = batches[0].batch if isinstance(batches[0], Padding) else batches[0]
+    return f"{length}; {_shapes(first)}", first, took
 
 
 def _in_words(error: Exception) -> str:
@@ -413,7 +475,7 @@ def _train(
     tried = [_safe(unwrap_hook(hook), folder / f"hook-{i}") for i, hook in enumerate(hooks)]
     called = [every(epochs=1)(safe) for safe, _ in tried if safe is not None]
     # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
-    evaluated = {name: [first.get(name, first["train"])] for name in loaders.evaluated}
+    evaluated = {name: sharded([first.get(name, first["train"])]) for name in loaders.evaluated}
     reached = train_trial(
         step, copied, {"train": loaders.train, **evaluated}, epochs=copied.epoch + 1,
         hooks=(end, *called), evaluate_every=every(epochs=1),

@@ -152,12 +152,20 @@ def contents_of(state: TrainState) -> dict[str, object]:
     }  # fmt: skip
 
 
-def loaders_to_try(owner: str, state: TrainState, loaders: Loaders) -> dict[str, object]:
+def loaders_to_try(
+    owner: str, state: TrainState, loaders: Loaders, several: bool = False
+) -> dict[str, object]:
     """Return the loaders of a run by name, where they can be tried without harm.
+
+    Args:
+        owner: who tries them.
+        state: the state.
+        loaders: the loaders.
+        several: whether several processes may.
 
     Raises:
         ValueError: one of them is an iterator.
-        NotImplementedError: there are several processes.
+        NotImplementedError: there are several processes, and only one may try them.
     """
     named: dict[str, object] = {"train": loaders.train, **loaders.evaluated}
     for name, loader in named.items():
@@ -166,7 +174,7 @@ def loaders_to_try(owner: str, state: TrainState, loaders: Loaders) -> dict[str,
                 f"{owner} would use up the {name} loader, which is an iterator: give a function "
                 "that returns one, or a list"
             )
-    if state.backend.world_size > 1:
+    if state.backend.world_size > 1 and not several:
         raise NotImplementedError(
             f"{owner} works in one process: call it in a script that is started without torchrun"
         )
