@@ -30,7 +30,8 @@ def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
 
     def run(n):
         """Train while the n-th call fails; return the folder, the error, the number of calls."""
-        folder, calls = tmp_path / str(n), []
+        folder, calls, state = tmp_path / str(n), [], problem.state()
+        fl.checkpoint(folder).begin(state)  # claims it, which is not counted
 
         def failing(*args, **kwargs):
             calls.append(args)
@@ -44,7 +45,7 @@ def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
         with monkeypatch.context() as patch:
             patch.setattr(place, call, failing)
             try:
-                assert_same(toy_fit(problem, problem.state(), hooks=(hook,)), whole)
+                assert_same(toy_fit(problem, state, hooks=(hook,)), whole)
             except OSError as error:
                 return folder, error, len(calls)
             return folder, None, len(calls)
