@@ -16,12 +16,14 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
-from fnloop._checkpoint.disk import checksum_of_file, flush, lock_file, try_lock
+from fnloop._checkpoint.disk import (
+    checksum_of_file,
+    flush,
+    flushed_file,
+    lock_file,
+    make_folder,
+    try_lock,
+)
 from fnloop._checkpoint.files import (
     backup_path,
     checksum_of_manifest,
@@ -40,9 +42,10 @@ from fnloop._checkpoint.format import (
     Contents,
     NewerFormatError,
 )
+from fnloop._checkpoint.slices import write_tensors
 from fnloop._core.serialize import Json
 
-__all__ = ["Writing", "remove_leftovers", "write_checkpoint", "write_files"]
+__all__ = ["Writing", "remove_checkpoint", "remove_leftovers", "write_checkpoint", "write_files"]
 
 
 def write_checkpoint(
@@ -92,7 +95,7 @@ class Writing:
     ) -> None:
         self.path = path.resolve()
         _check_replaceable(self.path, in_own_folder, contents.all_files)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         remove_leftovers(self.path.parent, re.escape(self.path.name))
         names = ("position", "stop", "measured", "phase", "run", "blocks", "parts")
         kept = {name: contents.facts[name] for name in names if name in contents.facts}
@@ -203,31 +206,15 @@ def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
     elif path.name == INDEX:
         _write_text(path, json.dumps(contents.index, ensure_ascii=False))
     else:
-        _write_tensors(contents.groups()[contents.files[path.name] or ""], path)
+        group = contents.groups()[contents.files[path.name] or ""]
+        with flushed_file(path) as file:
+            write_tensors(group, file)
     return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    # safetensors refuses tensors that share memory, so every name of a tied tensor gets a copy.
-    seen: set[int] = set()
-    plain = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        shared = tensor.numel() > 0 and storage.data_ptr() in seen
-        seen.add(storage.data_ptr())
-        if shared or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        plain[name] = tensor.resolve_conj().resolve_neg()
-    try:
-        save_file(plain, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
-    flush(path)
-
-
 def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    flush(path)
+    with flushed_file(path) as file:
+        file.write(text.encode())
 
 
 def _commit(temporary: Path, path: Path) -> None:
@@ -235,20 +222,37 @@ def _commit(temporary: Path, path: Path) -> None:
     old = backup_path(path)
     if path.exists():
         if old.exists():
-            _check_replaceable(old)
-            shutil.rmtree(old)
+            if not (old.is_dir() and has_only_our_files(old)):
+                _check_replaceable(old)  # raises
+            remove_checkpoint(path, backup=True)
         # If the process is killed between the two renames, readers fall back to `old`.
         path.rename(old)
     temporary.rename(path)
     flush(path.parent)
-    if old.exists() and is_checkpoint(old):
-        shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is written: the next save removes the backup
+        if old.is_dir() and has_only_our_files(old):
+            remove_checkpoint(path, backup=True)
+
+
+def remove_checkpoint(path: Path, *, backup: bool = False) -> None:
+    """Remove a checkpoint or its backup: under another name, as half of one must not look like one.
+
+    What cannot be removed then is removed by a later save (:func:`remove_leftovers`).
+    """
+    removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        (backup_path(path) if backup else path).rename(removing)
+    shutil.rmtree(removing, ignore_errors=True)
 
 
 def _next_serial(path: Path) -> int:
     """Return a number greater than that of every checkpoint next to a path."""
-    serials = (serial_or_none(p) or 0 for p in path.parent.iterdir() if p.is_dir())
-    return max(serials, default=0) + 1
+    newest = 0
+    for neighbour in path.parent.iterdir():
+        with contextlib.suppress(OSError):  # a folder of others that cannot be read, for example
+            if neighbour.is_dir():
+                newest = max(newest, serial_or_none(neighbour) or 0)
+    return newest + 1
 
 
 # --- after killed processes
@@ -257,10 +261,13 @@ def _next_serial(path: Path) -> int:
 def remove_leftovers(folder: Path, name: str) -> None:
     """Remove what killed processes left in a folder, of checkpoints whose names match a pattern."""
     for path in list(folder.glob(".*")):
-        if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
-            _remove_unlocked(path.with_name(writing[1]))
-        elif _is_replaced(path, name) or _is_being_removed(path, name):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it stays, and a save does not fail because of it
+            if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
+                _remove_unlocked(path.with_name(writing[1]))
+            elif replaced := _replaced_by(path, name):
+                remove_checkpoint(replaced, backup=True)
+            elif _is_being_removed(path, name):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_unlocked(temporary: Path) -> None:
@@ -278,12 +285,12 @@ def _remove_unlocked(temporary: Path) -> None:
             lock.unlink(missing_ok=True)
 
 
-def _is_replaced(path: Path, name: str) -> bool:
-    """Return whether a folder is the backup of a checkpoint that has been replaced."""
+def _replaced_by(path: Path, name: str) -> Path | None:
+    """Return the checkpoint that has replaced the one whose backup is at a path, or None."""
     found = re.fullmatch(rf"\.({name})\.old", path.name)
     if found is None or manifest_or_none(path.with_name(found[1])) is None:
-        return False
-    return is_checkpoint(path)
+        return None
+    return path.with_name(found[1]) if path.is_dir() and has_only_our_files(path) else None
 
 
 def _is_being_removed(path: Path, name: str) -> bool:

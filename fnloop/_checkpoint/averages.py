@@ -79,8 +79,6 @@ def _decode(contents: Contents, state: TrainState) -> dict[str, Average]:
     for slot, facts in contents.facts.get("averages", {}).items():
         saved = contents.averages[slot]
         count, places, pairs = facts["count"], facts["tensors"], facts["complex"]
-        if type(count) is not int or count < 0:
-            raise TypeError(f"the count of {slot} is {count!r:.60}")
         tensors = {
             name: from_safetensor(saved[key]) if name in pairs else saved[key]
             for name, key in places.items()

@@ -1,13 +1,26 @@
-"""The disk: checksums, flushing, and file locks."""
+"""The disk: checksums, files that survive a power failure, and file locks."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["checksum_of_file", "flush", "lock_file", "try_lock"]
+__all__ = [
+    "checksum_of_file",
+    "flush",
+    "flushed_file",
+    "lock_file",
+    "make_folder",
+    "remove_parts",
+    "replace_file",
+    "try_lock",
+]
 
 try:
     import fcntl
@@ -28,6 +41,56 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def flushed_file(path: Path) -> Iterator[IO[bytes]]:
+    """Create a file to write to. At the end of the context it is flushed to the disk.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
+    try:
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write does not name its file
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it, where they are missing, with their names flushed."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        flush(folder.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, flushed to the disk. It is whole, or what was there before, at any time."""
+    remove_parts(path)
+    part = path.with_name(f".{path.name}.part-{secrets.token_hex(6)}")
+    with lock_file(part):
+        try:
+            with flushed_file(part) as file:
+                file.write(data)
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    flush(path.parent)
+
+
+def remove_parts(path: Path) -> None:
+    """Remove what killed processes have left of a file that they were replacing."""
+    pattern = rf"{re.escape(f'.{path.name}.part')}(-[0-9a-f]{{12}})?"  # of 0.1.0: without a number
+    for part in path.parent.iterdir() if path.parent.is_dir() else ():
+        if re.fullmatch(pattern, part.name) and part.is_file():
+            with contextlib.suppress(FileNotFoundError), part.open("r+") as file:
+                if try_lock(file):
+                    part.unlink()
 
 
 def lock_file(path: Path) -> IO[str]:

@@ -9,24 +9,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fnloop._checkpoint.disk import checksum_of_file
 from fnloop._checkpoint.format import (
+    COUNT,
     FILES,
     INDEX,
     LARGEST_MANIFEST,
     MANIFEST,
-    PARTS,
+    MANIFEST_SHAPE,
     SHARDED_FORMAT,
     STATE,
-    TRAINED,
+    STATE_SHAPE,
     CheckpointError,
     NewerFormatError,
+    check_shape,
     is_file_name,
 )
-from fnloop._checkpoint.history_blocks import check_blocks
+from fnloop._checkpoint.history_blocks import check_blocks, read_blocks
 from fnloop._core.serialize import Json
 
 __all__ = [
@@ -36,7 +39,9 @@ __all__ = [
     "is_checkpoint",
     "locate",
     "manifest_or_none",
+    "read_json",
     "read_manifest",
+    "read_state_file",
     "serial_or_none",
     "verify",
 ]
@@ -54,8 +59,17 @@ def locate(path: Path) -> Path:
 
 
 def has_only_our_files(folder: Path) -> bool:
-    """Return whether a folder contains no file that cannot be of a checkpoint."""
-    return all(file.name == MANIFEST or is_file_name(file.name) for file in folder.iterdir())
+    """Return whether a folder contains no file that cannot be of a checkpoint.
+
+    What NFS keeps of a removed file that another process reads (``.nfs...``) is one, and so is a
+    file that safetensors had not finished (``.tmp...``), which wrote them in fnloop 0.1.0.
+    """
+    return all(
+        file.name == MANIFEST
+        or is_file_name(file.name)
+        or re.fullmatch(r"\.nfs[0-9a-f]+|\.tmp\w{6}", file.name)
+        for file in folder.iterdir()
+    )
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -119,48 +133,61 @@ def read_manifest(path: Path) -> dict[str, Json]:
         raise CheckpointError(f"{file} is damaged: it is not a regular file")
     if file.stat().st_size > LARGEST_MANIFEST:
         raise CheckpointError(f"{file} is damaged: it is longer than any manifest")
-    data = file.read_bytes()
+    manifest = read_json(file)
+    check_shape(manifest, dict, file)
     try:
-        manifest = json.loads(data)
-        if not isinstance(manifest, dict) or manifest.pop("check", None) != checksum_of_manifest(
-            manifest
-        ):
-            raise CheckpointError(f"{file} is damaged: its own checksum is wrong")
-        if manifest["format_version"] > SHARDED_FORMAT:
-            raise NewerFormatError(
-                f"{path} has format {manifest['format_version']}, and this fnloop reads formats "
-                f"up to {SHARDED_FORMAT}: pip install -U fnloop"
+        right = manifest.pop("check", None) == checksum_of_manifest(manifest)
+    except RecursionError:  # what is nested just as deeply as it can be read
+        right = False
+    if not right:
+        raise CheckpointError(f"{file} is damaged: its own checksum is wrong")
+    check_shape(manifest, {"format_version": COUNT}, file)
+    if manifest["format_version"] > SHARDED_FORMAT:
+        raise NewerFormatError(
+            f"{path} has format {manifest['format_version']}, and this fnloop reads formats "
+            f"up to {SHARDED_FORMAT}: pip install -U fnloop"
+        )
+    check_shape(manifest, MANIFEST_SHAPE, file)
+    files = manifest["files"]
+    for name in files:
+        if not is_file_name(name):
+            raise CheckpointError(
+                f"{file} is damaged: no file of a checkpoint is named {name!r:.60}"
             )
-        _check_manifest(manifest)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the file may contain anything
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    if missing := {STATE, INDEX} - {*files} if INDEX in files else {*FILES} - {*files}:
+        raise CheckpointError(f"{file} is damaged: it does not list {min(missing)}")
     return manifest
 
 
-def _check_manifest(manifest: Mapping[str, Json]) -> None:
-    """Raise some error if the values of a manifest are not of the right types."""
-    for value in manifest["measured"].values():
-        float(value)
-    for number in manifest["position"]:
-        int(number)
-    if not isinstance(manifest.get("phase"), str | None):
-        raise TypeError("the name of a phase is not text")
-    needed = (STATE, INDEX) if INDEX in manifest["files"] else FILES
-    files = [manifest["files"][name] for name in needed]
-    for name, file in manifest["files"].items():
-        if not is_file_name(name):
-            raise ValueError(f"no file of a checkpoint is named {name!r:.60}")
-        files.append(file)
-    if not all(isinstance(file["bytes"], int) for file in files):
-        raise TypeError("a size is not a whole number")
-    if not all(isinstance(file["sha256"], str) for file in files):
-        raise TypeError("a checksum is not text")
-    if not isinstance(manifest.get("blocks", []), list):
-        raise TypeError("the blocks of the history are not a list")
-    if not all(part in (*PARTS, TRAINED) for part in manifest.get("parts", ())):
-        raise ValueError("a part has an unknown name")
+def read_json(file: Path) -> Json:
+    """Return what a file of JSON holds.
+
+    Raises:
+        CheckpointError: it is not JSON.
+        OSError: it cannot be read.
+    """
+    data = file.read_bytes()
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_state_file(path: Path, blocks: Iterable[str] = ()) -> dict[str, Json]:
+    """Return the contents of ``state.json``, each value of the kind that it has to be.
+
+    Args:
+        path: the checkpoint.
+        blocks: the blocks of older records, which are put before those that it has.
+
+    Raises:
+        CheckpointError: it is something else.
+        OSError: it cannot be read.
+    """
+    facts = read_json(path / STATE)
+    check_shape(facts, STATE_SHAPE, path / STATE)
+    facts["history"] = [*read_blocks(path, blocks), *facts["history"]]
+    return facts
 
 
 def checksum_of_manifest(manifest: Mapping[str, Json]) -> str:
@@ -179,7 +206,10 @@ def manifest_or_none(path: Path) -> dict[str, Json] | None:
 
 
 def serial_or_none(path: Path) -> int | None:
-    """Return the number that orders checkpoints by when they were written, or None."""
-    with contextlib.suppress(CheckpointError, OSError, KeyError, ValueError):
-        return int(read_manifest(path)["serial"])
+    """Return the number that orders checkpoints by when they were written.
+
+    It is None if the checkpoint is damaged or gone, or something else is there.
+    """
+    with contextlib.suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
+        return read_manifest(path).get("serial")
     return None

@@ -24,8 +24,11 @@ Nothing is pickled, so reading a checkpoint cannot run code.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -33,24 +36,30 @@ from torch import Tensor
 
 from fnloop._backend.memory import has_room
 from fnloop._checkpoint.host_copy import HostCopier
+from fnloop._core.phase import SINCE
 from fnloop._core.serialize import Json
+from fnloop._display.checks import describe
 
 __all__ = [
+    "COUNT",
     "COUNTERS",
     "FILES",
     "FORMAT",
     "INDEX",
     "LARGEST_MANIFEST",
     "MANIFEST",
+    "MANIFEST_SHAPE",
     "NEWER_FORMAT",
     "PARTS",
     "SHARDED_FORMAT",
     "STATE",
+    "STATE_SHAPE",
     "TENSORS",
     "TRAINED",
     "CheckpointError",
     "Contents",
     "NewerFormatError",
+    "check_shape",
     "is_file_name",
     "is_share",
     "name_of_share",
@@ -70,12 +79,148 @@ TRAINED = "trained"  # a part of the model: the parameters that require gradient
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_number_text(value: object) -> bool:
+    with contextlib.suppress(ValueError):
+        return isinstance(value, str) and float(value) is not None
+    return False
+
+
+def _is_part(value: object) -> bool:
+    return value in (*PARTS, TRAINED)
+
+
+# --- what JSON in a checkpoint looks like
+
+# A shape is a type; a function that returns whether a value has it; a tuple of shapes, one of which
+# a value has; a list of the shape of all items; or a dict of the shapes of a mapping's values by
+# name, where "name?" may be missing, and "*" stands for all other names.
+Shape = Any
+ANY = object
+COUNT = _is_count
+NUMBER = (int, float)
+NAMES = [str]
+
+MANIFEST_SHAPE: Shape = {
+    "format_version": COUNT,
+    "serial?": COUNT,
+    "position": [COUNT],
+    "measured": {"*": _is_number_text},
+    "phase?": (None, str),
+    "best?": (None, str),
+    "mode?": lambda value: value in (None, "min", "max"),
+    "since?": lambda value: value in (None, *SINCE),
+    "parts?": [_is_part],
+    "blocks?": NAMES,
+    "files": {"*": {"bytes": COUNT, "sha256": str}},
+}
+_OPTIMIZER: Shape = {
+    "class": str,
+    "param_groups": [{"params": NAMES}],
+    "state?": {"*": ANY},
+    "state_of_all?": dict,
+    "on_host?": NAMES,
+}
+_PHASE: Shape = {
+    "name": str,
+    **dict.fromkeys(("step", "epoch", "records", "skipped?"), COUNT),
+    "stop?": (None, str),
+    "done?": bool,
+    "updates?": {"*": COUNT},
+}
+STATE_SHAPE: Shape = {
+    "parts?": [_is_part],
+    **dict.fromkeys(("step?", "epoch?", "batch?", "samples?", "skipped?", "processes?"), COUNT),
+    "stop?": (None, str),
+    "exact?": bool,
+    "seconds?": NUMBER,
+    "updates?": {"*": COUNT},
+    "phases?": [_PHASE],
+    "targets?": {"epochs": (None, COUNT), "steps": (None, COUNT)},
+    "news?": NAMES,
+    "generators?": (None, list),
+    "positions?": list,
+    "model?": {
+        "class": str,
+        "extra_state": {"*": ANY},
+        "complex?": NAMES,
+        "frozen?": NAMES,
+        "evaluating?": NAMES,
+    },
+    "optimizer?": ({"several": {"*": _OPTIMIZER}}, _OPTIMIZER),
+    "averages?": {"*": {"count": COUNT, "tensors": {"*": str}, "complex": NAMES}},
+    "shares?": list,
+    "own?": NAMES,
+    "history": [dict],
+}
+
+
 class CheckpointError(Exception):
     """A checkpoint is missing, damaged, too new, or of another run, model or optimizer."""
 
 
 class NewerFormatError(CheckpointError):
     """A newer fnloop wrote the checkpoint. It is not damaged, so no older one may replace it."""
+
+
+def check_shape(value: Json, shape: Shape, path: Path) -> None:
+    """Raise CheckpointError unless JSON of a checkpoint has a shape.
+
+    Values that are encoded (``$tensor`` and the like) are checked where they are decoded.
+
+    Args:
+        value: what ``json.loads`` returned.
+        shape: a shape, as above.
+        path: the file or the checkpoint, for the message.
+
+    Example:
+        >>> from pathlib import Path
+        >>> check_shape({"a": [1, -2]}, {"a": [COUNT]}, Path("b.json"))
+        Traceback (most recent call last):
+        ...
+        fnloop._checkpoint.format.CheckpointError: b.json is damaged: a.1 is -2
+    """
+    if (fault := _find_fault(value, shape)) is not None:
+        where, found = fault
+        raise CheckpointError(f"{path} is damaged: {'.'.join(where)[:60] or 'it'} {found}")
+
+
+def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None:
+    """Return where a value has not the shape, and what is wrong there; None if nothing is."""
+    if isinstance(shape, tuple):
+        faults = [fault for one in shape if (fault := _find_fault(value, one)) is not None]
+        if len(faults) < len(shape):
+            return None
+        return max(faults, key=lambda fault: len(fault[0]))
+    inside: Iterable[tuple[object, Json, Shape]] = ()
+    if isinstance(shape, list):
+        right = type(value) is list
+        if right:
+            inside = ((i, item, shape[0]) for i, item in enumerate(value))
+    elif isinstance(shape, dict):
+        right = type(value) is dict
+        if right:
+            for key in shape:
+                if key[-1] not in "?*" and key not in value:
+                    return (key,), "is missing"
+            other = shape.get("*", ANY)
+            inside = (
+                (key, item, shape.get(key) or shape.get(f"{key}?", other))
+                for key, item in value.items()
+            )
+    elif shape is None or isinstance(shape, type):
+        right = shape is ANY or type(value) is (shape or type(None))
+    else:
+        right = shape(value)
+    if not right:
+        return (), f"is {describe(value)}"
+    for key, item, one in inside:
+        if (fault := _find_fault(item, one)) is not None:
+            return (str(key), *fault[0]), fault[1]
+    return None
 
 
 @attrs.frozen(eq=False)

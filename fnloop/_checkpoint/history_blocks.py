@@ -17,18 +17,18 @@ from pathlib import Path
 
 import attrs
 
-from fnloop._checkpoint.disk import flush
+from fnloop._checkpoint.disk import make_folder, replace_file
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._core.history import Fold, History
 from fnloop._core.record import Record
-from fnloop._core.serialize import Json, encode
+from fnloop._core.serialize import Json, decode, encode
 from fnloop._display.checks import describe
 
 __all__ = [
     "EncodedHistory",
     "check_blocks",
     "count_blocks",
-    "decode_record",
+    "decode_history",
     "encode_record",
     "make_history_encoder",
     "read_blocks",
@@ -39,6 +39,7 @@ __all__ = [
 BLOCK = 1024  # records
 FOLDER = ".records"
 NAME = r"[0-9a-f]{64}"
+PART = rf"{NAME}\.part|\.{NAME}\.jsonl\.part-[0-9a-f]{{12}}"  # the former by 0.1.0
 
 
 @attrs.frozen
@@ -73,10 +74,29 @@ def encode_record(record: Record) -> str:
     return json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False)
 
 
-def decode_record(row: dict[str, Json]) -> Record:
-    """Return a record from JSON."""
+def decode_history(rows: Iterable[Json], path: object = "the checkpoint") -> History:
+    """Return the history of a checkpoint, from its records as JSON.
+
+    Raises:
+        CheckpointError: one of them is not a record.
+    """
+    try:
+        return History(map(_decode_record, rows))
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: its history has something else than records: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _decode_record(encoded: Json) -> Record:
+    row = decode(encoded, {})
+    if not isinstance(row, dict):
+        raise TypeError(f"a record is {describe(row)}")
     epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
     closing = row.pop("closing", False)
+    if not isinstance(closing, bool):
+        raise TypeError(f"closing of a record is {describe(closing)}")
     return Record(epoch, step, row, seconds, closing)
 
 
@@ -108,12 +128,8 @@ def write_blocks(folder: Path, blocks: Sequence[str], history: History, known: s
         known.add(block)
         if path.is_file() and _checksum(path.read_bytes()) == block:
             continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".part")
-        partial.write_bytes(_join_lines(map(encode_record, history[i * BLOCK : (i + 1) * BLOCK])))
-        flush(partial)
-        partial.replace(path)
-        flush(path.parent)
+        make_folder(path.parent)
+        replace_file(path, _join_lines(map(encode_record, history[i * BLOCK : (i + 1) * BLOCK])))
 
 
 def check_blocks(path: Path, blocks: Iterable[object], deep: bool) -> None:
@@ -142,11 +158,21 @@ def check_blocks(path: Path, blocks: Iterable[object], deep: bool) -> None:
 
 
 def read_blocks(path: Path, blocks: Iterable[str]) -> list[Json]:
-    """Return the records of blocks as JSON."""
-    files = [_block_path(path.resolve().parent, block) for block in blocks]
-    return [
-        json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()
-    ]
+    """Return the records of blocks as JSON.
+
+    Raises:
+        CheckpointError: a block is not JSON.
+        OSError: it cannot be read.
+    """
+    rows: list[Json] = []
+    for block in blocks:
+        file = _block_path(path.resolve().parent, block)
+        lines = file.read_bytes().splitlines()
+        try:
+            rows += map(json.loads, lines)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    return rows
 
 
 def count_blocks(folder: Path) -> int:
@@ -163,7 +189,7 @@ def _list_blocks(folder: Path) -> list[Path]:
     return [
         file
         for file in (records.iterdir() if records.is_dir() else ())
-        if re.fullmatch(rf"{NAME}\.(jsonl|part)", file.name) and file.is_file()
+        if re.fullmatch(rf"{NAME}\.jsonl|{PART}", file.name) and file.is_file()
     ]
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 
 from fnloop._checkpoint.counters import check_counters
-from fnloop._checkpoint.files import locate, read_manifest, verify
-from fnloop._checkpoint.format import MANIFEST, STATE, CheckpointError
-from fnloop._checkpoint.history_blocks import decode_record, read_blocks
-from fnloop._checkpoint.parts import is_partial
+from fnloop._checkpoint.files import locate, read_manifest, read_state_file, verify
+from fnloop._checkpoint.format import MANIFEST, CheckpointError
+from fnloop._checkpoint.history_blocks import decode_history
+from fnloop._checkpoint.parts import explain_partial, held_parts, is_partial
 from fnloop._checkpoint.retention import candidates, may_be_checkpoint, run_of
 from fnloop._core.history import History
-from fnloop._core.serialize import Json, decode
+from fnloop._core.serialize import Json
 from fnloop._display.log import log
 
 __all__ = ["Saved", "is_one_checkpoint", "read_facts", "read_history", "saved_in"]
@@ -82,14 +81,16 @@ def read_facts(path: Path) -> Mapping[str, Json]:
     """Return the facts of a checkpoint, without the older records of its history.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or is damaged.
+        CheckpointError: it is not a whole checkpoint, or is damaged.
     """
     path = locate(path)
-    verify(path, deep=False, history=False)
+    manifest = verify(path, deep=False, history=False)
+    if is_partial(manifest):
+        raise CheckpointError(explain_partial(path, held_parts(manifest)))
+    facts = read_state_file(path)
     try:
-        facts = json.loads((path / STATE).read_text(encoding="utf-8"))
         check_counters(facts)
-    except (ValueError, TypeError, LookupError) as error:
+    except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     return facts
 
@@ -102,9 +103,4 @@ def read_history(path: Path) -> History:
     """
     path = locate(path)
     manifest = verify(path)
-    try:
-        facts = read_facts(path)
-        rows = [*read_blocks(path, manifest.get("blocks", ())), *facts["history"]]
-        return History(decode_record(decode(row, {})) for row in rows)
-    except (ValueError, TypeError, LookupError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return decode_history(read_state_file(path, manifest.get("blocks", ()))["history"], path)

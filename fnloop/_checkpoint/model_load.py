@@ -58,6 +58,7 @@ def prepare_model(
     _check_sizes(module, path)
     trained = "model" not in parts
     flags = "counters" in parts and not trained
+    frozen, evaluating = (facts[k] if flags else [] for k in ("frozen", "evaluating"))
     spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
     mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
     extra = {name: decode(value, contents.slots) for name, value in facts["extra_state"].items()}
@@ -94,9 +95,9 @@ def prepare_model(
             )
         if flags:
             for name, p in module.named_parameters():
-                p.requires_grad_(strip_compile_prefix(name) not in facts["frozen"])
+                p.requires_grad_(strip_compile_prefix(name) not in frozen)
             for name, submodule in module.named_modules():
-                submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
+                submodule.training = strip_compile_prefix(name) not in evaluating
 
     return PreparedModel(fitting, load)
 

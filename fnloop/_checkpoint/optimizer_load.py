@@ -253,8 +253,8 @@ def _check_state(
             shapes += [(*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])]
         elif named.class_name == "LBFGS":
             shapes = [(), (total,)]
-        for item in held if isinstance(held, list) else [held]:
-            if not _may_be_state(item, shapes, p):
+        for item in held if isinstance(held, list) and named.class_name == "LBFGS" else [held]:
+            if not _may_be_state(item, shapes, p, named.class_name):
                 raise CheckpointError(
                     f"{path}: {key} of {name} in the optimizer's state is {describe_value(item)}, "
                     f"which {named.class_name} cannot continue with: "
@@ -262,9 +262,13 @@ def _check_state(
                 )
 
 
-def _may_be_state(item: object, shapes: list[tuple[int, ...]], parameter: Tensor) -> bool:
+def _may_be_state(
+    item: object, shapes: list[tuple[int, ...]], parameter: Tensor, class_name: str
+) -> bool:
     if not isinstance(item, Tensor):
-        return item is None or isinstance(item, int | float)
+        # SparseAdam counts in a number, and LBFGS keeps most of what it knows in numbers.
+        has_numbers = class_name == "LBFGS" or (class_name == "SparseAdam" and shapes == [()])
+        return has_numbers and (item is None or isinstance(item, int | float))
     if item.is_complex():
         return tuple(item.shape) in shapes and parameter.is_complex()
     return tuple(item.shape) in shapes and item.is_floating_point()

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.public import on_every_process
-from fnloop._checkpoint.files import locate, verify
+from fnloop._checkpoint.files import locate, read_json, read_state_file, verify
 from fnloop._checkpoint.format import (
     INDEX,
-    STATE,
     TENSORS,
     CheckpointError,
     Contents,
     is_share,
 )
-from fnloop._checkpoint.history_blocks import read_blocks
 from fnloop._checkpoint.parts import is_partial
 from fnloop._checkpoint.slices import Entry, Slices, decode_index
 from fnloop._checkpoint.templates import templates_of
@@ -44,6 +39,7 @@ def read_checkpoint(path: Path, state: TrainState, *, history: bool = True) -> C
 
     Raises:
         CheckpointError, OSError: as :func:`verify`, in every process.
+        MemoryError: there is no memory for the tensors.
     """
     path, backend = locate(path), state.backend
     share = (backend.rank, backend.world_size)
@@ -55,7 +51,7 @@ def read_alone(path: Path, *, history: bool = True) -> Contents:
     """Return the contents of a checkpoint with whole tensors. Only this process need call it.
 
     Raises:
-        CheckpointError, OSError: as :func:`verify`.
+        CheckpointError, OSError, MemoryError: as :func:`read_checkpoint`.
     """
     path = locate(path)
     return _read(path, verify(path, history=history), None, history)
@@ -71,24 +67,21 @@ def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
 def _read(
     path: Path, manifest: Mapping[str, Json], state: TrainState | None, history: bool
 ) -> Contents:
-    blocks, files = manifest.get("blocks", ()), manifest["files"]
-    try:
-        facts = json.loads((path / STATE).read_text(encoding="utf-8"))
-        if history and blocks:
-            facts["history"] = [*read_blocks(path, blocks), *facts["history"]]
-        index: dict[str, dict[str, Entry]] = {}
-        if INDEX in files:
-            index = decode_index(json.loads((path / INDEX).read_text(encoding="utf-8")), files)
-        reader = _Reader(path, state, facts)
-        tensors = {group: reader.read_split(group, entries) for group, entries in index.items()}
-        for file in files:
-            group, suffix = os.path.splitext(file)
-            if suffix == SUFFIX and not is_share(file, index):
-                tensors[group] = reader.read_whole(group, file)
-    except CheckpointError:
-        raise
-    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    # The checksums are right. So only what a file says can be wrong with it: an exception that is
+    # not a CheckpointError is a fault of memory, of the disk, or of this program.
+    files = manifest["files"]
+    facts = read_state_file(path, manifest.get("blocks", ()) if history else ())
+    index: dict[str, dict[str, Entry]] = {}
+    if INDEX in files:
+        index = decode_index(read_json(path / INDEX), files, path)
+    reader = _Reader(path, state, facts)
+    tensors = {group: reader.read_split(group, entries) for group, entries in index.items()}
+    for file in files:
+        group, suffix = os.path.splitext(file)
+        if suffix == SUFFIX and not is_share(file, index):
+            tensors[group] = reader.read_whole(group, file)
+    if missing := {*TENSORS} - tensors.keys():
+        raise CheckpointError(f"{path} is damaged: it has no tensors of the {min(missing)}")
     own = {name: tensors.pop(name) for name in TENSORS}
     return Contents(own["model"], own["optimizer"], own["slots"], facts, (), tensors)
 
@@ -110,18 +103,15 @@ class _Reader:
 
     def read_whole(self, group: str, file: str) -> dict[str, Tensor]:
         """Return a group of tensors that is in one file."""
-        templates = self._templates.get(group, {})
-        if all(split_dim(template) is None for template in templates.values()):
-            # Clone: load_file maps the file into memory, and its tensors would change with it.
-            return {k: v.clone() for k, v in load_file(self._path / file).items()}
         return self.read_split(group, self._slices.entries_in(file))
 
     def read_split(self, group: str, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
         """Return a group of tensors, of each what this process holds of it."""
         templates = self._templates.get(group, {})
-        found = {name: self._read(entry, templates.get(name)) for name, entry in entries.items()}
-        self._slices.close()
-        return found
+        try:
+            return {name: self._read(entry, templates.get(name)) for name, entry in entries.items()}
+        finally:
+            self._slices.close()
 
     def _read(self, entry: Entry, template: Tensor | None) -> Tensor:
         """Return a tensor, sharded as its template is.
@@ -129,10 +119,12 @@ class _Reader:
         One without a template of its shape is split over the processes of the model, if it was
         split when it was saved.
         """
+        if self._like is None:  # nothing here is sharded, and a template may be without a shape
+            return self._slices.read(entry)
         like, dim = self._like, entry.dim
         if template is not None and entry.shape[: template.ndim] == template.shape:
             like, dim = template, split_dim(template)
-        if like is None or dim is None:
+        if dim is None:
             return self._slices.read(entry)
         start, stop, _ = extent_in(like, entry.shape[dim])
         local = self._slices.read(entry, start, stop, dim)

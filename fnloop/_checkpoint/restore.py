@@ -10,10 +10,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._backend.memory import is_out_of_memory
 from fnloop._checkpoint.averages import with_averages
 from fnloop._checkpoint.counters import check_counters, check_seconds, updates_by_name
 from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
-from fnloop._checkpoint.history_blocks import decode_record
+from fnloop._checkpoint.history_blocks import decode_history
 from fnloop._checkpoint.model_load import model_tensors, prepare_model, weights_kept_on_error
 from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
 from fnloop._checkpoint.optimizers import prepare_loads
@@ -25,9 +26,9 @@ from fnloop._checkpoint.retention import run_of
 from fnloop._checkpoint.shared import check_visible
 from fnloop._checkpoint.shares import own_generators, own_metrics, warn_of_exact
 from fnloop._core.frozen import remember_restored
-from fnloop._core.history import History
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.phase import decode_phases
 from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json, Pending, decode
 from fnloop._core.snapshot import unwrap
@@ -70,6 +71,7 @@ def restore(
         CheckpointError: it is not a checkpoint, is damaged, was written by a newer fnloop, does not
             match the model or the optimizer, or does not hold a part; or another machine of the
             run does not see it.
+        OSError, MemoryError: it cannot be read, or there is no memory for it.
         StaleStateError: the state has been advanced.
         TypeError, ValueError: an argument is not what it should be.
 
@@ -116,7 +118,7 @@ def restore_contents(
     try:
         with groups_kept_on_error(optimizers_in(state.optimizer).values()):
             check_held(path, contents.facts, parts)
-            fields = _decode_fields(contents, state, parts, run_of(path, contents.facts))
+            fields = _decode_fields(contents, state, parts, path)
             own = [str(name) for name in contents.facts.get("own", ())]
             seconds = check_seconds(contents.facts)
             load_model, prepared = None, []
@@ -133,9 +135,11 @@ def restore_contents(
                     if load_model is not None:
                         load_model()
                     load_all(prepared)
-    except CheckpointError:
+    except (CheckpointError, OSError):
         raise
     except Exception as error:  # the files may contain anything
+        if is_out_of_memory(error):  # on any device
+            raise
         raise CheckpointError(
             f"{path} cannot be restored: {type(error).__name__}: {error}"
         ) from error
@@ -154,7 +158,7 @@ def restore_contents(
 
 
 def _decode_fields(
-    contents: Contents, state: TrainState, parts: Sequence[str], run: str
+    contents: Contents, state: TrainState, parts: Sequence[str], path: Path
 ) -> dict[str, object]:
     """Return the fields of the state that were saved.
 
@@ -174,12 +178,15 @@ def _decode_fields(
     if "slots" in held:
         mappings["slots"] = with_averages(mappings["slots"], contents, state)
     shares = [_decode_metrics(decode(own, slots), device) for own in facts.get("shares", ())]
-    history = History(decode_record(decode(row, slots)) for row in facts["history"])
+    history = decode_history(facts["history"], path)
     counters, generators, position = {}, [], None
     if "counters" in held:
         counters = check_counters(facts)
         generators = _decode_generators(decode(facts["generators"], slots) or ())
         position = decode_position(facts, slots, backend)
+        begun = max((phase.records for phase in decode_phases(facts.get("phases", []))), default=0)
+        if "history" in parts and begun > len(history):
+            raise ValueError(f"a phase began with record {begun}, of {len(history)}")
 
     fields: dict[str, object] = {}
     fields |= {name: mappings[name] for name in ("slots", "extra") if name in parts}
@@ -191,7 +198,7 @@ def _decode_fields(
     if "counters" in parts:
         warn_of_exact(facts, backend)
         fields |= counters | {"updates": updates_by_name(facts, state)}
-        fields |= {"run_id": run, "generators": own_generators(generators, backend)}
+        fields |= {"run_id": run_of(path, facts), "generators": own_generators(generators, backend)}
         fields["position"] = position
         fields["saved_on"] = facts.get("processes") if facts["batch"] else None
         if facts.get("news"):

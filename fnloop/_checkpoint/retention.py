@@ -12,12 +12,11 @@ import errno
 import hashlib
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fnloop._checkpoint.atomic_write import remove_leftovers
+from fnloop._checkpoint.atomic_write import remove_checkpoint, remove_leftovers
+from fnloop._checkpoint.disk import make_folder, replace_file
 from fnloop._checkpoint.files import (
     backup_path,
     is_checkpoint,
@@ -35,11 +34,11 @@ __all__ = [
     "by_phase",
     "candidates",
     "claim_folder",
-    "is_run_id",
     "may_be_checkpoint",
     "prune",
     "rank",
     "read_claim",
+    "read_run_id",
     "release_claim",
     "run_of",
     "runs_in",
@@ -174,10 +173,7 @@ def prune(
             kept |= {path for path, _ in rank(group, key, mode)[:keep_best]}
     unwanted = [*replaced, *(path for path, _ in valid if path not in kept)]
     for path in filter(is_checkpoint, unwanted):
-        removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            path.rename(removing)  # a half-removed folder must not look like a checkpoint
-        shutil.rmtree(removing, ignore_errors=True)
+        remove_checkpoint(path)
     remove_leftovers(written.parent, CHECKPOINT_NAME)
     _prune_blocks(written)
 
@@ -260,23 +256,23 @@ def claim_folder(folder: Path, run: str) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     remove_leftovers(folder, CHECKPOINT_NAME)
     if not runs and read_claim(folder) != run:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CLAIM).write_text(run, encoding="utf-8")
+        make_folder(folder)
+        replace_file(folder / CLAIM, run.encode())
 
 
-def is_run_id(text: str) -> bool:
-    """Return whether a text is the identity of a run. A truncated one is not."""
-    return re.fullmatch(r"[0-9a-f]{16}", text) is not None
+def read_run_id(file: Path) -> str | None:
+    """Return the run that a file names, or None if it names none, or does not exist."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if file.is_file():  # not a pipe, for example, which would block
+            text = file.read_text(encoding="utf-8", errors="replace")
+            # A truncated one is none.
+            return text if re.fullmatch(r"[0-9a-f]{16}", text) else None
+    return None
 
 
 def read_claim(folder: Path) -> str | None:
     """Return the run that claims a folder and has no checkpoint in it yet, or None."""
-    claim = folder / CLAIM
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if claim.is_file():  # not a pipe, for example, which would block
-            text = claim.read_text(encoding="utf-8", errors="replace")
-            return text if is_run_id(text) else None
-    return None
+    return read_run_id(folder / CLAIM)
 
 
 def release_claim(folder: Path) -> None:

@@ -144,7 +144,8 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
             checkpoints are damaged or partial, a newer fnloop wrote the newest one, or the machines
             of the run do not share the folder.
         TypeError, ValueError: it is not a path.
-        OSError: a file cannot be read for a reason other than that it does not exist.
+        OSError, MemoryError: a file cannot be read for a reason other than that it does not exist,
+            or there is no memory for it. This is not damage: no older checkpoint is taken instead.
 
     Example:
         >>> from fnloop.testing import toy

@@ -310,7 +310,7 @@ def tensors_in(value: Json) -> Iterator[str]:
         >>> list(tensors_in(encode({"a": [torch.ones(1), 2.0]}, {}, "slots")))
         ['slots.a.0']
     """
-    if isinstance(value, dict) and "$tensor" in value:
+    if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
         yield value["$tensor"]
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:

@@ -7,7 +7,6 @@ by a crash), it is rewritten: into a temporary file beside it, which is then ren
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import itertools
@@ -21,7 +20,8 @@ from pathlib import Path
 import attrs
 
 from fnloop._backend.public import on_main_process
-from fnloop._checkpoint.retention import is_run_id
+from fnloop._checkpoint.disk import make_folder, remove_parts, replace_file
+from fnloop._checkpoint.retention import read_run_id
 from fnloop._core.call import Call
 from fnloop._core.events import RECORD
 from fnloop._core.history import History, records_since
@@ -40,7 +40,8 @@ def to_csv(path: _Path) -> TableWriter:
     """Keep a table of the history in a CSV file: epoch, step, seconds, a column for each metric.
 
     Each record is written at once, so a kill loses none. The file equals ``state.history``: a run
-    that is resumed from an earlier checkpoint cuts off the rows after it. A file belongs to one
+    that is resumed from an earlier checkpoint cuts off the rows after it, and one that is started
+    again after a power failure writes the rows that the disk has lost. A file belongs to one
     run; another run is refused before its first update, and the file is not touched. A closing
     record has 1 in the column ``closing``, which exists only if there is such a record. If a record
     lacks a metric, its cell is empty. NaN and the infinities are ``nan``, ``inf`` and ``-inf``,
@@ -125,7 +126,10 @@ def _make_writer(
     file = folder_path(name, "path", path)
     folder = next(parent for parent in file.parents if parent.exists())
     found = _read_beginning(file) if file.is_file() else b""
-    if file.is_dir() or not folder.is_dir() or (found and not re.match(beginning, found)):
+    if found[:1] == b"\0" and read_run_id(_run_id_file(file)) is not None:
+        found = found.lstrip(b"\0")  # a power failure may put zeros in the place of rows
+    is_other = found and not re.match(beginning, found)
+    if file.is_dir() or not folder.is_dir() or is_other:
         raise ValueError(
             f"{name}({typed!r}): there is something else at that path. Give another path, or "
             "remove what is there"
@@ -136,6 +140,11 @@ def _make_writer(
 def _read_beginning(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(1000)
+
+
+def _run_id_file(path: Path) -> Path:
+    """Return the hidden file next to a table that holds the identity of its run."""
+    return path.with_name(f".{path.name}.run")
 
 
 @attrs.define(repr=False, eq=False)
@@ -189,34 +198,32 @@ class TableWriter(Hook):
 
     def settle(self, state: TrainState) -> TrainState:
         """Make the file equal to the history of a run that has already ended, if it is its file."""
-        first = self._read_first_row() if state.backend.rank == 0 else None
-        if first is not None and self._belongs_to(state, first):
+        if state.backend.rank == 0 and self._belongs_to(state):
+            remove_parts(self.path.resolve())
             self._count = None
             self._update(state)
         return state
 
-    @property
-    def _run_id_file(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.run")
-
     def _claim(self, state: TrainState) -> None:
-        first = self._read_first_row()
-        if first is not None and not self._belongs_to(state, first):
+        if self._read_first_row() is not None and not self._belongs_to(state):
             raise ValueError(
                 f"{self!r}: {self.path} has the rows of another run. To continue that run, restore "
                 "its state first: state = resume(folder, state). To begin a new one, give it "
                 "another path, or move the file away"
             )
-        self._run_id_file.parent.mkdir(parents=True, exist_ok=True)
-        self._run_id_file.write_text(state.run_id, encoding="utf-8")
+        remove_parts(self.path.resolve())
+        file = _run_id_file(self.path)
+        if read_run_id(file) != state.run_id:
+            make_folder(file.parent)
+            replace_file(file, state.run_id.encode())
 
-    def _belongs_to(self, state: TrainState, first: str) -> bool:
+    def _belongs_to(self, state: TrainState) -> bool:
         """Return whether the file belongs to this run: by its hidden file, or by its first row."""
-        with contextlib.suppress(FileNotFoundError):
-            run_id = self._run_id_file.read_text(encoding="utf-8", errors="replace")
-            if is_run_id(run_id):
-                return run_id == state.run_id
-        if not len(state.history):
+        run = read_run_id(_run_id_file(self.path))
+        if run is not None:
+            return run == state.run_id
+        first = self._read_first_row()
+        if first is None or not len(state.history):
             return False
         expected = self.format_row(state.history[0], ())
         return _first_cells(first) == _first_cells(expected)
@@ -270,13 +277,8 @@ class TableWriter(Hook):
         path = self.path.resolve()  # so that a link stays a link
         if path.exists() and path.read_bytes() == text:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.part")
-        with temporary.open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        make_folder(path.parent)
+        replace_file(path, text)
 
 
 def _first_cells(row: str) -> list[str]:

@@ -13,12 +13,11 @@ from torch import Tensor
 from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.compare import Measured, describe_value, find_difference, measure
 from fnloop._checkpoint.format import COUNTERS, Contents
-from fnloop._checkpoint.history_blocks import decode_record
+from fnloop._checkpoint.history_blocks import decode_history
 from fnloop._checkpoint.read import read_alone
 from fnloop._checkpoint.save import collect_contents
 from fnloop._core.history import History
 from fnloop._core.record import Record
-from fnloop._core.serialize import decode
 from fnloop._core.state import TrainState
 from fnloop._display import html
 from fnloop._display.tables import Cell, Column, table_html, table_lines
@@ -201,7 +200,7 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
 
 
 def _records(contents: Contents) -> History:
-    return History(decode_record(decode(row, {})) for row in contents.facts.get("history", ()))
+    return decode_history(contents.facts.get("history", ()))
 
 
 def _first_setting(kind: str, a: Contents, b: Contents, names: Sequence[str]) -> Finding | None:

@@ -1,5 +1,6 @@
 """A checkpoint is complete or absent; what a save may replace and what it cleans up."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import fnloop as fl
+from fnloop._checkpoint import atomic_write, history_blocks
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.ones(1)
@@ -207,6 +209,70 @@ def test_leftovers_of_a_killed_prune_are_removed_when_a_run_begins(tmp_path):
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
+LEFT = {
+    "a cut backup": ".a.old/model.safetensors",
+    "a backup that NFS keeps": ".a.old/.nfs000000000001",
+    "a cut one that is being removed": ".a.removing-0123456789ab/.nfs000000000001",
+    "a half of safetensors without a lock": ".a.writing-0123456789ab/.tmpAb_C12",
+}
+
+
+@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+def test_what_is_left_of_a_checkpoint_never_blocks_a_save_and_is_removed(tmp_path, left):
+    path = fl.save(toy(w=1.0), tmp_path / "a")
+    (tmp_path / left).parent.mkdir()
+    (tmp_path / left).write_bytes(b"left")
+    fl.save(toy(w=2.0), path)
+    assert names(tmp_path) == ["a"]
+    assert fl.restore(path, toy()).model.w.item() == 2.0
+
+
+def test_a_kill_while_the_old_checkpoint_is_removed_does_not_block_the_next_save(
+    tmp_path, monkeypatch
+):
+    """Whichever file is removed first: here it is the manifest."""
+    path = fl.save(toy(w=1.0), tmp_path / "a")
+
+    def cut(folder, **settings):
+        if (folder / "manifest.json").exists():
+            (folder / "manifest.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", cut)
+        fl.save(toy(w=2.0), path)
+    assert len(names(tmp_path)) == 2 and fl.restore(path, toy()).model.w.item() == 2.0
+    fl.save(toy(w=3.0), path)
+    assert names(tmp_path) == ["a"] and fl.latest(tmp_path) == path
+
+
+def test_leftovers_that_cannot_be_read_do_not_block_a_save(tmp_path, monkeypatch):
+    def unreadable(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    (tmp_path / ".a.removing").mkdir()
+    monkeypatch.setattr(atomic_write, "has_only_our_files", unreadable)
+    assert fl.restore(fl.save(toy(w=2.0), tmp_path / "a"), toy()).model.w.item() == 2.0
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path, monkeypatch, umask, background):
+    monkeypatch.setattr(history_blocks, "BLOCK", 2)
+    tables = (fl.to_csv(tmp_path / "t" / "a.csv"), fl.to_jsonl(tmp_path / "t" / "a.jsonl"))
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path / "run", background=background))
+    steps = fl.pipeline(fl.ema(0.5))(toy_loss)
+    before = os.umask(umask)
+    try:
+        fl.fit(steps, toy(), [ONE], epochs=3, hooks=(*tables, saves))
+    finally:
+        os.umask(before)
+    modes = {p: p.stat().st_mode & 0o777 for p in tmp_path.rglob("*")}
+    kinds = {path.suffix for path in modes}
+    assert {".safetensors", ".json", ".jsonl", ".csv", ".run"} <= kinds
+    assert modes == {p: (0o777 if p.is_dir() else 0o666) & ~umask for p in modes}
+
+
 def test_resume_finds_a_checkpoint_killed_between_two_renames(tmp_path):
     fl.save(fl.fit(step, toy(), [ONE] * 4, hooks=()), tmp_path / "final")
     (tmp_path / "final").rename(tmp_path / ".final.old")
@@ -237,3 +303,31 @@ def test_a_checkpoint_is_flushed_before_it_is_renamed(tmp_path, monkeypatch, rep
     renamed = events.index("a was renamed")
     assert {item.stat().st_ino for item in (path, *path.iterdir())} <= {*events[:renamed]}
     assert tmp_path.stat().st_ino in events[renamed:]
+
+
+@pytest.mark.parametrize("write", ["save", "claim", "table"])
+def test_the_names_of_new_folders_are_flushed(tmp_path, monkeypatch, write):
+    """A power failure may otherwise take the run with its folder."""
+    flushed, fsync, folder = set(), os.fsync, tmp_path / "runs" / "a"
+
+    def flush(descriptor):
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    if write == "save":
+        fl.save(toy(), folder / "last")
+    else:
+        hook = fl.checkpoint(folder) if write == "claim" else fl.to_csv(folder / "a.csv")
+        hook.begin(toy())
+    files = [path for path in folder.iterdir() if path.is_file()]
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "runs", folder, *files)} <= flushed
+
+
+def test_a_failed_write_names_its_file(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic_write, "write_tensors", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*\.safetensors'"):
+        fl.save(toy(), tmp_path / "a")

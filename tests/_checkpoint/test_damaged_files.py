@@ -2,19 +2,24 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
+import json
 import os
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from crafted import craft
 from killed_run import toy_fit
 
 import fnloop as fl
-from fnloop._checkpoint import format
-from fnloop.testing import assert_same, stochastic
+from fnloop._checkpoint import format, slices
+from fnloop.testing import Toy, assert_same, stochastic, toy_loss
 
 
 def names_in(folder):
@@ -251,6 +256,174 @@ def test_an_unreadable_file_is_an_error_and_not_damage(shelf, given, monkeypatch
         with pytest.raises(OSError, match="Input/output error"):
             call()
     assert_same(state, given[0])
+
+
+NUMBERS = ("EIO", "EMFILE", "EACCES", "ESTALE", "ENOENT")
+
+
+@contextlib.contextmanager
+def failing_after_its_checksum(file, number):
+    """Let the second opening of a file fail: the first one is for its checksum."""
+    opened, original = [], Path.open
+
+    def open_once(path, *args, **kwargs):
+        if path == file:
+            opened.append(path)
+            if len(opened) > 1:
+                raise OSError(number, os.strerror(number), str(path))
+        return original(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", open_once)
+        yield
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_file_that_cannot_be_read_again_is_an_error_and_not_damage(shelf, given, name):
+    """A run must not go back to an older checkpoint because of it."""
+    folder, (_, newer), _, (_, right) = shelf
+    for file in newer.glob("*.safetensors"):
+        for read, path in ((fl.restore, newer), (fl.resume, folder)):
+            state = fl.snapshot(given[0])
+            with (
+                failing_after_its_checksum(file, getattr(errno, name)),
+                pytest.raises(OSError) as caught,
+            ):
+                read(path, state)
+            assert (caught.value.errno, caught.value.filename) == (getattr(errno, name), str(file))
+            assert_same(state, given[0])
+    assert_same(fl.resume(folder, fl.snapshot(given[0])), right)
+
+
+NO_MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [(NO_MEMORY, MemoryError), ("a mistake of fnloop", RuntimeError)]
+)
+@pytest.mark.parametrize("call", [1, 2, 9])
+def test_no_memory_for_a_tensor_is_an_error_and_not_damage(
+    shelf, given, said, expected, call, monkeypatch
+):
+    folder, (_, newer), _, _ = shelf
+    calls, original = [], slices.empty if expected is RuntimeError else torch.empty
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) >= call:
+            raise RuntimeError(said)
+        return original(*args, **kwargs)
+
+    for read, path in ((fl.restore, newer), (fl.resume, folder)):
+        state = fl.snapshot(given[0])
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch if expected is MemoryError else slices, "empty", fail)
+            with pytest.raises(expected) as caught:
+                read(path, state)
+        assert type(caught.value) is expected
+        assert_same(state, given[0])
+
+
+# --- crafted contents, with right checksums
+
+VALUES = (None, [], {}, "x", float("inf"), -1, True)
+READERS = {
+    "latest": lambda folder, path, state: fl.latest(folder),
+    "best": lambda folder, path, state: fl.best(folder),
+    "resume": lambda folder, path, state: fl.resume(folder, state),
+    "restore": lambda folder, path, state: fl.restore(path, state),
+    "diff": lambda folder, path, state: fl.debug.diff(path, path),
+}
+crafted_step = fl.pipeline(fl.metric(one=lambda aux, batch: batch.mean()), fl.ema(0.5))(toy_loss)
+
+
+def new_for_crafting(kind, seed=0):
+    model = Toy()
+    if kind == "several":
+        optimizer = {"a": torch.optim.SGD([model.w], lr=0.1, momentum=0.9)}
+    else:
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    return fl.TrainState.create(model, optimizer, seed=seed)
+
+
+def train_for_crafting(state, **settings):
+    loaders = {"train": [torch.ones(1)] * 3, "valid": [torch.ones(1)]}
+    return fl.fit(crafted_step, state, loaders, record_every=fl.every(steps=1), **settings)
+
+
+def places(value, path=()):
+    """Yield where the values of JSON are. Of a list, the first two are enough."""
+    if path:
+        yield path
+    inside = value.items() if isinstance(value, dict) else ()
+    for key, inner in [*enumerate(value[:2])] if isinstance(value, list) else inside:
+        yield from places(inner, (*path, key))
+
+
+def put(tree, path, value):
+    *first, last = path
+    for key in first:
+        tree = tree[key]
+    tree[last] = value
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [
+        ("AdamW", 0),  # one value for each place
+        pytest.param("AdamW", slice(None), marks=pytest.mark.slow),
+        pytest.param("several", slice(None), marks=pytest.mark.slow),
+    ],
+)
+def test_any_value_of_json_may_be_crafted(kind, which, tmp_path):
+    """A reader works, or raises CheckpointError. It never changes the state, or hides another."""
+    hooks = (fl.every(steps=1)(fl.checkpoint(tmp_path, keep=2, best="train/loss", keep_best=2)),)
+    state = train_for_crafting(new_for_crafting(kind), epochs=1, hooks=hooks, phase="head")
+    state = train_for_crafting(state, steps=2, hooks=hooks, phase="all")
+    *_, path = sorted(p for p in tmp_path.iterdir() if p.name.startswith("step"))
+    files = {file: file.read_bytes() for file in path.iterdir()}
+    state = new_for_crafting(kind, seed=1)
+    before, tried = fl.snapshot(state), 0
+    for name in ("state", "manifest"):
+        tree = json.loads(files[path / f"{name}.json"])
+        for i, place in enumerate(places(tree)):
+            if place == ("check",):
+                continue
+            values = VALUES[which] if isinstance(which, slice) else [VALUES[i % len(VALUES)]]
+            for value in values:
+                change = functools.partial(put, path=place, value=value)
+                craft(path, **{"facts" if name == "state" else "manifest": change})
+                check_readers(tmp_path, path, state, before, f"{name} {place} {value!r}")
+                tried += 1
+                for file, content in files.items():
+                    file.write_bytes(content)
+    print(f"{tried} crafted values")
+    assert tried > 100 and fl.latest(tmp_path) == path
+    assert_same(fl.restore(path, state), fl.restore(path, before))
+
+
+def check_readers(folder, path, state, before, what):
+    for name, read in READERS.items():
+        given = fl.snapshot(before) if name in ("resume", "restore") else state
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = read(folder, path, given)
+        except fl.CheckpointError:
+            assert name not in ("latest", "best"), f"{name} of {what}"
+            assert_same(given, before)
+        except Exception as error:
+            raise AssertionError(f"{name} of {what}: {type(error).__name__}: {error}") from error
+        else:
+            if name in ("latest", "best"):
+                # No checkpoint has the metric that a crafted one says to rank by.
+                assert found is not None or "('best',)" in what, f"{name} of {what}"
+            elif name == "restore" and what.startswith("state ('optimizer', 'state'"):
+                train_for_crafting(found, steps=found.step - 3 + 1, hooks=(), phase="all")
 
 
 def test_a_restored_state_does_not_depend_on_its_files(shelf, tmp_path):

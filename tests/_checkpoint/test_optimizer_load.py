@@ -3,6 +3,7 @@
 import copy
 import json
 
+import crafted
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -280,3 +281,27 @@ def test_an_optimizer_that_refuses_a_checkpoint_keeps_its_state_and_settings(tmp
         fl.restore(fl.save(make(), tmp_path / "a"), state)
     state = fl.fit(step, state, [ONE] * 3, steps=3, hooks=())
     assert state.model.w.item() == -6.0
+
+
+PLAIN = {
+    "a number": ("Adam", "exp_avg", -1),
+    "nothing": ("AdamW", "exp_avg_sq", None),
+    "a list": ("RMSprop", "square_avg", []),
+    "a count": ("Adam", "step", 2),
+    "momentum": ("SGD", "momentum_buffer", 0.5),
+}
+
+
+@pytest.mark.parametrize(("name", "key", "value"), PLAIN.values(), ids=PLAIN)
+def test_plain_data_in_the_place_of_a_tensor_is_refused(tmp_path, name, key, value):
+    """The next update would fail inside torch."""
+    more = {"momentum": 0.9} if name == "SGD" else {}
+    state = toy_state(lambda params: getattr(torch.optim, name)(params, lr=0.1, **more))
+    state = fl.fit(fl.pipeline()(toy_loss), state, [torch.ones(1)] * 2, hooks=())
+    path, before = fl.save(state, tmp_path / "a"), fl.snapshot(state)
+    change = lambda facts: facts["optimizer"]["state"]["w"].update({key: value})
+    with pytest.raises(
+        fl.CheckpointError, match=rf"{key} of w in the optimizer's state is .* cannot continue with"
+    ):
+        fl.restore(crafted.craft(path, facts=change), state)
+    assert_same(state, before)

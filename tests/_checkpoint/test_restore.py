@@ -189,7 +189,7 @@ def test_invalid_facts_are_refused_and_the_state_is_unchanged(tmp_path, change):
     check_refused(
         craft(path, facts=change),
         toy(w=7.0),
-        "cannot be restored|a parameter group|the optimizer's state",
+        "is damaged|cannot be restored|a parameter group|the optimizer's state",
     )
 
 

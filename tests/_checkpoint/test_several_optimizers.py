@@ -264,7 +264,7 @@ def test_parameters_beside_the_model_are_kept_by_the_name_of_their_optimizer(tmp
 def test_a_damaged_count_of_updates_is_found(tmp_path):
     state = attrs.evolve(pair(plain, plain), updates={"first": 0, "second": -1})
     path = fl.save(state, tmp_path / "a")
-    with pytest.raises(fl.CheckpointError, match="TypeError: second is -1"):
+    with pytest.raises(fl.CheckpointError, match=r"updates\.second is -1"):
         fl.restore(path, pair(plain, plain))
 
 

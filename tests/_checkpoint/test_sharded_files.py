@@ -1,5 +1,6 @@
 """A checkpoint whose tensors are parts in several files, as several processes write it."""
 
+import contextlib
 import json
 
 import pytest
@@ -88,15 +89,15 @@ WHOLE = shard(1, 0, 0), shard(2, 2, 0)
         (entry(), "its index lacks parts of w"),
         (entry(*WHOLE, dim=None), "its index lacks parts of w"),
         (entry(*WHOLE, dim=2), "does not say how w is split"),
-        (entry(*WHOLE, dim="0"), "does not say how w is split"),
+        (entry(*WHOLE, dim="0"), "model.w.dim is '0'"),
         (entry(*WHOLE, dtype="float64"), "is torch.float32 instead of torch.float64"),
         (entry(*WHOLE, dtype="load"), "does not say how w is split"),
         (entry(*WHOLE, shape=(4, 4)), "instead of"),
-        (entry(*WHOLE, shape=(4, -3)), "something else than whole numbers"),
-        (entry(*WHOLE, shape=(4, 3.0)), "something else than whole numbers"),
+        (entry(*WHOLE, shape=(4, -3)), "model.w.shape.1 is -3"),
+        (entry(*WHOLE, shape=(4, 3.0)), "model.w.shape.1 is 3.0"),
         (entry(shard(1, 0, 0), {**shard(2, 2, 0), "file": "../b"}), "the manifest does not list"),
-        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "key": "v"}), "cannot be read"),
-        ({}, "cannot be read"),
+        (entry(shard(1, 0, 0), {**shard(2, 2, 0), "key": "v"}), "it has no tensor 'v'"),
+        ({}, "model.w.shape is missing"),
         (entry(*WHOLE, shape=(10**15, 3)), "instead of"),
     ],
 )
@@ -121,15 +122,17 @@ def test_a_damaged_part_is_found(tmp_path):
 
 @pytest.mark.parametrize("most", [1, 24, 10**6])
 def test_a_slice_is_read_across_parts_some_rows_at_a_time(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(slices, "MOST_MAPPED", most)
+    monkeypatch.setattr(slices, "BLOCK", most)
     path = split_by_hand(tmp_path, *HALVES, {"w": entry(*WHOLE)})
     index = json.loads((path / "index.json").read_text())
-    found = decode_index(index, {"model-00001-of-00002.safetensors", WHOLE[1]["file"]})
+    names = {"model-00001-of-00002.safetensors", WHOLE[1]["file"]}
+    found = decode_index(index, names, path)
     whole, reader = found["model"]["w"], Slices(path)
     assert torch.equal(reader.read(whole, 1, 3, 0), NUMBERS[1:3])
     assert torch.equal(reader.read(whole, 1, 2, 1), NUMBERS[:, 1:2])
     assert reader.read(whole, 4, 4, 0).shape == (0, 3)
     assert torch.equal(reader.read(whole), NUMBERS)
+    reader.close()
 
 
 def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
@@ -137,6 +140,88 @@ def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
     assert load_file(path / "model.safetensors")["w"].unique().tolist() == [2.0]
     assert not (path / "index.json").exists()
     assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
+
+
+# --- the format of safetensors
+
+DTYPES = [d for d in slices.CODES if d is not torch.bool]
+TENSORS = {
+    **{str(d): torch.arange(48, dtype=torch.uint8).view(d).reshape(-1, 2) for d in DTYPES},
+    "bool": torch.tensor([True, False, True]),
+    "number": torch.tensor(3.0),
+    "nothing": torch.zeros(0, 3, dtype=torch.int16),
+    "columns": NUMBERS.T,
+    "one of them": NUMBERS[:1, 1],
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "negative": torch.tensor([1 + 2j]).conj().imag,
+    "tied": NUMBERS,
+    "tied too": NUMBERS,
+}
+
+
+def test_safetensors_reads_what_is_written_and_the_other_way_round(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    plain = {k: contiguous(t.resolve_conj().resolve_neg()) for k, t in TENSORS.items()}
+    with ours.open("wb") as file:
+        slices.write_tensors(TENSORS, file)
+    save_file(plain, theirs)
+    for path in (ours, theirs):
+        reader, loaded = slices.TensorFile(path), load_file(path)
+        assert {*reader.held} == {*loaded} == {*plain}
+        for name, value in plain.items():
+            for found in (reader.read(name), loaded[name]):
+                assert (found.dtype, found.shape) == (value.dtype, value.shape)
+                assert bits(found) == bits(value)
+        reader.close()
+
+
+def contiguous(tensor):
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def bits(tensor):
+    return contiguous(tensor).view(-1).view(torch.uint8).tolist()
+
+
+def header(data=bytes(8), **entries):
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def held(start=0, stop=8, shape=(2,), dtype="F32", **more):
+    return {"dtype": dtype, "shape": [*shape], "data_offsets": [start, stop], **more}
+
+
+WRONG = {
+    "empty": b"",
+    "cut": header(a=held())[:20],
+    "longer": header(a=held(), data=bytes(9)),
+    "shorter": header(a=held(), data=bytes(7)),
+    "not JSON": (2).to_bytes(8, "little") + b"{]",
+    "deep": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "endless": (1 << 62).to_bytes(8, "little") + b"{}",
+    "a list": (2).to_bytes(8, "little") + b"[]",
+    "no entry": header(a=3),
+    "a dtype": header(a=held(dtype="F31")),
+    "a shape": header(a=held(shape=(3,))),
+    "a negative shape": header(a=held(shape=(-1, -2))),
+    "an offset": header(a={**held(), "data_offsets": [0]}),
+    "backwards": header(a=held(8, 0)),
+    "twice": header(a=held(), b=held()),
+    "a hole": header(a=held(0, 4, (1,)), b=held(6, 8, (1,), "F16")),
+    "a shape beyond all": header(b"", a=held(0, 0, (0, 1 << 40, 1 << 40))),
+}
+
+
+@pytest.mark.parametrize("data", WRONG.values(), ids=WRONG)
+def test_a_file_that_has_no_tensors_is_damaged(tmp_path, data):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(data)
+    with (
+        pytest.raises(CheckpointError, match=r"a\.safetensors is damaged"),
+        contextlib.closing(slices.TensorFile(path)) as reader,
+    ):
+        reader.read("a")
 
 
 # --- a module, all or nothing

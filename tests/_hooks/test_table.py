@@ -3,9 +3,11 @@
 import csv
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import attrs
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import fnloop as fl
 from fnloop._backend.launch import Backend
+from fnloop._checkpoint import disk
 from fnloop.testing import toy, toy_loss
 
 ONE = [torch.ones(1)]  # an update lowers w by 1, so the training losses are 0, -1, -2, ...
@@ -123,6 +126,74 @@ def test_a_run_that_restarts_without_a_checkpoint_continues_its_file(writer, tmp
         writer.path.name,
         f".{writer.path.name}.run",
     }
+
+
+@pytest.mark.parametrize("lost", ["rows", "all", "table"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_table_that_a_power_failure_has_zeroed_or_lost_is_written_again(writer, lost, ended):
+    """Rows are not flushed, and the identity of the run next to them is."""
+    state = train(writer, epochs=2)
+    whole = writer.path.read_bytes()
+    kept = 0 if lost == "all" else whole.index(b"\n") + 1
+    writer.path.write_bytes(whole[:kept] + bytes(len(whole) - kept))
+    if lost == "table":
+        writer.path.unlink()
+    again = WRITERS[writer.path.suffix[1:]](writer.path)
+    state = train(again, state, epochs=2 if ended else 3)
+    assert rows(writer.path) == state.history.to_dicts() and len(state.history) == 3 - ended
+
+
+def test_zeros_that_no_run_owns_are_another_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(bytes(100))
+    with pytest.raises(ValueError, match="there is something else"):
+        fl.to_jsonl(path)
+    (tmp_path / ".a.jsonl.run").write_text("0123456789abcdef")
+    with pytest.raises(ValueError, match="has the rows of another run"):
+        train(fl.to_jsonl(path))
+    path.write_bytes(b"\0mine")
+    with pytest.raises(ValueError, match="there is something else"):
+        fl.to_jsonl(path)
+
+
+def test_what_a_killed_process_has_left_of_a_table_is_removed(writer):
+    folder, name = writer.path.parent, writer.path.name
+    state = train(writer, epochs=1)
+    held = folder / f".{name}.part-0123456789ab"
+    with disk.lock_file(held):  # as if another process was writing it
+        for part in (f".{name}.part", f".{name}.part-ba9876543210"):
+            (folder / part).write_text("half")
+        train(WRITERS[writer.path.suffix[1:]](writer.path), state, epochs=1)  # nothing to do
+        assert {p.name for p in folder.iterdir()} == {name, f".{name}.run", held.name}
+    train(WRITERS[writer.path.suffix[1:]](writer.path), state, epochs=2)
+    assert {p.name for p in folder.iterdir()} == {name, f".{name}.run"}
+
+
+def test_the_identities_of_a_run_are_whole_or_absent_on_the_disk(writer, tmp_path, monkeypatch):
+    """They are flushed under another name first: a power failure leaves no empty file."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def flush(descriptor):
+        fsync(descriptor)
+        events.append(os.fstat(descriptor).st_ino)
+
+    def move(source, target):
+        replace(source, target)
+        events.append(Path(target).name)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", move)
+    saves = fl.checkpoint(tmp_path / "run")
+    state = toy()
+    for hook, file in (
+        (writer, writer.path.with_name(f".{writer.path.name}.run")),
+        (saves, tmp_path / "run" / ".run"),
+    ):
+        events.clear()
+        hook.begin(state)
+        assert file.read_text() == state.run_id
+        at = events.index(file.name)
+        assert file.stat().st_ino in events[:at] and file.parent.stat().st_ino in events[at:]
 
 
 def test_a_closing_record_is_marked(writer):
