@@ -26,10 +26,10 @@ from fnloop._middleware.amp import amp
 from fnloop._middleware.channels_last import channels_last
 from fnloop._middleware.compiled import compiled
 from fnloop._middleware.derive import derive
-from fnloop._middleware.ema import ema, swa
-from fnloop._middleware.metric import metric as metric_
+from fnloop._middleware.metric import metric
 from fnloop._middleware.plateau import plateau
 from fnloop._middleware.tbptt import tbptt
+from fnloop._step.averaging import EvaluateAverage
 from fnloop._step.pipeline import LossStep, PipelineStep
 
 __all__ = ["check_metrics", "check_together", "read_hooks"]
@@ -94,10 +94,10 @@ def check_metrics(
         plateaus = [call for call in calls if call.factory is plateau]
         watched += [("plateau", str((*call.args, call.kwargs.get("key"))[0])) for call in plateaus]
     for owner, key in watched:
-        loader, _, metric = key.partition("/")
-        if not metric or loader not in loaders or key in reported or key in history:
+        loader, _, name = key.partition("/")
+        if not name or loader not in loaders or key in reported or key in history:
             continue
-        if (names := _evaluated_names(step, loader, metric)) is not None:
+        if (names := _evaluated_names(step, loader)) is not None:
             check_evaluated(owner, key, names)
 
 
@@ -110,25 +110,18 @@ def _is_of_user(hook: Hook) -> bool:
 _ADD_NOTHING = (amp, channels_last, compiled, tbptt)  # to the metrics of an evaluation
 
 
-def _evaluated_names(step: PipelineStep, loader: str, metric: str) -> list[str] | None:
-    """Return the names of the metrics of an evaluation; None if they are not known.
-
-    Args:
-        step: the step.
-        loader: the name of the loader.
-        metric: the metric that is looked for. Those of an average are not told one by one.
-    """
+def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
+    """Return the names of the metrics of a loader's evaluation; None if they are not known."""
     if type(step) is not LossStep:
         return None
-    names = ["loss"]
+    names, averages = ["loss"], [""]
     for member in step.pipeline.middleware:
         factory = None if member.call is None else member.call.factory
         if member.forward is None and member.evaluation is None and member.report is None:
             continue
-        if factory in (ema, swa):
-            if metric.startswith(f"{member.name}/"):
-                return None
-        elif factory in (metric_, derive):
+        if isinstance(member.evaluation, EvaluateAverage):
+            averages += () if member.evaluation.only else (f"{member.name}/",)
+        elif factory in (metric, derive):
             assert member.call is not None
             given = {k: v for k, v in member.call.kwargs.items() if k not in ("on", "loaders")}
             several = [v for v in given.values() if getattr(v, "key", None) is not None]
@@ -137,6 +130,7 @@ def _evaluated_names(step: PipelineStep, loader: str, metric: str) -> list[str] 
             names += given if not member.loaders or loader in member.loaders else ()
         elif factory not in _ADD_NOTHING:
             return None
+    names = [f"{average}{name}" for average in averages for name in names]
     return [*names, "time/evaluate"] if step.is_timed else names
 
 

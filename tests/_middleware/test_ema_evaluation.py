@@ -118,7 +118,7 @@ def test_a_hook_that_monitors_an_average_which_is_not_evaluated_says_what_is_mis
     with pytest.raises(KeyError) as caught:
         fl.fit(fl.pipeline(*members)(toy_loss), toy(), ([ONE], [ONE]), hooks=(stop,))
     assert caught.value.args[0] == (
-        "early_stop: there is no metric 'valid/ema/loss'; there are: train/loss, train/lr, "
+        "early_stop: there is no metric 'valid/ema/loss': this pipeline evaluates "
         'valid/loss. An average reports it beside "valid/loss" if the pipeline has '
         'ema(name="ema"), evaluated beside the model'
     )
