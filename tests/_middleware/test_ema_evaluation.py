@@ -227,7 +227,7 @@ def test_an_evaluation_writes_into_no_average():
     step = fl.pipeline(fl.ema(0.5))(curious_loss)
     state = fl.fit(step, state, ([ONE], [ONE] * 3), hooks=())
     assert state.slots["ema"]["total"].item() == 0.5
-    assert model.total.item() == 4.0  # as without the average
+    assert model.total.item() == 1.0  # of the update
 
 
 def test_an_error_in_the_evaluation_of_an_average_is_placed():
