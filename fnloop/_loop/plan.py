@@ -62,6 +62,7 @@ class Plan:
         record_every: when to make a record in any case; None means never.
         prefetch: how many windows are fetched ahead.
         phase: the name of the phase, or None.
+        may_stall: whether all updates of two epochs may be left out before a target in steps.
     """
 
     step: PipelineStep
@@ -73,6 +74,7 @@ class Plan:
     record_every: Moment | None
     prefetch: int
     phase: str | None
+    may_stall: bool = False
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins; a new phase begins here.

@@ -184,7 +184,7 @@ class Run:
             self._end()
         if self.is_over():
             self.state = end_phase(self.state, self.plan.phase)
-        elif self.plan.epochs is None and EPOCH in self.state.events:
+        elif EPOCH in self.state.events and not (self.plan.epochs or self.plan.may_stall):
             self.phase = "the end of the epoch"
             if (why := explain_no_updates(self.state, self.left_out)) is not None:
                 raise ValueError(why)

@@ -95,6 +95,7 @@ def train_trial(
     __tracebackhide__ = True
     moments = evaluate_every, None
     plan = make_plan(step, copied, loaders, epochs, steps, hooks, *moments, prefetch=1, phase=None)
+    plan = attrs.evolve(plan, may_stall=True)  # its hooks end it
     *_, reached = train_epochs(plan, copied, Interrupts(is_alone(copied)))
     if reached.stop == INTERRUPTED:
         raise KeyboardInterrupt

@@ -203,10 +203,10 @@ def test_an_evaluation_that_changes_training_is_found():
         def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.ones(()))
-            self.register_buffer("seen", torch.zeros(()))
+            self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)  # no buffer: it stays
 
         def forward(self, x):
-            self.seen += 1
+            self.seen.data.add_(1)
             return self.w * x * self.seen
 
     model = Remembering()
