@@ -122,7 +122,6 @@ def resumed(folder):
                 again = trained(fl.resume(own / "half", made(kind, 2.0)), 3)
                 found[f"{kind} of {n}"] = {
                     "kept": kept, "weights": weights(trained(half, 3)), "again": weights(again),
-                    "alone": said(lambda path=own: fl.latest(path / "half").name),
                 }  # fmt: skip
     return found
 
