@@ -141,29 +141,6 @@ class Fault(AssertionError):
 # --- faults that are known. Empty it when they are mended.
 
 
-def _f2(program: Program, cuts: Sequence[Cut]) -> bool:
-    """Where an epoch ends, what is evaluated at the end only joins the record of the epoch."""
-    return "at_end" in program.evaluate_every + program.record_every and any(
-        cut.how == "target" for cut in cuts
-    )
-
-
-def _f5(program: Program, cuts: Sequence[Cut]) -> bool:
-    """ends="epoch" where the epoch has just ended ends the next one too, after a cut."""
-    hooks = [hook for hook in program.hooks if "end_epoch(" in hook]
-    return bool(cuts) and any("s.batch ==" not in hook for hook in hooks)
-
-
-def _f9(program: Program, cuts: Sequence[Cut]) -> bool:
-    """spike_guard goes back to where a phase began, and the rate is not the schedule's."""
-    return program.has("back") and program.has("fl.schedule(") and program.has_phases
-
-
-def _beyond(program: Program, cuts: Sequence[Cut]) -> bool:
-    """A call of fit whose target was passed long ago settles hooks, and continues a boundary."""
-    return len(program.fits) > 1 and not program.has_phases and bool(cuts)
-
-
 def _waits(program: Program, cuts: Sequence[Cut]) -> bool:
     """inspect forgets that it waits for the next evaluation."""
     return program.has("fl.inspect") and bool(cuts)
@@ -181,27 +158,10 @@ def _half_a_fetch(program: Program, cuts: Sequence[Cut]) -> bool:
     return draws and any(c.at == "loader" and c.how in ("fail", "interrupt") for c in cuts)
 
 
-def _twice(program: Program, cuts: Sequence[Cut]) -> bool:
-    """The host's generators are lost if the first fetch after a cut fails too."""
-    several = sum(cut.how in ("fail", "interrupt") for cut in cuts) > 1
-    return several and "draws" in program.loss
-
-
-def _rebound(program: Program, cuts: Sequence[Cut]) -> bool:
-    """A guard does not put back the buffers in whose place the model has put others."""
-    return "rebound" in program.model and program.has("skip_nonfinite", "spike_guard", "retry")
-
-
 KNOWN: dict[str, Callable[[Program, Sequence[Cut]], bool]] = {
-    "F2": _f2,
-    "F5": _f5,
-    "F9": _f9,
-    "beyond": _beyond,
     "waits": _waits,
     "again": _again,
     "half-a-fetch": _half_a_fetch,
-    "twice": _twice,
-    "rebound": _rebound,
 }
 
 

@@ -143,7 +143,8 @@ def detached_from_run(state: TrainState) -> TrainState:
     ownership_of(state).seconds = state.run.stopwatch.spent()
     generators = position = None
     if state.batch:
-        generators = HostGenerators.capture()
+        # Those of the state are not installed yet, if the first fetch of a run has failed.
+        generators = state.generators or HostGenerators.capture()
         # A state that a hook went back to has its own.
         position = state.position or state.run.position_at(state.epoch, state.batch)
     return attrs.evolve(state, run=None, generators=generators, position=position)

@@ -49,9 +49,12 @@ def train_epochs(
     __tracebackhide__ = True
     tell = inform_on_main if plan.passes_over(state) else warn_on_main
     state = plan.begin(state)
-    if plan.is_over(state) and not has_left(state, plan.phase):
+    past = plan.is_past(state)
+    if past or (plan.is_over(state) and not has_left(state, plan.phase)):
         tell(state, plan.why_nothing_to_do(state))
-        yield _settle(plan, state)
+        # Past its target it is in the middle of another run, of a later call of the same script:
+        # what is left is that run's.
+        yield state if past else _settle(plan, state)
         return
     run, backend = Run(plan, state), state.backend
     window, source = plan.step.window, run.source

@@ -125,6 +125,12 @@ class Plan:
             or self._is_done(state)
         )
 
+    def is_past(self, state: TrainState) -> bool:
+        """Return whether a state is further than the target of the run."""
+        return (self.steps is not None and state.step > self.steps) or (
+            self.epochs is not None and (state.epoch, state.batch) > (self.epochs, 0)
+        )
+
     def _is_done(self, state: TrainState) -> bool:
         phase = None if self.phase is None else phase_of(state, self.phase)
         return phase is not None and phase.done

@@ -158,8 +158,9 @@ class Run:
         else:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
+        left = () if BOUNDARY in state.left else state.left
+        self.state = attrs.evolve(state, generators=None, left=left)
         if BOUNDARY in state.left:
-            self.state = attrs.evolve(state, left=())
             return self.boundary(ended)
         if self.only_ends():
             return True
