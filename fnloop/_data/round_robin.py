@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
-from fnloop._backend.collectives import ORDER_MISMATCH, all_reduce_max, gather_from_all
+from fnloop._backend.collectives import (
+    ORDER_MISMATCH,
+    all_reduce_max,
+    gather_from_all,
+    rank_and_size,
+)
 from fnloop._backend.containers import parts_of
 from fnloop._backend.transfer import tensors_in
 from fnloop._backend.watchdog import DIVERGED
@@ -252,7 +257,7 @@ class RoundRobin(SingleProcess):
         if all(alike(glimpse, once_more) for glimpse, once_more in everywhere):
             raise RuntimeError(f"{DIVERGED}: {_OTHER_DATA.format(other)}")
         self._compares = self.samples = False
-        if self.rank == 0:
+        if rank_and_size()[0] == 0:
             log.warning(_RANDOM_DATA, other)
 
 
