@@ -9,6 +9,7 @@ import torch
 
 from fnloop._core.average import check_not_averaged
 from fnloop._core.call import name_of
+from fnloop._core.carry import updates_of_call
 from fnloop._core.events import START
 from fnloop._core.frozen import put_back_restored
 from fnloop._core.history import History
@@ -126,8 +127,12 @@ class Plan:
         )
 
     def is_past(self, state: TrainState) -> bool:
-        """Return whether a state is further than the target of the run."""
-        return (self.steps is not None and state.step > self.steps) or (
+        """Return whether a state is further than this run would have got.
+
+        Its last call of the step may have gone beyond the target, with the windows of ``tbptt``.
+        """
+        before = state.step - updates_of_call(state)
+        return (self.steps is not None and before >= self.steps) or (
             self.epochs is not None and (state.epoch, state.batch) > (self.epochs, 0)
         )
 

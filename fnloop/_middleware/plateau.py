@@ -12,7 +12,7 @@ from fnloop._core.monitor import better, check_monitored, mode_of
 from fnloop._core.optimizers import groups_in
 from fnloop._core.phase import SINCE, first_record
 from fnloop._core.record import Record
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, owns_handles
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._step.rates import RATIO, keep_settings, put_settings_back, set_number
@@ -128,13 +128,17 @@ def plateau(
                 group[RATIO] = ratio
             numbers = [group["lr"] for group in groups]
             try:
-                state, out = step(state, batch)
+                new, out = step(state, batch)
+            except BaseException:
+                if owns_handles(state):  # nothing was updated, as where an update is left out
+                    put_settings_back(kept, "lr", numbers)
+                raise
             finally:
                 for group in groups:
-                    del group[RATIO]
+                    group.pop(RATIO, None)
             if out.skip is not None:
                 put_settings_back(kept, "lr", numbers)
-            return state, out
+            return new, out
 
         return lowered
 

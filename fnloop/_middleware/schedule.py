@@ -21,7 +21,7 @@ from fnloop._core.optimizers import (
     was_scheduled,
 )
 from fnloop._core.run_length import explain_unknown_length
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, owns_handles
 from fnloop._core.types import Batch, Output, Step
 from fnloop._display import checks
 from fnloop._display.log import log
@@ -100,10 +100,15 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
             if total != state.slots.get(name, total):
                 group = next(iter(groups.values()))
                 state = _replan(state, name, fn, field, group, factor)
-            state, out = step(state, batch)
+            try:
+                new, out = step(state, batch)
+            except BaseException:
+                if owns_handles(state):  # nothing was updated, as where an update is left out
+                    put_settings_back(kept, field, numbers)
+                raise
             if out.skip is not None:
                 put_settings_back(kept, field, numbers)
-            return state, report(out, used, "schedule")
+            return new, report(out, used, "schedule")
 
         return scheduled
 
