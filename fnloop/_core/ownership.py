@@ -31,7 +31,15 @@ class Ownership(Generic[State]):
         seconds: the seconds that runs of this state have taken, until it last left one.
     """
 
-    __slots__ = ("__weakref__", "compared", "generation", "newest", "own_metrics", "seconds")
+    __slots__ = (
+        "__weakref__",
+        "compared",
+        "equal_at",
+        "generation",
+        "newest",
+        "own_metrics",
+        "seconds",
+    )
 
     def __init__(self, own_metrics: Iterable[str] = (), seconds: float = 0.0) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
@@ -39,11 +47,13 @@ class Ownership(Generic[State]):
         self.newest: State | None = None  # what the last update made, until it is counted
         # Where the weights of all processes were last compared, and how far norms were apart.
         self.compared: tuple[int, float] = (0, 0.0)
+        self.equal_at: int | None = None  # the last step at which they were not
 
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
         made: Ownership[State] = Ownership(self.own_metrics, self.seconds)
         made.compared = self.compared[0] - generation, self.compared[1]
+        made.equal_at = self.equal_at
         return made
 
 
