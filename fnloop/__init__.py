@@ -246,11 +246,10 @@ functions that exchange something, `sharded`, `alternate`, `raw`, `tbptt`, `cuda
 *Hooks.* All processes must decide alike: by the history, by counters, by `every(seconds=...)`,
 whose clock is shared, or by `reduce(state.metrics)`. If processes diverge, also before the first
 update, the run fails within a minute, and the error names the process, the call it waits in, and
-the step. If one waits for the
-others for more than 30 seconds, it says where. A SIGTERM or SIGUSR1 to one process is obeyed by
-all, after the same update. Loader workers survive a SIGTERM that is sent to all processes of a
-job. When a process fails or is killed, all others end within seconds, and its traceback is on
-stderr.
+the step. If one waits for the others for more than 30 seconds, it says where. A SIGTERM or SIGUSR1
+to one process is obeyed by all, after the same update. Loader workers survive a SIGTERM that is
+sent to all processes of a job. When a process fails or is killed, all others end within seconds,
+and its traceback is on stderr.
 
 *Restarts.* Under `torchrun --max-restarts 3`, a script with `resume` ends bit for bit as if it
 had not been killed, if fnloop joins the processes. If something else does (`fully_shard` before

@@ -32,7 +32,6 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -108,7 +107,7 @@ def _is_part(value: object) -> bool:
 # A shape is a type; a function that returns whether a value has it; a tuple of shapes, one of which
 # a value has; a list of the shape of all items; or a dict of the shapes of a mapping's values by
 # name, where "name?" may be missing, and "*" stands for all other names.
-Shape = Any
+Shape = object
 ANY = object
 COUNT = _is_count
 NUMBER = (int, float)
@@ -224,7 +223,7 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
     elif shape is None or isinstance(shape, type):
         right = shape is ANY or type(value) is (shape or type(None))
     else:
-        right = shape(value)
+        right = callable(shape) and bool(shape(value))
     if not right:
         return (), f"is {describe(value)}"
     for key, item, one in inside:

@@ -216,7 +216,7 @@ def _copy_tensor(tensor: Tensor, edge: int) -> Tensor:
     return part.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _references_of(item: object) -> list[Any]:
+def _references_of(item: object) -> list[object]:
     """Return what an object refers to."""
     if isinstance(item, CONTAINERS):
         return _inside(item)
@@ -232,7 +232,7 @@ def _references_of(item: object) -> list[Any]:
     return list(vars(item).values()) if hasattr(item, "__dict__") else []
 
 
-def _inside(container: Collection[Any]) -> list[Any]:
+def _inside(container: Collection[object]) -> list[object]:
     """Return what a container holds, with the keys of a mapping."""
     return [*container, *(container.values() if isinstance(container, Mapping) else ())]
 

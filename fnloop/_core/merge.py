@@ -104,6 +104,7 @@ def check_alike(state: TrainState, what: str) -> None:
         name = [*norms][apart.index(worst)]
         _raise_apart(state, name, norms[name], what)
     owner.compared = now, worst
+    owner.equal_at = owner.equal_at if worst else state.step
 
 
 def check_counters_alike(most: Sequence[float], least: Sequence[float]) -> None:
@@ -120,9 +121,11 @@ def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoRetu
     low, high = min(every), max(every)
     trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
     is_trained = id(state.model.get_parameter(name)) in trained
+    step = ownership_of(state).equal_at
+    equal = "" if step is None else f"All norms were last equal at step {step}. "
     raise RuntimeError(
         f"{DIVERGED}: the norm of the weight {name} is from {low:.9g} in process "
-        f"{every.index(low)} to {high:.9g} in process {every.index(high)}. "
+        f"{every.index(low)} to {high:.9g} in process {every.index(high)}. {equal}"
         f"{_BY_HOOK if is_trained else _BY_LOSS}"
     )
 

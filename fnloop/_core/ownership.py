@@ -38,6 +38,7 @@ class Ownership(Generic[State]):
         "__weakref__",
         "compared",
         "copies",
+        "equal_at",
         "generation",
         "newest",
         "own_metrics",
@@ -56,11 +57,13 @@ class Ownership(Generic[State]):
         self.newest: State | None = None  # what the last update made, until it is counted
         # Where the weights of all processes were last compared, and how far norms were apart.
         self.compared: tuple[int, float] = (0, 0.0)
+        self.equal_at: int | None = None  # the last step at which they were not
 
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
         made: Ownership[State] = Ownership(self.own_metrics, self.seconds, self.copies)
         made.compared = self.compared[0] - generation, self.compared[1]
+        made.equal_at = self.equal_at
         return made
 
 

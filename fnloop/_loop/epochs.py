@@ -67,9 +67,8 @@ def train_epochs(
                     seed, state = run.begin_epoch(), run.state
                     at = (state.epoch, state.batch, state.samples)
                     size = None if window == 1 else source.rounds_in_update(plan.window_in(state))
-                    batch: Any = None
-                    feed: Any = None
-                    step: Any = None
+                    nothing: Any = None
+                    batch = feed = step = nothing
                     # An epoch that will not be trained is not begun, but one that was left in the
                     # middle is, for the position of its loader and its generators.
                     over = run.only_ends() and not state.batch

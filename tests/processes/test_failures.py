@@ -118,7 +118,7 @@ def its_own():
             new, out = step(state, batch)
             if state.step >= 2 and rank() == world() - 1:
                 for p in new.model.parameters():
-                    p.grad.mul_(1.01)
+                    p.grad.mul_(1.1)
             return new, out
 
         return scaled
@@ -142,6 +142,7 @@ def saved_by(folder, way, healthy):
         fl.save(state, folder / f"step-{state.step:08d}")
         return state
 
+    torch.manual_seed(0)
     model = network()
     shard = fully_shard if way == "sharded" else lambda model: None
     shard(model)
@@ -167,7 +168,7 @@ SAVES = ("hook", "background", "fl.save", "average", "two optimizers", "exact", 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("way", SAVES)
 def test_a_state_that_has_diverged_is_not_saved(launched, way, n):
-    """Norms differ by less than 0.001 at the end of the run."""
+    """Some norms differ by less than 0.001, which is the tolerance of many updates."""
     for mine in launched(saves, n):
         steps = [f"step-{step:08d}" for step in (2, 4, 6)]
         assert mine[f"{way}, healthy"] == [6, steps]
@@ -178,3 +179,4 @@ def test_a_state_that_has_diverged_is_not_saved(launched, way, n):
         assert kept == steps[:1]
         assert end.startswith("RuntimeError: the processes have diverged: the norm of the weight ")
         assert f" in process {n - 1}" in end and " in process 0" in end
+        assert "All norms were last equal at step 2. " in end
