@@ -1298,6 +1298,34 @@ SMALLEST: dict[str, tuple[Program, tuple[Cut, ...]]] = {
         Program(train="batches(2)", hooks=("fl.restore_best('valid/loss', 'max')",), fits=TWO_FITS),
         (Cut("fail", "training", 5),),
     ),
+    "a guard at the target": (
+        Program(
+            train="located(2, nan=(0,))",
+            valid={"valid": "checked(1, first=50)"},
+            members=("fl.skip_nonfinite(1)", "fl.accumulate(3)"),
+            evaluate_every="fl.at_end()",
+            fits=({"epochs": 1, "phase": "b"}, {"epochs": 1, "phase": "c"}),
+        ),
+        (Cut("interrupt", "evaluated loader", 1),),
+    ),
+    "a target overstepped": (
+        Program(
+            train="sequences(4)",
+            valid={},
+            members=("fl.tbptt(2)",),
+            fits=({"steps": 9, "phase": "a"}, {"steps": 7, "phase": "b"}),
+        ),
+        (Cut("interrupt", "hook", 8),),
+    ),
+    "a rate that failed": (
+        Program(
+            train="batches(3, skip=(1, 2,))",
+            valid={},
+            members=("fl.schedule(decay)",),
+            fits=({"epochs": 1, "steps": 3},),
+        ),
+        (Cut("fail", "training", 1),),
+    ),
     "waits": (
         Program(
             train="batches(3)",

@@ -16,7 +16,7 @@ from fnloop._core.record import Record
 from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
 from fnloop._core.running import without_recent
 from fnloop._core.state import TrainState, ownership_of
-from fnloop._core.stops import BOUNDARY, FLUSH, End, end_in, ends_run, first_stop, is_interruption
+from fnloop._core.stops import BOUNDARY, FLUSH, End, end_in, first_stop, is_interruption
 from fnloop._core.types import Metric
 from fnloop._data.source import num_updates
 from fnloop._hooks.wrapper import Hook
@@ -111,7 +111,7 @@ class Run:
         self.first_batch, self.batches_in_epoch = self.state.batch, 0
         ahead = self.plan.prefetch * self.info.window
         self.source.positions.begin(self.state.position, ahead)
-        self.state = _leave_end(
+        self.state = self._leave_end(
             attrs.evolve(
                 self.state, events=_events(self.state), position=None,
                 ends=self.state.ends if self.state.batch else None,
@@ -276,8 +276,7 @@ class Run:
             elif isinstance(action, Collect):
                 self._collect(state, action.loaders)
             elif isinstance(action, Leave):
-                events = state.events - {END}
-                state = attrs.evolve(state, left=(action.end,), events=events)
+                state = attrs.evolve(state, left=(action.end,), events=state.events - {END})
             else:
                 self.state = state
                 self.unfinished = END if END in state.events else None
@@ -296,7 +295,7 @@ class Run:
         if self.interrupts.stop is not None:
             self.state = self.interrupts.apply(self.state)
         if self.state.stop is not None:  # by a guard, in the step
-            self.state = _leave_end(self.state)
+            self.state = self._leave_end(self.state)
         if self.plan.hooks:
             self._call_hooks(self.plan.hooks)
 
@@ -309,13 +308,38 @@ class Run:
             new = check_returned(hook, hook(self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
-                new = _settled(self.state, new)
+                new = self._settled(self.state, new)
             self.state = new
         self.rolled_back = self.state.model is not before.model
         if self.state.run is None:
             self.state = attrs.evolve(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
             self.state = complete(self.plan.step, self.state)
+
+    def _settled(self, before: TrainState, new: TrainState) -> TrainState:
+        """Return the state that a hook has returned as the run continues with it."""
+        stop = first_stop(before.stop, new.stop)
+        if stop is not new.stop:
+            new = attrs.evolve(new, stop=stop)
+        if new.ends is not None and not new.batch:  # the epoch has just ended: there is none to end
+            new = attrs.evolve(new, ends=None)
+        return self._leave_end(new)
+
+    def _leave_end(self, state: TrainState) -> TrainState:
+        """Return the state with the end of the run left to do, if it is over, and why.
+
+        There is nothing to leave where the boundary itself makes the end, at the target. A hook may
+        take a stop back; a target stays reached.
+        """
+        if END in state.events or is_interruption(state.stop):
+            return state
+        end = end_in(state.left)
+        if state.stop is None and (end is None or not self.plan.is_reached(state)):
+            return state if end is None else attrs.evolve(state, left=())
+        if end is not None and end.stop == state.stop:
+            return state
+        others = tuple(action for action in state.left if action is not end)
+        return attrs.evolve(state, left=(*others, End(state.stop)))
 
     def _collect(self, state: TrainState, loaders: Iterable[str]) -> None:
         """Evaluate loaders for the hooks that ask for outputs at the end. No record has this."""
@@ -404,27 +428,3 @@ def _events(state: TrainState) -> frozenset[str]:
     if BOUNDARY in state.left:
         return state.events & {UPDATE}
     return state.events if state.left else frozenset()
-
-
-def _leave_end(state: TrainState) -> TrainState:
-    """Return the state with its end left to do, if a hook or a guard has stopped the run.
-
-    At the target of the run there is nothing to leave: its last boundary makes the end.
-    """
-    if END in state.events or (state.stop is not None and not ends_run(state.stop)):
-        return state
-    end = end_in(state.left)
-    if state.stop is None:
-        # The end that a target leaves stays. That of a stop is void if a hook takes the stop back.
-        return state if end is None or end.stop is None else attrs.evolve(state, left=())
-    return state if end is not None else attrs.evolve(state, left=(*state.left, End(state.stop)))
-
-
-def _settled(before: TrainState, new: TrainState) -> TrainState:
-    """Return the state that a hook has returned as the run continues with it."""
-    stop = first_stop(before.stop, new.stop)
-    if stop is not new.stop:
-        new = attrs.evolve(new, stop=stop)
-    if new.ends is not None and not new.batch:  # the epoch has just ended: there is none to end
-        new = attrs.evolve(new, ends=None)
-    return _leave_end(new)
