@@ -132,6 +132,8 @@ def _read_number(group: Group, field: str) -> Rate:
 
 
 def _is_number(value: object) -> bool:
+    if value.__class__ is float:  # nearly always; the check of an abstract class takes longer
+        return True
     return isinstance(value, Real | Tensor) and not isinstance(value, bool)
 
 
