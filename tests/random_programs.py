@@ -158,10 +158,16 @@ def _half_a_fetch(program: Program, cuts: Sequence[Cut]) -> bool:
     return draws and any(c.at == "loader" and c.how in ("fail", "interrupt") for c in cuts)
 
 
+def _shorter(program: Program, cuts: Sequence[Cut]) -> bool:
+    """A loader shorter than ``take`` has announced: the planned total depends on the cut."""
+    return bool(cuts) and "fl.data.take(stream" in program.train and program.has("fl.schedule(")
+
+
 KNOWN: dict[str, Callable[[Program, Sequence[Cut]], bool]] = {
     "waits": _waits,
     "again": _again,
     "half-a-fetch": _half_a_fetch,
+    "shorter": _shorter,
 }
 
 

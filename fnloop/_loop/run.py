@@ -158,15 +158,13 @@ class Run:
         else:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
-        left = () if BOUNDARY in state.left else state.left
-        self.state = attrs.evolve(state, generators=None, left=left)
-        if BOUNDARY in state.left:
-            return self.boundary(ended)
         if self.only_ends():
+            self.state = attrs.evolve(state, generators=None)
             return True
-        if state.ends is not None:
+        self.state = attrs.evolve(state, generators=None, left=())
+        if state.ends is not None:  # what is left of the boundary is that of this end
             return self._end_epoch_early(over=False)
-        return ended and self.boundary(ended)
+        return (ended or BOUNDARY in state.left) and self.boundary(ended)
 
     def end_epoch(self, ended: bool) -> None:
         """End an epoch, or what was run of it; and the run, if it is over."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.state import TrainState, parameters
@@ -23,6 +24,7 @@ class _Modal(Protocol):
     """An optimizer with modes."""
 
     param_groups: list[Group]
+    state: Mapping[Tensor, dict[str, object]]
 
     def train(self) -> object: ...
 
@@ -49,6 +51,7 @@ def evaluation_weights(state: TrainState) -> Iterator[Set[int]]:
     params = parameters(state)
     kept = [p.detach().clone() for p in params]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = [(own, {*own}) for one in optimizers for own in one.state.values()]
     settings = [dict(group) for group in groups]
     flags = [
         {name: value for name, value in vars(optimizer).items() if isinstance(value, bool)}
@@ -62,6 +65,9 @@ def evaluation_weights(state: TrainState) -> Iterator[Set[int]]:
         with torch.no_grad():
             for p, value in zip(params, kept, strict=True):
                 p.copy_(value)
+        for own, names in held:  # eval may keep the weights to train with there
+            for name in own.keys() - names:
+                del own[name]
         for group, before in zip(groups, settings, strict=True):
             group.update(before)
         for optimizer, before in zip(optimizers, flags, strict=True):

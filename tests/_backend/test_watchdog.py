@@ -1,6 +1,7 @@
 """Processes that wait for each other in different places fail and say where."""
 
 import math
+import re
 import time
 
 import attrs
@@ -103,17 +104,15 @@ def part_early(folder, way, hold=2):
     fl.fit(fl.pipeline()(entropy), state, loaders, epochs=1, hooks=hooks.get(way, ()))
 
 
+# What each waits for is named; which exchange that is depends on what the first one is.
+APART = r"process 0 waits in {} before the first update, and process 1 waits in {}"
+COMPARED = "a comparison of the data before the first update"
 EARLY = {
-    "hook of one": "process 0 waits in the hook checkpoint before the first update, and process 1 "
-    "waits in how batches weigh before the first update: they never meet there",
-    "number of hooks": "process 0 waits in the hook checkpoint before the first update, and "
-    "process 1 waits in how batches weigh before the first update",
-    "table of one": "/a.csv') before the first update, and process 1 waits in how batches weigh "
-    "before the first update",
-    "broadcasts alone": "process 0 waits in how batches weigh before the first update, and process "
-    "1 waits in fnloop.broadcast from process 1",
-    "evaluates alone": "process 0 waits in how batches weigh before the first update, and process "
-    "1 waits in ",
+    "hook of one": APART.format("(the hook|the collecting of a) checkpoint", COMPARED),
+    "number of hooks": APART.format("(the hook|the collecting of a) checkpoint", COMPARED),
+    "table of one": APART.format(r".*a\.csv.*", COMPARED),
+    "broadcasts alone": APART.format("a comparison of the data", "fnloop.broadcast from process 1"),
+    "evaluates alone": "each has the data in another order",
     "loaders": "process 1 waits in ",
 }
 
@@ -124,7 +123,7 @@ def test_processes_that_diverge_before_the_first_update_fail(tmp_path, way):
     assert all(found.codes), found
     for error in found.errors:
         assert "RuntimeError: the processes have diverged: " in error, found.errors
-        assert EARLY[way] in error, found.errors
+        assert re.search(EARLY[way], error), found.errors
 
 
 def test_a_begin_that_raises_in_one_process_ends_all(tmp_path):
@@ -136,7 +135,7 @@ def test_a_begin_that_raises_in_one_process_ends_all(tmp_path):
 def test_processes_that_have_diverged_end_at_once_where_python_ends_them(tmp_path):
     """Gloo's threads wait for a message that never comes, and Python for these threads."""
     found = launch.launch(tmp_path, 2, part_early, "hook of one", timeout=60)
-    assert found.codes == [1, 1] and EARLY["hook of one"] in found.errors[0]
+    assert found.codes == [1, 1] and re.search(EARLY["hook of one"], found.errors[0])
 
 
 def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
