@@ -28,7 +28,6 @@ from fnloop._checkpoint.optimizer_settings import (
     decode_group,
     share_scheduled_values,
 )
-from fnloop._checkpoint.trial_copy import tensors_of_copy
 from fnloop._core.optimizers import SCHEDULED, Group
 from fnloop._core.serialize import (
     Json,
@@ -239,6 +238,9 @@ def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str,
                 found.setdefault(kind, []).append((parameters[name].numel(), name))
     if not found:
         return {}
+    # Imported here, since a trial loads optimizers itself.
+    from fnloop._checkpoint.trial_copy import tensors_of_copy
+
     try:
         made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
     except Exception as error:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
+    from torchmetrics import Metric as ForeignMetric
+    from torchmetrics import MetricCollection
 
-    Torchmetric = Metric | MetricCollection
+    Torchmetric = ForeignMetric | MetricCollection
 
 __all__ = [
     "Arguments",
@@ -43,26 +44,26 @@ def key_of(template: Torchmetric) -> str | None:
     return ", ".join(map(str, template.keys())) if isinstance(template, nn.ModuleDict) else None
 
 
-def _members(metric: Torchmetric) -> dict[str, Metric]:
+def _members(metric: Torchmetric) -> dict[str, ForeignMetric]:
     """Return a metric, or those of a collection by name, without a copy of what a group shares."""
     if isinstance(metric, nn.ModuleDict):
-        return cast("dict[str, Metric]", dict(metric.named_children()))
+        return cast("dict[str, ForeignMetric]", dict(metric.named_children()))
     return {"": metric}
 
 
-def _metrics_in(metric: Torchmetric) -> Iterator[tuple[str, Metric, str | None]]:
+def _metrics_in(metric: Torchmetric) -> Iterator[tuple[str, ForeignMetric, str | None]]:
     """Yield a metric, or those of a collection or a wrapper.
 
     Each comes with its path, and with the path of an earlier one whose states it shares, if there
     is one: they are of one compute group.
     """
-    from torchmetrics import Metric
+    from torchmetrics import Metric as ForeignMetric
 
     if isinstance(metric, nn.ModuleDict):
         metric.items(copy_state=False)  # restores what a compute group shares
     earlier: dict[tuple[int, ...], str] = {}
     for path, module in metric.named_modules():
-        if isinstance(module, Metric):
+        if isinstance(module, ForeignMetric):
             states = tuple(map(id, module.metric_state.values()))
             yield path, module, earlier.get(states)
             if states:
@@ -169,10 +170,10 @@ def merges_exactly(template: Torchmetric) -> bool:
     They are if the metric says that an update depends on its inputs alone, and its states are
     counts, extremes, or lists. A sum of floating numbers depends on the order of the additions.
     """
-    from torchmetrics import Metric
+    from torchmetrics import Metric as ForeignMetric
 
     members = _members(template).values()
-    if sum(isinstance(module, Metric) for module in template.modules()) > len(members):
+    if sum(isinstance(module, ForeignMetric) for module in template.modules()) > len(members):
         return False  # a metric in a metric, which a reset may leave as it is
     return all(
         member.full_state_update is False
@@ -222,7 +223,7 @@ def _add_states_(metric: Torchmetric, later: Torchmetric) -> None:
         mine._update_count += its.update_count
 
 
-def _owners(metric: Torchmetric) -> dict[str, Metric]:
+def _owners(metric: Torchmetric) -> dict[str, ForeignMetric]:
     """Return the members whose states the others of their compute group share."""
     members = _members(metric)
     groups = metric.compute_groups if isinstance(metric, nn.ModuleDict) else {}

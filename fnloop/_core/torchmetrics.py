@@ -30,9 +30,10 @@ from fnloop._core.types import Aux, Batch
 from fnloop._display.checks import describe, function, metric_name
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
+    from torchmetrics import Metric as ForeignMetric
+    from torchmetrics import MetricCollection
 
-    Torchmetric = Metric | MetricCollection
+    Torchmetric = ForeignMetric | MetricCollection
 
 __all__ = ["COLLECTION_HINT", "TorchMetric", "from_torchmetrics", "names_in"]
 
@@ -277,12 +278,13 @@ class from_torchmetrics:
 
     def __attrs_post_init__(self) -> None:
         try:
-            from torchmetrics import Metric, MetricCollection
+            from torchmetrics import Metric as ForeignMetric
+            from torchmetrics import MetricCollection
         except ImportError as error:
             raise ImportError(
                 "from_torchmetrics needs torchmetrics: pip install 'fnloop[torchmetrics]'"
             ) from error
-        if not isinstance(self.metric, Metric | MetricCollection):
+        if not isinstance(self.metric, ForeignMetric | MetricCollection):
             raise TypeError(
                 "from_torchmetrics expects a torchmetrics.Metric such as MulticlassF1Score(10), or "
                 f"a MetricCollection; got {describe(self.metric)}"

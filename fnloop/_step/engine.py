@@ -8,7 +8,7 @@ the steps and the middleware branches on the number of processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from fnloop._core.ownership import Ownership
 from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
-from fnloop._step.distributed import DistributedEngine
-from fnloop._step.exact import ExactDistributedEngine, ExactEngine
 from fnloop._step.gradient_sum import GradientSum
 from fnloop._step.gradients import LossRoot
 from fnloop._step.local import LocalEngine
+
+if TYPE_CHECKING:
+    from fnloop._step.distributed import DistributedEngine
+    from fnloop._step.exact import ExactEngine
 
 __all__ = ["BatchPass", "EvaluationPass", "GradientEngine", "WindowPass", "engine_of"]
 
@@ -49,6 +51,9 @@ def engine_of(state: TrainState) -> GradientEngine:
     if engine is not None and engine.model is not state.model:
         engine = engine if viewed_model(state.model) is engine.model else None
     if engine is None:
+        # Imported here, since a run in one process has no use for it.
+        from fnloop._step.distributed import DistributedEngine
+
         engine = _engines[owner] = DistributedEngine(state)
     return engine
 
@@ -56,6 +61,8 @@ def engine_of(state: TrainState) -> GradientEngine:
 def _exact_engine_of(state: TrainState) -> ExactEngine:
     owner = ownership_of(state)
     if (engine := _exact.get(owner)) is None:
+        from fnloop._step.exact import ExactDistributedEngine, ExactEngine
+
         alone = state.backend.world_size == 1
         engine = _exact[owner] = ExactEngine(state) if alone else ExactDistributedEngine(state)
     return engine
