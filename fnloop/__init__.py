@@ -318,79 +318,43 @@ library as checks.
 __docformat__ = "google"
 
 from fnloop import data, debug, schedules
-from fnloop._backend.public import broadcast, gather, reduce
+from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.restore import restore
+from fnloop._checkpoint.restore import best, latest, restore, resume
 from fnloop._checkpoint.save import save
-from fnloop._checkpoint.select import best, latest, resume
-from fnloop._core.averaged import averaged
-from fnloop._core.fork import fork
-from fnloop._core.freeze import freeze, unfreeze
-from fnloop._core.history import History
-from fnloop._core.history_compare import compare
-from fnloop._core.metrics import Last, Max, Mean, Min, Sum
-from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.ownership import StaleStateError
-from fnloop._core.phase import Phase
-from fnloop._core.record import Record
-from fnloop._core.run_info import RunInfo
-from fnloop._core.selectors import layers
-from fnloop._core.skip import skip
-from fnloop._core.snapshot import snapshot, unwrap
-from fnloop._core.state import TrainState
-from fnloop._core.torchmetrics import from_torchmetrics
-from fnloop._core.types import Output
+from fnloop._core.averages import averaged
+from fnloop._core.freeze import freeze, layers, unfreeze
+from fnloop._core.history import History, Phase, Record, compare
+from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
+from fnloop._core.runs import RunInfo
+from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
+from fnloop._core.types import Middleware, Output, middleware, skip
 from fnloop._data.loaders import sharded
 from fnloop._graphs.guards import CaptureError
-from fnloop._hooks.checkpoint import checkpoint
-from fnloop._hooks.early_stop import early_stop, halt_on_nonfinite
-from fnloop._hooks.inspect import inspect
-from fnloop._hooks.live_plot import live_plot
-from fnloop._hooks.moments import at_end, at_start
-from fnloop._hooks.on_main import on_main
-from fnloop._hooks.profiled import profiled
+from fnloop._hooks.hook import at_end, at_start, every, once, when, when_improved
+from fnloop._hooks.keep import checkpoint, restore_best
+from fnloop._hooks.look import inspect, live_plot, profiled
 from fnloop._hooks.progress import progress
-from fnloop._hooks.requeue import requeue
-from fnloop._hooks.restore_best import restore_best
-from fnloop._hooks.table import to_csv, to_jsonl
-from fnloop._hooks.time_limit import time_limit
-from fnloop._hooks.track import track
-from fnloop._hooks.triggers import every, once, when
-from fnloop._hooks.when_improved import when_improved
-from fnloop._loop.batchnorm import update_batchnorm
-from fnloop._loop.dry_run import dry_run
-from fnloop._loop.evaluate import evaluate, predict
-from fnloop._loop.find_batch_size import find_batch_size
-from fnloop._loop.find_lr import find_lr
+from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
+from fnloop._hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
+from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
-from fnloop._loop.summary import summary
-from fnloop._middleware.accumulate import accumulate
-from fnloop._middleware.amp import amp
-from fnloop._middleware.channels_last import channels_last
-from fnloop._middleware.clip import clip, clip_value, grad_norm
-from fnloop._middleware.clip_adaptive import clip_adaptive
-from fnloop._middleware.closure import closure
-from fnloop._middleware.compiled import compiled
-from fnloop._middleware.cuda_graph import cuda_graph
-from fnloop._middleware.derive import derive
-from fnloop._middleware.device_memory import device_memory
+from fnloop._middleware.accumulate import accumulate, microbatch, retry_on_oom, tbptt
+from fnloop._middleware.clip import clip, clip_adaptive, clip_value, closure, grad_norm, sam
+from fnloop._middleware.compiled import compiled, cuda_graph
 from fnloop._middleware.ema import ema, swa
-from fnloop._middleware.metric import metric
-from fnloop._middleware.microbatch import microbatch, retry_on_oom
-from fnloop._middleware.plateau import plateau
-from fnloop._middleware.sam import sam
-from fnloop._middleware.schedule import schedule
-from fnloop._middleware.skip_nonfinite import skip_nonfinite
-from fnloop._middleware.spike_guard import spike_guard
-from fnloop._middleware.tbptt import tbptt
-from fnloop._middleware.times import throughput, timings
-from fnloop._middleware.torch_scheduler import torch_scheduler
+from fnloop._middleware.guards import skip_nonfinite, spike_guard
+from fnloop._middleware.metric import derive, device_memory, metric, throughput, timings
+from fnloop._middleware.precision import amp, channels_last
+from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._step.alternate import alternate
-from fnloop._step.host import decide
-from fnloop._step.pipeline import pipeline
-from fnloop._step.raw import raw
-from fnloop._step.supervised import supervised
-from fnloop._version import __version__ as __version__
+from fnloop._step.forward import supervised
+from fnloop._step.pipeline import pipeline, raw
+from fnloop._step.update import decide
+from fnloop._tools.dry_run import dry_run
+from fnloop._tools.find import find_batch_size, find_lr
+from fnloop._tools.summary import summary
+from fnloop._version import __version__
 
 # fmt: off
 __all__ = [

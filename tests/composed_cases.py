@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from fnloop._data.loaders import Padding
 from fnloop._data.source import open_source
-from fnloop._data.window import Padding
 from fnloop.data import (
     bucketed,
     even,

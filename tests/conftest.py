@@ -14,7 +14,7 @@ from fake_recorder import FakeRecorder
 from fake_terminal import fake_clock
 
 import fnloop as fl
-from fnloop._middleware import cuda_graph
+from fnloop._middleware import compiled
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # no test pulls the plug; processes that tests start do flush
@@ -61,7 +61,7 @@ def recorders(monkeypatch):
     """Capture on fake recorders instead of CUDA; a list of all that were made."""
     made = []
     monkeypatch.setattr(
-        cuda_graph, "recorder_on", lambda device: made.append(FakeRecorder()) or made[-1]
+        compiled, "recorder_on", lambda device: made.append(FakeRecorder()) or made[-1]
     )
     monkeypatch.setattr(
         sys.modules["torch.optim.adam"],

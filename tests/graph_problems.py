@@ -5,10 +5,7 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop.testing import (
-    small,
-    stochastic,
-)
+from fnloop.testing import small, stochastic
 
 
 def done(recorders):

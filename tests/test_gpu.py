@@ -211,7 +211,7 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    for module in ("fnloop._loop.run", "fnloop._loop.evaluate", "fnloop._hooks.progress_text"):
+    for module in ("fnloop._loop.run", "fnloop._loop.evaluate", "fnloop._hooks.progress"):
         monkeypatch.setattr(sys.modules[module], "read", reading)
     problem = attrs.evolve(PROBLEMS["small"], batches=data(*[8] * 40))
     step = fl.pipeline(fl.accumulate(2), fl.clip(1.0), fl.schedule(schedules.cosine()), *members)(
@@ -227,7 +227,7 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
 
 
 def test_rows_of_a_dataset_on_the_device_are_selected_without_a_wait():
-    from fnloop._data.fetch import _select
+    from fnloop._data.map_style import _select
 
     rows = torch.arange(8.0, device=DEVICE)
     torch.cuda.set_sync_debug_mode("error")

@@ -21,7 +21,7 @@ from test_laws import (
 )
 
 import fnloop as fl
-from fnloop._backend.transfer import to_device
+from fnloop._backend.containers import to_device
 from fnloop.testing import (
     assert_same,
     law_accumulation,

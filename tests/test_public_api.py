@@ -204,8 +204,8 @@ def test_middleware_and_hooks_import_neither_each_other_nor_the_loop():
 # Files that may use private names of others, and which; None is any.
 PRIVATE_OF_OTHERS = {
     "_backend/torch_compat.py": None,
-    "_backend/launch.py": {"_shared_state", "_models", "_optimizers"},  # of accelerate
-    "_core/torchmetric_objects.py": {"_update_count", "_to_sync", "_defaults", "_reductions"},
+    "_backend/processes.py": {"_shared_state", "_models", "_optimizers"},  # of accelerate
+    "_core/metrics.py": {"_update_count", "_to_sync", "_defaults", "_reductions"},
 }
 DOCUMENTED = {  # of named tuples, os and sys
     *("_fields", "_asdict", "_replace", "_make", "_exit", "_current_frames", "_getframe"),

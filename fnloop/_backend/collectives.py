@@ -1,27 +1,52 @@
-"""Collectives over a control group on the host: what processes exchange besides gradients."""
+"""What processes exchange besides gradients, and what each of them waits for."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import faulthandler
 import functools
 import itertools
+import json
+import math
 import os
 import pickle
 import sys
+import threading
 import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypedDict, TypeVar
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from fnloop._backend.fsdp import local_part
-from fnloop._backend.launch import accelerator, launched
-from fnloop._backend.rendezvous import choose_interface, own_store
+from fnloop._backend.containers import (
+    IN_BATCHES,
+    device_in,
+    may_need_transfer,
+    parts_of,
+    to_cpu,
+    to_device,
+    with_parts,
+)
+from fnloop._backend.fsdp import check_sharded, is_sharded, local_part
+from fnloop._backend.processes import (
+    Backend,
+    accelerator,
+    backend_of,
+    choose_interface,
+    fully_sharded,
+    launched,
+    own_store,
+)
 from fnloop._backend.torch_compat import (
     broadcast_coalesced,
     collectives_begun,
@@ -29,43 +54,14 @@ from fnloop._backend.torch_compat import (
     meeting_in,
     process_groups,
 )
-from fnloop._backend.transfer import to_cpu
-from fnloop._backend.watchdog import (
-    DIVERGED,
-    begin_exchange,
-    raise_verdict,
-    start_watchdog,
-    stop_watchdog,
-    wait_for_work,
-    waiting_for_all,
-)
-from fnloop._display.log import log
+from fnloop._display import checks
+from fnloop._display.screen import log
 
-__all__ = [
-    "ORDER_MISMATCH",
-    "all_gather_tensor",
-    "all_reduce_max",
-    "all_reduce_max_tensor",
-    "all_to_all_tensor",
-    "any_rank",
-    "broadcast_object",
-    "broadcast_tensors",
-    "check_collective_count",
-    "collective_count",
-    "control_group",
-    "counted_collectives",
-    "counts_here",
-    "data_shares",
-    "gather_from_all",
-    "gather_objects",
-    "pickled",
-    "rank_and_size",
-    "share_data",
-    "shutdown_callbacks",
-    "start_all_reduce_max",
-    "start_all_reduce_sum",
-    "sync_buffers",
-]
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+# --------------------------------------------------------------------------------------------------
+# Collectives over a control group on the host: what processes exchange besides gradients.
 
 ORDER_MISMATCH = (
     "each has the data in another order. If a sampler draws from a generator of its own, seed it "
@@ -502,3 +498,717 @@ def all_to_all_tensor(mine: Tensor) -> Tensor:
     work = dist.all_to_all_single(theirs, mine, group=_group(mine.device), async_op=True)
     _finish(_keep_alive(work), mine, "a sum of gradients")
     return theirs
+
+
+# --------------------------------------------------------------------------------------------------
+# Watch what each process waits for, and fail if processes wait for each other in different places.
+#
+# All processes begin the same collectives in the same order. Those of the library have names, and
+# each process notes the names of the latest, from its first one on. Torch counts all others: those
+# of backward and of the user's functions. A thread of each process looks once a second at what the
+# process waits for, at these names and at these counts. A place that has not changed is written to
+# a store, and the thread of the first process compares the places. Two processes never meet again
+# if
+#
+# * the n-th exchange has one name in one process and another name in the other; or
+# * one waits in an exchange that the other has not begun, and the other is in a collective of torch
+#   that the first has not begun.
+#
+# A process that is only slow has begun nothing that the others have not.
+
+STALL_WARNING_SECONDS = 30  # how long a process waits for the others before it warns
+DEADLOCK_SECONDS = 10  # how long processes wait in places that never meet before the job fails
+NOTICE_SECONDS = 3  # how long all processes have to learn of a failure before the first ends
+KILL_SECONDS = 15  # how long after that a process that still waits is ended
+POLL_SECONDS = 1
+NAMES = 64  # how many of the latest exchanges a process remembers: so far may one be ahead
+DIVERGED = "the processes have diverged"
+ADVICE = (
+    "Middleware and hooks must decide the same in every process: decide by the history, by "
+    "counters, or by fnloop.reduce(...)"
+)
+_LOST = (
+    "another process has ended or stopped by itself: its own traceback says why. If it has none, a "
+    "hook or a loader there decided by what only it knew: decide by the history, by counters, or "
+    "by fnloop.reduce(...)"
+)
+
+
+class Here:
+    """Where the run of this process is. It is updated at each boundary."""
+
+    step: int | None = None
+    thread: int | None = None  # the identifier of the thread that the run is in
+
+
+here = Here()
+# What this process waits for, and since when. Empty, or one entry.
+_waiting: list[tuple[str, float]] = []
+# The latest exchanges that this process has begun: their numbers, from 1, and their names.
+_begun: deque[tuple[int, str]] = deque([(0, "")], maxlen=NAMES)
+_watch: Watchdog | None = None
+
+
+def begin_exchange(what: str) -> str:
+    """Note that this process begins a collective of the library. Return the name of it.
+
+    Args:
+        what: what it is for, in addition to what an enclosing :class:`waiting_for_all` says.
+    """
+    texts = dict.fromkeys((_waiting[0][0], what) if _waiting else (what,))
+    name = ": ".join(text.partition("(")[0].rstrip() for text in texts)
+    _begun.append((_begun[-1][0] + 1, name))
+    return name
+
+
+class waiting_for_all:
+    """A context in which this process waits for all others.
+
+    Args:
+        what: what it waits for, as errors name it; the same in every process, but for an addition
+            in parentheses.
+    """
+
+    __slots__ = ("_outermost", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._outermost = not _waiting
+        if self._outermost:
+            _waiting.append((self._what, time.monotonic()))
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._outermost:
+            _waiting.clear()
+        if error is not None:
+            explain_lost(error)
+
+
+def wait_for_work(work: dist.Work, what: str = "an exchange") -> None:
+    """Wait for a collective that was started.
+
+    Args:
+        work: the handle of the collective.
+        what: what it is for, unless an enclosing :class:`waiting_for_all` names it.
+
+    Raises:
+        RuntimeError: the other processes wait for this one in another place.
+    """
+    if not work.is_completed():
+        with waiting_for_all(what):
+            _wait(work)
+    try:
+        work.wait()  # raises the error of the collective
+    except RuntimeError as error:
+        explain_lost(error)
+        raise
+
+
+def _wait(work: dist.Work) -> None:
+    while not work.is_completed():
+        _raise_if_judged()
+        # A timeout, or an error of the collective, which the caller raises.
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=POLL_SECONDS))
+
+
+def _raise_if_judged() -> None:
+    if _watch is not None and _watch.verdict:
+        _watch.raised = True
+        time.sleep(NOTICE_SECONDS)
+        raise RuntimeError(f"{DIVERGED}: {_watch.verdict}. {ADVICE}")
+
+
+def raise_verdict(what: str) -> NoReturn:
+    """Raise, because an exchange of this process has met another exchange.
+
+    The other process may not know of it, so both wait until the watchdog has compared their places.
+
+    Args:
+        what: what the exchange was for.
+    """
+    with waiting_for_all(what):
+        for _ in range(4 * math.ceil(DEADLOCK_SECONDS / POLL_SECONDS)):
+            _raise_if_judged()
+            time.sleep(POLL_SECONDS)
+    raise RuntimeError(f"{DIVERGED}: {what} has met another exchange. {ADVICE}")
+
+
+def verdict() -> str | None:
+    """Return where the processes wait for each other without ever meeting, or None."""
+    return None if _watch is None else _watch.verdict
+
+
+def explain_lost(error: BaseException) -> None:
+    """Note in an error of a collective what is known about the other processes."""
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset")
+    is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    found = verdict()
+    note = f"{DIVERGED}: {found}. {ADVICE}" if found else _LOST
+    if is_lost and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def start_watchdog(store: Any, group: dist.ProcessGroup) -> None:
+    """Start the watchdog of this process.
+
+    Args:
+        store: a store that all processes can read and write.
+        group: the group of the library's exchanges, whose names are noted.
+    """
+    global _watch
+    _watch = Watchdog(store.clone(), group, dist.get_rank(), dist.get_world_size())
+    _watch.start()
+
+
+def stop_watchdog() -> bool:
+    """Stop the watchdog of this process at the end of the script.
+
+    Returns:
+        Whether it has found that processes never meet, so that their groups cannot be destroyed.
+    """
+    global _watch
+    if _watch is None:
+        return False
+    _watch.stopped.set()
+    _watch.join(2 * POLL_SECONDS)
+    judged, _watch = _watch.verdict is not None, None
+    if judged:
+        # A thread of gloo waits for a process that never comes, and cannot be interrupted. The
+        # destructor of a group would wait for that thread, so it must not run as Python ends.
+        for group in process_groups():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return judged
+
+
+class Watchdog(threading.Thread):
+    """The thread that watches.
+
+    Args:
+        store: a store that all processes can read and write.
+        group: the group of the library's exchanges, whose names are noted.
+        rank: the rank of this process.
+        size: the number of processes.
+    """
+
+    def __init__(self, store: dist.Store, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        super().__init__(name="fnloop", daemon=True)
+        self.store = dist.PrefixStore("places", store)
+        self.group, self.rank, self.size = group, rank, size
+        self.stopped = threading.Event()
+        self.verdict: str | None = None
+        self.raised = False  # whether an error of this process says the verdict
+        self._warned_since = 0.0  # the beginning of the wait that was warned of
+        self._place, self._since = "", time.monotonic()
+        self._shown: str | None = None
+        self._seen: dict[int, tuple[str, float]] = {}  # of each process, by the first one
+
+    def run(self) -> None:
+        """Look once a second until the watchdog is stopped."""
+        try:
+            while not self.stopped.wait(POLL_SECONDS):
+                self._warn()
+                self._look()
+        except ValueError:  # the script has destroyed the groups
+            return
+        except RuntimeError:  # the process or the launcher that held the store has ended
+            self._wait_without_store()
+
+    def _wait_without_store(self) -> None:
+        lost = time.monotonic()
+        while not self.stopped.wait(POLL_SECONDS):
+            self._warn()
+            if time.monotonic() - lost > DEADLOCK_SECONDS:
+                self.verdict = (
+                    "process 0 or the launcher has ended, and other processes wait for it"
+                )
+
+    def _warn(self) -> None:
+        """Warn once when this process has waited long for the others."""
+        for what, since in _waiting[:]:
+            if time.monotonic() - since > STALL_WARNING_SECONDS and self._warned_since != since:
+                self._warned_since = since
+                log.warning(
+                    "process %d has waited %d s for the others in %s. All processes must reach "
+                    "this call. Check for code that only some execute: 'if rank == 0', "
+                    "on_main(...), a hook that stops by what only one process knows, a loader "
+                    "whose length differs between processes",
+                    *(self.rank, STALL_WARNING_SECONDS, what),
+                )
+
+    def _look(self) -> None:
+        now, place = time.monotonic(), json.dumps(_place(self.group))
+        if place != self._place:
+            self._place, self._since = place, now
+        still = now - self._since
+        shown = place if still >= 2 * POLL_SECONDS else ""
+        if shown != self._shown:
+            self.store.set(f"place of {self.rank}", shown)
+            self._shown = shown
+        if not shown:
+            return
+        if self.rank == 0 and self.verdict is None:
+            self._judge(now)
+        if self.verdict is None and self.store.check(["verdict"]):
+            self.verdict, self._since = self.store.get("verdict").decode(), now
+        elif self.verdict is not None and not self.raised and still > NOTICE_SECONDS + KILL_SECONDS:
+            blocked = json.loads(place)
+            if blocked["waits"] is not None or blocked["inside"]:
+                self._end()
+
+    def _judge(self, now: float) -> None:
+        """Compare the places of all processes that have not moved for long."""
+        places = {}
+        for rank in range(self.size):
+            key = f"place of {rank}"
+            text = self.store.get(key).decode() if self.store.check([key]) else ""
+            if self._seen.get(rank, ("", 0.0))[0] != text:
+                self._seen[rank] = text, now
+            if text and now - self._seen[rank][1] >= DEADLOCK_SECONDS:
+                places[rank] = json.loads(text)
+        found = never_meet(places)
+        if found:
+            self.store.set("verdict", _describe(places, *found))
+
+    def _end(self) -> None:
+        """End this process, which waits in a collective that cannot be interrupted."""
+        log.error(
+            "%s: %s. Process %d still waits and is terminated", DIVERGED, self.verdict, self.rank
+        )
+        with contextlib.suppress(Exception):  # a notebook's stderr is not a file
+            faulthandler.dump_traceback()
+        os._exit(1)
+
+
+class _Place(TypedDict):
+    """What a process waits for, as it is written to the store."""
+
+    waits: str | None
+    begun: list[tuple[int, str]]
+    step: int | None
+    counts: dict[str, int]
+    inside: bool
+
+
+def _place(control: dist.ProcessGroup) -> _Place:
+    """Return what this process waits for, its last step, and what it has begun."""
+    others = (group for group in process_groups() if group.group_name != control.group_name)
+    waits = next(iter(_waiting[:]), None)
+    return {
+        "waits": None if waits is None else waits[0],
+        "begun": [*_begun],
+        "step": here.step,
+        "counts": {group.group_name: collectives_begun(group) or 0 for group in others},
+        # gloo also counts messages to a single process.
+        "inside": dist.get_backend() != "gloo" or _in_torch(),
+    }
+
+
+def _in_torch() -> bool:
+    """Return whether the run's thread is in backward or in a collective."""
+    frame = sys._current_frames().get(here.thread or threading.main_thread().ident or 0)
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch.autograd", "torch.distributed")
+    )
+
+
+def never_meet(places: Mapping[int, _Place]) -> tuple[int, int] | None:
+    """Return the ranks of two processes that wait for each other in different places, or None.
+
+    Args:
+        places: rank to place, of the processes that have not moved for long.
+    """
+    for a, mine in places.items():
+        for b, theirs in places.items():
+            if a < b and _parting(mine, theirs):
+                return a, b
+    for a, mine in places.items():
+        for b, theirs in places.items():
+            further = any(
+                count > mine["counts"].get(name, count) for name, count in theirs["counts"].items()
+            )
+            is_earlier = theirs["begun"][-1][0] < mine["begun"][-1][0]
+            if mine["waits"] is not None and is_earlier and further and theirs["inside"]:
+                return a, b
+    return None
+
+
+def _parting(mine: _Place, theirs: _Place) -> tuple[str, str] | None:
+    """Return the names of the first exchange that has two, of those that both remember."""
+    known = dict(mine["begun"])
+    both = ((known.get(number, name), name) for number, name in theirs["begun"])
+    return next((names for names in both if names[0] != names[1]), None)
+
+
+def _describe(places: Mapping[int, _Place], a: int, b: int) -> str:
+    """Say where two processes are that never meet."""
+    first, second = (_describe_one(rank, places[rank]) for rank in (a, b))
+    found = f"{first}, and {second}: they never meet there"
+    names = _parting(places[a], places[b])
+    if names is None or all(name in found for name in names):
+        return found
+    return f"{found}. Before, process {a} began {names[0]}, and process {b} {names[1]}"
+
+
+def _describe_one(rank: int, place: _Place) -> str:
+    where = "" if place["waits"] is None else f"waits in {place['waits']}"
+    if place["step"] is None:
+        return f"process {rank} {where or 'is outside of a run'}"
+    after = f"after step {place['step']}" if place["step"] else "before the first update"
+    return f"process {rank} {where or 'is in an update'} {after}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The public collectives: gather, reduce and broadcast.
+
+Tree = TypeVar("Tree")
+Parts = list[Any]  # the values of all processes at one place of a tree, by rank
+
+
+def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
+    """Run a function on the main process while all others wait.
+
+    Args:
+        do: the function.
+        what: what it does, as errors and warnings name it.
+
+    Returns:
+        Its result, in every process.
+
+    Raises:
+        RuntimeError: in the other processes, if it failed on the main process, where its error is
+            raised.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return do()
+    result: Tree | None = None
+    error: BaseException | None = None
+    if rank == 0:
+        try:
+            result = do()
+        except BaseException as raised:
+            error = raised
+    said = "" if error is None else f"{type(error).__name__}: {error}"
+    failed, made = broadcast_object((said, result), 0, what)
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"{what} failed on the main process: {failed}")
+    return made
+
+
+def on_every_process(do: Callable[[], Tree], what: str) -> Tree:
+    """Run a function on every process. If it fails on one, raise on all.
+
+    Args:
+        do: the function.
+        what: what it does, as errors and warnings name it.
+
+    Returns:
+        The result of this process.
+
+    Raises:
+        Exception: the error of this process, or that of the first process that failed.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return do()
+    result: Tree | None = None
+    error: BaseException | None = None
+    try:
+        result = do()
+    except BaseException as raised:
+        error = raised
+    errors = gather_from_all(None if error is None else _portable(error, what, rank), what)
+    if error is not None:
+        raise error
+    for failed in errors:
+        if failed is not None:
+            raise failed
+    return result  # type: ignore[return-value]
+
+
+def _portable(error: BaseException, what: str, rank: int) -> Exception:
+    """Return an error that another process can raise: the same, if it can be pickled."""
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):
+            copied = pickle.loads(pickle.dumps(error))
+            if type(copied) is type(error) and str(copied) == str(error):
+                copied.add_note(f"{what} failed on process {rank}")
+                return copied
+    return RuntimeError(f"{what} failed on process {rank}: {type(error).__name__}: {error}")
+
+
+def gather(tree: object) -> Any:
+    """Collect the values of all processes: tensors are concatenated, other values listed.
+
+    Every process must call it. The lengths of the tensors may differ.
+
+    Args:
+        tree: tensors in any nesting of lists, tuples and mappings, the same in every process.
+
+    Returns:
+        The same nesting: tensors concatenated along their first dimension, by rank (scalars are
+        stacked); for any other value a list with one value per process. In one process tensors are
+        unchanged.
+
+    Raises:
+        ValueError: the structures of the processes differ.
+
+    Example:
+        >>> gather({"seen": torch.tensor([1, 2]), "loss": torch.tensor(0.5), "name": "a"})
+        {'seen': tensor([1, 2]), 'loss': tensor([0.5000]), 'name': ['a']}
+    """
+
+    def concatenate(parts: Parts) -> object:
+        if not isinstance(parts[0], Tensor):
+            return parts
+        return torch.cat([p.unsqueeze(0) if p.ndim == 0 else p for p in parts])
+
+    parts = gather_objects(tree, "fnloop.gather")
+    return to_device_of(tree, _combine_trees(parts, concatenate))
+
+
+def reduce(tree: object, how: str = "mean") -> Any:
+    """Reduce the values of all processes to one value, the same in each.
+
+    Every process must call it. ``reduce(state.metrics)`` returns the metrics of all processes since
+    the epoch began.
+
+    Args:
+        tree: tensors, numbers and metrics in any nesting of lists, tuples and mappings, the same in
+            every process.
+        how: "mean", "sum", "min" or "max", element by element; metrics are always combined.
+
+    Returns:
+        The same nesting.
+
+    Raises:
+        ValueError: ``how`` is unknown, or the structures of the processes differ.
+        TypeError: a value is not a tensor, a number or a metric.
+
+    Example:
+        >>> reduce({"loss": torch.tensor([1.0, 3.0]), "n": 2})
+        {'loss': tensor([1., 3.]), 'n': 2.0}
+    """
+    ways = {"mean": torch.mean, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    checks.choice("reduce", "how", how, ways)
+
+    def reduce_leaf(parts: Parts) -> object:
+        first = parts[0]
+        if hasattr(first, "combine"):
+            return functools.reduce(lambda a, b: a.combine(b), parts)
+        if isinstance(first, Tensor):
+            stacked = torch.stack(parts)
+            return ways[how](
+                stacked if how != "mean" or stacked.is_floating_point() else stacked.double(), dim=0
+            )
+        if isinstance(first, int | float):
+            return {
+                "mean": sum(parts) / len(parts),
+                "sum": sum(parts),
+                "min": min(parts),
+                "max": max(parts),
+            }[how]
+        raise TypeError(
+            f"reduce expects tensors, numbers and metrics; got {first!r:.60} "
+            f"({type(first).__name__})"
+        )
+
+    parts = gather_objects(tree, "fnloop.reduce")
+    return to_device_of(tree, _combine_trees(parts, reduce_leaf))
+
+
+def broadcast(tree: object, source: int = 0) -> Any:
+    """Send a value of one process to all.
+
+    Every process must call it.
+
+    Args:
+        tree: anything that pickles; ignored in the other processes.
+        source: the rank of the process whose value is sent.
+
+    Returns:
+        The value of the source. Its tensors are on this process's device if the tensors of ``tree``
+        are.
+
+    Raises:
+        ValueError: ``source`` is not a rank.
+
+    Example:
+        >>> broadcast({"seed": 7})
+        {'seed': 7}
+    """
+    _, size = rank_and_size()
+    if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < size:
+        raise ValueError(f"broadcast expects source as a rank from 0 to {size - 1}; got {source!r}")
+    if size == 1:
+        return tree
+    what = "fnloop.broadcast" if source == 0 else f"fnloop.broadcast from process {source}"
+    return to_device_of(tree, broadcast_object(tree, source, what))
+
+
+def _combine_trees(parts: Parts, leaf: Callable[[Parts], object]) -> Any:
+    """Combine the values of the processes leaf by leaf. A mapping becomes a dict."""
+    first = parts[0]
+    inside = [dict(parts_of(part, IN_BATCHES) or ()) for part in parts]
+    if not all(isinstance(part, type(first)) for part in parts) or any(
+        held.keys() != inside[0].keys() for held in inside
+    ):
+        raise ValueError(
+            "the structures of the processes differ: "
+            + ", ".join(f"{part!r:.40}" for part in parts)
+        )
+    if parts_of(first, IN_BATCHES) is None:
+        return leaf(parts)
+    combined = {key: _combine_trees([held[key] for held in inside], leaf) for key in inside[0]}
+    return with_parts(first, combined.values()) if isinstance(first, IN_BATCHES) else combined
+
+
+def to_device_of(mine: object, tree: Tree) -> Tree:
+    """Move a result from the host to the device of this process's own tensors."""
+    if rank_and_size()[1] == 1 or not may_need_transfer(torch.device("cpu")):
+        return tree
+    device = device_in(mine)
+    return tree if device is None else to_device(tree, device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Put a model and its optimizers in place in every process.
+
+_WEIGHTS = "the sharing of the first weights"
+
+
+def join(
+    model: nn.Module, optimizers: Sequence[Optimizer], given: Backend | Accelerator | None = None
+) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
+    """Put a model and its optimizers on their device, with the same weights in every process.
+
+    Args:
+        model: the user's module; one that is already sharded (``fully_shard``) is not changed.
+        optimizers: its optimizers.
+        given: a Backend, which is used as it is; an ``accelerate.Accelerator`` with the user's
+            settings; or None.
+
+    Returns:
+        The module and the optimizers without wrappers, and the backend.
+
+    Raises:
+        RuntimeError: there are several processes, but they could not be joined, or they have
+            different models.
+        NotImplementedError: accelerate is configured for an engine that runs the training step.
+        ValueError: the model has lazy parameters, and there are several processes.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    optimizers = [*map(_without_wrapper, optimizers)]
+    if isinstance(given, Backend):
+        return model, optimizers, given
+    # The one setting that matters to a single process.
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    if given is None and not (launched() or configured):
+        return model, optimizers, Backend(_device_of(model))
+    # Without a launcher: the script has called init_process_group itself.
+    if given is None and dist.is_initialized() and "LOCAL_RANK" not in os.environ:
+        found, backend = None, Backend(_device_of(model), dist.get_rank(), dist.get_world_size())
+    else:
+        found = given if given is not None else accelerator()
+        backend = backend_of(found)
+    if backend.world_size == 1:
+        return model, optimizers, attrs.evolve(backend, device=_device_of(model))
+    if any(map(nn.parameter.is_lazy, model.parameters())):
+        raise ValueError(
+            "the model has lazy parameters, which have no shape yet: call it once, model(x), "
+            "before this"
+        )
+    control_group()  # making it is a collective, and every process comes here
+    check_collective_count(backend.device)
+    _check_same_model(model, optimizers)
+    if is_sharded(model):
+        share, ranks = check_sharded(model)
+        share_data(ranks)
+        backend = attrs.evolve(backend, data_rank=share, data_size=len(ranks))
+        beside = parameters_beside(model, optimizers)
+        broadcast_tensors([p.detach() for p in beside], _WEIGHTS)
+        return model, optimizers, backend
+    share_data(range(backend.world_size))
+    if found is not None and found.distributed_type == "FSDP":
+        model, optimizers = fully_sharded(found, model, optimizers)
+        return model, optimizers, backend
+    _move(model, optimizers, backend.device)
+    beside = parameters_beside(model, optimizers)
+    weights = [p.detach() for p in (*model.parameters(), *beside, *model.buffers())]
+    broadcast_tensors(weights, _WEIGHTS)
+    return model, optimizers, backend
+
+
+def _check_same_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise in every process if they have different models. A collective.
+
+    It is the first exchange that depends on the model, so gloo would end a process later.
+    """
+    here = {
+        **{f"parameter {name}": _kind_of(p) for name, p in model.named_parameters()},
+        **{f"buffer {name}": _kind_of(b) for name, b in model.named_buffers()},
+    }
+    beside = enumerate(parameters_beside(model, optimizers))
+    here |= {f"parameter {n} beside the model": _kind_of(p) for n, p in beside}
+    what = "the comparison of the models"
+    mark = zlib.crc32(repr(list(here.items())).encode())
+    most, least = all_reduce_max([mark, -mark], what)
+    if most == -least:
+        return
+    first, *others = gather_from_all(here, what)
+    rank, theirs = next(
+        (n, each) for n, each in enumerate(others, 1) if [*each.items()] != [*first.items()]
+    )
+    names = [name for name in (first | theirs) if first.get(name) != theirs.get(name)]
+    if names:
+        said = f"the {names[0]} is {theirs.get(names[0], 'missing')} in process {rank} and "
+        said += f"{first.get(names[0], 'missing')} in process 0"
+        said += f", and {len(names) - 1} more differ" if names[1:] else ""
+    else:
+        said = f"process {rank} has the parameters in another order than process 0"
+    raise RuntimeError(
+        f"{DIVERGED}: {said}. All processes must make the same model: TrainState.create gives "
+        "them the weights of process 0"
+    )
+
+
+def _kind_of(tensor: Tensor) -> str:
+    sharded = ", sharded" if local_part(tensor) is not tensor else ""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{sharded}"
+
+
+def _without_wrapper(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer without accelerate's wrapper, which costs more than a small step."""
+    wrapped = type(optimizer).__module__.startswith("accelerate.")
+    return optimizer.optimizer if wrapped else optimizer  # type: ignore[attr-defined]
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    home = next(iter(model.parameters()), None)
+    return home.device if home is not None else next(iter(model.buffers()), torch.empty(0)).device
+
+
+def parameters_beside(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of optimizers that are not in the model."""
+    own = {id(p) for p in model.parameters()}
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [p for group in groups for p in group["params"] if id(p) not in own]
+
+
+def _move(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    model.to(device)
+    for p in parameters_beside(model, optimizers):
+        p.data = p.data.to(device)
+    for p, state in (item for optimizer in optimizers for item in optimizer.state.items()):
+        on_host = {"step"} - {
+            name for name, v in state.items() if isinstance(v, Tensor) and v.device.type != "cpu"
+        }
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name not in on_host:
+                state[name] = value.to(p.device)

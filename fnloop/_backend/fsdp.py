@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = [
-    "around_sharded",
-    "by_mesh",
-    "check_sharded",
-    "combined",
-    "extent_in",
-    "from_local_part",
-    "full",
-    "is_sharded",
-    "like_sharded",
-    "local_part",
-    "reshard",
-    "roots",
-    "split_dim",
-]
-
 
 def _dtensor() -> type[DTensor] | None:
     """Return torch's class of sharded tensors; None before its import, when nothing is sharded."""

@@ -1,32 +1,34 @@
-"""Every private or undocumented name of torch that fnloop uses. No other module touches one.
-
-CI runs them on torch 2.11.0, 2.13.0 and 2.15.0. Each has a guard.
-Where a name is missing there is a fallback, or an error that says what to do where continuing would
-be unsafe. ``import fnloop`` depends on none of them.
-"""
+"""Every private or undocumented name of torch that fnloop uses."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
-from fnloop._backend.foreach import in_few_calls
-from fnloop._display.log import log
+from fnloop._display.screen import log
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+# --------------------------------------------------------------------------------------------------
+# Every private or undocumented name of torch that fnloop uses. No other module touches one.
+#
+# CI runs them on torch 2.11.0, 2.13.0 and 2.15.0. Each has a guard. Where a name is missing there
+# is a fallback, or an error that says what to do where continuing would be unsafe. `import fnloop`
+# depends on none of them.
 
 CHECKED = "2.11 to 2.15"
 Item = TypeVar("Item")
@@ -410,3 +412,71 @@ def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
         return DistributedDataParallel.forward(ddp, loss)
     prepare()
     return finish(loss)
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers on the CPU, in fewer calls of torch where that is faster and has the same bits.
+#
+# An optimizer whose `foreach` is None leaves it to torch how its parameters are updated. On the CPU
+# torch makes a dozen calls for each. `foreach=True` makes the same calculations with one call for
+# all parameters. Parameters of a few thousand elements take less time so; larger ones take more,
+# because they leave the cache between two calls.
+
+Group = dict[str, object]
+
+_SAME_BITS = (SGD, Adam, AdamW)
+_DTYPES = (torch.float32, torch.float64)  # in narrower ones foreach rounds a number first
+_FEWEST = 8  # parameters
+_MOST_EACH = 1 << 14  # elements of a parameter, on average
+_MOST = 1 << 20  # elements of a group, for which memory is taken
+
+
+@contextlib.contextmanager
+def in_few_calls(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer update its small groups with one call for all, within a ``with`` block."""
+    chosen = []
+    if type(optimizer) in _SAME_BITS:
+        chosen = [group for group in optimizer.param_groups if _is_open(group)]
+        chosen = [group for group in chosen if _is_faster(group["params"], optimizer.state)]
+    try:
+        for group in chosen:
+            group["foreach"] = True
+        yield
+    finally:
+        for group in chosen:
+            group["foreach"] = None
+
+
+def _is_open(group: Group) -> bool:
+    """Return whether the user has left ``foreach`` to torch, and torch takes it here."""
+    if group.get("foreach", 0) is not None or group.get("fused") is not None:
+        return False
+    unlike = "capturable", "differentiable", "nesterov"  # which changes the gradients
+    numbers = *group.values(), *cast(tuple[object, ...], group.get("betas", ()))
+    return not (any(map(group.get, unlike)) or any(isinstance(n, Tensor) for n in numbers))
+
+
+def _is_faster(params: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, object]]) -> bool:
+    """Return whether parameters are many and small, and ``foreach`` has the bits of a plain step.
+
+    It is asked before each update, because anything may have changed.
+    """
+    if len(params) < _FEWEST or not all(map(_is_plain, params)):
+        return False
+    if not all(_is_like(p, own) for p in params for own in (p.grad, *state.get(p, {}).values())):
+        return False
+    places = sorted((p.data_ptr(), p.numel() * p.element_size()) for p in params)
+    if any(start + size > after for (start, size), (after, _) in itertools.pairwise(places)):
+        return False  # one memory is updated twice
+    return sum(p.numel() for p in params) <= min(_MOST_EACH * len(params), _MOST)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter and parameter.is_cpu and parameter.dtype in _DTYPES
+
+
+def _is_like(parameter: Tensor, own: object) -> bool:
+    """Return whether foreach takes a gradient, or what an optimizer keeps, with a parameter."""
+    if not isinstance(own, Tensor) or own.dtype is parameter.dtype:
+        return True
+    return own.ndim == 0 and own.dtype in _DTYPES  # the number of its updates

@@ -1,19 +1,32 @@
-"""Find the files of checkpoints, and verify that they are complete.
-
-A fault in a file is a :class:`CheckpointError`. An ``OSError`` other than "not found" is raised as
-it is, because a disk that does not answer says nothing about the checkpoint.
-"""
+"""Files that are complete or absent: checksums, power failures, locks, many machines."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
-from fnloop._checkpoint.disk import checksum_of_file
+import attrs
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fnloop._backend.collectives import (
+    gather_from_all,
+    on_every_process,
+    on_main_process,
+    start_all_reduce_max,
+)
 from fnloop._checkpoint.format import (
     COUNT,
     FILES,
@@ -25,26 +38,20 @@ from fnloop._checkpoint.format import (
     STATE_SHAPE,
     TRAINING_FORMAT,
     CheckpointError,
+    Contents,
     NewerFormatError,
     check_shape,
     is_file_name,
 )
-from fnloop._checkpoint.history_blocks import check_blocks, read_blocks
-from fnloop._core.serialize import Json
+from fnloop._core.history import Fold, History, Record
+from fnloop._core.serialize import Json, decode, encode
+from fnloop._display.checks import describe
 
-__all__ = [
-    "backup_path",
-    "checksum_of_manifest",
-    "has_only_our_files",
-    "is_checkpoint",
-    "locate",
-    "manifest_or_none",
-    "read_json",
-    "read_manifest",
-    "read_state_file",
-    "serial_or_none",
-    "verify",
-]
+# --------------------------------------------------------------------------------------------------
+# Find the files of checkpoints, and verify that they are complete.
+#
+# A fault in a file is a `CheckpointError`. An `OSError` other than "not found" is raised as it is,
+# because a disk that does not answer says nothing about the checkpoint.
 
 
 def backup_path(path: Path) -> Path:
@@ -213,3 +220,674 @@ def serial_or_none(path: Path) -> int | None:
     with contextlib.suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
         return read_manifest(path).get("serial")
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Write a checkpoint as a folder that is either complete or absent.
+#
+# It is written to a temporary folder next to its path, flushed to the disk, and renamed. So a
+# folder with a valid manifest is a complete checkpoint, no matter when the process was killed.
+
+
+def write_checkpoint(
+    contents: Contents,
+    path: Path,
+    facts: Mapping[str, Json] | None = None,
+    *,
+    in_own_folder: bool = False,
+) -> Path:
+    """Write contents to a temporary folder, flush them to the disk, and rename the folder.
+
+    Args:
+        contents: what to write.
+        path: the folder to create. An existing checkpoint or an empty folder is replaced.
+        facts: additional entries for the manifest.
+        in_own_folder: whether the parent folder belongs to this run and the hook chose the name.
+            Then a checkpoint with a damaged manifest is replaced too.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointError: there is something else at the path.
+    """
+    with contextlib.closing(Writing(contents, path, facts, in_own_folder)) as writing:
+        return writing.commit(write_files(contents, writing.folder))
+
+
+class Writing:
+    """A checkpoint that is being written, of which the main process has one.
+
+    It is a temporary folder next to the path. ``close`` removes the folder, if it is still there.
+
+    Args:
+        contents, path, facts, in_own_folder: as in :func:`write_checkpoint`.
+
+    Raises:
+        CheckpointError: there is something else at the path.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        path: Path,
+        facts: Mapping[str, Json] | None = None,
+        in_own_folder: bool = False,
+    ) -> None:
+        self.path = path.resolve()
+        _check_replaceable(self.path, in_own_folder, contents.all_files)
+        make_folder(self.path.parent)
+        remove_leftovers(self.path.parent, re.escape(self.path.name))
+        names = ("position", "stop", "measured", "phase", "run", "blocks", "parts")
+        kept = {name: contents.facts[name] for name in names if name in contents.facts}
+        self._facts = {"format_version": contents.facts["format_version"], **kept, **(facts or {})}
+        self._stack = contextlib.ExitStack()
+        self.folder = self._stack.enter_context(_temporary_folder(self.path))
+
+    def commit(self, files: Mapping[str, Json]) -> Path:
+        """Write the manifest and rename the folder. Return the absolute path.
+
+        Args:
+            files: the entry of each file in the manifest.
+        """
+        version = self._facts["format_version"]
+        serial = _next_serial(self.path)
+        manifest = {"format_version": version, "serial": serial, **self._facts, "files": {**files}}
+        checked = {**manifest, "check": checksum_of_manifest(manifest)}
+        _write_text(self.folder / MANIFEST, json.dumps(checked, indent=1))
+        flush(self.folder)
+        _commit(self.folder, self.path)
+        return self.path
+
+    def close(self) -> None:
+        """Remove what has not been committed."""
+        self._stack.close()
+
+
+def write_files(contents: Contents, folder: Path) -> dict[str, Json]:
+    """Write the files of this process to a folder, flushed to the disk.
+
+    Returns:
+        The entry of each in the manifest.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        entries = pool.map(lambda name: _write_file(contents, folder / name), contents.files)
+        files = dict(zip(contents.files, entries, strict=True))
+    flush(folder)
+    return files
+
+
+def _check_replaceable(path: Path, even_damaged: bool = False, files: Collection[str] = ()) -> None:
+    """Raise unless a path is free, an empty folder, or a checkpoint with no other file in it.
+
+    Args:
+        path: the path.
+        even_damaged: whether a checkpoint with a damaged manifest may be replaced.
+        files: the names of the files that such a checkpoint may have.
+    """
+    if not os.path.lexists(path) or is_checkpoint(path):
+        return
+    if not path.is_dir():
+        reason = "it is a file"
+    else:
+        names = {file.name for file in path.iterdir()}
+        known = {*FILES, MANIFEST, *files}
+        damaged = even_damaged and len(names) > 1 and not _is_newer(path)
+        if names <= (known if damaged else set()):
+            return
+        known |= _files_in_manifest(path)
+        reason = f"it contains {min(names - known, default='another manifest')}"
+    raise CheckpointError(
+        f"{path} exists and is not a checkpoint: save to another path "
+        f"({reason}; it was not changed)"
+    )
+
+
+def _files_in_manifest(path: Path) -> set[str]:
+    try:
+        return {*read_manifest(path)["files"]}
+    except (CheckpointError, FileNotFoundError):
+        return set()
+
+
+def _is_newer(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except NewerFormatError:
+        return True
+    except (CheckpointError, FileNotFoundError):
+        pass
+    return False
+
+
+@contextlib.contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, locked by this process, and remove it at the end."""
+    temporary = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
+    lock = _lock_path(temporary)
+    with lock_file(lock):
+        try:
+            temporary.mkdir()
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _lock_path(temporary: Path) -> Path:
+    return temporary.with_name(f"{temporary.name}.lock")
+
+
+def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
+    """Write one file of a checkpoint, and return its entry in the manifest."""
+    if path.name == STATE:
+        facts = json.dumps(dict(contents.facts), indent=1, allow_nan=False, ensure_ascii=False)
+        records = ",\n  ".join(contents.history)
+        _write_text(path, f'{facts[:-2]},\n "history": [\n  {records}\n ]\n}}')
+    elif path.name == INDEX:
+        _write_text(path, json.dumps(contents.index, ensure_ascii=False))
+    else:
+        _write_tensors(contents.groups()[contents.files[path.name] or ""], path)
+    return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    # safetensors refuses tensors that share memory, so every name of a tied tensor gets a copy.
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        shared = tensor.numel() > 0 and storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        if shared or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        plain[name] = tensor.resolve_conj().resolve_neg()
+    try:
+        with path.open("xb") as file:
+            mode = os.fstat(file.fileno()).st_mode  # as the umask gives it
+        save_file(plain, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors renames a temporary file, which only its owner may read
+        flush(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write does not name its file
+        raise
+
+
+def _write_text(path: Path, text: str) -> None:
+    with flushed_file(path) as file:
+        file.write(text.encode())
+
+
+def _commit(temporary: Path, path: Path) -> None:
+    """Rename a complete temporary folder to its path, replacing what is there."""
+    old = backup_path(path)
+    if path.exists():
+        if old.exists():
+            if not (old.is_dir() and has_only_our_files(old)):
+                _check_replaceable(old)  # raises
+            remove_checkpoint(path, backup=True)
+        # If the process is killed between the two renames, readers fall back to `old`.
+        path.rename(old)
+    temporary.rename(path)
+    flush(path.parent)
+    with contextlib.suppress(OSError):  # it is written: the next save removes the backup
+        if old.is_dir() and has_only_our_files(old):
+            remove_checkpoint(path, backup=True)
+
+
+def remove_checkpoint(path: Path, *, backup: bool = False) -> None:
+    """Remove a checkpoint or its backup: under another name, as half of one must not look like one.
+
+    What cannot be removed then is removed by a later save (:func:`remove_leftovers`).
+    """
+    removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        (backup_path(path) if backup else path).rename(removing)
+    shutil.rmtree(removing, ignore_errors=True)
+
+
+def _next_serial(path: Path) -> int:
+    """Return a number greater than that of every checkpoint next to a path."""
+    newest = 0
+    for neighbour in path.parent.iterdir():
+        with contextlib.suppress(OSError):  # a folder of others that cannot be read, for example
+            if neighbour.is_dir():
+                newest = max(newest, serial_or_none(neighbour) or 0)
+    return newest + 1
+
+
+# --- after killed processes
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove what killed processes left in a folder, of checkpoints whose names match a pattern."""
+    for path in list(folder.glob(".*")):
+        with contextlib.suppress(OSError):  # it stays, and a save does not fail because of it
+            if writing := re.fullmatch(rf"(\.{name}\.writing-[0-9a-f]{{12}})(\.lock)?", path.name):
+                _remove_unlocked(path.with_name(writing[1]))
+            elif replaced := _replaced_by(path, name):
+                remove_checkpoint(replaced, backup=True)
+            elif _is_being_removed(path, name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unlocked(temporary: Path) -> None:
+    """Remove a temporary folder and its lock, unless a process is still writing it."""
+    lock = _lock_path(temporary)
+    try:
+        file = lock.open("r+")
+    except FileNotFoundError:  # the lock is created before the folder and removed after it
+        if temporary.is_dir() and has_only_our_files(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+        return
+    with file:
+        if try_lock(file):
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _replaced_by(path: Path, name: str) -> Path | None:
+    """Return the checkpoint that has replaced the one whose backup is at a path, or None."""
+    found = re.fullmatch(rf"\.({name})\.old", path.name)
+    if found is None or manifest_or_none(path.with_name(found[1])) is None:
+        return None
+    return path.with_name(found[1]) if path.is_dir() and has_only_our_files(path) else None
+
+
+def _is_being_removed(path: Path, name: str) -> bool:
+    """Return whether a folder is a checkpoint that was renamed in order to be removed."""
+    found = re.fullmatch(rf"\.{name}\.removing(-[0-9a-f]+)?", path.name)
+    return found is not None and path.is_dir() and has_only_our_files(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Write a checkpoint by all processes: each its own files, into one temporary folder.
+#
+# The main process makes the folder. When all have written and flushed their files, it gets their
+# checksums, writes the manifest, and renames the folder. Whichever process is killed before, there
+# is no manifest, and so no checkpoint.
+
+
+def write_by_all(contents: Contents, path: Path, what: str) -> Path:
+    """Write a checkpoint: by all processes if it has an index, otherwise by the main process.
+
+    Args:
+        contents: what this process writes.
+        path: as in :func:`write_checkpoint`.
+        what: what waits for it, as errors name it.
+    """
+    if not contents.index:
+        return on_main_process(lambda: write_checkpoint(contents, path), what)
+    shared = SharedWrite(contents, lambda: Writing(contents, path), what)
+    try:
+        shared.write()
+        files = shared.agree()
+        return on_main_process(lambda: shared.commit(files), what)
+    finally:
+        shared.abandon()
+
+
+class SharedWrite:
+    """A checkpoint that all processes write. Each makes one, and calls the same methods in turn.
+
+    Args:
+        contents: what this process writes.
+        begin: begins to write, on the main process.
+        what: what waits for it, as errors name it.
+
+    Attributes:
+        writing: the checkpoint that is being written, on the main process; elsewhere None.
+    """
+
+    def __init__(self, contents: Contents, begin: Callable[[], Writing], what: str) -> None:
+        self.contents, self._what = contents, what
+        self.writing: Writing | None = None
+        self._thread: threading.Thread | None = None
+        self._files: dict[str, Json] = {}
+        self._error: BaseException | None = None
+        self._unfinished: Callable[[], list[float]] | None = None
+        self._folder = on_main_process(lambda: self._begin(begin), what)
+
+    def _begin(self, begin: Callable[[], Writing]) -> Path:
+        self.writing = begin()
+        return self.writing.folder
+
+    def write(self) -> None:
+        """Write the files of this process. An error is raised by :meth:`agree`."""
+        try:
+            self._files = write_files(self.contents, self._folder)
+        except BaseException as error:
+            self._error = error
+
+    def start(self) -> None:
+        """Write the files of this process while training continues."""
+        self._thread = threading.Thread(target=self.write, name="checkpoint")
+        self._thread.start()
+
+    def poll(self) -> bool:
+        """Return whether all processes have written their files. No process waits for another.
+
+        Every process must call it equally often. The answer is as of the call before.
+        """
+        if self._unfinished is not None and not self._unfinished()[0]:
+            self._unfinished = None
+            return True
+        writes = self._thread is not None and self._thread.is_alive()
+        self._unfinished = start_all_reduce_max([writes], self._what)
+        return False
+
+    def agree(self) -> dict[str, Json]:
+        """Wait until all processes have written. Return the entries of all files in the manifest.
+
+        Raises:
+            Exception: one of them could not write; the error is raised in every process.
+        """
+        self._join()
+        own = on_every_process(self._outcome, self._what)
+        every = gather_from_all(own, self._what)
+        return {name: entry for files in every for name, entry in files.items()}
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _outcome(self) -> dict[str, Json]:
+        if self._error is not None:
+            raise self._error
+        return self._files
+
+    def commit(self, files: dict[str, Json]) -> Path:
+        """Make it a checkpoint, on the main process. Return the absolute path."""
+        assert self.writing is not None
+        with contextlib.closing(self.writing) as writing:
+            return writing.commit(files)
+
+    def abandon(self) -> bool:
+        """Remove what has not been committed. Return whether there was anything.
+
+        It does not wait for other processes, which may have ended.
+        """
+        self._join()
+        writing, self.writing = self.writing, None
+        left = writing is not None and writing.folder.exists()
+        if writing is not None:
+            writing.close()
+        return left
+
+
+# --------------------------------------------------------------------------------------------------
+# The disk: checksums, files that survive a power failure, and file locks.
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: what a killed process leaves behind stays there
+    fcntl = None
+
+
+def checksum_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def flushed_file(path: Path) -> Iterator[IO[bytes]]:
+    """Create a file to write to. At the end of the context it is flushed to the disk.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
+    try:
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write does not name its file
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it, where they are missing, with their names flushed."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        flush(folder.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, flushed to the disk. It is whole, or what was there before, at any time."""
+    remove_parts(path)
+    part = path.with_name(f".{path.name}.part-{secrets.token_hex(6)}")
+    with lock_file(part):
+        try:
+            with flushed_file(part) as file:
+                file.write(data)
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    flush(path.parent)
+
+
+def remove_parts(path: Path) -> None:
+    """Remove what killed processes have left of a file that they were replacing."""
+    pattern = rf"{re.escape(f'.{path.name}.part')}(-[0-9a-f]{{12}})?"  # of 0.1.0: without a number
+    for part in path.parent.iterdir() if path.parent.is_dir() else ():
+        if re.fullmatch(pattern, part.name) and part.is_file():
+            with contextlib.suppress(FileNotFoundError), part.open("r+") as file:
+                if try_lock(file):
+                    part.unlink()
+
+
+def lock_file(path: Path) -> IO[str]:
+    """Create and lock a file, and return it open.
+
+    The lock belongs to the open file. It is released when its process ends, on any machine and in
+    any container.
+    """
+    while True:
+        file = path.open("w")
+        try_lock(file, wait=True)
+        # Another process may have removed the file before it was locked.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
+
+
+def try_lock(file: IO[str], wait: bool = False) -> bool:
+    """Lock an open file. Return False if another process holds it or the disk supports no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------
+# The history in checkpoints: the newest records in each checkpoint, older ones in shared files.
+#
+# Every checkpoint has the whole history. If each wrote all of it, a run with many records would
+# write more history than model. So complete blocks of records are written once, to the folder
+# `.records` next to the checkpoints, each under its checksum. Blocks never change, because a
+# history only grows. A checkpoint lists the checksums of its blocks and contains the records after
+# them. A short history has no blocks, and neither has a checkpoint that `save` writes.
+
+IN_BLOCK = 1024  # records
+FOLDER = ".records"
+NAME = r"[0-9a-f]{64}"
+PART = rf"{NAME}\.part|\.{NAME}\.jsonl\.part-[0-9a-f]{{12}}"  # the former by 0.1.0
+
+
+@attrs.frozen
+class EncodedHistory:
+    """A history as JSON.
+
+    Args:
+        blocks: the checksum of each complete block of records, the oldest first.
+        rest: the records after the blocks, one line each.
+    """
+
+    blocks: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+
+
+def make_history_encoder() -> Callable[[History], EncodedHistory]:
+    """Return a function that encodes a history, and only the new records in later calls."""
+    return Fold(_append_record, EncodedHistory())
+
+
+def _append_record(encoded: EncodedHistory, record: Record) -> EncodedHistory:
+    rest = (*encoded.rest, encode_record(record))
+    if len(rest) < IN_BLOCK:
+        return EncodedHistory(encoded.blocks, rest)
+    return EncodedHistory((*encoded.blocks, _checksum(_join_lines(rest))), ())
+
+
+def encode_record(record: Record) -> str:
+    """Return a record as JSON."""
+    row = {"epoch": record.epoch, "step": record.step, **record.metrics, "seconds": record.seconds}
+    row |= {"closing": True} if record.closing else {}
+    return json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False)
+
+
+def decode_history(rows: Iterable[Json], path: object = "the checkpoint") -> History:
+    """Return the history of a checkpoint, from its records as JSON.
+
+    Raises:
+        CheckpointError: one of them is not a record.
+    """
+    try:
+        return History(map(_decode_record, rows))
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: its history has something else than records: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _decode_record(encoded: Json) -> Record:
+    row = decode(encoded, {})
+    if not isinstance(row, dict):
+        raise TypeError(f"a record is {describe(row)}")
+    epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
+    closing = row.pop("closing", False)
+    if not isinstance(closing, bool):
+        raise TypeError(f"closing of a record is {describe(closing)}")
+    return Record(epoch, step, row, seconds, closing)
+
+
+def _join_lines(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _checksum(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def _block_path(folder: Path, block: str) -> Path:
+    return folder / FOLDER / f"{block}.jsonl"
+
+
+def write_blocks(folder: Path, blocks: Sequence[str], history: History, known: set[str]) -> None:
+    """Write the blocks of a history that a folder of checkpoints lacks, flushed to the disk.
+
+    Args:
+        folder: where the checkpoints are.
+        blocks: the checksums of all complete blocks.
+        history: the records.
+        known: the blocks that were written or verified before; this call adds to it.
+    """
+    for i, block in enumerate(blocks):
+        path = _block_path(folder, block)
+        if block in known and path.exists():
+            continue
+        known.add(block)
+        if path.is_file() and _checksum(path.read_bytes()) == block:
+            continue
+        make_folder(path.parent)
+        replace_file(
+            path, _join_lines(map(encode_record, history[i * IN_BLOCK : (i + 1) * IN_BLOCK]))
+        )
+
+
+def check_blocks(path: Path, blocks: Iterable[object], deep: bool) -> None:
+    """Raise unless every block that a checkpoint lists exists and is undamaged.
+
+    Raises:
+        CheckpointError: a block is missing or damaged.
+    """
+    for block in blocks:
+        if not (isinstance(block, str) and re.fullmatch(NAME, block)):
+            raise CheckpointError(
+                f"{path} is damaged: {describe(block)} is not the name of a block of records"
+            )
+        file = _block_path(path.resolve().parent, block)
+        if not file.is_file():
+            raise CheckpointError(
+                f"{path} lacks the older records of its history: {FOLDER}/{file.name} is not next "
+                f"to it. Copy the folder {FOLDER} too, or restore without the history: "
+                "restore(path, state, "
+                "only=('model', 'optimizer', 'slots', 'counters', 'metrics', 'extra'))"
+            )
+        if deep and _checksum(file.read_bytes()) != block:
+            raise CheckpointError(
+                f"{path} is damaged: the checksum of {FOLDER}/{file.name} next to it is wrong"
+            )
+
+
+def read_blocks(path: Path, blocks: Iterable[str]) -> list[Json]:
+    """Return the records of blocks as JSON.
+
+    Raises:
+        CheckpointError: a block is not JSON.
+        OSError: it cannot be read.
+    """
+    rows: list[Json] = []
+    for block in blocks:
+        file = _block_path(path.resolve().parent, block)
+        lines = file.read_bytes().splitlines()
+        try:
+            rows += map(json.loads, lines)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    return rows
+
+
+def count_blocks(folder: Path) -> int:
+    """Return the number of blocks in a folder of checkpoints."""
+    return len(_list_blocks(folder))
+
+
+def _list_blocks(folder: Path) -> list[Path]:
+    """Return the files of blocks in a folder, including partial ones that killed processes left.
+
+    No other file belongs to fnloop.
+    """
+    records = folder / FOLDER
+    return [
+        file
+        for file in (records.iterdir() if records.is_dir() else ())
+        if re.fullmatch(rf"{NAME}\.jsonl|{PART}", file.name) and file.is_file()
+    ]
+
+
+def remove_other_blocks(folder: Path, blocks: Iterable[str]) -> None:
+    """Remove every block in a folder of checkpoints except these."""
+    kept = {_block_path(folder, block).name for block in blocks}
+    for file in _list_blocks(folder):
+        if file.name not in kept:
+            file.unlink(missing_ok=True)

@@ -1,75 +1,59 @@
-"""The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
-
-A checkpoint is a folder:
-
-    model.safetensors       the state_dict of the module, with the weights that an evaluation uses;
-                            loads into the plain module without fnloop
-    training.safetensors    the weights to train with, if these are others: of an optimizer that has
-                            modes, such as a schedule-free one
-    optimizer.safetensors   the state of the optimizer, by parameter name
-    slots.safetensors       what middleware keep, running metrics, random generators
-    ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
-                            which loads into the plain module too; one for each average
-    state.json              counters, hyper-parameters, where the tensors belong, and the history
-                            (the module save makes it)
-    manifest.json           size and SHA-256 of each of the others; written last
-
-Where tensors are split over n processes (``fully_shard``), or some processes have state of the
-optimizer that others lack, each process writes its own parts to a file of its own, and the main
-process what all have whole:
-
-    model-00001-of-00002.safetensors    instead of model.safetensors, and so for the others
-    index.json                          where the parts are (the module shards makes it)
-
-A partial checkpoint has the same files. It lists its parts, and what belongs to others is left out.
-
-Nothing is pickled, so reading a checkpoint cannot run code.
-"""
+"""The format of a checkpoint: its files, what they hold, and how tensors lie in them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fnloop._backend.memory import has_room
-from fnloop._checkpoint.host_copy import HostCopier
-from fnloop._core.phase import SINCE
+from fnloop._backend.collectives import counts_here, gather_from_all
+from fnloop._backend.containers import has_room, is_out_of_memory
+from fnloop._backend.fsdp import extent_in, full, local_part, split_dim
+from fnloop._backend.processes import Backend
+from fnloop._core.history import SINCE
+from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json
 from fnloop._display.checks import describe
+from fnloop._display.screen import log
 
-__all__ = [
-    "COLLECTED",
-    "COUNT",
-    "COUNTERS",
-    "FILES",
-    "FORMAT",
-    "INDEX",
-    "LARGEST_MANIFEST",
-    "MANIFEST",
-    "MANIFEST_SHAPE",
-    "NEWER_FORMAT",
-    "PARTS",
-    "SHARDED_FORMAT",
-    "STATE",
-    "STATE_SHAPE",
-    "TENSORS",
-    "TRAINED",
-    "TRAINING",
-    "TRAINING_FORMAT",
-    "CheckpointError",
-    "Contents",
-    "NewerFormatError",
-    "check_shape",
-    "is_file_name",
-    "is_share",
-    "name_of_share",
-]
+# --------------------------------------------------------------------------------------------------
+# The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
+#
+# A checkpoint is a folder:
+#
+#     model.safetensors       the state_dict of the module, with the weights that an evaluation uses;
+#                             loads into the plain module without fnloop
+#     training.safetensors    the weights to train with, if these are others: of an optimizer that has
+#                             modes, such as a schedule-free one
+#     optimizer.safetensors   the state of the optimizer, by parameter name
+#     slots.safetensors       what middleware keep, running metrics, random generators
+#     ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
+#                             which loads into the plain module too; one for each average
+#     state.json              counters, hyper-parameters, where the tensors belong, and the history
+#                             (the module save makes it)
+#     manifest.json           size and SHA-256 of each of the others; written last
+#
+# Where tensors are split over n processes (`fully_shard`), or some processes have state of the
+# optimizer that others lack, each process writes its own parts to a file of its own, and the main
+# process what all have whole:
+#
+#     model-00001-of-00002.safetensors    instead of model.safetensors, and so for the others
+#     index.json                          where the parts are (the module shards makes it)
+#
+# A partial checkpoint has the same files. It lists its parts, and what belongs to others is left
+# out.
+#
+# Nothing is pickled, so reading a checkpoint cannot run code.
 
 FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
 NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
@@ -362,3 +346,437 @@ def is_file_name(name: str) -> bool:
         name in (*FILES, INDEX)
         or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*\.safetensors", name) is not None
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# What each process writes of tensors that not every process has, and where the parts are.
+#
+# The index of a checkpoint has an entry for each tensor of such a group, by the names of both:
+#
+#     {"shape": [4, 6], "dtype": "float32", "dim": 0, "shards": [
+#         {"file": "model-00001-of-00002.safetensors", "key": "w", "offsets": [0, 0]},
+#         {"file": "model-00002-of-00002.safetensors", "key": "w", "offsets": [2, 0]}]}
+#
+# The shards, one after the other along the dimension `dim`, are the tensor. A tensor that is not
+# split has one shard, in the file of any process, and no `dim`. A tensor without elements may have
+# none. So safetensors alone can read a checkpoint: load the files, and concatenate (`torch.cat`)
+# what the index names.
+#
+# Tensors that are one in memory, such as tied weights, have the same shards.
+
+
+def keep_own_share(
+    contents: Contents, backend: Backend, local: Mapping[str, bool] | None = None
+) -> Contents:
+    """Return what this process writes of contents, with an index if several processes write.
+
+    Every process must call it. The main process gets the whole index.
+
+    Args:
+        contents: what this process has.
+        backend: where it runs.
+        local: name to whether this process writes it, for tensors of optimizers that not all
+            processes have. The main process writes the others that are whole.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    index: dict[str, Json] = {}
+    for group, tensors in contents.groups().items():
+        own = local if group == "optimizer" and local else {}
+        if own or any(split_dim(tensor) is not None for tensor in tensors.values()):
+            file = name_of_share(group, backend.rank, backend.world_size)
+            groups[group], index[group] = _share_of(tensors, file, backend.main, own)
+        else:
+            whole = {name: full(tensor) for name, tensor in tensors.items()}
+            groups[group] = whole if backend.main else {}
+    kept = contents.with_groups(groups)
+    if not index:
+        return kept
+    version = max(SHARDED_FORMAT, contents.facts["format_version"])
+    facts = {**contents.facts, "format_version": version}
+    for theirs in gather_from_all(index, COLLECTED)[1:]:
+        for group, entries in theirs.items():
+            for name, entry in entries.items():
+                mine = index[group].get(name)
+                if mine is None or not mine["shards"]:
+                    index[group][name] = entry
+                else:
+                    mine["shards"] += entry["shards"]
+    return attrs.evolve(
+        kept, facts=facts, index=index, rank=backend.rank, processes=backend.world_size
+    )
+
+
+def _share_of(
+    tensors: Mapping[str, Tensor], file: str, main: bool, local: Mapping[str, bool]
+) -> tuple[dict[str, Tensor], dict[str, Json]]:
+    """Return what this process writes of a group of tensors, and the index of that.
+
+    Args:
+        tensors: the group.
+        file: the name of the file to write.
+        main: whether this is the main process, which writes what is not split.
+        local: name to whether this process writes it, where that is another rule.
+    """
+    mine: dict[str, Tensor] = {}
+    entries: dict[str, Json] = {}
+    keys: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        dim, offsets = split_dim(tensor), [0] * tensor.ndim
+        entry: dict[str, Json] = {
+            "shape": [*tensor.shape],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        if dim is None:
+            own, writes = full(tensor), local.get(name, main)
+        else:
+            own, entry["dim"] = local_part(tensor).detach(), dim
+            offsets[dim], stop, first = extent_in(tensor, tensor.shape[dim])
+            writes = first and counts_here()
+            if own.shape[dim] != stop - offsets[dim]:
+                raise TypeError(
+                    f"{name} is split over processes in another way than by fully_shard: this "
+                    f"process has {own.shape[dim]} of {tensor.shape[dim]} along dimension {dim}"
+                )
+        entry["shards"] = []
+        if writes and (own.numel() or dim is None):
+            kind = (own.dtype, own.is_conj(), own.is_neg())
+            place = (own.data_ptr() or name, own.shape, own.stride(), *kind)
+            key = keys.setdefault(place, name)
+            mine[key] = own
+            entry["shards"].append({"file": file, "key": key, "offsets": offsets})
+        entries[name] = entry
+    return mine, entries
+
+
+# --------------------------------------------------------------------------------------------------
+# Read slices of tensors whose parts are in several files.
+
+# Bytes of files in memory at a time: what is mapped counts as memory too. The more tensors a file
+# has, the longer it takes to open, so a large one is opened at most 16 times.
+MOST_MAPPED, MOST_OPENED = 4 << 20, 16
+
+
+@attrs.frozen
+class Piece:
+    """A part of a tensor in a file.
+
+    Args:
+        file: the name of the file.
+        key: the name of the part in it.
+        start, stop: what it is of the dimension along which the tensor is split.
+    """
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class Entry:
+    """Where a tensor is.
+
+    Args:
+        shape: of the whole tensor.
+        dtype: its dtype.
+        pieces: its parts, in order.
+        dim: the dimension along which it is split, or None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Piece]
+    dim: int | None = None
+
+    def shape_of(self, start: int, stop: int, dim: int | None) -> list[int]:
+        """Return the shape of a part of the tensor."""
+        shape = [*self.shape]
+        if dim is not None:
+            shape[dim] = stop - start
+        return shape
+
+
+INDEXED = {
+    "shape": [COUNT],
+    "dtype": str,
+    "dim?": (None, COUNT),
+    "shards": [{"file": str, "key": str, "offsets": [COUNT]}],
+}
+
+
+def decode_index(index: Json, files: Collection[str], path: Path) -> dict[str, dict[str, Entry]]:
+    """Return the entries of an index by group and name, having checked that each is complete.
+
+    Args:
+        index: what ``index.json`` holds.
+        files: the names of the files of the checkpoint.
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: it is not an index, or a part is missing.
+    """
+    check_shape(index, {"*": {"*": INDEXED}}, path)
+    try:
+        return {
+            group: {name: _decode_entry(name, entry, files) for name, entry in entries.items()}
+            for group, entries in index.items()
+        }
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _decode_entry(name: str, entry: Json, files: Collection[str]) -> Entry:
+    shape, dim, shards = tuple(entry["shape"]), entry.get("dim"), entry["shards"]
+    dtype = getattr(torch, entry["dtype"], None)
+    offsets = [shard["offsets"] for shard in shards]
+    if not isinstance(dtype, torch.dtype) or not (dim is None or dim < len(shape)):
+        raise ValueError(f"the index does not say how {name} is split")
+    if not {shard["file"] for shard in shards} <= {*files}:
+        raise ValueError(f"the index names a file for {name} that the manifest does not list")
+    if any(len(at) != len(shape) for at in offsets):
+        raise ValueError(f"its index lacks parts of {name}")
+    starts = [0 if dim is None else at[dim] for at in offsets]
+    expected = [[start if i == dim else 0 for i in range(len(shape))] for start in starts]
+    bounds = [*starts, 1 if dim is None else shape[dim]]
+    complete = starts[:1] == [0] and all(a < b for a, b in itertools.pairwise(bounds))
+    if dim is not None and 0 in shape:
+        complete = not shards
+    if not complete or offsets != expected:
+        raise ValueError(f"its index lacks parts of {name}")
+    places = zip(shards, itertools.pairwise(bounds), strict=True)
+    pieces = [Piece(s["file"], s["key"], a, b) for s, (a, b) in places]
+    return Entry(shape, dtype, pieces, dim)
+
+
+class Slices:
+    """Reads slices of tensors from the files of a checkpoint, and keeps little of them in memory.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: dict[str, safe_open] = {}
+        self._mapped = self._most = 0
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            path = self._path / name
+            with path.open("rb") as file:  # a file that cannot be opened is an error with its cause
+                size = os.fstat(file.fileno()).st_size
+            with _explained(path):
+                self._open[name] = safe_open(path, framework="pt")
+            self._most = max(self._most, MOST_MAPPED, size // MOST_OPENED)
+        return self._open[name]
+
+    def entries_in(self, file: str) -> dict[str, Entry]:
+        """Return an entry for each tensor of a file that has whole tensors."""
+        found, opened = {}, self._file(file)
+        with _explained(self._path / file):
+            for key in opened.keys():  # noqa: SIM118  (not a mapping)
+                here = opened.get_slice(key)
+                shape = tuple(here.get_shape())
+                dtype = here[(slice(0, 0),) if shape else (...,)].dtype  # without its elements
+                found[key] = Entry(shape, dtype, [Piece(file, key, 0, 1)])
+        return found
+
+    def read(self, entry: Entry, start: int = 0, stop: int = 0, dim: int | None = None) -> Tensor:
+        """Return a tensor; with a dimension, only its part from ``start`` to ``stop`` along it.
+
+        Raises:
+            CheckpointError: a part is not what the entry says.
+        """
+        shape = entry.shape_of(start, stop, dim)
+        first = [start if i == dim else 0 for i in range(len(shape))]
+        copies = []
+        for piece in entry.pieces:
+            base, low = [0] * len(shape), [*first]
+            high = [a + n for a, n in zip(first, shape, strict=True)]
+            if entry.dim is not None:
+                base[entry.dim] = piece.start
+                low[entry.dim] = max(low[entry.dim], piece.start)
+                high[entry.dim] = min(high[entry.dim], piece.stop)
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                self._check(piece, entry)
+                copies.append((piece, _slices(low, high, base), _slices(low, high, first)))
+        made = _empty(shape, entry.dtype, self._path)
+        for piece, there, here in copies:
+            self._copy(piece, there, made[here])
+        return made
+
+    def _check(self, piece: Piece, entry: Entry) -> None:
+        opened = self._file(piece.file)
+        with _explained(self._path / piece.file):
+            found = opened.get_slice(piece.key).get_shape()
+        if found != (expected := entry.shape_of(piece.start, piece.stop, entry.dim)):
+            raise CheckpointError(
+                f"{self._path} is damaged: {piece.key} in {piece.file} has the shape {found} "
+                f"instead of {expected}"
+            )
+
+    def _copy(self, piece: Piece, where: tuple[slice, ...], target: Tensor) -> None:
+        """Copy a slice of a part into a tensor, some rows of the first long dimension at a time."""
+        dim = next((i for i, size in enumerate(target.shape) if size > 1), None)
+        if dim is None:
+            target.copy_(self._slice(piece, where or (...,), target.dtype))
+            return
+        first, last = where[dim].start, where[dim].stop
+        rows = max(1, MOST_MAPPED * target.shape[dim] // target.nbytes)
+        for i in range(first, last, rows):
+            block = slice(i, min(i + rows, last))
+            there = self._slice(piece, (*where[:dim], block, *where[dim + 1 :]), target.dtype)
+            target.narrow(dim, i - first, block.stop - i).copy_(there)
+            self._mapped += there.nbytes
+            del there
+            if self._mapped >= self._most:
+                self.close()
+
+    def _slice(self, piece: Piece, where: tuple[object, ...], dtype: torch.dtype) -> Tensor:
+        opened = self._file(piece.file)
+        with _explained(self._path / piece.file):
+            found = opened.get_slice(piece.key)[where]
+        if found.dtype != dtype:
+            raise CheckpointError(
+                f"{self._path} is damaged: {piece.key} in {piece.file} is {found.dtype} instead of "
+                f"{dtype}"
+            )
+        return found
+
+    def close(self) -> None:
+        """Release the files."""
+        self._open.clear()
+        self._mapped = self._most = 0
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, path: Path) -> Tensor:
+    """Return a new tensor on the host, of a shape that a file says."""
+    try:
+        return torch.empty([*shape], dtype=dtype)
+    except (RuntimeError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise MemoryError(f"no memory to read {path}: {error}") from error
+        raise CheckpointError(f"{path} is damaged: no tensor has the shape {shape}") from error
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise what is true where safetensors or torch cannot read a file.
+
+    The checksum of the file is right. So only what safetensors says of its contents is damage: all
+    else that fails is memory, file descriptors or the disk, however it is reported.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    except (RuntimeError, FileNotFoundError) as error:
+        # torch cannot map the file: it says so in a RuntimeError. Where safetensors cannot, it says
+        # that there is no such file, but it was opened a moment ago.
+        if isinstance(error, FileNotFoundError) or is_out_of_memory(error):
+            raise MemoryError(f"no memory to read {path}: {error}") from error
+        raise OSError(f"{path} cannot be read: {error}") from error
+
+
+def _slices(low: Sequence[int], high: Sequence[int], base: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices from ``low`` to ``high`` of something that begins at ``base``."""
+    return tuple(slice(a - c, b - c) for a, b, c in zip(low, high, base, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# What one of several processes gets of a checkpoint.
+
+
+def own_generators(
+    generators: Sequence[HostGenerators | None], backend: Backend
+) -> HostGenerators | None:
+    """Return the generators of this process if the number of processes is unchanged.
+
+    Otherwise only the main process continues its stream, and the others begin new ones.
+    """
+    if backend.data_rank == 0 or len(generators) == backend.data_size:
+        return generators[backend.data_rank] if generators else None
+    return None
+
+
+def own_metrics(
+    merged: dict[str, object], shares: Sequence[dict[str, object]], backend: Backend
+) -> dict[str, object]:
+    """Return the metrics of this process if the number of processes is unchanged.
+
+    Otherwise the main process continues with those of all processes together. With ``exact=True``,
+    every process does.
+    """
+    if backend.exact:
+        return merged
+    if len(shares) == backend.data_size:
+        return shares[backend.data_rank]
+    return merged if backend.data_rank == 0 else {}
+
+
+def warn_of_exact(facts: Mapping[str, Json], backend: Backend) -> None:
+    """Warn if a run continues with another setting of ``exact`` than it had."""
+    was = facts.get("exact", False) is True
+    if was == backend.exact or not backend.main:
+        return
+    if was:
+        log.warning(
+            "restore: this run had exact=True, and continues without: from here on, its bits "
+            "depend on the number of processes. Write TrainState.create(..., exact=True)"
+        )
+    else:
+        log.warning(
+            "restore: this run had no exact=True until here, so what it has come to depends on the "
+            "number of processes that it had"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Copy tensors to host memory without holding up the work of other threads on the device.
+
+SMALL = 4 << 20  # bytes
+STAGED = 16 << 20  # bytes that are copied from a device at once
+
+
+class HostCopier:
+    """Copies tensors to host memory.
+
+    The driver of a GPU lets no other thread launch anything while it copies to memory that is not
+    pinned. So a large tensor goes through a small pinned buffer, piece by piece.
+    """
+
+    def __call__(self, tensor: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """Return a copy of a tensor in host memory.
+
+        Args:
+            tensor: a tensor on any device.
+            buffer: an earlier copy, which is overwritten if it fits.
+        """
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            if tensor.nbytes < SMALL:
+                return tensor.to("cpu", copy=True)
+            # NumPy requests large pages and torch does not, which halves the time of a first copy.
+            memory = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
+            buffer = memory.view(tensor.dtype).view(tensor.shape)
+        is_plain = buffer.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if tensor.is_cuda and tensor.nbytes >= SMALL and is_plain:
+            return self._copy_by_pieces(tensor, buffer)
+        return buffer.copy_(tensor)
+
+    def _copy_by_pieces(self, tensor: Tensor, buffer: Tensor) -> Tensor:
+        to, event = buffer.view(-1).view(torch.uint8), torch.cuda.Event(blocking=True)
+        for piece, target in zip(
+            tensor.contiguous().view(-1).view(torch.uint8).split(STAGED),
+            to.split(STAGED),
+            strict=True,
+        ):
+            staged = self._pinned[: piece.numel()]
+            staged.copy_(piece, non_blocking=True)
+            event.record(torch.cuda.current_stream(tensor.device))
+            event.synchronize()
+            target.copy_(staged)
+        return buffer
+
+    @functools.cached_property
+    def _pinned(self) -> Tensor:
+        return torch.empty(STAGED, dtype=torch.uint8, pin_memory=True)

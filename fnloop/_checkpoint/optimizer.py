@@ -1,41 +1,426 @@
-"""Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
-
-There are two ways to save an optimizer:
-
-* By name: the settings of its groups, and the state of each parameter under the name of the
-  parameter. This is for optimizers that keep everything in ``state`` and ``param_groups``, as those
-  of torch do.
-* By its own ``state_dict``, for optimizers that override ``state_dict`` or ``load_state_dict``.
-  What such an optimizer reports after loading must equal what was saved, bit for bit.
-
-Neither shows whether its updates depend on anything else: see the module ``trial``.
-"""
+"""Optimizers in checkpoints: saved, checked, and loaded, all of them or none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import copy
+import enum
+import functools
+import hashlib
+import itertools
+import json
+import types
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import parts_of
-from fnloop._backend.fsdp import is_sharded
+from fnloop._backend.collectives import gather_from_all
+from fnloop._backend.containers import SEQUENCES, map_leaves, pairs_of, parts_of
+from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.optimizers import Group, optimizers_in
-from fnloop._core.snapshot import unwrap
-from fnloop._core.state import TrainState
+from fnloop._checkpoint.format import COLLECTED, CheckpointError
+from fnloop._core.freeze import Groups, add_group, split_group
+from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, optimizers_in
+from fnloop._core.serialize import (
+    Json,
+    Pending,
+    as_flattened,
+    as_number,
+    as_safetensor,
+    decode,
+    encode,
+    from_flattened,
+    from_safetensor,
+    is_flattened,
+    kinds_in,
+    tensors_in,
+)
+from fnloop._core.state import TrainState, ownership_of, unwrap
+from fnloop._display.checks import describe, join_names
+from fnloop._display.screen import log
 
-__all__ = [
-    "UNSAVED",
-    "NamedOptimizer",
-    "has_own_state_dict",
-    "is_list_of_groups",
-    "is_torch_optimizer",
-    "walk_optimizers",
-]
+# --------------------------------------------------------------------------------------------------
+# The optimizers of a state in a checkpoint: one, or several by name; in one process, or several.
+#
+# One is kept as it is. Of several, the facts are kept under "several", and the names of their
+# tensors begin with the name of the optimizer and a slash.
+#
+# An optimizer may keep the state of a parameter in one process only, as ZeRO-1 and distributed
+# Muons do. Such an entry of the state, `state[parameter][key]`, is *local*. A checkpoint has the
+# local entries of all processes, each written by a process that keeps it, and lists them with these
+# processes (`LOCAL`). The same number of processes get back what they kept. On another number, it
+# is the optimizer's secret which process continues an entry, so each process gets all of them. The
+# entries that no update has changed since are then copies, which do not count at the next save.
+
+_SEVERAL = "several"
+LOCAL = "local"  # of the facts of an optimizer: [["state", parameter, key], ranks] of each entry
+Entry = tuple[str, ...]  # the name of the optimizer, and the path in its facts
+
+
+def encode_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    """Return the facts of the optimizers of a state, and add their tensors to ``tensors``.
+
+    Raises:
+        TypeError, CheckpointError: something in one of them cannot be saved.
+    """
+    named = NamedOptimizer.of_state(state)
+    if "" in named:
+        return encode_optimizer(named[""], tensors)
+    facts = {}
+    for name, one in named.items():
+        own: dict[str, Tensor] = {}
+        facts[name] = encode_optimizer(one, own)
+        for key, tensor in own.items():
+            tensors[f"{name}/{key}"] = tensor
+    return {_SEVERAL: facts}
+
+
+def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> list[PreparedLoad]:
+    """Check that the saved optimizers fit those of a state, and return how to load each.
+
+    Their groups are made as they were where ``unfreeze`` had changed them.
+
+    Args:
+        state: the state.
+        saved: all that was saved, by :func:`encode_optimizers`.
+        strict: whether the parameters must have the shapes that they had.
+
+    Raises:
+        CheckpointError: they are others, or do not fit.
+    """
+    named, facts = NamedOptimizer.of_state(state), _by_name(saved.facts)
+    if named.keys() != facts.keys():
+        raise CheckpointError(
+            f"{saved.path} has {_describe({k: v['class'] for k, v in facts.items()})}, and this "
+            f"state has {_describe({k: one.class_name for k, one in named.items()})}. Create the "
+            "former, or leave them out: restore(path, state, only=('model',))"
+        )
+    same = saved.processes == state.backend.data_size
+    facts = {name: _own_facts(own, state.backend.rank, same) for name, own in facts.items()}
+    held = {name: {*one.parameters()} for name, one in named.items()}
+    for name, one in named.items():
+        others = {p for other, names in held.items() if other != name for p in names}
+        regroup(one, facts[name]["param_groups"], others)
+    return [
+        prepare_load(one, _part(saved, name, facts[name]), strict) for name, one in named.items()
+    ]
+
+
+def templates_of_optimizers(state: TrainState, facts: Mapping[str, Json]) -> dict[str, Tensor]:
+    """Return, for the tensors of saved optimizers, the parameter that each belongs to, by name."""
+    named, found = NamedOptimizer.of_state(state), {}
+    for name, own in _by_name(facts).items():
+        if name not in named:
+            continue
+        prefix = _prefix(name)
+        for parameter, p in {**named[name].own, **named[name].parameters()}.items():
+            found[f"{prefix}parameter.{parameter}"] = p
+            encoded = own.get("state", {}).get(parameter)
+            found |= {prefix + key: p for key in tensors_in(encoded)}
+    return found
+
+
+def _part(saved: SavedOptimizer, name: str, facts: Mapping[str, Json]) -> SavedOptimizer:
+    """Return one of the saved optimizers."""
+    if not name:
+        return attrs.evolve(saved, facts=facts)
+    prefix = _prefix(name)
+    names = [name for name in saved.tensors if name.startswith(prefix)]
+    own = {name.removeprefix(prefix): saved.tensors.pop(name) for name in names}
+    return attrs.evolve(saved, facts=facts, tensors=own)
+
+
+def _describe(classes: Mapping[str, str]) -> str:
+    if "" in classes:
+        return f"one optimizer without a name ({classes['']})"
+    return f"the optimizers {', '.join(f'{name} ({kind})' for name, kind in classes.items())}"
+
+
+def _by_name(facts: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Return the facts of each optimizer; one alone has the name ""."""
+    return facts.get(_SEVERAL, {"": facts})
+
+
+# --- several processes
+
+
+class _Offer(NamedTuple):
+    """A local entry, as one process keeps it.
+
+    Args:
+        facts: the entry as JSON.
+        checksum: of the entry, if several processes have it.
+        restored: the checksum of what was restored, if another process may continue it; "" if only
+            other processes were given it; None otherwise.
+    """
+
+    facts: Json
+    checksum: str | None
+    restored: str | None
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is as it was restored."""
+        return self.restored is not None and self.restored == self.checksum
+
+
+def check_groups(state: TrainState) -> None:
+    """Raise CheckpointError if processes have other parameter groups. A collective."""
+    groups = {name: one.group_names() for name, one in NamedOptimizer.of_state(state).items()}
+    every = gather_from_all(groups, COLLECTED)
+    for rank, theirs in enumerate(every):
+        for name, first in every[0].items():
+            mine, other = (set(itertools.chain(*found)) for found in (first, theirs.get(name, [])))
+            if first != theirs.get(name):
+                raise CheckpointError(
+                    f"the optimizer{f' {name!r}' if name else ''} has other parameters in process "
+                    f"{rank} than in process 0 ({_difference(mine, other, rank)}), so a checkpoint "
+                    "cannot merge its groups: give it all parameters in every process, and keep "
+                    "state[p] in the process that updates p"
+                )
+
+
+def _difference(mine: set[str], other: set[str], rank: int) -> str:
+    if mine == other:
+        return "in other groups"
+    only = {0: sorted(mine - other), rank: sorted(other - mine)}
+    return "; ".join(f"only in process {r}: {join_names(n)}" for r, n in only.items() if n)
+
+
+def merge_processes(
+    state: TrainState, tensors: dict[str, Tensor]
+) -> tuple[Mapping[str, Json], dict[str, bool]]:
+    """Do what :func:`encode_optimizers` does, with what all processes keep. A collective.
+
+    Where all processes keep the same entries, and made all of them, only their names are compared.
+
+    Returns:
+        The facts; and for each tensor of a local entry, whether this process writes it.
+
+    Raises:
+        TypeError, CheckpointError: something cannot be saved or merged; the message names it.
+    """
+    if state.backend.world_size == 1:
+        return encode_optimizers(state, tensors), {}
+    facts, error, copies = {}, None, ownership_of(state).copies
+    try:
+        facts = encode_optimizers(state, tensors)
+    except Exception as failure:  # the other processes wait for an answer
+        error = failure
+    mine, named = dict(_entries(facts)), NamedOptimizer.of_state(state)
+    groups = [one.group_names() for one in named.values()]
+    names = zlib.crc32(repr((groups, sorted(mine))).encode())
+    failed = error and f"{type(error).__name__}: {error}"
+    marks = gather_from_all((names, bool(copies), failed), COLLECTED)
+    if error is not None:
+        raise error
+    for rank, (*_, failed) in enumerate(marks):
+        if failed is not None:
+            raise CheckpointError(f"process {rank} cannot save its optimizer: {failed}")
+    if set(marks) == {(names, False, None)}:
+        return facts, {}
+    check_groups(state)
+    every = gather_from_all(([*mine], [*copies]), COLLECTED)
+    holders = Counter(entry for own, _ in every for entry in own)
+    unsure = {entry for _, restored in every for entry in restored}
+    doubtful = [e for e, count in holders.items() if count < len(every) or e in unsure]
+    for entry in doubtful:
+        _check_mergeable(entry, named[entry[0]], [entry in own for own, _ in every])
+    offers = gather_from_all(
+        {
+            entry: _Offer(
+                mine[entry],
+                _checksum(entry, mine[entry], tensors) if holders[entry] > 1 else None,
+                copies.get(entry),
+            )
+            for entry in doubtful
+            if entry in mine
+        },
+        COLLECTED,
+    )
+    return _merge(facts, doubtful, offers, state)
+
+
+def _entries(facts: Mapping[str, Json]) -> Iterator[tuple[Entry, Json]]:
+    """Yield the entries of the state in the facts of optimizers."""
+    for name, own in _by_name(facts).items():
+        for parameter, held in own.get("state", {}).items():
+            for key, value in held.items():
+                yield (name, "state", parameter, key), value
+        for key, value in own.get("state_of_all", {}).items():
+            yield (name, "state_of_all", key), value
+        for path in _paths_of_tensors(own.get("state_dict")):
+            yield (name, "state_dict", *path), None
+
+
+def _paths_of_tensors(value: Json) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that lead to each tensor in what was encoded."""
+    if isinstance(value, dict) and "$tensor" in value:
+        yield ()
+        return
+    inside = enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        inside = value["$dict"] if "$dict" in value else value.items()
+    for key, inner in inside:
+        for path in _paths_of_tensors(inner):
+            yield str(key), *path
+
+
+def _check_mergeable(entry: Entry, named: NamedOptimizer, kept: Sequence[bool]) -> None:
+    """Raise if an entry that only some processes keep cannot be merged.
+
+    Args:
+        entry: the entry.
+        named: its optimizer.
+        kept: whether each process keeps it.
+    """
+    why = None
+    if has_own_state_dict(named.optimizer):
+        why = "it has its own state_dict. Keep that in optimizer.state, without a state_dict"
+    elif named.sharded:
+        why = "the model is sharded over processes. Keep the state of a parameter in all of them"
+    if why and not all(kept):
+        raise CheckpointError(
+            f"{named.class_name} keeps {_spell(entry)} in process {kept.index(True)} and not in "
+            f"process {kept.index(False)}. A checkpoint cannot merge that, because {why}"
+        )
+
+
+def _spell(entry: Entry) -> str:
+    """Return an entry as messages name it."""
+    name, _, *path = entry
+    return ".".join(path) + (f" ({name!r})" if name else "")
+
+
+def _checksum(entry: Entry, value: Json, tensors: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256(json.dumps(value).encode())
+    for name in tensors_in(value):
+        whole = tensors[_prefix(entry[0]) + name].detach().cpu().resolve_conj().resolve_neg()
+        found.update(whole.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _prefix(name: str) -> str:
+    """Return what the names of the tensors of an optimizer begin with."""
+    return f"{name}/" if name else ""
+
+
+def _merge(
+    facts: Mapping[str, Json],
+    doubtful: Sequence[Entry],
+    offers: Sequence[Mapping[Entry, _Offer]],
+    state: TrainState,
+) -> tuple[Mapping[str, Json], dict[str, bool]]:
+    """Return what :func:`merge_processes` does, from what each process offers of some entries."""
+    merged, local = copy.deepcopy(facts), {}
+    for entry in doubtful:
+        offered = {rank: own[entry] for rank, own in enumerate(offers) if entry in own}
+        current = {rank: offer for rank, offer in offered.items() if not offer.is_copy}
+        if len(current) == len(offers) and len({o.checksum for o in current.values()}) == 1:
+            ownership_of(state).copies.pop(entry, None)  # every process continues it
+            continue
+        current = current or offered
+        (owner, chosen), *others = current.items()
+        for rank, other in current.items():
+            if other.restored == "":
+                raise CheckpointError(
+                    f"{_spell(entry)} in the optimizer's state began from nothing in process "
+                    f"{rank}: as many processes saved the checkpoint that was restored, and "
+                    "another one kept it. Let the optimizer choose the process by the rank alone"
+                )
+        for rank, other in others:
+            if other.checksum != chosen.checksum:
+                raise CheckpointError(
+                    f"{_spell(entry)} in the optimizer's state is not the same in process {owner} "
+                    f"and in process {rank}, so a checkpoint cannot merge it: keep it where the "
+                    "parameter is updated, or make it the same in all processes"
+                )
+        name, *path = entry
+        own = _by_name(merged)[name]
+        own.setdefault(LOCAL, []).append([path, [*current]])
+        for key in path[:-1]:
+            own = own.setdefault(key, {})
+        own[path[-1]] = chosen.facts
+        for tensor in tensors_in(chosen.facts):
+            local[_prefix(name) + tensor] = owner == state.backend.rank
+    return merged, local
+
+
+def _own_facts(own: Mapping[str, Json], rank: int, same: bool) -> Mapping[str, Json]:
+    """Return what a process gets of the facts of an optimizer.
+
+    Args:
+        own: the facts.
+        rank: of the process.
+        same: whether there are as many processes as when it was saved.
+    """
+    if not same or LOCAL not in own:
+        return own
+    elsewhere = {tuple(path) for path, ranks in own[LOCAL] if rank not in ranks}
+    state = {
+        name: {key: v for key, v in held.items() if ("state", name, key) not in elsewhere}
+        for name, held in own["state"].items()
+    }
+    whole = own.get("state_of_all", {}).items()
+    return {
+        **own,
+        "state": {name: held for name, held in state.items() if held or not own["state"][name]},
+        "state_of_all": {k: v for k, v in whole if ("state_of_all", k) not in elsewhere},
+    }
+
+
+def copies_in(state: TrainState, facts: Mapping[str, Json]) -> dict[Entry, str]:
+    """Return the checksums of the entries that another process may continue than this one.
+
+    An entry that only other processes were given has the checksum "". What one process saved may
+    all be local.
+
+    Args:
+        state: the state, with the restored optimizers.
+        facts: the contents of ``state.json``.
+    """
+    if state.backend.world_size == 1:
+        return {}
+    rank, processes = state.backend.rank, facts.get("processes")
+    same, found, mine = processes == state.backend.data_size, {}, {}
+    tensors: dict[str, Tensor] = {}
+    for name, one in NamedOptimizer.of_state(state).items():
+        own = _by_name(facts["optimizer"])[name]
+        local = {(name, *path): ranks for path, ranks in own.get(LOCAL, ())}
+        ours = is_torch_optimizer(one.holder) or has_own_state_dict(one.optimizer) or one.sharded
+        if local or (processes == 1 and not ours):
+            mine = mine or dict(_entries(encode_optimizers(state, tensors)))
+        if processes == 1 and not ours:
+            local = {entry: [] for entry in mine if entry[0] == name}
+        for entry, ranks in local.items():
+            if same and rank not in ranks:
+                found[entry] = ""
+            elif entry in mine and not (same and ranks == [rank]):
+                found[entry] = _checksum(entry, mine[entry], tensors)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
+#
+# There are two ways to save an optimizer:
+#
+# * By name: the settings of its groups, and the state of each parameter under the name of the
+#   parameter. This is for optimizers that keep everything in `state` and `param_groups`, as those
+#   of torch do.
+# * By its own `state_dict`, for optimizers that override `state_dict` or `load_state_dict`. What
+#   such an optimizer reports after loading must equal what was saved, bit for bit.
+#
+# Neither shows whether its updates depend on anything else: see the module `trial`.
 
 EXECUTION = ("foreach", "fused", "capturable")  # how to compute, which does not change the result
 UNSAVED = ("params", "param_names", *EXECUTION)
@@ -152,3 +537,947 @@ def walk_optimizers(value: object, seen: set[int] | None = None) -> Iterator[Opt
         inside = [part for _, part in parts_of(value) or ()]
     for part in inside:
         yield from walk_optimizers(part, seen)
+
+
+# --------------------------------------------------------------------------------------------------
+# Save an optimizer: its facts as JSON, its tensors by name.
+
+NAMED_ONLY = (  # a checkpoint can only name these, and the new optimizer must have them
+    *(type, enum.Enum, functools.partial),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(torch.device, torch.layout, torch.memory_format),
+)
+
+
+def encode_optimizer(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    """Return the facts of an optimizer, and add its tensors to ``tensors``.
+
+    Raises:
+        TypeError, CheckpointError: something in it cannot be saved; the message says where it is.
+    """
+    facts: dict[str, Json] = {"class": named.class_name}
+    for name, p in named.parameters().items():
+        if name in named.foreign:
+            tensors[f"parameter.{name}"] = as_safetensor(p)
+    if has_own_state_dict(named.optimizer):
+        return facts | _encode_own_state_dict(named, tensors)
+    return facts | _encode_by_name(named, tensors)
+
+
+def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    if named.sharded:
+        raise CheckpointError(
+            f"{named.class_name} has its own state_dict and the model is sharded over processes, "
+            "so it is unknown which of its tensors are shards. "
+            "Use an optimizer of torch.optim, or a model that is not sharded"
+        )
+    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
+    return {
+        "param_groups": [
+            {"params": names, **({UNFROZEN: True} if group.get(UNFROZEN) else {})}
+            for names, group in zip(named.group_names(), named.optimizer.param_groups, strict=True)
+        ],
+        "state_dict": _reject_objects(encoded, "state_dict"),
+    }
+
+
+def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    state = named.holder.state
+    groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
+    facts: dict[str, Json] = {
+        "param_groups": [
+            {"params": names, **_encode_group(group, tensors, f"param_groups.{i}")}
+            for i, (names, group) in enumerate(groups)
+        ],
+        "state": {},
+    }
+    on_host = []
+    names = {id(p): name for name, p in named.parameters().items()}
+    for p in state:  # in its order: parameters may have been trained later than others
+        if (name := names.get(id(p))) is not None:
+            before = len(tensors)
+            facts["state"][name] = _encode_state(state[p], tensors, name)
+            # From the end: a list of all for each parameter takes quadratic time.
+            new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
+            on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    if shared:
+        facts["state_of_all"] = _encode_state(shared, tensors, "state_of_all")
+    if on_host:
+        facts["on_host"] = on_host
+    return facts
+
+
+def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{path} in the optimizer's state is a {type(value).__name__}; "
+            "a checkpoint expects a dict"
+        )
+    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
+
+
+def _encode_group(
+    group: Mapping[str, object], tensors: dict[str, Tensor], path: str
+) -> dict[str, Json]:
+    """Return the settings of a group as JSON that a person can read."""
+    encoded = {}
+    for key, value in group.items():
+        if key in UNSAVED:
+            continue
+        if isinstance(value, NAMED_ONLY):
+            encoded[key] = {"$setting": getattr(value, "__qualname__", str(value))}
+        elif isinstance(value, Tensor) and not value.ndim and not value.is_complex():
+            encoded[key] = _encode_scalar(value, group, tensors, path)
+        else:
+            at = f"{path}.{key}"
+            encoded[key] = _reject_objects(encode(value, tensors, at), at)
+    return encoded
+
+
+def _encode_scalar(
+    value: Tensor, group: Mapping[str, Json], tensors: dict[str, Tensor], path: str
+) -> dict[str, Json]:
+    number = as_number(value) if value.is_floating_point() else value.item()
+    encoded = {
+        "$scalar": encode(number, tensors, path),
+        "dtype": str(value.dtype).removeprefix("torch."),
+    }
+    parameters = [p for p in group["params"] if isinstance(p, Tensor)]
+    if value.device.type == "cpu" and any(p.device.type != "cpu" for p in parameters):
+        encoded["on_host"] = True
+    return encoded
+
+
+def _encode_state_dict(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+    """Return a state_dict as JSON. Its groups are encoded as by :func:`_encode_group`.
+
+    That includes the groups of optimizers inside.
+    """
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and not key.startswith("$") for key in value
+    ):
+        _reject_tensor_keys(value, path)
+        return encode(value, tensors, path)
+    encoded = {}
+    for key, inner in value.items():
+        at = f"{path}.{key}"
+        if is_list_of_groups(key, inner):
+            encoded[key] = [
+                {
+                    "params": list(group["params"]),
+                    **_encode_group(group, tensors, f"{at}.{i}"),
+                }
+                for i, group in enumerate(inner)
+            ]
+            # Raises if the parameters are not plain positions.
+            encode([group["params"] for group in encoded[key]], {}, at)
+        else:
+            encoded[key] = _encode_state_dict(inner, tensors, at)
+    return encoded
+
+
+def _reject_tensor_keys(value: object, path: str) -> None:
+    if isinstance(value, Mapping) and any(isinstance(key, Tensor) for key in value):
+        raise TypeError(
+            f"{path} has tensors as keys, which mean nothing in another process: "
+            "use the positions of the parameters"
+        )
+
+
+def _reject_objects(encoded: Json, path: str) -> Json:
+    """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
+    if isinstance(encoded, dict):
+        if "$saved" in encoded and not is_flattened(encoded["$saved"]):
+            raise TypeError(
+                f"{path} is a {encoded['$saved']}, an object, which could not be reconstructed: "
+                "keep plain data there"
+            )
+        for key, value in encoded.items():
+            _reject_objects(value, f"{path}.{key}")
+    elif isinstance(encoded, list):
+        for i, value in enumerate(encoded):
+            _reject_objects(value, f"{path}.{i}")
+    return encoded
+
+
+# --------------------------------------------------------------------------------------------------
+# Load saved optimizers: check everything first, then load all of it or nothing.
+
+NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of these per parameter
+
+
+@attrs.frozen(eq=False)
+class SavedOptimizer:
+    """An optimizer as it was read from a checkpoint.
+
+    Args:
+        facts: what ``encode_optimizer`` returned.
+        tensors: its tensors by name. Those of parameters are taken out as they are decoded, because
+            a tensor may be copied then.
+        shapes: name to shape of the model's tensors in the checkpoint.
+        path: the checkpoint, for messages.
+        processes: how many processes saved it; None if that is not known.
+    """
+
+    facts: Mapping[str, Json]
+    tensors: dict[str, Tensor]
+    shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
+    path: object = "the checkpoint"
+    processes: int | None = None
+
+
+class PreparedLoad(NamedTuple):
+    """How to load an optimizer that fits.
+
+    Args:
+        optimizer: the new optimizer.
+        load: loads its state and settings; may fail half-way if the optimizer does it by itself.
+        finish: loads what depends on them. It does not fail.
+    """
+
+    optimizer: Optimizer
+    load: Callable[[], None]
+    finish: Callable[[], None]
+
+
+def load_all(prepared: Sequence[PreparedLoad]) -> None:
+    """Load optimizers, all of them or none.
+
+    Those that load by themselves are first, because they may fail.
+    """
+    with contextlib.ExitStack() as undone:
+        for one in sorted(prepared, key=lambda one: not has_own_state_dict(one.optimizer)):
+            undone.enter_context(rollback_on_error(one.optimizer))
+            one.load()
+    for one in prepared:
+        one.finish()
+
+
+def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True) -> PreparedLoad:
+    """Check that a saved optimizer fits, and return how to load it.
+
+    Args:
+        named: the new optimizer.
+        saved: the saved one.
+        strict: whether the parameters must have the shapes that they had.
+
+    Raises:
+        CheckpointError: it is another optimizer, or does not fit.
+    """
+    if saved.facts["class"] != named.class_name:
+        raise CheckpointError(
+            f"{saved.path} has the state of {saved.facts['class']}, and the optimizer is "
+            f"{named.class_name}. Create the former, or leave it out: "
+            "restore(path, state, only=('model',))"
+        )
+    mismatched = _check_parameters(named, saved, strict)
+    try:
+        if "state_dict" in saved.facts:
+            load = _prepare_own_load(named, saved, bool(mismatched))
+        else:
+            load = _prepare_load_by_name(named, saved, mismatched)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{saved.path}: the optimizer's state cannot be restored: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+    def finish() -> None:
+        for group in named.optimizer.param_groups:
+            share_scheduled_values(group)
+        for name, p in named.parameters().items():
+            value = saved.tensors.get(f"parameter.{name}")
+            if value is not None and name not in mismatched:
+                value = from_safetensor(value) if p.dtype is torch.complex128 else value
+                p.data.copy_(like_sharded(value, p))
+
+    return PreparedLoad(named.optimizer, load, finish)
+
+
+def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool) -> list[str]:
+    """Check that the parameters are the saved ones. Return those whose shape is another.
+
+    With ``strict`` there are none: a difference raises.
+    """
+    mine, theirs = (
+        named.group_names(),
+        [group["params"] for group in saved.facts["param_groups"]],
+    )
+    if strict and mine != theirs:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer of other parameters: {_compare_names(mine, theirs)}. "
+            "Make its groups as they were"
+        )
+    parameters, shape_of = named.parameters(), dict(saved.shapes)
+    for name, p in parameters.items():
+        if (value := saved.tensors.get(f"parameter.{name}")) is not None:
+            shape_of[name] = value.shape[:-1] if p.dtype is torch.complex128 else value.shape
+    mismatched = [
+        name for name, p in parameters.items() if name in shape_of and shape_of[name] != p.shape
+    ]
+    if mismatched and strict:
+        both = [
+            f"{name}: {tuple(shape_of[name])} saved, {tuple(parameters[name].shape)} here"
+            for name in mismatched
+        ]
+        raise CheckpointError(
+            f"{saved.path} has the optimizer's state of parameters of another shape: "
+            f"{join_names(both)}"
+        )
+    if mine != theirs and "state_dict" in saved.facts:
+        # A whole state_dict fits all parameters or none.
+        mismatched = mismatched or [name for group in mine for name in group]
+    return mismatched
+
+
+def _compare_names(mine: list[list[str]], theirs: list[list[str]]) -> str:
+    here = {name for group in mine for name in group}
+    there = {name for group in theirs for name in group}
+    if here == there:
+        return "the same parameters in other groups, or in another order"
+    only_here, only_there = join_names(sorted(here - there)), join_names(sorted(there - here))
+    return f"only here: {only_here}; only in the checkpoint: {only_there}"
+
+
+# --- by name
+
+
+def _prepare_load_by_name(
+    named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
+) -> Callable[[], None]:
+    optimizer, parameters = named.optimizer, named.parameters_with_groups()
+    total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
+    settings = [
+        decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
+        for group, values in zip(optimizer.param_groups, saved.facts["param_groups"], strict=False)
+    ]
+    on_host = set(saved.facts.get("on_host", ()))
+    stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
+    state_of, held = {}, named.holder.state
+    templates = _templates_for(named, saved)
+    kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
+    for name, encoded in saved.facts["state"].items():
+        if name in kept and name not in mismatched:
+            value = decode(encoded, saved.tensors)
+            if not isinstance(value, dict):
+                raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
+            if is_torch_optimizer(named.holder):
+                _check_state(named.class_name, name, parameters[name][0], value, total, saved.path)
+            state_of[name] = _move_state(value, *parameters[name], stays, templates)
+            for key in tensors_in(encoded):
+                del saved.tensors[key]
+    state_of_all = decode(saved.facts.get("state_of_all", {}), saved.tensors)
+
+    def load() -> None:
+        for group, values in zip(optimizer.param_groups, settings, strict=False):
+            for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
+                del group[key]
+            assign_settings(group, values)
+        held.clear()
+        held.update({parameters[name][0]: value for name, value in state_of.items()})
+        held.update(state_of_all)
+
+    return load
+
+
+def _device_of(groups: list[Group]) -> torch.device:
+    return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+
+
+def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str, Tensor]:
+    """Return a tensor of each subclass that the saved state has, as this optimizer makes them.
+
+    The checkpoint only names the classes, and a new optimizer has no state yet. So a copy of it
+    updates, for each class, the smallest parameter whose state has one.
+    """
+    parameters, found = named.parameters(), {}
+    for name, encoded in saved.facts["state"].items():
+        for kind in filter(is_flattened, kinds_in(encoded)):
+            if name in parameters:
+                found.setdefault(kind, []).append((parameters[name].numel(), name))
+    if not found:
+        return {}
+    # Imported here, since a trial loads optimizers itself.
+    from fnloop._checkpoint.trial import tensors_of_copy
+
+    try:
+        made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
+    except Exception as error:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
+            f"of {named.class_name}, which would make such tensors, raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if lacking := [kind for kind in found if kind not in made]:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(lacking)}, and "
+            f"{named.class_name} keeps none there: create it with the settings that it had"
+        )
+    return made
+
+
+def _class_names(kinds: Iterable[str]) -> str:
+    return join_names([kind.split(".")[-1] for kind in kinds])
+
+
+def _move_state(
+    value: Any,
+    parameter: Tensor,
+    group: Group,
+    stays: Mapping[int, Tensor],
+    templates: Mapping[str, Tensor],
+) -> Any:
+    """Move the state of a parameter to its device.
+
+    Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
+    a way that needs it on the device. Tensors of subclasses are made as the templates are.
+    """
+    if isinstance(value, Pending):
+        return from_flattened(
+            value,
+            templates[value.kind],
+            lambda part: part if id(part) in stays else part.to(parameter.device),
+        )
+    if isinstance(value, Tensor):
+        value = value if id(value) in stays else value.to(parameter.device)
+        if value.shape != parameter.shape:
+            return value
+        value = like_sharded(value, parameter)
+        if group.get("fused") and value.stride() != parameter.stride():
+            # It reads both as they are in memory. The parameter may be in channels_last, or not.
+            value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_move_state(v, parameter, group, stays, templates) for v in value)
+    if isinstance(value, dict):
+        moved = {
+            k: _move_state(v, parameter, group, stays, templates)
+            for k, v in value.items()
+            if k != "step"
+        }
+        if "step" in value:
+            step, on_device = value["step"], group.get("capturable") or group.get("fused")
+            move = on_device and isinstance(step, Tensor)
+            moved["step"] = step.to(parameter.device) if move else step
+        return {key: moved[key] for key in value}
+    return value
+
+
+def _check_state(
+    class_name: str, name: str, p: Tensor, value: Mapping[str, object], total: int, path: object
+) -> None:
+    """Raise if the state of a parameter cannot be that of an optimizer of torch.
+
+    Its next update would otherwise fail somewhere inside torch.
+
+    Args:
+        class_name: the class of the optimizer.
+        name, p, value: the parameter, and its state.
+        total: how many real numbers all parameters have together.
+        path: the checkpoint, for messages.
+    """
+    for key, held in value.items():
+        shapes: list[tuple[int, ...]] = [()] if key in NUMBERS else [tuple(p.shape)]
+        if class_name == "Adafactor" and p.ndim > 1:
+            shapes += [(*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])]
+        elif class_name == "LBFGS":
+            shapes = [(), (total,)]
+        for item in held if isinstance(held, list) and class_name == "LBFGS" else [held]:
+            if not _may_be_state(item, shapes, p, class_name):
+                raise CheckpointError(
+                    f"{path}: {key} of {name} in the optimizer's state is {describe_value(item)}, "
+                    f"which {class_name} cannot continue with: "
+                    f"the parameter is {describe_value(p)}"
+                )
+
+
+def _may_be_state(
+    item: object, shapes: list[tuple[int, ...]], parameter: Tensor, class_name: str
+) -> bool:
+    if not isinstance(item, Tensor):
+        # SparseAdam counts in a number, and LBFGS keeps most of what it knows in numbers.
+        has_numbers = class_name == "LBFGS" or (class_name == "SparseAdam" and shapes == [()])
+        return has_numbers and (item is None or isinstance(item, int | float))
+    if item.is_complex():
+        return tuple(item.shape) in shapes and parameter.is_complex()
+    return tuple(item.shape) in shapes and item.is_floating_point()
+
+
+# --- by its own state_dict
+
+
+def _prepare_own_load(
+    named: NamedOptimizer, saved: SavedOptimizer, left_out: bool
+) -> Callable[[], None]:
+    optimizer, class_name = named.optimizer, named.class_name
+    if left_out:
+        log.warning(
+            "restore: left unchanged: the state of %s, which has other parameters", class_name
+        )
+        return lambda: None
+    device = _device_of(optimizer.param_groups)
+    held = optimizer.state_dict()
+    expected = _decode_state_dict(saved.facts["state_dict"], held, saved, device)
+
+    def load() -> None:
+        try:
+            optimizer.load_state_dict(map_leaves(expected))
+            _restore_dtypes(expected, optimizer.state_dict())
+            difference = find_difference(expected, optimizer.state_dict(), "state_dict")
+        except Exception as error:
+            raise CheckpointError(
+                f"{saved.path}: {class_name}.load_state_dict does not accept what its state_dict "
+                f"returned: {type(error).__name__}: {error}"
+            ) from error
+        if difference:
+            raise CheckpointError(
+                f"{saved.path}: {class_name}.load_state_dict does not restore what its state_dict "
+                f"returned: {difference}. Fix it in a subclass"
+            )
+
+    return load
+
+
+def _decode_state_dict(
+    encoded: Json, held: object, saved: SavedOptimizer, device: torch.device
+) -> Any:
+    """Return a state_dict from JSON, with the unsaved settings of the new one (``held``)."""
+    if not isinstance(encoded, dict) or any(key.startswith("$") for key in encoded):
+        return decode(encoded, saved.tensors)
+    held = held if isinstance(held, Mapping) else {}
+    decoded = {}
+    for key, value in encoded.items():
+        if is_list_of_groups(key, value):
+            groups: list[Group] = list(held.get(key, ()))
+            groups += [{}] * (len(value) - len(groups))
+            decoded[key] = [
+                {name: now for name, now in group.items() if name in UNSAVED or name in settings}
+                | decode_group(settings, group, saved.tensors, device, saved.path)
+                | {"params": list(settings["params"])}
+                for settings, group in zip(value, groups, strict=False)
+            ]
+        else:
+            decoded[key] = _decode_state_dict(value, held.get(key), saved, device)
+    return decoded
+
+
+def _restore_dtypes(expected: object, held: Any) -> None:
+    """Restore tensors that ``load_state_dict`` has cast to the dtype of their parameter.
+
+    The ``load_state_dict`` of torch does that. ``held`` is what ``state_dict`` returns. Its dicts
+    and lists are those of the optimizer, unless the optimizer copies them.
+    """
+    for key, value, now in pairs_of(expected, held) or ():
+        if not isinstance(value, Tensor) or not isinstance(now, Tensor):
+            _restore_dtypes(value, now)
+        elif value.dtype != now.dtype and value.shape == now.shape and not isinstance(held, tuple):
+            held[key] = value.to(now.device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Undo the loading of an optimizer that fails, and keep its group objects if it succeeds.
+
+
+@contextlib.contextmanager
+def rollback_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """Undo the loading of an optimizer if it fails. If it succeeds, keep the group objects.
+
+    The ``load_state_dict`` of torch replaces the groups by new ones. An optimizer around another
+    one may hold its groups, and so may a schedule or a graph.
+    """
+    before = [_OptimizerCopy(inner) for inner in walk_optimizers(optimizer)]
+    reported = None
+    if has_own_state_dict(optimizer):
+        reported = map_leaves(
+            optimizer.state_dict(), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
+        )
+    try:
+        yield
+    except BaseException:
+        for one in before:
+            one.restore()
+        with contextlib.suppress(Exception):
+            # It may have loaded in place into tensors that the copies share.
+            if reported is not None and find_difference(reported, optimizer.state_dict(), ""):
+                optimizer.load_state_dict(reported)
+        raise
+    _keep_group_objects(before)
+
+
+class _OptimizerCopy:
+    """What an optimizer held before loading; the tensors are shared with it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.attributes = dict(vars(optimizer))
+        self.state = {key: map_leaves(held) for key, held in optimizer.state.items()}
+        self.groups = optimizer.param_groups
+        self.contents = [(group, dict(group)) for group in self.groups]
+
+    def restore(self) -> None:
+        """Give the optimizer back what it held."""
+        vars(self.optimizer).clear()
+        vars(self.optimizer).update(self.attributes)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+        self.groups[:] = [group for group, _ in self.contents]
+        for group, settings in self.contents:
+            group.clear()
+            group.update(settings)
+
+
+def _keep_group_objects(before: list[_OptimizerCopy]) -> None:
+    """Move loaded settings into the group objects that were there before loading."""
+    # Optimizers that shared one new list share one old list. The new lists stay referenced here, so
+    # that their ids stay unique.
+    chosen: dict[int, tuple[list[Group], list[Group]]] = {}
+    for one in before:
+        new = one.optimizer.param_groups
+        old, _ = chosen.setdefault(id(new), (one.groups, new))
+        if new is old or len(new) != len(one.contents):
+            continue
+        for (group, _), settings in zip(one.contents, new, strict=True):
+            if group is not settings:
+                for key in [key for key in group if key not in settings]:
+                    del group[key]
+                assign_settings(group, settings)
+        old[:] = [group for group, _ in one.contents]
+        if "param_groups" in vars(one.optimizer):
+            one.optimizer.param_groups = old
+
+
+# --------------------------------------------------------------------------------------------------
+# Restore the settings of parameter groups, each as the kind of value that the new group has.
+
+
+def decode_group(
+    saved: Mapping[str, Json],
+    held: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    path: object,
+) -> Group:
+    """Return the saved settings of a group, each as the kind of value that the new group has.
+
+    Args:
+        saved: the settings as JSON.
+        held: the new group.
+        tensors: the tensors of the checkpoint.
+        device: where tensors that the new group lacks are put.
+        path: the checkpoint, for messages.
+    """
+    values = {}
+    for key, raw in saved.items():
+        if key in UNSAVED:
+            continue
+        if isinstance(raw, dict) and "$setting" in raw:
+            if key not in held:
+                raise CheckpointError(
+                    f"{path}: {key} of a parameter group was {raw['$setting']}, which a checkpoint "
+                    "can only name: create the optimizer with it"
+                )
+        elif isinstance(raw, dict) and "$scalar" in raw:
+            value = _decode_scalar(key, raw, tensors, device, path)
+            values[key] = _fit_setting(key, value, held, path)
+        else:
+            values[key] = _fit_setting(key, decode(raw, tensors), held, path)
+    return values
+
+
+def _decode_scalar(
+    key: str, raw: Json, tensors: Mapping[str, Tensor], device: torch.device, path: object
+) -> Tensor:
+    number = decode(raw["$scalar"], tensors)
+    if not isinstance(number, int | float):
+        raise CheckpointError(
+            f"{path}: {key} of a parameter group is {number!r}; a number was expected"
+        )
+    dtype = decode({"$dtype": raw["dtype"]}, tensors)
+    return torch.tensor(number, dtype=dtype, device="cpu" if raw.get("on_host") else device)
+
+
+def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object) -> object:
+    """Return a setting as a tensor or as a number, whichever the new group has.
+
+    Numbers and tensors of one element are interchangeable. Anything else stays as it is.
+    """
+    here = held.get(key)
+    one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
+    if here is None and key.startswith("initial_") and one:
+        # A schedule derives this setting from the one without the prefix.
+        now = held.get(key.removeprefix("initial_"))
+        if isinstance(now, Tensor):
+            return torch.full_like(now, float(value))
+        return _to_number(value) if isinstance(now, int | float) else value
+    if isinstance(here, Tensor):
+        if not _fits_tensor(value, here):
+            raise CheckpointError(
+                f"{path}: {key} of a parameter group is {value!r} in the checkpoint and a tensor "
+                f"of shape {tuple(here.shape)} here"
+            )
+        return torch.empty_like(here, requires_grad=False).copy_(torch.as_tensor(value))
+    if isinstance(here, Real) and one:
+        return _to_number(value)
+    alike = (
+        type(value) is type(here)
+        or (isinstance(value, Mapping) and isinstance(here, Mapping))
+        or (isinstance(value, Real | Tensor) and isinstance(here, Real))
+    )
+    if here is not None and value is not None and not alike:
+        raise CheckpointError(
+            f"{path}: {key} of a parameter group is {value!r} in the checkpoint and {here!r} here"
+        )
+    return value
+
+
+def _fits_tensor(value: object, here: Tensor) -> bool:
+    if isinstance(value, Tensor):
+        return value.shape == here.shape or (value.ndim == here.ndim and value.numel() == 1)
+    return isinstance(value, int | float) and not here.ndim
+
+
+def _to_number(value: float | Tensor) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return as_number(value) if value.is_floating_point() else value.item()
+
+
+def assign_settings(group: Group, values: Mapping[str, object]) -> None:
+    """Assign settings to a group.
+
+    They are copied into the tensors of the group where they fit, because others may refer to those.
+    """
+    for key, value in values.items():
+        # A scheduled value may be the same tensor as the learning rate, so it is never copied into.
+        here = None if key.startswith(SCHEDULED) else group.get(key)
+        if (
+            isinstance(here, Tensor)
+            and isinstance(value, Tensor)
+            and here.shape == value.shape
+            and here.dtype == value.dtype
+        ):
+            here.data.copy_(value)
+        else:
+            group[key] = value
+
+
+def share_scheduled_values(group: Group) -> None:
+    """Make each value that a schedule set the same object as the group's value, if they are equal.
+
+    A schedule compares the two objects to detect that something else has changed the value.
+    """
+    for key in [key for key in group if key.startswith(SCHEDULED)]:
+        used = group.get(key.removeprefix(SCHEDULED))
+        if used is not None and bool(group[key] == used):
+            group[key] = used
+
+
+# --------------------------------------------------------------------------------------------------
+# Give an optimizer the parameter groups that a checkpoint has, where `unfreeze` changed them.
+
+_Names = Sequence[str]
+
+
+@contextlib.contextmanager
+def groups_kept_on_error(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Put the groups of optimizers back if there is an exception."""
+    before = [(one, Groups.of(one)) for one in optimizers]
+    try:
+        yield
+    except BaseException:
+        for one, groups in before:
+            groups.put_back(one)
+        raise
+
+
+def regroup(
+    named: NamedOptimizer, saved: Sequence[Mapping[str, Json]], others: Collection[str]
+) -> None:
+    """Give an optimizer the groups of a checkpoint, if ``unfreeze`` explains the difference.
+
+    ``unfreeze`` moves parameters out of a group into a new one, and adds new ones. So the groups on
+    one side must follow from those on the other. Any other difference is left for an error.
+
+    Args:
+        named: the new optimizer.
+        saved: the groups in the checkpoint: the names of their parameters, and their settings.
+        others: the names of the parameters of other optimizers.
+    """
+    optimizer = named.optimizer
+    mine, theirs = named.group_names(), [[*group["params"]] for group in saved]
+    if mine == theirs:
+        return
+    parameters = {**named.own, **named.parameters()}
+    wanted = {name for group in theirs for name in group}
+    if not wanted <= parameters.keys() or not wanted.isdisjoint(others):
+        return
+    here = [bool(group.get(UNFROZEN)) for group in optimizer.param_groups]
+    there = [bool(group.get(UNFROZEN)) for group in saved]
+    if not (_follows(mine, theirs, there) or _follows(theirs, mine, here)):
+        return
+    del optimizer.param_groups[len(theirs) :]
+    groups = optimizer.param_groups
+    source = {name: i for i, group in enumerate(mine) for name in group}
+    for names in theirs[len(groups) :]:
+        i = source.get(names[0]) if names else None
+        if i is None:
+            add_group(optimizer, {name: parameters[name] for name in names})
+        else:
+            held = [named.names[id(p)] for p in groups[i]["params"]]
+            split_group(optimizer, groups[i], map(held.index, names))
+    for group, names in zip(groups, theirs, strict=True):
+        group["params"][:] = [parameters[name] for name in names]
+        if "param_names" in group:
+            group["param_names"][:] = names
+
+
+def _follows(before: Sequence[_Names], after: Sequence[_Names], made: Sequence[bool]) -> bool:
+    """Return whether ``unfreeze`` can have made groups of others.
+
+    Args:
+        before: the names in each group.
+        after: the names in each group after that.
+        made: whether each of the latter was made by ``unfreeze``.
+    """
+    known = {name for group in before for name in group}
+    if len(after) < len(before) or not known <= {name for group in after for name in group}:
+        return False
+    if not all(made[len(before) :]):
+        return False
+    source = {name: i for i, group in enumerate(before) for name in group}
+    kept = all(
+        [*filter({*new}.__contains__, old)] == [*new]
+        for old, new in zip(before, after, strict=False)
+    )
+    return kept and all(
+        len({source.get(name) for name in group}) <= 1 for group in after[len(before) :]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Compare plain data and tensors bit for bit.
+
+PLAIN = (
+    *(bool, int, float, complex, str, bytes),
+    *(torch.dtype, np.ndarray, np.generic, Tensor),
+    *(Mapping, *SEQUENCES, set),
+)
+INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def find_difference(a: Any, b: Any, path: str) -> str | None:
+    """Return where two values differ in a bit, or None. Values that are not plain data are ignored.
+
+    Example:
+        >>> find_difference({"a": [1.0, torch.zeros(1)]}, {"a": [1.0, torch.ones(1)]}, "state")
+        'state.a.1 differs'
+    """
+    a, b = (dict(t.parts) if isinstance(t := as_flattened(v), Pending) else v for v in (a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = _equal_tensors(a, b)
+    elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() != b.keys():
+        odd = [str(key) for key in (*a, *b) if key not in a or key not in b]
+        return f"{path} has {join_names(odd)} in one, and not in the other"
+    elif (pairs := pairs_of(a, b)) is not None and len(a) == len(b):
+        found = (find_difference(x, y, f"{path}.{key}") for key, x, y in pairs)
+        return next(filter(None, found), None)
+    else:
+        same = not (_is_plain(a) and _is_plain(b)) or _equal_plain(a, b)
+    if same:
+        return None
+    one, other = describe_value(a), describe_value(b)
+    if one == other:
+        return f"{path} differs"
+    return f"{path} is {one} in one, and {other} in the other"
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, PLAIN)
+
+
+def _equal_plain(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    return a is b or bool(np.all(a == b)) or (a != a and b != b)  # the last for NaN
+
+
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(_view_as_integers(a), _view_as_integers(b).to(a.device))
+
+
+def _view_as_integers(tensor: Tensor) -> Tensor:
+    real = _as_real(tensor.detach()).resolve_neg()
+    return real.view(INTEGER_OF_SIZE[real.dtype.itemsize])
+
+
+@attrs.frozen
+class Measured:
+    """How much two tensors of one shape and dtype differ.
+
+    Args:
+        elements: how many elements do.
+        total: how many there are.
+        index: that of the first one that does.
+        values: the two values there.
+        largest: the largest difference; NaN if one of the two is NaN or infinite somewhere.
+        steps: how many other floating-point numbers are between the two values at that index, plus
+            one ("ulps"); None if they have not one sign, or are not such numbers.
+    """
+
+    elements: int
+    total: int
+    index: tuple[int, ...]
+    values: tuple[float, float]
+    largest: float
+    steps: int | None
+
+    def __str__(self) -> str:
+        one, other = (f"{value:.9g}" for value in self.values)
+        at = "" if not self.index else f" at {[*self.index]}"
+        apart = "" if self.steps is None else f", {self.steps:,} ulp{'s' * (self.steps != 1)} apart"
+        return (
+            f"{self.elements:,} of {self.total:,} elements differ, by up to {self.largest:.3g}; "
+            f"first{at}: {one} and {other}{apart}"
+        )
+
+
+def measure(a: Tensor, b: Tensor) -> Measured | None:
+    """Return how much two tensors of one shape and dtype differ; None if they do not.
+
+    NaN is equal to NaN, whatever its bits. Otherwise 0 and -0 differ.
+
+    Example:
+        >>> measure(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).largest
+        1.0
+    """
+    if _equal_tensors(a, b):
+        return None
+    a, b = (_as_real(tensor.detach().cpu()) for tensor in (a, b))
+    bits = _view_as_integers(a), _view_as_integers(b)
+    differ = (bits[0] != bits[1]) & ~((a != a) & (b != b))
+    places = differ.nonzero()
+    if not len(places):
+        return None
+    place = tuple(places[0].tolist())
+    wide = torch.float64 if a.is_floating_point() else torch.int64
+    apart = (a[differ].to(wide) - b[differ].to(wide)).abs().double()
+    values = float(a[place]), float(b[place])
+    steps = None
+    if a.is_floating_point() and np.copysign(1, values[0]) == np.copysign(1, values[1]):
+        steps = abs(int(bits[0][place]) - int(bits[1][place]))
+    largest = float(apart.max())
+    return Measured(len(places), a.numel(), place, values, largest, steps)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def describe_value(value: object) -> str:
+    """Return a short text for a value; for a tensor, its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return describe(value)

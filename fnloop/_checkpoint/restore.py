@@ -1,52 +1,103 @@
-"""Restore a state from a checkpoint."""
+"""Restore a state from a checkpoint, and find the checkpoint in a folder."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.memory import is_out_of_memory
-from fnloop._checkpoint.averages import with_averages
-from fnloop._checkpoint.counters import check_counters, check_seconds, updates_by_name
-from fnloop._checkpoint.format import PARTS, TRAINED, CheckpointError, Contents
-from fnloop._checkpoint.history_blocks import decode_history
-from fnloop._checkpoint.model_load import (
+from fnloop._backend.collectives import on_every_process, on_main_process
+from fnloop._backend.containers import is_out_of_memory
+from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
+from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._checkpoint.files import (
+    decode_history,
+    locate,
+    manifest_or_none,
+    read_json,
+    read_manifest,
+    read_state_file,
+    verify,
+)
+from fnloop._checkpoint.format import (
+    INDEX,
+    MANIFEST,
+    PARTS,
+    TENSORS,
+    TRAINED,
+    TRAINING,
+    CheckpointError,
+    Contents,
+    Entry,
+    NewerFormatError,
+    Slices,
+    decode_index,
+    is_share,
+    own_generators,
+    own_metrics,
+    warn_of_exact,
+)
+from fnloop._checkpoint.optimizer import (
+    SavedOptimizer,
+    copies_in,
+    groups_kept_on_error,
+    load_all,
+    prepare_loads,
+    templates_of_optimizers,
+)
+from fnloop._checkpoint.parts import (
+    POSITIONS,
+    check_counters,
+    check_held,
+    check_seconds,
+    decode_position,
+    explain_partial,
+    held_parts,
+    is_partial,
     model_tensors,
     prepare_model,
+    read_parts,
+    updates_by_name,
     weights_kept_on_error,
+    with_averages,
     with_training_weights,
 )
-from fnloop._checkpoint.optimizer_load import SavedOptimizer, load_all
-from fnloop._checkpoint.optimizers import copies_in, prepare_loads
-from fnloop._checkpoint.parts import check_held, held_parts, read_parts
-from fnloop._checkpoint.positions import POSITIONS, decode_position
-from fnloop._checkpoint.read import read_checkpoint
-from fnloop._checkpoint.regroup import groups_kept_on_error
-from fnloop._checkpoint.retention import run_of
-from fnloop._checkpoint.shared import check_visible
-from fnloop._checkpoint.shares import own_generators, own_metrics, warn_of_exact
-from fnloop._core.frozen import remember_restored
+from fnloop._checkpoint.retention import (
+    by_phase,
+    candidates,
+    check_all_empty,
+    check_visible,
+    may_be_checkpoint,
+    rank,
+    read_claim,
+    run_of,
+)
+from fnloop._core.averages import named_tensors
+from fnloop._core.freeze import remember_restored
+from fnloop._core.history import SINCE, better, decode_phases
 from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.phase import decode_phases
 from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json, Pending, decode
-from fnloop._core.snapshot import unwrap
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
     clear_parameter_cache,
     ownership_of,
     take_ownership,
+    unwrap,
 )
-from fnloop._display.checks import describe, flag, folder_path
+from fnloop._display.checks import choice, describe, flag, folder_path, metric_name
 
-__all__ = ["restore", "restore_contents"]
+# --------------------------------------------------------------------------------------------------
+# Restore a state from a checkpoint.
 
 
 def restore(
@@ -250,3 +301,360 @@ def _is_scalar(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# --------------------------------------------------------------------------------------------------
+# Read a checkpoint, by all processes together: of each tensor the part that a process holds.
+
+SUFFIX = ".safetensors"
+WHAT = "the reading of a checkpoint"
+
+
+def read_checkpoint(path: Path, state: TrainState, *, history: bool = True) -> Contents:
+    """Return the contents of a checkpoint, with or without the older records of its history.
+
+    Every process must call it. Each compares the checksums of its share of the files, and reads of
+    a tensor what it holds of the same tensor in its state.
+
+    Raises:
+        CheckpointError, OSError: as :func:`verify`, in every process.
+        MemoryError: there is no memory for the tensors.
+    """
+    path, backend = locate(path), state.backend
+    share = (backend.rank, backend.world_size)
+    manifest = on_every_process(lambda: verify(path, history=history, share=share), WHAT)
+    return on_every_process(lambda: _read(path, manifest, state, history), WHAT)
+
+
+def read_alone(path: Path, *, history: bool = True) -> Contents:
+    """Return the contents of a checkpoint with whole tensors. Only this process need call it.
+
+    Raises:
+        CheckpointError, OSError, MemoryError: as :func:`read_checkpoint`.
+    """
+    path = locate(path)
+    return _read(path, verify(path, history=history), None, history)
+
+
+def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
+    """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
+    where = locate(path)
+    manifest = on_every_process(lambda: verify(where, deep=False, history=False), WHAT)
+    return None if is_partial(manifest) else read_checkpoint(path, state)
+
+
+def _read(
+    path: Path, manifest: Mapping[str, Json], state: TrainState | None, history: bool
+) -> Contents:
+    # The checksums are right. So only what a file says can be wrong with it: an exception that is
+    # not a CheckpointError is a fault of memory, of the disk, or of this program.
+    files = manifest["files"]
+    facts = read_state_file(path, manifest.get("blocks", ()) if history else ())
+    index: dict[str, dict[str, Entry]] = {}
+    if INDEX in files:
+        index = decode_index(read_json(path / INDEX), files, path)
+    reader = _Reader(path, state, facts)
+    tensors = {group: reader.read_split(group, entries) for group, entries in index.items()}
+    for file in files:
+        group, suffix = os.path.splitext(file)
+        if suffix == SUFFIX and not is_share(file, index):
+            tensors[group] = reader.read_whole(group, file)
+    if missing := {*TENSORS} - tensors.keys():
+        raise CheckpointError(f"{path} is damaged: it has no tensors of the {min(missing)}")
+    own = {name: tensors.pop(name) for name in TENSORS}
+    return Contents(own["model"], own["optimizer"], own["slots"], facts, (), tensors)
+
+
+class _Reader:
+    """Reads of the tensors of a checkpoint what this process holds of them.
+
+    Args:
+        path: the folder.
+        state: the state that they are for; None reads whole tensors.
+        facts: the contents of ``state.json``.
+    """
+
+    def __init__(self, path: Path, state: TrainState | None, facts: Mapping[str, Json]) -> None:
+        self._path, self._slices = path, Slices(path)
+        self._templates = {} if state is None else templates_of(state, facts)
+        parameters = () if state is None else unwrap(state).parameters()
+        self._like = next((p for p in parameters if split_dim(p) is not None), None)
+
+    def read_whole(self, group: str, file: str) -> dict[str, Tensor]:
+        """Return a group of tensors that is in one file."""
+        return self.read_split(group, self._slices.entries_in(file))
+
+    def read_split(self, group: str, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+        """Return a group of tensors, of each what this process holds of it."""
+        templates = self._templates.get(group, {})
+        try:
+            return {name: self._read(entry, templates.get(name)) for name, entry in entries.items()}
+        finally:
+            self._slices.close()
+
+    def _read(self, entry: Entry, template: Tensor | None) -> Tensor:
+        """Return a tensor, sharded as its template is.
+
+        One without a template of its shape is split over the processes of the model, if it was
+        split when it was saved.
+        """
+        if self._like is None:  # nothing here is sharded, and a template may be without a shape
+            return self._slices.read(entry)
+        like, dim = self._like, entry.dim
+        if template is not None and entry.shape[: template.ndim] == template.shape:
+            like, dim = template, split_dim(template)
+        if dim is None:
+            return self._slices.read(entry)
+        start, stop, _ = extent_in(like, entry.shape[dim])
+        local = self._slices.read(entry, start, stop, dim)
+        return from_local_part(local, entry.shape, like, dim)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which tensor of a state each tensor of a checkpoint is for, and so how it is to be sharded.
+
+
+def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict[str, Tensor]]:
+    """Return tensors of a state by the groups and names of those in a checkpoint.
+
+    They are of the same shape, or have a prefix of the shape: a complex number may be a pair.
+
+    Args:
+        state: the state.
+        facts: the contents of ``state.json``.
+    """
+    module = unwrap(state)
+    model = {
+        strip_compile_prefix(name): value
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    own = dict(named_tensors(module))
+    averages = {
+        slot: model | {key: own[name] for name, key in kept["tensors"].items() if name in own}
+        for slot, kept in facts.get("averages", {}).items()
+    }
+    optimizer = templates_of_optimizers(state, facts.get("optimizer", {}))
+    return {**averages, TRAINING: model, "model": model, "optimizer": optimizer}
+
+
+# --------------------------------------------------------------------------------------------------
+# Find a checkpoint in a folder: latest, best, resume.
+
+Found = TypeVar("Found")
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest valid checkpoint in a folder.
+
+    Damaged checkpoints are skipped with a warning that names the file and the fault.
+
+    Args:
+        folder: what the hook ``checkpoint(folder)`` writes to.
+
+    Returns:
+        Its path, or None if there is none.
+
+    Raises:
+        TypeError, ValueError: it is not a path.
+        CheckpointError: a newer fnloop wrote the newest checkpoint.
+        OSError: a file cannot be read for a reason other than that it does not exist.
+
+    Example:
+        >>> latest("no/such/folder") is None
+        True
+    """
+    paths = candidates(folder_path("latest", "folder", folder), links=True)
+    valid = _skip_damaged(paths, verify)
+    return next((path for path, _ in valid), None)
+
+
+def best(
+    folder: str | os.PathLike[str],
+    key: str | None = None,
+    mode: str | None = None,
+    *,
+    since: str | None = None,
+) -> Path | None:
+    """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
+
+    Args:
+        folder: what the hook ``checkpoint(folder, best=...)`` writes to.
+        key: the metric; the hook's by default.
+        mode: "min" or "max"; the hook's by default.
+        since: which checkpoints count, if the run has phases: those of its newest "phase" that has
+            a value, or those of the whole "run"; as the hook's by default.
+
+    Returns:
+        Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest.
+
+    Raises:
+        ValueError: no metric is given and the checkpoints name none; or there is no such mode or
+            ``since``.
+        TypeError: an argument is not what it should be.
+        CheckpointError, OSError: as :func:`latest`.
+
+    Example:
+        >>> best("no/such/folder", "valid/loss") is None
+        True
+    """
+    where = folder_path("best", "folder", folder)
+    if key is not None:
+        metric_name("best", "key", key)
+    if mode is not None:
+        better(0.0, 0.0, mode)  # checks it
+    if since is not None:
+        choice("best", "since", since, SINCE, ", or None for the hook's")
+    found = [
+        (path, manifest)
+        for path in reversed(candidates(where, links=True))
+        if (manifest := manifest_or_none(path)) is not None
+    ]
+    if not found:
+        return None
+    run = run_of(*found[-1])
+    found = [(path, manifest) for path, manifest in found if run_of(path, manifest) == run]
+    newest_first = [manifest for _, manifest in reversed(found)]
+    key = key or next((m["best"] for m in newest_first if m.get("best")), None)
+    mode = mode or next((str(m["mode"]) for m in newest_first if m.get("mode")), "min")
+    if key is None:
+        raise ValueError(
+            f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")'
+        )
+    since = since or next((str(m["since"]) for m in newest_first if m.get("since")), "phase")
+    groups = reversed(by_phase(found, since))
+    ranked = [path for group in groups for path, _ in rank(group, key, mode)]
+    valid = _skip_damaged(ranked, verify)
+    return next((path for path, _ in valid), None)
+
+
+def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
+    """Return the state of the newest valid checkpoint in a folder, or ``state`` if it has none.
+
+    One line makes a training script restartable:
+    ``state = resume("runs/a", TrainState.create(model, optimizer))``. Partial checkpoints, saved
+    with ``only=...``, are skipped.
+
+    Args:
+        folder: what the hook ``checkpoint(folder)`` writes to.
+        state: a new state of the same model and optimizer.
+
+    Returns:
+        The state to continue with.
+
+    Raises:
+        CheckpointError: the newest valid checkpoint is of another model or optimizer, all
+            checkpoints are damaged or partial, a newer fnloop wrote the newest one, or the machines
+            of the run do not share the folder.
+        TypeError, ValueError: it is not a path.
+        OSError, MemoryError: a file cannot be read for a reason other than that it does not exist,
+            or there is no memory for it. This is not damage: no older checkpoint is taken instead.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> resume("no/such/folder", toy()).step
+        0
+    """
+    check_not_stale(state, "resume")
+    where = folder_path("resume", "folder", folder)
+    # The main process looks, because the others may see other checkpoints.
+    alone, paths, claimed_by = on_main_process(lambda: _look_into(where), "fnloop.resume")
+    newest = _read_one(where, state) if alone else _read_newest(where, paths, state)
+    if newest is None:
+        check_all_empty(where)
+        return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
+    path, contents = newest
+    return restore_contents(contents, state, PARTS, True, path)
+
+
+def _look_into(folder: Path) -> tuple[bool, list[Path], str | None]:
+    """Return whether a folder is one checkpoint; its checkpoints; and the run that claims it."""
+    if _is_one_checkpoint(folder):
+        return True, [], None
+    paths = candidates(folder, links=True)
+    return False, paths, None if paths else read_claim(folder)
+
+
+def _read_one(path: Path, state: TrainState) -> tuple[Path, Contents]:
+    """Return a checkpoint with its contents."""
+    check_visible(path)
+    contents = read_whole_checkpoint(path, state)
+    if contents is None:
+        raise CheckpointError(_explain_not_resumable(path))
+    return path, contents
+
+
+def _read_newest(
+    folder: Path, paths: Sequence[Path], state: TrainState
+) -> tuple[Path, Contents] | None:
+    """Return the newest valid checkpoint of a folder with its contents, or None if it has none.
+
+    Args:
+        folder: the folder.
+        paths: its checkpoints, the newest first.
+        state: the state to read for.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged or partial.
+    """
+    faults: list[str] = []
+    partial: list[Path] = []
+    for path in paths:
+        check_visible(path)
+        read = functools.partial(read_whole_checkpoint, state=state)
+        for _, contents in _skip_damaged((path,), read, faults, state.backend.main):
+            if contents is not None:
+                return path, contents
+            partial.append(path)
+    if partial:
+        raise CheckpointError(_explain_not_resumable(partial[0]))
+    if faults:
+        raise CheckpointError(
+            f"{folder} has {len(faults)} checkpoint{'s' * (len(faults) > 1)}, and none is valid: "
+            f"{'; '.join(faults[:3])}. To begin a new run, give it another folder"
+        )
+    return None
+
+
+def _explain_not_resumable(path: Path) -> str:
+    held = held_parts(read_manifest(locate(path)))
+    return (
+        f"a run cannot be resumed: {explain_partial(path, held)}. To resume runs, save whole "
+        "checkpoints, in a folder of their own: checkpoint(folder) without only="
+    )
+
+
+def _is_one_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+    where = locate(folder)
+    return may_be_checkpoint(where) or (where / MANIFEST).exists()
+
+
+def _skip_damaged(
+    paths: Iterable[Path],
+    read: Callable[[Path], Found],
+    faults: list[str] | None = None,
+    warn: bool = True,
+) -> Iterator[tuple[Path, Found]]:
+    """Yield the valid checkpoints, each with what ``read`` returns.
+
+    Args:
+        paths: the checkpoints.
+        read: reads or verifies one.
+        faults: receives the faults of damaged checkpoints, which are skipped.
+        warn: whether to warn of them.
+    """
+    for path in paths:
+        try:
+            found = read(path)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            if faults is not None:
+                faults.append(str(error))
+            if warn:  # the caller of the public function
+                warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=4)
+        else:
+            yield path, found

@@ -1,9 +1,4 @@
-"""Folders of checkpoints: which are the newest and the best, which are removed, and their run.
-
-A run has an identity, ``state.run_id``. It is in every manifest, so a run never removes or ranks
-the checkpoints of another. Until a run has saved its first checkpoint, the file ``.run`` in its
-folder names it. So a run that is killed before its first save and started again is the same run.
-"""
+"""Folders of checkpoints: which are the newest and the best, and which are removed."""
 
 from __future__ import annotations
 
@@ -12,37 +7,43 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from fnloop._checkpoint.atomic_write import remove_checkpoint, remove_leftovers
-from fnloop._checkpoint.disk import make_folder, replace_file
+import attrs
+
+from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.files import (
     backup_path,
+    count_blocks,
+    decode_history,
     is_checkpoint,
+    locate,
+    make_folder,
     manifest_or_none,
     read_manifest,
+    read_state_file,
+    remove_checkpoint,
+    remove_leftovers,
+    remove_other_blocks,
+    replace_file,
     serial_or_none,
+    verify,
 )
 from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError
-from fnloop._checkpoint.history_blocks import count_blocks, remove_other_blocks
-from fnloop._core.monitor import better
+from fnloop._checkpoint.parts import check_counters, explain_partial, held_parts, is_partial
+from fnloop._core.history import History, better
 from fnloop._core.serialize import Json
+from fnloop._display.screen import log
 
-__all__ = [
-    "CHECKPOINT_NAME",
-    "by_phase",
-    "candidates",
-    "claim_folder",
-    "may_be_checkpoint",
-    "prune",
-    "rank",
-    "read_claim",
-    "read_run_id",
-    "release_claim",
-    "run_of",
-    "runs_in",
-]
+# --------------------------------------------------------------------------------------------------
+# Folders of checkpoints: which are the newest and the best, which are removed, and their run.
+#
+# A run has an identity, `state.run_id`. It is in every manifest, so a run never removes or ranks
+# the checkpoints of another. Until a run has saved its first checkpoint, the file `.run` in its
+# folder names it. So a run that is killed before its first save and started again is the same run.
 
 # As the hook names them: at which step, after which exception, and with which metrics.
 CHECKPOINT_NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?(?:-[\w.-]+=[\w.+-]+)*"
@@ -278,3 +279,179 @@ def read_claim(folder: Path) -> str | None:
 def release_claim(folder: Path) -> None:
     """Remove the claim on a folder. Its first checkpoint names the run from now on."""
     (folder / CLAIM).unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoints of one run, in the order of the run, by what they say without their tensors.
+
+
+@attrs.frozen
+class Saved:
+    """A checkpoint of a run.
+
+    Args:
+        path: where it is.
+        facts: its ``state.json``, without the older records of its history.
+    """
+
+    path: Path
+    facts: Mapping[str, Json] = attrs.field(repr=False)
+
+    @property
+    def step(self) -> int:
+        """How many updates were applied."""
+        return self.facts["step"]
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """What orders the checkpoints of a run: updates tried, epochs, batches."""
+        facts = self.facts
+        return facts["step"] + facts["skipped"], facts["epoch"], facts["batch"]
+
+
+def is_one_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
+    where = locate(folder)
+    return may_be_checkpoint(where) or (where / MANIFEST).exists()
+
+
+def saved_in(folder: Path) -> list[Saved]:
+    """Return the whole checkpoints of the newest run in a folder, in the order of the run.
+
+    A folder that is a checkpoint itself is the only one. Partial checkpoints are left out, and so
+    are damaged ones, with a warning.
+
+    Raises:
+        CheckpointError: there is none.
+        OSError: a file cannot be read for a reason other than that it does not exist.
+    """
+    if is_one_checkpoint(folder):
+        return [Saved(folder, read_facts(folder))]
+    found: list[Saved] = []
+    run: str | None = None
+    for path in candidates(folder, links=True):  # the newest first
+        try:
+            manifest = read_manifest(path)
+            run = run or run_of(path, manifest)
+            if run_of(path, manifest) == run and not is_partial(manifest):
+                found.append(Saved(path, read_facts(path)))
+        except (CheckpointError, FileNotFoundError) as error:
+            log.warning("skipped a damaged checkpoint: %s", error)
+    if not found:
+        raise CheckpointError(f"{folder} has no whole checkpoint")
+    return sorted(found, key=lambda saved: saved.position)
+
+
+def read_facts(path: Path) -> Mapping[str, Json]:
+    """Return the facts of a checkpoint, without the older records of its history.
+
+    Raises:
+        CheckpointError: it is not a whole checkpoint, or is damaged.
+    """
+    path = locate(path)
+    manifest = verify(path, deep=False, history=False)
+    if is_partial(manifest):
+        raise CheckpointError(explain_partial(path, held_parts(manifest)))
+    facts = read_state_file(path)
+    try:
+        check_counters(facts)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return facts
+
+
+def read_history(path: Path) -> History:
+    """Return the whole history that a checkpoint has.
+
+    Raises:
+        CheckpointError: it is damaged, or lacks the older records.
+    """
+    path = locate(path)
+    manifest = verify(path)
+    return decode_history(read_state_file(path, manifest.get("blocks", ()))["history"], path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether the processes of a run, on all its machines, see the same checkpoints.
+
+_ADVICE = (
+    "All machines of a run must share the folder of its checkpoints: mount the same disk there on "
+    "each of them, or write the path of a folder on a disk that they share"
+)
+
+
+class _View(NamedTuple):
+    """What a process sees.
+
+    Args:
+        seen: the path of what it sees, or None.
+        missing: what it does not see, in words.
+        host: the name of its machine.
+    """
+
+    seen: str | None
+    missing: str
+    host: str
+
+
+def check_visible(path: Path | None) -> None:
+    """Raise in every process if some see a checkpoint and others do not. A collective.
+
+    Args:
+        path: the checkpoint; None in a process that has found none.
+    """
+    if path is None:
+        _check(_views(None, "it has found no checkpoint"))
+        return
+    where = path.absolute()
+    lacks = f"its folder {where.parent} has no {where.name}"
+    if not where.parent.is_dir():
+        lacks = f"it has no folder {where.parent}"
+    _check(_views(str(where) if locate(where).exists() else None, lacks))
+
+
+def check_all_empty(folder: Path) -> None:
+    """Raise in every process if one sees checkpoints in a folder. A collective.
+
+    It is called where the main process sees none.
+    """
+    where = folder.absolute()
+    found = [where] if (locate(where) / MANIFEST).exists() else candidates(where, links=True)
+    newest = next(iter(found), None)
+    lacks = f"its folder {where} has none" if where.is_dir() else f"it has no folder {where}"
+    _check(_views(None if newest is None else str(newest), lacks))
+
+
+def warn_unless_shared(folder: Path) -> None:
+    """Warn if a process does not see the folder that the main process writes to. A collective.
+
+    It raises nothing, because a shared disk may need a moment to show a new folder everywhere.
+    """
+    where = folder.absolute()
+    views = _views(str(where) if where.is_dir() else None, f"it has no folder {where}")
+    if (blind := _first(views, sees=False)) is not None and views[0].seen is not None:
+        log.warning(
+            "checkpoint: process 0 on %s writes to %s; process %d on %s does not see it: %s. "
+            "Without it, a job that is restarted cannot be resumed. %s",
+            *(views[0].host, where, blind, views[blind].host, views[blind].missing, _ADVICE),
+        )
+
+
+def _views(seen: str | None, missing: str) -> list[_View]:
+    """Return what each process sees, by rank."""
+    view = _View(seen, missing, socket.gethostname())
+    return gather_from_all(view, "a look at the folder of checkpoints")
+
+
+def _first(views: Sequence[_View], sees: bool) -> int | None:
+    """Return the first process that sees something, or that does not."""
+    return next((rank for rank, view in enumerate(views) if (view.seen is not None) is sees), None)
+
+
+def _check(views: Sequence[_View]) -> None:
+    a, b = _first(views, sees=True), _first(views, sees=False)
+    if a is not None and b is not None:
+        raise CheckpointError(
+            f"process {a} on {views[a].host} sees the checkpoint {views[a].seen}, and process {b} "
+            f"on {views[b].host} does not: {views[b].missing}. {_ADVICE}"
+        )

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.collectives import gather_objects
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.averages import encode_averages, without_averages
+from fnloop._checkpoint.files import EncodedHistory, encode_record, write_by_all
 from fnloop._checkpoint.format import (
     COLLECTED,
     COUNTERS,
@@ -34,31 +34,28 @@ from fnloop._checkpoint.format import (
     TRAINING_FORMAT,
     CheckpointError,
     Contents,
+    keep_own_share,
 )
-from fnloop._checkpoint.history_blocks import EncodedHistory, encode_record
-from fnloop._checkpoint.optimizers import merge_processes
-from fnloop._checkpoint.parts import parts_to_save
-from fnloop._checkpoint.positions import encode_positions
-from fnloop._checkpoint.shards import keep_own_share
-from fnloop._checkpoint.shared_write import write_by_all
-from fnloop._checkpoint.targets import encode_targets
+from fnloop._checkpoint.optimizer import merge_processes
+from fnloop._checkpoint.parts import (
+    encode_averages,
+    encode_positions,
+    encode_targets,
+    parts_to_save,
+    without_averages,
+)
 from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.history import History
-from fnloop._core.monitor import metrics_here
+from fnloop._core.history import History, encode_phases, metrics_here
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.phase import encode_phases
+from fnloop._core.runs import encode_left, encode_stop
 from fnloop._core.serialize import Json, as_safetensor, encode
-from fnloop._core.snapshot import detached_from_run, unwrap
-from fnloop._core.state import TrainState, check_not_stale, ownership_of
-from fnloop._core.stops import encode_left, encode_stop
+from fnloop._core.state import TrainState, check_not_stale, detached_from_run, ownership_of, unwrap
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, folder_path
-from fnloop._display.log import log
+from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
-from fnloop._step.optimizer_modes import evaluation_weights
+from fnloop._step.update import evaluation_weights
 from fnloop._version import __version__
-
-__all__ = ["collect_contents", "position_of", "save"]
 
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -17,30 +17,6 @@ from torch.optim import Optimizer
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._display.checks import describe, join_names
 
-__all__ = [
-    "SCHEDULED",
-    "UNFROZEN",
-    "Group",
-    "Handle",
-    "Optimizers",
-    "begin_again",
-    "check_optimizers",
-    "check_shares",
-    "explain_untrained",
-    "forget_schedules",
-    "groups_in",
-    "in_form",
-    "initial_value",
-    "labelled_groups",
-    "note_set",
-    "optimizers_in",
-    "selected",
-    "set_by_torch",
-    "set_initial_value",
-    "wants_closure",
-    "was_scheduled",
-]
-
 Group = dict[str, Any]  # a parameter group of an optimizer
 Handle = Any  # what state.optimizer is: an Optimizer, or Optimizers
 EXAMPLE = '{"matrices": muon, "rest": adamw}'

@@ -31,28 +31,6 @@ import torch
 
 from fnloop._backend import torch_compat
 
-__all__ = [
-    "COMPUTE",
-    "FETCH",
-    "ORDER",
-    "PART",
-    "SEED_BITS",
-    "Generators",
-    "HostGenerators",
-    "fold_in",
-    "isolated",
-    "mark_generators",
-    "mix",
-    "new_seed",
-    "reserved_generators",
-    "saved_before_seeding",
-    "seed_all",
-    "seed_all_count",
-    "seed_host",
-    "seeded_generator",
-    "torch_seeder",
-]
-
 SEED_BITS = (1 << 64) - 1
 # Purposes: each is folded into the seed and gives a stream of its own.
 ORDER, FETCH, COMPUTE, PART = 1, 2, 3, 4

@@ -25,25 +25,6 @@ from fnloop._backend.containers import pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import local_part
 from fnloop._display.checks import describe
 
-__all__ = [
-    "Json",
-    "Pending",
-    "as_flattened",
-    "as_number",
-    "as_safetensor",
-    "copy_flattened",
-    "decode",
-    "encode",
-    "flattened_kind",
-    "from_flattened",
-    "from_safetensor",
-    "has_pending",
-    "is_flattened",
-    "kinds_in",
-    "materialize",
-    "tensors_in",
-]
-
 _NUMERIC = "biufc"  # kinds of dtypes: bool, integers, floating point, complex
 
 

@@ -1,62 +1,147 @@
-"""The state of a run: one frozen record, carried from batch to batch.
-
-Counters and the history are values. The module, the optimizer and every tensor are *handles*. The
-newest state owns them, and a step updates them in place, as buffer donation does in JAX. A state
-that has been advanced cannot be used again by mistake: that raises :class:`StaleStateError`.
-"""
+"""The state of a run: one frozen record, which owns its model, and copies of it."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 import secrets
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.join import join
-from fnloop._backend.launch import Backend
-from fnloop._backend.public import broadcast
-from fnloop._core.events import UPDATE
-from fnloop._core.handles import (
-    check_handles,
-    check_settings,
-    count_parameters,
-    exact_backend,
-    warn_of_others,
+from fnloop._backend import torch_compat
+from fnloop._backend.collectives import (
+    ADVICE,
+    DIVERGED,
+    all_reduce_max,
+    broadcast,
+    gather_from_all,
+    gather_objects,
+    join,
 )
-from fnloop._core.history import History
-from fnloop._core.optimizers import Handle, Optimizers, groups_in, in_form, optimizers_in
-from fnloop._core.ownership import Ownership, ParameterCache, StaleStateError
-from fnloop._core.phase import Phase
-from fnloop._core.position import Position
-from fnloop._core.rng import HostGenerators, new_seed
-from fnloop._core.run_info import RunInfo
-from fnloop._core.running import add_output_
-from fnloop._core.stops import Left
-from fnloop._core.types import Metric, Output
-from fnloop._display import html
-from fnloop._display.checks import describe
+from fnloop._backend.containers import map_leaves
+from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._backend.processes import Backend
+from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
+from fnloop._core.history import History, Phase
+from fnloop._core.metrics import TorchMetric, add_output_, to_host
+from fnloop._core.optimizers import (
+    Group,
+    Handle,
+    Optimizers,
+    check_optimizers,
+    check_shares,
+    groups_in,
+    in_form,
+    optimizers_in,
+)
+from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
+from fnloop._core.runs import Left, Position, RunInfo
+from fnloop._core.serialize import Pending, copy_flattened
+from fnloop._core.types import RECORD, UPDATE, Metric, Output
+from fnloop._display import checks, tables
+from fnloop._display.checks import describe, flag, join_names
+from fnloop._display.screen import log
 
-__all__ = [
-    "TrainState",
-    "advance",
-    "all_parameters",
-    "begin_update",
-    "check_not_stale",
-    "clear_parameter_cache",
-    "consume",
-    "generation_of",
-    "give_up_ownership",
-    "is_half_updated",
-    "newest",
-    "ownership_of",
-    "owns_handles",
-    "parameters",
-    "take_ownership",
-]  # fmt: skip
+# --------------------------------------------------------------------------------------------------
+# Which state owns a model and an optimizer, which every step updates in place.
+
+State = TypeVar("State")
+
+
+class StaleStateError(RuntimeError):
+    """A state was used after it had been advanced: a newer state owns its model and optimizer."""
+
+
+class Ownership(Generic[State]):
+    """Tracks which state owns the model and the optimizer: the state whose generation this is.
+
+    All states that a run makes of one model share it.
+
+    Args:
+        own_metrics: the names of the running metrics that are of each process's share of the data,
+            as far as they are known. They are known before a run has shown them if the state is a
+            copy, or from a checkpoint.
+        seconds: the seconds that runs of this state have taken, until it last left one.
+        copies: checksums of what was restored of the state of optimizers, where another process may
+            be the one that continues it: the module ``optimizers`` of checkpoints uses them.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "compared",
+        "copies",
+        "equal_at",
+        "generation",
+        "newest",
+        "own_metrics",
+        "seconds",
+    )
+
+    def __init__(
+        self,
+        own_metrics: Iterable[str] = (),
+        seconds: float = 0.0,
+        copies: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+    ) -> None:
+        self.own_metrics, self.seconds = set(own_metrics), seconds
+        self.copies = dict(copies)
+        self.generation: int | None = 0  # None while an optimizer changes the parameters
+        self.newest: State | None = None  # what the last update made, until it is counted
+        # Where the weights of all processes were last compared, and how far norms were apart.
+        self.compared: tuple[int, float] = (0, 0.0)
+        self.equal_at: int | None = None  # the last step at which they were not
+
+    def for_copy(self, generation: int) -> Ownership[State]:
+        """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
+        made: Ownership[State] = Ownership(self.own_metrics, self.seconds, self.copies)
+        made.compared = self.compared[0] - generation, self.compared[1]
+        made.equal_at = self.equal_at
+        return made
+
+
+class ParameterCache:
+    """The parameters of a model and its optimizers, looked up once.
+
+    Attributes:
+        found: every parameter that backward may leave a gradient in, each once.
+        trained: those of them that an optimizer updates, in the order of the model.
+        groups: how many parameter groups there were; -1 before the first look.
+    """
+
+    __slots__ = ("found", "groups", "trained")
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self.trained: list[torch.Tensor] = []
+        self.groups = -1
+
+    def clear(self) -> None:
+        """Look again at the next use: the model or a group may have changed."""
+        self.groups = -1
+
+    def look_up(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        """Look the parameters up."""
+        trained = [p for group in groups for p in group["params"]]
+        ids = {id(p) for p in trained}
+        self.found = list({id(p): p for p in (*model.parameters(), *trained)}.values())
+        self.trained, self.groups = [p for p in self.found if id(p) in ids], len(groups)
+
+
+# --------------------------------------------------------------------------------------------------
+# The state of a run: one frozen record, carried from batch to batch.
+#
+# Counters and the history are values. The module, the optimizer and every tensor are *handles*. The
+# newest state owns them, and a step updates them in place, as buffer donation does in JAX. A state
+# that has been advanced cannot be used again by mistake: that raises `StaleStateError`.
 
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
@@ -242,7 +327,7 @@ class TrainState:
         if self.slots:
             facts["slots"] = f"[{', '.join(self.slots)}]"
         if len(self.history):
-            facts["history"] = html.format_count(len(self.history), "record")
+            facts["history"] = tables.format_count(len(self.history), "record")
         if self.stop is not None:
             facts["stop"] = repr(self.stop)
         return facts
@@ -251,13 +336,13 @@ class TrainState:
         return "TrainState" if owns_handles(self) else "stale TrainState"
 
     def __repr__(self) -> str:
-        return html.record_text(self._title(), self._facts())
+        return tables.record_text(self._title(), self._facts())
 
     def _repr_html_(self) -> str:
         latest = self.history[-1].metrics if len(self.history) else {}
-        shown = ", ".join(f"{name} {html.format_number(value)}" for name, value in latest.items())
+        shown = ", ".join(f"{name} {tables.format_number(value)}" for name, value in latest.items())
         facts = self._facts() | ({"latest": shown} if latest else {})
-        return html.facts(self._title(), facts | {"device": self.backend.device})
+        return tables.facts(self._title(), facts | {"device": self.backend.device})
 
 
 # --- ownership
@@ -421,3 +506,727 @@ def ownership_of(state: TrainState) -> Ownership[TrainState]:
 def generation_of(state: TrainState) -> int:
     """Return a number that every step changes, and every call of :func:`take_ownership`."""
     return state._generation
+
+
+# --------------------------------------------------------------------------------------------------
+# The handles of a state, a model and its optimizers: what they must be, and how they are shown.
+
+
+def check_handles(model: object, optimizer: Handle) -> None:
+    """Raise unless an optimizer, or several by name, train parameters of a model.
+
+    Raises:
+        TypeError: one of them is something else.
+        ValueError: the model has no weights yet, or the optimizers are for another model, share a
+            parameter or leave one out.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"TrainState.create expects model as a torch.nn.Module; got {describe(model)}"
+        )
+    check_optimizers(optimizer)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "TrainState.create expects a model with weights; got one on the meta device: write "
+            'model.to_empty(device="cpu"), initialize it, and make the optimizer after that'
+        )
+    if isinstance(optimizer, Mapping):
+        check_shares(model, optimizer)
+    else:
+        _check_belongs(model, optimizer)
+
+
+def _check_belongs(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if a model has parameters, and the optimizer has none of them."""
+    theirs = {id(p) for p in model.parameters()}
+    trained = (p for group in optimizer.param_groups for p in group["params"])
+    if theirs and not any(id(p) in theirs for p in trained):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"none of the optimizer's parameters belongs to this {type(model).__name__}: nothing "
+            "would be trained. Make the optimizer after the model (and after any change of its "
+            f"parameters): {name}(model.parameters(), ...)"
+        )
+
+
+def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
+    """Warn of optimizers with parameters that are not in the model."""
+    theirs = {id(p) for p in model.parameters()}
+    others = [
+        repr(name) if name else type(one).__name__
+        for name, one in optimizers_in(optimizer).items()
+        if any(id(p) not in theirs for group in one.param_groups for p in group["params"])
+    ]
+    if others:
+        log.warning(
+            f"the optimizer {join_names(others)} has parameters that are not in this "
+            f"{type(model).__name__}, so they are not saved. If the model was changed since, make "
+            "the optimizer after that. If another module has them, put all modules into one, such "
+            "as nn.ModuleDict({...})"
+        )
+
+
+def exact_backend(model: nn.Module, backend: Backend) -> Backend:
+    """Return a backend on which a run has the same bits on any number of processes.
+
+    Raises:
+        NotImplementedError: the model is sharded.
+        ValueError: there are settings of DistributedDataParallel, which such a run does not use.
+    """
+    if is_sharded(model):
+        raise NotImplementedError(
+            "exact=True needs the whole model in every process, and fully_shard gives each a part "
+            "of it: leave one of them out"
+        )
+    if backend.settings or backend.prepare is not None:
+        raise ValueError(
+            "exact=True sums gradients without DistributedDataParallel, so its settings and its "
+            "communication hook would do nothing: leave DistributedDataParallelKwargs out"
+        )
+    return attrs.evolve(backend, exact=True)
+
+
+def check_settings(seed: object, backend: object, exact: object = False) -> None:
+    """Raise unless these are a seed and a backend, or None, and a flag.
+
+    Raises:
+        ValueError: the seed is not one.
+        TypeError: the backend or the flag is not one.
+    """
+    meaning = "whether the run has the same bits on any number of processes"
+    flag("TrainState.create", "exact", exact, meaning)
+    is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= SEED_BITS
+    if seed is not None and not is_seed:
+        raise ValueError(
+            f"seed expects an int from 0 to 2**64 - 1, or None to draw one; got {describe(seed)}"
+        )
+    if not (
+        backend is None or isinstance(backend, Backend) or hasattr(backend, "distributed_type")
+    ):
+        raise TypeError(
+            f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
+        )
+
+
+def count_parameters(model: nn.Module) -> str:
+    """Return how many parameters a model has, and how many are trained unless all are."""
+    params = list(model.parameters())
+    if any(map(nn.parameter.is_lazy, params)):
+        return "parameters of sizes that its first batch decides"
+    size, trained = (
+        sum(p.numel() for p in params),
+        sum(p.numel() for p in params if p.requires_grad),
+    )
+    return tables.format_count(size, "parameter") + (
+        f", {trained:,} trained" if trained < size else ""
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Independent copies of a state, and the module inside one.
+
+
+def snapshot(state: TrainState) -> TrainState:
+    """Copy a state: model, optimizers, slots and metrics together.
+
+    The copy shares nothing that is updated in place.
+
+    Args:
+        state: the newest state of a run.
+
+    Returns:
+        An independent state, equal in everything but the hooks of its optimizer. Keep it to go
+        back, to fork a run, or to compare.
+
+    Raises:
+        StaleStateError: the state has been advanced, so its model already holds newer weights.
+        NotImplementedError: the model is sharded over processes.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, state = fl.pipeline()(toy_loss), toy()
+        >>> before = snapshot(state)
+        >>> state = fl.fit(step, state, [torch.tensor([1.0])], hooks=())
+        >>> state.model.w.item(), before.model.w.item()
+        (-1.0, 0.0)
+    """
+    check_not_stale(state, "snapshot")
+    if is_sharded(state.model):
+        raise NotImplementedError(
+            "a model that is sharded over processes cannot be copied: keep a checkpoint instead, "
+            "save(state, path)"
+        )
+    return copy_handles(detached_from_run(state), {})
+
+
+def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
+    """Return a state with copies of all that is updated in place.
+
+    Args:
+        state: the state.
+        memo: id to copy, of what is to be replaced by something else.
+    """
+    for one in optimizers_in(state.optimizer).values():
+        map_leaves([*one.state.values()], lambda leaf: _note_copy(leaf, memo))
+    handles = (state.model, state.optimizer, state.slots, state.metrics)
+    # One call: two copies would lose which tensors are shared.
+    model, optimizer, slots, metrics = copy.deepcopy(handles, memo)
+    for one, copied in zip(
+        optimizers_in(state.optimizer).values(), optimizers_in(optimizer).values(), strict=True
+    ):
+        for name, value in vars(one).items():
+            if name not in vars(copied) and name != "step":  # torch omits LBFGS's parameters
+                setattr(copied, name, copy.deepcopy(value, memo))
+    return attrs.evolve(
+        state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
+        ownership=ownership_of(state).for_copy(generation_of(state)), generation=0,
+        parameters=ParameterCache(),
+    )  # fmt: skip
+
+
+def _note_copy(leaf: object, memo: dict[int, object]) -> None:
+    """Put a copy of a tensor of a subclass into the memo: deepcopy needs its ``clone``."""
+    if (copied := copy_flattened(leaf)) is not None:
+        memo[id(leaf)] = copied
+
+
+def unwrap(state: TrainState) -> nn.Module:
+    """Return the user's own module, without wrappers of distributed training or compilation.
+
+    Args:
+        state: a state.
+
+    Returns:
+        The module that was given to :meth:`TrainState.create`.
+
+    Raises:
+        TypeError: it is not a state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> unwrap(state) is state.model            # nothing is wrapped around it here
+        True
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"unwrap expects state as a TrainState; got {describe(state)}")
+    model = state.model
+    while True:
+        if (inner := torch_compat.uncompiled(model)) is not None:
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def tracing_copy(
+    state: TrainState, slots: Mapping[str, Any], stand_in: Callable[[str], Any]
+) -> TrainState:
+    """Return a state of the same handles with an ownership of its own, to record an update with.
+
+    Args:
+        state: the state.
+        slots: its slots.
+        stand_in: makes the placeholder of each field that changes from update to update.
+    """
+    names = (
+        *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
+        *("events", "left", "generators", "extra"),
+    )
+    changing = {name: stand_in(name) for name in names}
+    changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}
+    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
+
+
+def detached_from_run(state: TrainState) -> TrainState:
+    """Return the state as it is outside of its run, with the generators that the run would use."""
+    if state.run is None:
+        return state
+    ownership_of(state).seconds = state.run.stopwatch.spent()
+    generators = position = None
+    if state.batch:
+        # Those of the state are not installed yet, if the first fetch of a run has failed.
+        generators = state.generators or HostGenerators.capture()
+        # A state that a hook went back to has its own.
+        position = state.position or state.run.position_at(state.epoch, state.batch)
+    return attrs.evolve(state, run=None, generators=generators, position=position)
+
+
+# --------------------------------------------------------------------------------------------------
+# Copies of a state with other values, and of a model's buffers as they are, to put them back.
+
+
+def with_record(state: TrainState, history: History, metrics: Mapping[str, Metric]) -> TrainState:
+    """Return the state after a record was appended."""
+    new = object.__new__(TrainState)  # attrs.evolve takes ten times as long
+    events = state.events | {RECORD}
+    vars(new).update(vars(state), history=history, metrics=metrics, events=events)
+    return new
+
+
+def with_slot(state: TrainState, name: str, value: object) -> TrainState:
+    """Return the state with another value in a slot."""
+    return with_slots(state, {**state.slots, name: value})
+
+
+def with_slots(state: TrainState, slots: Mapping[str, object]) -> TrainState:
+    """Return the state with these slots."""
+    return state if slots is state.slots else attrs.evolve(state, slots=slots)
+
+
+# --- buffers
+
+Table = dict[str, Tensor | None]  # the buffers of a module by name; those of the module itself
+
+
+class KeptBuffers(NamedTuple):
+    """The buffers of a model as they were at some moment.
+
+    Args:
+        tables: of each module: its table, what was in it, and the positions of these below.
+        tensors: the buffers, each once; of a sharded one the part of this process.
+        places: each of them as it was in memory, and
+        marks: its shape, its strides and its address there.
+        values: of each the part that can be written to: an expanded one has one element for many.
+        copies: of the values.
+        versions: numbers that have changed where a buffer was written to since.
+    """
+
+    tables: Sequence[tuple[Table, Table, Sequence[int]]] = ()
+    tensors: Sequence[Tensor] = ()
+    places: Sequence[Tensor] = ()
+    marks: Sequence[object] = ()
+    values: Sequence[Tensor] = ()
+    copies: Sequence[Tensor] = ()
+    versions: Sequence[int] = ()
+
+    def put_back(self, unseen: bool = False) -> None:
+        """Put back what has changed: replaced buffers, their shapes and their values.
+
+        Buffers stay the same tensors at the same addresses, because a CUDA graph reads them there.
+
+        Args:
+            unseen: whether any may have changed without a new version, as in a forward in training
+                mode or in a replay.
+        """
+        moved = [
+            version_of(tensor) != version or _mark_of(tensor) != mark
+            for tensor, mark, version in zip(self.tensors, self.marks, self.versions, strict=True)
+        ]
+        chosen = {*range(len(moved))} if unseen else set()
+        for table, before, positions in self.tables:
+            if table.keys() != before.keys() or any(table[k] is not v for k, v in before.items()):
+                table.clear()
+                table.update(before)
+            # torch's batch_norm gives the statistics no new version, but the count beside them.
+            if any(moved[i] for i in positions):
+                chosen.update(positions)
+        with torch.no_grad():
+            for i in chosen:
+                if _mark_of(tensor := self.tensors[i]) != self.marks[i]:
+                    # It was resized, or tensor.data was replaced.
+                    tensor.set_(self.places[i])  # type: ignore[arg-type]
+                self.values[i].copy_(self.copies[i])
+
+
+class Buffers:
+    """Keeps the buffers of a model, again and again, in the same memory.
+
+    Args:
+        model: the model. Modules that are added later are not noticed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [own for module in model.modules() if (own := buffers_of(module))]
+        self._kept = KeptBuffers()
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    @torch.no_grad()
+    def keep(self) -> KeptBuffers:
+        """Copy them as they are now. What was kept before is not valid any more."""
+        tables = [(own, dict(own)) for own in self._tables]
+        held_by_all = (b for _, held in tables for b in held.values() if b is not None)
+        found = {id(b): b for b in held_by_all if _has_values(b)}
+        tensors = [local_part(b) for b in found.values()]
+        if self._fits(tensors, tables):
+            for to, of in self._groups:
+                foreach_copy_(to, of)
+        else:
+            positions = dict(zip(found, range(len(found)), strict=True))
+            self._kept = KeptBuffers(
+                [
+                    (own, held, [positions[id(b)] for b in held.values() if id(b) in positions])
+                    for own, held in tables
+                ],
+                tensors,
+                [t.detach() for t in tensors],
+                [_mark_of(t) for t in tensors],
+                values := [_written(t) for t in tensors],
+                copies := [value.clone() for value in values],
+            )
+            groups = defaultdict[object, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
+            for copy, value in zip(copies, values, strict=True):
+                to, of = groups[value.device, value.dtype]  # torch copies these in one call
+                to.append(copy)
+                of.append(value)
+            self._groups = [*groups.values()]
+        return self._kept._replace(versions=[version_of(t) for t in tensors])
+
+    def _fits(self, tensors: Sequence[Tensor], tables: Sequence[tuple[Table, Table]]) -> bool:
+        """Return whether these are the buffers that were kept before, in the same places."""
+        known = self._kept
+        return (
+            len(tensors) == len(known.tensors)
+            and all(
+                t is before and _mark_of(t) == mark
+                for t, before, mark in zip(tensors, known.tensors, known.marks, strict=True)
+            )
+            and [now.keys() for _, now in tables] == [one[1].keys() for one in known.tables]
+        )
+
+
+def _has_values(buffer: Tensor) -> bool:
+    """Return whether a buffer has values already, and can be written to outside inference mode."""
+    return not (nn.parameter.is_lazy(buffer) or buffer.is_inference())
+
+
+def _written(tensor: Tensor) -> Tensor:
+    """Return an expanded tensor before it was expanded; torch writes to no other."""
+    if tensor.layout is torch.strided:
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if size > 1 and not stride:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _mark_of(tensor: Tensor) -> object:
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return tensor.shape
+    return tensor.shape, tensor.stride(), tensor.data_ptr()
+
+
+# --------------------------------------------------------------------------------------------------
+# Several runs from one state, with different settings of the optimizer.
+
+EXAMPLE = '{"lr": [1e-3, 3e-4]}'
+
+
+def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str, TrainState]:
+    """Return copies of a state, one for each combination of settings of its optimizer.
+
+    Each is a run of its own, with a ``run_id`` of its own, so its checkpoints need a folder of
+    their own. The state that is given stays as it is.
+
+    A setting is the initial value that ``schedule`` multiplies, too. A scheduler of torch keeps the
+    rate that it was made for: begin a phase, ``fit(..., phase="decay")``, which has a new one.
+
+    Args:
+        state: the newest state, or one from a checkpoint.
+        settings: a key of the parameter groups to the numbers to try, which every group gets.
+
+    Returns:
+        Name to state. The names are those of the settings, such as "lr=0.001, momentum=0.9".
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        TypeError: the settings are not a mapping of lists.
+        ValueError: there is no number to try, one is given twice, a learning rate is below 0, or a
+            group has no such number.
+        NotImplementedError: the model is sharded over processes.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> runs = fork(toy(), {"lr": [1.0, 0.5]})
+        >>> step, ones = fl.pipeline()(toy_loss), [torch.ones(1)] * 2
+        >>> for name, state in runs.items():
+        ...     print(name, fl.fit(step, state, ones, hooks=()).model.w.item())
+        lr=1 -2.0
+        lr=0.5 -1.0
+    """
+    check_not_stale(state, "fork")
+    checks.mapping("fork", "settings", settings, f"such as {EXAMPLE}")
+    if not settings:
+        raise ValueError(f"fork expects at least one setting, such as {EXAMPLE}; got none")
+    for key, values in settings.items():
+        _check(key, values, groups_in(state.optimizer))
+    made: dict[str, TrainState] = {}
+    for values in itertools.product(*settings.values()):
+        chosen = dict(zip(settings, values, strict=True))
+        copied = attrs.evolve(snapshot(state), run_id=secrets.token_hex(8))
+        for group in groups_in(copied.optimizer):
+            for key, value in chosen.items():
+                _set(group, key, value)
+        made[", ".join(f"{key}={value:g}" for key, value in chosen.items())] = copied
+    return made
+
+
+def _check(key: object, values: object, groups: Sequence[Group]) -> None:
+    name = f"settings[{key!r}]"
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"fork expects {name} as a list of numbers, such as {EXAMPLE}; got "
+            f"{checks.describe(values)}"
+        )
+    for value in values:
+        checks.number("fork", name, value, least=0 if key == "lr" else -math.inf)
+    shown = [f"{value:g}" for value in values]
+    if not shown or len({*shown}) < len(shown):
+        raise ValueError(
+            f"fork expects {name} as numbers that differ in their first six digits, which the "
+            f"names of the states have; got {values!r}"
+        )
+    for group in groups:
+        known = [k for k, v in group.items() if _is_number(v) and not k.startswith(_KEPT)]
+        if key not in known:
+            raise ValueError(
+                f"fork: the groups of the optimizer have no number {key!r}; they have "
+                f"{checks.join_names(known)}"
+            )
+
+
+_KEPT = ("initial_", "set_by_schedule_")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+
+
+def _set(group: Group, key: str, value: float) -> None:
+    for name in (key, f"initial_{key}"):
+        current = group.get(name)
+        if isinstance(current, Tensor):
+            current.fill_(value)
+        elif name in group:
+            group[name] = value
+
+
+# --------------------------------------------------------------------------------------------------
+# What all processes exchange about a state: metrics are merged, and weights are compared.
+#
+# All processes begin with the same weights and make the same updates, so their weights have the
+# same bits, or nearly so on processors of different kinds. Their norms are compared at the end of
+# each epoch and before each save, in one small exchange.
+
+TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
+# By which that may grow from one comparison to the next, and more in each update between them.
+GROWTH, GROWTH_PER_UPDATE = 1e-5, 1e-6
+COUNTERS = ("step", "skipped", "epoch")
+_BY_HOOK = (
+    "What a hook or a middleware does to weights must be the same everywhere: draw from torch, "
+    "whose generators agree after backward, or fnloop.broadcast(...) what was drawn"
+)
+_BY_LOSS = (
+    "It is in no optimizer, so the loss function changed it: make it a buffer "
+    "(self.register_buffer), of which every process gets that of the main one"
+)
+
+
+def merge_metrics(
+    metrics: Mapping[str, Metric], own: Iterable[str] | None = None
+) -> dict[str, Metric]:
+    """Combine metrics over all processes, in the order of their ranks, with one exchange.
+
+    Args:
+        metrics: name to metric, as this process has seen them.
+        own: the names of those that are of this process's share of the data; by default all. The
+            others are the same in every process already.
+
+    Returns:
+        Name to metric, on the host; the same in every process.
+    """
+    mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
+    sent = {k: m.to_cpu() if hasattr(m, "to_cpu") else m for k, m in mine.items()}
+    parts = gather_objects((set(mine if own is None else own), sent), "an exchange of metrics")
+    shared = set().union(*(names for names, _ in parts))  # some may have had no batch
+    merged = dict(parts[0][1])
+    for _, part in parts[1:]:
+        for name, metric in part.items():
+            if name not in merged:
+                merged[name] = metric
+            elif name in shared:
+                merged[name] = merged[name].combine(metric)
+    return merged
+
+
+def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
+    """Return metrics, those of torchmetrics with their inputs on a device."""
+    return {
+        name: metric.moved(device) if isinstance(metric, TorchMetric) else metric
+        for name, metric in metrics.items()
+    }
+
+
+def check_alike(state: TrainState, what: str) -> None:
+    """Raise in every process if the counters or the weights of the processes differ. A collective.
+
+    Args:
+        state: the newest state.
+        what: what it is for, as errors name it.
+
+    Raises:
+        RuntimeError: they differ; the message names the weight and two processes.
+    """
+    norms = _norms(state)
+    same = [*(getattr(state, name) for name in COUNTERS), *norms.values()]
+    # The largest of -x is the smallest of x.
+    found = all_reduce_max([*same, *(-value for value in same)], what)
+    most, least = found[: len(same)], [-value for value in found[len(same) :]]
+    n = len(COUNTERS)
+    check_counters_alike(most[:n], least[:n])
+    owner, now = ownership_of(state), generation_of(state)
+    then, known = owner.compared
+    limit = min(TOLERANCE, known + GROWTH + GROWTH_PER_UPDATE * max(now - then, 0))
+    apart = [
+        (high - low) / max(abs(low), abs(high), 1e-300)
+        for low, high in zip(least[n:], most[n:], strict=True)
+    ]
+    worst = max(apart, default=0.0)
+    if worst > limit:
+        name = [*norms][apart.index(worst)]
+        _raise_apart(state, name, norms[name], what)
+    owner.compared = now, worst
+    owner.equal_at = owner.equal_at if worst else state.step
+
+
+def check_counters_alike(most: Sequence[float], least: Sequence[float]) -> None:
+    """Raise unless the largest and the smallest of each counter agree."""
+    if [*most] != [*least]:
+        low, high = ([*map(int, values)] for values in (least, most))
+        raise RuntimeError(
+            f"{DIVERGED}: ({', '.join(COUNTERS)}) is {low} in one and {high} in another. {ADVICE}"
+        )
+
+
+def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoReturn:
+    every = gather_from_all(norm, what)
+    low, high = min(every), max(every)
+    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
+    is_trained = id(state.model.get_parameter(name)) in trained
+    step = ownership_of(state).equal_at
+    equal = "" if step is None else f"All norms were last equal at step {step}. "
+    raise RuntimeError(
+        f"{DIVERGED}: the norm of the weight {name} is from {low:.9g} in process "
+        f"{every.index(low)} to {high:.9g} in process {every.index(high)}. {equal}"
+        f"{_BY_HOOK if is_trained else _BY_LOSS}"
+    )
+
+
+def _norms(state: TrainState) -> dict[str, float]:
+    """Return the norm of each parameter that every process has a copy of."""
+    if is_sharded(state.model):
+        return {}
+    named = {name: p.detach() for name, p in state.model.named_parameters() if _has_norm(p)}
+    if not named:
+        return {}
+    norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm([*named.values()])])
+    return dict(zip(named, norms.nan_to_num(0.0).tolist(), strict=True))
+
+
+def _has_norm(p: Tensor) -> bool:
+    wide = p.is_floating_point() and p.dtype.itemsize > 1
+    return type(p) is nn.Parameter and wide and p.layout is torch.strided
+
+
+# --------------------------------------------------------------------------------------------------
+# What a step carries from one window of a sequence to the next, and the updates of one call.
+#
+# Most steps make one update in a call. One with `tbptt` makes one for each window of a batch.
+
+TBPTT = "tbptt"  # the name of the middleware, and of the slot that holds the carry
+_CALL = "tbptt/call"  # the slot of state.step after the newest call, and the updates that it made
+
+
+def carry_of(state: TrainState) -> object:
+    """Return what the newest window has left for the next one; None where a pass begins."""
+    return state.slots.get(TBPTT)
+
+
+def with_carry(state: TrainState, carry: object) -> TrainState:
+    """Return the state with another carry."""
+    return with_slot(state, TBPTT, carry)
+
+
+def note_call(state: TrainState, before: int) -> TrainState:
+    """Return the state after a call of the step that may have made several updates.
+
+    Args:
+        state: the state after the last of them.
+        before: ``state.step`` before the first.
+    """
+    made = state.step - before
+    events = state.events | {UPDATE} if made else state.events
+    return attrs.evolve(with_slot(state, _CALL, (state.step, made)), events=events)
+
+
+def updates_of_call(state: TrainState) -> int:
+    """Return how many updates the newest call of the step has applied, if it applied any."""
+    step, made = state.slots.get(_CALL, (None, 1))
+    return made if step == state.step else 1  # else another step was called since
+
+
+def mark_half_done(given: TrainState) -> None:
+    """Leave the model without an owner if a call has failed after the first of its updates.
+
+    Args:
+        given: the state that the call was given.
+    """
+    if owns_handles(given):
+        return
+    ownership: Ownership[TrainState] = ownership_of(given)
+    ownership.generation = ownership.newest = None
+
+
+# --------------------------------------------------------------------------------------------------
+# The updates that a run was planned to make and does not, because hooks ended epochs early.
+#
+# They count in its length, as skipped ones do: so a run that is resumed has the same one.
+
+SLOT = "ends"  # the slot with their number
+
+
+def left_out(state: TrainState) -> int:
+    """Return how many updates were left out since the run began, or its newest phase."""
+    return state.slots.get(SLOT, 0)
+
+
+def count_left_out(state: TrainState, updates: int) -> TrainState:
+    """Return the state with this number of further updates left out."""
+    return with_slot(state, SLOT, left_out(state) + updates) if updates else state
+
+
+def begin_count(state: TrainState) -> TrainState:
+    """Return the state with no update left out, as at the beginning of a phase."""
+    if SLOT not in state.slots:
+        return state
+    slots = {name: slot for name, slot in state.slots.items() if name != SLOT}
+    return attrs.evolve(state, slots=slots)
+
+
+# --------------------------------------------------------------------------------------------------
+# The error for what needs the length of a run, if that is unknown.
+
+
+def explain_unknown_length(what: str, state: TrainState) -> str:
+    """Return why the length of the run is unknown, and what to do about it.
+
+    Args:
+        what: what needs the length, such as "schedule(cosine())".
+        state: a state of the run, or of a bare step.
+    """
+    if state.run is None:
+        return (
+            f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
+            "state, loaders, ...), or give every length in steps"
+        )
+    varies = state.run.batches_per_epoch is not None
+    why = (
+        "a batch makes an update for each of its windows"
+        if varies
+        else "the training loader has none"
+    )
+    return (
+        f"{what} needs the length of the run, but {why}: call fit(step, state, loaders, steps=...)"
+    )

@@ -1,45 +1,38 @@
-"""The vocabulary: what a loss function, a step, an output and a metric are.
-
-A *step* is ``(state, batch) -> (state, Output)`` at every layer. A *middleware* wraps a step and
-returns a step. Its *ring* decides which steps it wraps, and ``pipeline`` keeps the listed order
-within a ring:
-
-    ring       wraps                                          sees
-    forward    the loss function, in training and evaluation  the batch; then loss, aux, metrics
-    evaluation forward, in evaluation only                    the same
-    loss       forward, in training only                      the scalar that backward starts from
-    gradient   backward                                       gradients, in the parameters' .grad
-    update     the optimizer's step                           the new parameters
-    device     all of the above                               only device work, no host values
-    step       everything                                     counters, the host
-
-This module knows nothing about states or models. ``state`` defines the record, ``_step.pipeline``
-the composition.
-"""
+"""The vocabulary: losses, steps, outputs, metrics, and middleware, which transform steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol, Self, TypeVar
 
 import attrs
 from torch import Tensor, nn
 
-from fnloop._core.skip import Skip
-from fnloop._display import html
+from fnloop._display import checks, tables
 
-__all__ = [
-    "EVALUATION",
-    "RINGS",
-    "Aux",
-    "Batch",
-    "LossFn",
-    "Metric",
-    "Output",
-    "Step",
-    "Wrap",
-    "values_of",
-]
+# --------------------------------------------------------------------------------------------------
+# The vocabulary: what a loss function, a step, an output and a metric are.
+#
+# A *step* is `(state, batch) -> (state, Output)` at every layer. A *middleware* wraps a step and
+# returns a step. Its *ring* decides which steps it wraps, and `pipeline` keeps the listed order
+# within a ring:
+#
+#     ring       wraps                                          sees
+#     forward    the loss function, in training and evaluation  the batch; then loss, aux, metrics
+#     evaluation forward, in evaluation only                    the same
+#     loss       forward, in training only                      the scalar that backward starts from
+#     gradient   backward                                       gradients, in the parameters' .grad
+#     update     the optimizer's step                           the new parameters
+#     device     all of the above                               only device work, no host values
+#     step       everything                                     counters, the host
+#
+# This module knows nothing about states or models. `state` defines the record, `_step.pipeline` the
+# composition.
 
 Batch = Any  # a matter between a loader and a loss function
 Aux = Mapping[str, Any]  # what a loss function returns besides the loss
@@ -147,17 +140,378 @@ class Output:
 
     def _repr_html_(self) -> str:
         shown = {
-            "loss": html.format_number(float(self.loss)),
-            "weight": html.format_number(_as_number(self.weight)),
+            "loss": tables.format_number(float(self.loss)),
+            "weight": tables.format_number(_as_number(self.weight)),
         }
         for name, metric in self.metrics.items():
             values = values_of(name, metric)
-            shown |= {part: html.format_number(value) for part, value in values.items()}
-        shown |= {f"aux[{name!r}]": html.summarize(value) for name, value in self.aux.items()}
-        return html.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
+            shown |= {part: tables.format_number(value) for part, value in values.items()}
+        shown |= {f"aux[{name!r}]": tables.summarize(value) for name, value in self.aux.items()}
+        return tables.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
 
 
 def _as_number(weight: int | Tensor) -> float:
     """Return a weight as an int if it is a whole number."""
     value = float(weight)
     return int(value) if value.is_integer() else value
+
+
+# --------------------------------------------------------------------------------------------------
+# Middleware: a transform of steps as a record, and the decorator that makes one.
+
+Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
+
+# The functions of a middleware that are not a ring: what each is, and how many arguments it takes.
+_PARTS = {
+    "init": ("a function state -> what its slot holds, or None", 1),
+    "loss_fn": ("a function loss function -> loss function, or None", 1),
+    "check": ("a function of all middleware of a pipeline, or None", 1),
+    "check_state": ("a function (state, all middleware of a pipeline), or None", 2),
+    "report": ("a function (loader, numbers) -> more numbers by name, or None", 2),
+}
+
+
+@attrs.frozen(repr=False, eq=False)
+class Middleware:
+    """A transform of steps: for each ring that it acts in, a function from a step to a step.
+
+    Most are made with the decorator :func:`middleware`. Write the record itself for a middleware
+    that acts in several rings, keeps something in ``state.slots[name]``, or takes several batches
+    at once.
+
+    Args:
+        name: the name of its slot, used in errors too; it must be unique in a pipeline.
+        forward, loss, gradient, update, device, step: ``step -> step`` for that ring, or None.
+        init: ``state -> value`` that makes its slot ``state.slots[name]``, or None if it has no
+            slot.
+        window: how many batches one call of the step takes.
+        windows: by the first epoch, the batches that one call takes from then on in a run, if that
+            varies; ``window`` is the most.
+        total: the samples of one update of a run, in all processes together, where that says how
+            many batches it takes; ``window`` is the most. Or None.
+        loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
+        check: called with all middleware of a pipeline when it is composed; raises if they are
+            incompatible; or None.
+        check_state: called with a state and all middleware of the pipeline, when a step first meets
+            the state's model; raises if they are incompatible; or None.
+        evaluation: ``step -> step`` around the forward ring, in evaluation only, or None.
+        report: ``(loader, numbers) -> more numbers``, by name, for a report; or None. It is called
+            for each loader of a report: "train", "recent", "valid", ..., or None in a bare
+            ``evaluate``; ``numbers`` are those of the loader, without the prefix. Names that are
+            there already are refused.
+        loaders: names of loaders that it is for; a run without one of them is refused.
+        per_phase: whether its slot is made again when a phase of a run begins.
+        call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
+
+    Raises:
+        TypeError: a part of it is not a function, or the name is not a str.
+        ValueError: the name is empty, or the window is not an int of at least 1.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def counted(step):
+        ...     def count(state, batch):
+        ...         state.slots["calls"].append(len(batch))
+        ...         return step(state, batch)
+        ...     return count
+        >>> step = fl.pipeline(Middleware("calls", step=counted, init=lambda state: []))(toy_loss)
+        >>> state, out = step(toy(), torch.ones(3))
+        >>> state.slots["calls"]
+        [3]
+    """
+
+    name: str
+    forward: Wrap | None = None
+    loss: Wrap | None = None
+    gradient: Wrap | None = None
+    update: Wrap | None = None
+    device: Wrap | None = None
+    step: Wrap | None = None
+    init: Callable[[Any], object] | None = None
+    window: int = 1
+    windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
+    total: int | None = attrs.field(default=None, kw_only=True)
+    loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
+    check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
+    check_state: Callable[..., None] | None = attrs.field(default=None, kw_only=True)
+    evaluation: Wrap | None = attrs.field(default=None, kw_only=True)
+    report: Report | None = attrs.field(default=None, kw_only=True)
+    loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    per_phase: bool = attrs.field(default=False, kw_only=True)
+    call: Call | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        checks.text("Middleware", "name", self.name, "the name of its slot, used in errors too")
+        owner = f"Middleware({self.name!r})"
+        for ring in (*RINGS, EVALUATION):
+            if (wrap := getattr(self, ring)) is not None:
+                checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
+        for part, (meaning, arguments) in _PARTS.items():
+            if (given := getattr(self, part)) is not None:
+                also = () if part.startswith("check") else type
+                checks.function(owner, part, given, meaning, arguments, also=also)
+        if self.call is not None:
+            meaning = "the call that made it, which middleware() sets, or None"
+            checks.instance(owner, "call", self.call, Call, meaning)
+        for name in checks.instance(owner, "loaders", self.loaders, tuple, "a tuple of names"):
+            checks.text(owner, "loaders", name, "names of loaders")
+        checks.integer(owner, "window", self.window, "the batches that one call of the step takes")
+        if self.total is not None:
+            checks.integer(owner, "total", self.total, "the samples of one update, or None")
+
+    def _fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in attrs.fields(Middleware) if f.name != "call"}
+
+    def __repr__(self) -> str:
+        if self.call:
+            return repr(self.call)
+        defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}}
+        defaults |= {"loaders": (), "per_phase": False}
+        given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
+        return repr(Call(Middleware, (self.name,), given))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Middleware):
+            return NotImplemented
+        if self.call is None or other.call is None:
+            return self.call == other.call and self._fields() == other._fields()
+        return self.name == other.name and self.call == other.call
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.call and self.call.factory))
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return (self.call, ()) if self.call else (_remake, (self._fields(),))
+
+
+def _remake(fields: Mapping[str, Any]) -> Middleware:
+    return Middleware(**fields)
+
+
+def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Middleware]]:
+    """Turn a function of settings into a factory of middleware for one ring.
+
+    The function takes the settings and returns ``wrap``, which takes a step and returns one. It may
+    also return a :class:`Middleware`, if it acts in several rings or needs a slot.
+
+    Args:
+        ring: "forward", "loss", "gradient", "update", "device" or "step"; or "evaluation", around
+            the forward ring in evaluation only.
+
+    Returns:
+        A decorator. The decorated function returns a :class:`Middleware` that prints as the call
+        that made it, is equal to another from the same call, and can be pickled.
+
+    Raises:
+        ValueError: there is no such ring.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> @fl.middleware("gradient")
+        ... def noise(std):
+        ...     def wrap(step):
+        ...         def noisy(state, batch):
+        ...             state, out = step(state, batch)
+        ...             for p in state.model.parameters():
+        ...                 if p.grad is not None:
+        ...                     p.grad.add_(torch.randn_like(p), alpha=std)
+        ...             return state, out
+        ...         return noisy
+        ...     return wrap
+        >>> noise(0.1)
+        noise(0.1)
+        >>> noise(0.1) == noise(0.1), noise(0.1) == noise(0.2)
+        (True, False)
+    """
+    if not isinstance(ring, str) or ring not in (*RINGS, EVALUATION):
+        function = isinstance(ring, types.FunctionType)
+        given = f"the function {ring.__name__}" if function else checks.describe(ring)
+        raise ValueError(
+            f"middleware() expects {EVALUATION} or a ring, one of {', '.join(RINGS)}; got {given}. "
+            f'Write @middleware("gradient") above a function of settings that returns step -> step.'
+        )
+
+    def decorate(factory: Callable[..., object]) -> Callable[..., Middleware]:
+        if not callable(factory) or isinstance(factory, type | nn.Module):
+            raise TypeError(
+                f'middleware("{ring}") decorates a function of settings that returns step -> step; '
+                f"got {checks.describe(factory)}"
+            )
+
+        @functools.wraps(factory)
+        def make(*args: object, **kwargs: object) -> Middleware:
+            made = factory(*args, **kwargs)
+            call = Call(make, args, kwargs)
+            if isinstance(made, Middleware):
+                return attrs.evolve(made, call=call)
+            if not callable(made):
+                raise TypeError(
+                    f"{call!r} must return a function step -> step, but it returned {made!r}. "
+                    f"Did you forget 'return wrap' at its end?"
+                )
+            wraps: dict[str, Any] = {ring: made}
+            return Middleware(factory.__name__, **wraps, call=call)
+
+        # pipeline(clip) looks for this to say that the call is missing
+        vars(make)["is_middleware_factory"] = True
+        return make
+
+    return decorate
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls as values: how settings, middleware, schedules and hooks show, compare and pickle.
+
+
+def name_of(value: object) -> str:
+    """Return a setting as it was typed: the name of a function, the repr of anything else."""
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType | type):
+        return value.__name__
+    if isinstance(value, functools.partial):
+        return repr(Call(value.func, value.args, value.keywords))
+    return repr(value)
+
+
+@attrs.frozen(repr=False)
+class Call:
+    """A call as it was typed. What a call made shows, compares and pickles as that call.
+
+    Args:
+        factory: the function that was called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Example:
+        >>> Call(round, (2.5,), {"ndigits": 1}), Call(max, (1, 2))()
+        (round(2.5, ndigits=1), 2)
+    """
+
+    factory: Callable[..., object]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def __repr__(self) -> str:
+        keywords = (f"{name}={name_of(value)}" for name, value in self.kwargs.items())
+        return f"{name_of(self.factory)}({', '.join([*map(name_of, self.args), *keywords])})"
+
+    def __call__(self) -> object:
+        """Make the call again, and return what it returns."""
+        return self.factory(*self.args, **self.kwargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a loss function returns for a batch that is to be left out.
+
+BY_ANOTHER = "left out by another process"  # why an update is skipped that another process skips
+
+
+@attrs.frozen
+class Skip:
+    """The reply of a loss function that leaves its batch out.
+
+    Args:
+        reason: why.
+    """
+
+    reason: str
+
+
+def skip(reason: str) -> Skip:
+    """Leave a batch out: a loss function returns this instead of a loss.
+
+    The batch is out of the window of ``accumulate`` and of its divisor, and its metrics do not
+    count. If every batch of an update is left out, on all processes, there is no update:
+    ``state.skipped`` counts it, and ``state.step``, schedules, averages and the buffers of the
+    model stay. In an evaluation the batch is left out too. A warning is logged the first time that
+    a reason is given.
+
+    With several processes each decides by itself. But a loss function that exchanges something
+    with the others, as ``SyncBatchNorm`` does, has to decide alike in all of them; under
+    ``fully_shard`` any forward does so, and this is refused. There, return a weight of 0:
+    ``return loss, {"weight": 0}``.
+
+    Args:
+        reason: why, in a few words, the same for all batches that are left out for it.
+
+    Returns:
+        What the loss function returns, alone.
+
+    Raises:
+        TypeError: the reason is not a str.
+        ValueError: it is empty.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def loss_fn(model, batch):
+        ...     return skip("too long") if len(batch) > 2 else toy_loss(model, batch)
+        >>> step = fl.pipeline(fl.accumulate(2))(loss_fn)
+        >>> state, out = step(toy(), [torch.ones(3), torch.tensor([4.0])])
+        >>> state.model.w.item()                    # the gradient of the other batch alone
+        -4.0
+        >>> state, out = step(state, [torch.ones(3)])
+        >>> out.skip, state.step, state.skipped
+        ('too long', 1, 1)
+    """
+    return Skip(checks.text("skip", "reason", reason, "why the batch is left out"))
+
+
+def may_skip(loss_fn: object) -> bool:
+    """Return whether a loss function may call :func:`skip`, by the names in its code.
+
+    The code of functions that it refers to is looked at too. What is known by this is whether
+    buffers have to be copied before each update, so that they can be put back: other loss functions
+    do not pay for that.
+    """
+    seen: set[int] = set()
+    waiting = [loss_fn]
+    while waiting:
+        value = waiting.pop()
+        if value is skip or isinstance(value, Skip):
+            return True
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            waiting += [value.__func__, type(value.__self__)]
+        elif isinstance(value, type):
+            waiting += [] if _is_of_library(value) else vars(value).values()
+        elif isinstance(value, FunctionType):
+            value = inspect.unwrap(value)
+            if _is_of_library(value):
+                continue
+            names = {*_names_in(value.__code__)}
+            if "skip" in names:
+                return True
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a name that has no value yet
+                    waiting.append(cell.cell_contents)
+            waiting += [value.__globals__[name] for name in names if name in value.__globals__]
+        elif callable(value) and not isinstance(value, nn.Module):
+            waiting.append(type(value))
+    return False
+
+
+def _is_of_library(value: type | FunctionType) -> bool:
+    return (value.__module__ or "").partition(".")[0] in ("builtins", "fnloop", "numpy", "torch")
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function's code, and code inside of it, refers to."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+# --------------------------------------------------------------------------------------------------
+# What happened at a boundary: the values of `TrainState.events`.
+
+UPDATE = "update"  # an update was applied, not skipped
+EPOCH = "epoch"  # an epoch was completed
+RECORD = "record"  # a record was appended to the history
+START = "start"  # no update was tried yet
+END = "end"  # the boundary is the last one: the target is reached, or a hook has stopped the run

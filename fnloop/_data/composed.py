@@ -1,28 +1,43 @@
-"""Loaders made of loaders: the base of what ``fnloop.data`` returns, and how they are read.
-
-A composed loader says in which order the items of its parts follow each other, as a function of
-(seed, epoch), see :mod:`fnloop._data.parts`. It is a part itself, so it can be composed again. The
-items are distributed to the processes once, at the outermost loader.
-"""
+"""Loaders made of loaders: their parts, the samples of a batch, the size of an update."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from fnloop._core.rng import isolated, new_seed
 from fnloop._core.types import Batch
-from fnloop._data.loaders import Loader, check_loader, even, in_whole_rounds, sharded
-from fnloop._data.map_style import only_seen
-from fnloop._data.parts import Given, Item, MapStyle, Part, Request, Together, part_of
-from fnloop._data.round_robin import SingleProcess, glimpse, version
-from fnloop._data.window import END, Padding
+from fnloop._data import map_style
+from fnloop._data.iterable import Positions, as_torch_reads_it, is_keeper, iterate
+from fnloop._data.loaders import (
+    NONE_LEFT,
+    Loader,
+    Padding,
+    SingleProcess,
+    batch_size_of,
+    check_loader,
+    even,
+    glimpse,
+    in_whole_rounds,
+    sharded,
+    sharing_among,
+    version,
+)
+from fnloop._data.map_style import index_in, only_seen, requests
 
-__all__ = ["Composed", "fetch", "seen", "unmarked"]
+# --------------------------------------------------------------------------------------------------
+# Loaders made of loaders: the base of what `fnloop.data` returns, and how they are read.
+#
+# A composed loader says in which order the items of its parts follow each other, as a function of
+# (seed, epoch), see `parts`. It is a part itself, so it can be composed again. The items are
+# distributed to the processes once, at the outermost loader.
 
 
 class Composed(abc.ABC):
@@ -64,8 +79,8 @@ class Composed(abc.ABC):
     @abc.abstractmethod
     def items(
         self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[Item]:
-        """Yield the items of an epoch from a position on, see :class:`fnloop._data.parts.Part`."""
+    ) -> Iterator[PartItem]:
+        """Yield the items of an epoch from a position on, see :class:`fnloop._data.composed.Part`."""
 
     def lengths_in(self, epoch: int) -> dict[str, int | None]:
         """Return the lengths of the parts, by name."""
@@ -94,8 +109,8 @@ class Composed(abc.ABC):
         batches = fetch(self.items(seed, epoch, 0, SingleProcess()))
         while True:
             with isolated(torch.device("cpu")):
-                batch = next(batches, END)
-            if batch is END:
+                batch = next(batches, NONE_LEFT)
+            if batch is NONE_LEFT:
                 return
             yield batch
 
@@ -110,7 +125,7 @@ def unmarked(loader: Loader) -> tuple[Loader, bool]:
     return loader, isinstance(loader, Composed) and loader.even
 
 
-def fetch(items: Iterator[Item | Padding]) -> Iterator[Batch]:
+def fetch(items: Iterator[PartItem | Padding]) -> Iterator[Batch]:
     """Yield the batches of items.
 
     Loaders with workers are asked for several batches at once, each for its own.
@@ -118,7 +133,7 @@ def fetch(items: Iterator[Item | Padding]) -> Iterator[Batch]:
     return _Fetching(items).batches()
 
 
-def seen(item: Item | Padding) -> Item:
+def seen(item: PartItem | Padding) -> PartItem:
     """Return the item that is a glimpse of the batch of another item."""
     if isinstance(item, Request):
         return item._replace(request=only_seen(item.request))
@@ -135,9 +150,9 @@ class _Fetching:
         items: this process's items.
     """
 
-    def __init__(self, items: Iterator[Item | Padding]) -> None:
+    def __init__(self, items: Iterator[PartItem | Padding]) -> None:
         self._items = items
-        self._ahead: deque[Item | Padding] = deque()
+        self._ahead: deque[PartItem | Padding] = deque()
         self._requests: defaultdict[MapStyle, deque[object]] = defaultdict(deque)
         self._fetched: dict[MapStyle, Iterator[Batch]] = {}
 
@@ -157,7 +172,7 @@ class _Fetching:
         self._note(item)
         return True
 
-    def _note(self, item: Item | Padding) -> None:
+    def _note(self, item: PartItem | Padding) -> None:
         if type(item) is Request:
             self._requests[item.part].append(item.request)
         elif isinstance(item, Padding):
@@ -174,7 +189,7 @@ class _Fetching:
             if waiting:
                 yield waiting.popleft()
 
-    def _make(self, item: Item | Padding) -> Batch:
+    def _make(self, item: PartItem | Padding) -> Batch:
         __tracebackhide__ = True
         if type(item) is Request:
             if item.part not in self._fetched:
@@ -195,3 +210,261 @@ class _Fetching:
                 "once: let it make a new one for each (yield x.clone())"
             )
         return item.batch
+
+
+# --------------------------------------------------------------------------------------------------
+# Loaders as parts of other loaders: each is asked for the batches that follow a position.
+#
+# What a part gives are not batches but *items*: what is known of a batch before it is fetched.
+# Every process goes through the items of all, and fetches its own. So an item that is left out, or
+# that another process has, costs no reading where the samples are known by their index.
+
+
+class Request(NamedTuple):
+    """A batch that a map-style loader can fetch.
+
+    Args:
+        part: the loader.
+        request: what it needs to fetch it.
+        size: samples in the batch, or 0 if that is not known.
+    """
+
+    part: MapStyle
+    request: object
+    size: int
+
+
+class Given(NamedTuple):
+    """A batch that is there already.
+
+    Args:
+        batch: the batch.
+        version: that of its first tensor when the batch was read; None if it is not checked.
+    """
+
+    batch: Batch
+    version: int | None = None
+
+
+class Together(NamedTuple):
+    """Items that make one batch, by name."""
+
+    items: Mapping[str, PartItem]
+
+
+PartItem = Request | Given | Together
+
+
+def size_of(item: PartItem) -> int:
+    """Return how many samples an item has, or 0 if that is not known."""
+    if isinstance(item, Request):
+        return item.size
+    if isinstance(item, Together):
+        sizes = {size_of(one) for one in item.items.values()}
+        return sizes.pop() if len(sizes) == 1 else 0
+    return batch_size_of(item.batch)
+
+
+class Part(Protocol):
+    """A loader that is read by its items."""
+
+    def length_in(self, epoch: int) -> int | None:
+        """Return the number of batches in an epoch, or None if it is not known before its end."""
+        ...
+
+    def items(
+        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
+    ) -> Iterator[PartItem]:
+        """Yield the items of an epoch, of all processes, from the one numbered ``start`` on.
+
+        Args:
+            seed: the run's, or one that was derived from it.
+            epoch: the epoch, or None for an evaluation.
+            start: how many items to pass over.
+            sharing: what notes the order of the samples.
+        """
+        ...
+
+
+class MapStyle:
+    """A DataLoader that takes samples by index."""
+
+    def __init__(self, loader: DataLoader[object]) -> None:
+        self.loader = loader
+
+    def length_in(self, epoch: int) -> int | None:
+        return map_style.length_of(self.loader)
+
+    def items(
+        self,
+        seed: int,
+        epoch: int | None,
+        start: int,
+        sharing: SingleProcess,
+        indices: list[object] | None = None,
+    ) -> Iterator[PartItem]:
+        __tracebackhide__ = True
+        found = map_style.requests(self.loader, seed, epoch, start, 0, sharing, indices=indices)
+        for request in found:
+            yield Request(self, request, request.size)
+
+    def fetch(self, requests: Iterator[object]) -> Generator[Batch, None, None]:
+        """Yield the batches that were asked for."""
+        return map_style.fetched(self.loader, requests)
+
+
+class _Listed(NamedTuple):
+    """A list of batches. No code of the user's runs: there is nothing to position."""
+
+    batches: list[Batch]
+
+    def length_in(self, epoch: int) -> int | None:
+        return len(self.batches)
+
+    def items(
+        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
+    ) -> Iterator[PartItem]:
+        return map(Given, itertools.islice(self.batches, start, None))
+
+
+class _Iterated(NamedTuple):
+    """Any other loader: it is read to know that there is a batch."""
+
+    loader: Loader
+
+    def length_in(self, epoch: int) -> int | None:
+        return map_style.length_of(self.loader)
+
+    def items(
+        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
+    ) -> Iterator[PartItem]:
+        __tracebackhide__ = True
+        for batch in iterate(self.loader, seed, epoch, start, Positions()):
+            yield Given(batch, version(batch))
+
+
+def is_map_style(loader: object) -> TypeGuard[DataLoader[object]]:
+    """Return whether a loader takes samples by index, in torch's own way, or torchdata's."""
+    if not as_torch_reads_it(loader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__ or not is_keeper(loader.dataset)
+
+
+def part_of(loader: Loader) -> Part:
+    """Return how a loader is read that is not composed of others."""
+    if is_map_style(loader):
+        return MapStyle(loader)
+    return _Listed(loader) if type(loader) in (list, tuple) else _Iterated(loader)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which samples of its dataset a batch has, where the batches are taken by index.
+
+# (epoch, batch, samples) -> the indices of each batch of this process, from that position on.
+Indices = Callable[[int, int, int], Iterator[object]]
+
+
+def no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
+    """Return the indices of a loader whose samples have none."""
+    return iter(())
+
+
+def indices_of(
+    loader: Loader,
+    seed: int,
+    rank: int,
+    processes: int,
+    window: int | None = None,
+    even: bool = False,
+) -> Indices:
+    """Return what says which samples the batches of a loader have.
+
+    The function gives a list of indices for each batch; a mapping by name, if a batch is made of
+    several; None for a batch that is not taken by index; and nothing if no batch is. It fetches no
+    sample, but it seeds the global generators, as a sampler may draw from them.
+
+    Args:
+        loader: the loader.
+        seed: the run's.
+        rank: the number of this process.
+        processes: how many processes share the batches.
+        window: the batches of an update, of all processes together; None if each process takes a
+            number of its own.
+        even: whether an incomplete round is left out.
+    """
+    leaves = [*loader.leaves()] if isinstance(loader, Composed) else [loader]
+    if not any(map(is_map_style, leaves)):
+        return no_indices
+    if any(not is_map_style(leaf) and type(leaf) not in (list, tuple) for leaf in leaves):
+        return no_indices  # to know what comes next, a stream would have to be read
+
+    def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
+        sharing = sharing_among(processes, rank, window, even)  # the run's own notes what it reads
+        if isinstance(loader, Composed):
+            items = loader.items(seed, epoch, batch, sharing)
+            found = map(_index_of, items)
+        else:
+            asked = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
+            found = map(index_in, asked)
+        for index in sharing.split(found, lambda index: 0):
+            yield [] if isinstance(index, Padding) else index
+
+    return indices
+
+
+def _index_of(item: PartItem) -> object:
+    if isinstance(item, Request):
+        return index_in(item.request)
+    if isinstance(item, Together):
+        return {name: _index_of(one) for name, one in item.items.items()}
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# How many batches make an update of a number of samples, in all processes together.
+
+
+def window_of(loader: object, total: int) -> int:
+    """Return how many batches of a loader have ``total`` samples.
+
+    An incomplete batch, such as the last one of an epoch, counts as a complete one.
+
+    Raises:
+        ValueError: that is not known, or not a whole number.
+    """
+    typed = f"accumulate(total={total})"
+    if isinstance(loader, sharded):
+        raise ValueError(
+            f"{typed} distributes the batches of each update to as many processes as there are, "
+            "but sharded(...) gives each process its own: pass the loader without sharded, or "
+            "write accumulate(n)"
+        )
+    sizes = _batch_sizes(loader)
+    if sizes is None or len(sizes) != 1:
+        known = "does not say" if sizes is None else f"says differently, {sorted(sizes)}"
+        raise ValueError(
+            f"{typed} needs to know how many samples a batch has, which this training loader "
+            f"{known}: pass DataLoader(dataset, batch_size), or write accumulate(n), n batches on "
+            "each process"
+        )
+    (size,) = sizes
+    if total % size:
+        near = max(total // size, 1) * size
+        raise ValueError(
+            f"{typed} takes whole batches, and those of the training loader have {size} samples: "
+            f"write accumulate(total={near}), or make batches of a size that divides {total}"
+        )
+    return total // size
+
+
+def _batch_sizes(loader: object) -> set[int] | None:
+    """Return the sizes of complete batches of the loaders inside; None if they are not known."""
+    if isinstance(loader, Composed):
+        found = [_batch_sizes(leaf) for leaf in loader.leaves()]
+        known = [sizes for sizes in found if sizes is not None]
+        return set().union(*known) if len(known) == len(found) else None
+    if type(loader) in (list, tuple):
+        return {max(map(batch_size_of, loader), default=1)}  # type: ignore[call-overload]
+    if as_torch_reads_it(loader) and type(loader.batch_sampler) is BatchSampler:
+        return {loader.batch_sampler.batch_size}
+    return None

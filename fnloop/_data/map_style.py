@@ -1,10 +1,4 @@
-"""Map-style loaders, read by their parts.
-
-The sampler says which samples. Each batch of indices travels to the worker (or to this process)
-with the seed that its randomness starts from. So shuffling and random augmentation are a function
-of (seed, epoch, position), whatever the number of workers. What was consumed already is skipped
-by its index, not by loading it.
-"""
+"""Map-style loaders, read by their parts: whole batches at once, and samples by length."""
 
 from __future__ import annotations
 
@@ -13,19 +7,25 @@ import functools
 import itertools
 import signal
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from typing import Any, NamedTuple, cast
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 from toolz import partition, partition_all
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
@@ -37,36 +37,169 @@ from fnloop._core.rng import (
     fold_in,
     isolated,
     mix,
+    new_seed,
     seed_all,
     seed_host,
     seeded_generator,
 )
 from fnloop._core.types import Batch
-from fnloop._data.bucketed import Bucketed
-from fnloop._data.fetch import fetch_batch
-from fnloop._data.round_robin import (
+from fnloop._data.loaders import (
+    NONE_LEFT,
     Glimpse,
     Index,
+    Padding,
     RoundRobin,
     SingleProcess,
     alike,
     glimpse,
     sampling_first,
 )
-from fnloop._data.window import END, Padding
+from fnloop._display import checks
 
-__all__ = [
-    "batch_indices",
-    "fetched",
-    "index_in",
-    "is_sized",
-    "length_of",
-    "map_style",
-    "only_seen",
-    "requests",
-    "set_epoch",
-    "sigterm_resistant_workers",
-]
+# --------------------------------------------------------------------------------------------------
+# Batches of samples of similar length.
+
+_MIXED = 10  # batches of similar length whose samples are mixed
+
+
+def bucketed(
+    lengths: Sequence[float],
+    *,
+    batch_size: int | None = None,
+    max_items: float | None = None,
+    shuffle: bool = True,
+) -> Sampler[list[int]]:
+    """Return a batch sampler that puts samples of similar length together, to pad less.
+
+    The samples are sorted by length, and cut into batches from the longest on. To shuffle, samples
+    are mixed with those of the neighbouring batches, as far as the limits allow, and the batches
+    are shuffled. Under fnloop the order is a function of (seed, epoch). Elsewhere torch's generator
+    decides it.
+
+    Args:
+        lengths: the length of each sample of the dataset, in its order.
+        batch_size: the most samples in a batch.
+        max_items: the most items in a batch, padding included: samples times the longest of them. A
+            sample that is longer is a batch of its own.
+        shuffle: whether the order is drawn. If not, the longest samples come first.
+
+    Returns:
+        A batch sampler with a length, for ``DataLoader(dataset, batch_sampler=...)``.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: there is no limit, a limit is too small, or the lengths are not a sequence of
+            numbers that are at least 0.
+
+    Example:
+        >>> list(bucketed([1, 9, 2, 8, 1], max_items=16, shuffle=False))
+        [[1], [3, 2], [0, 4]]
+    """
+    return Bucketed(lengths, batch_size, max_items, shuffle)
+
+
+class Bucketed(Sampler[list[int]]):
+    """What :func:`bucketed` returns. It draws from its own ``generator`` only, as torch's do."""
+
+    def __init__(
+        self,
+        lengths: Sequence[float],
+        batch_size: int | None,
+        max_items: float | None,
+        shuffle: bool,
+    ) -> None:
+        self.lengths = _check_lengths(lengths)
+        if batch_size is None and max_items is None:
+            raise ValueError(
+                "bucketed expects a limit: batch_size=32, the samples in a batch, or "
+                "max_items=4096, its items with padding"
+            )
+        if batch_size is not None:
+            checks.integer("bucketed", "batch_size", batch_size, "the most samples in a batch")
+        if max_items is not None:
+            meaning = "the most items in a batch, with padding"
+            checks.number("bucketed", "max_items", max_items, meaning, above=0)
+        self.batch_size, self.max_items = batch_size, max_items
+        self.shuffle = checks.flag("bucketed", "shuffle", shuffle, "whether the order is drawn")
+        self.generator: torch.Generator | None = None
+        longest_first = np.sort(self.lengths)[::-1]
+        self._ends = _cut(longest_first, batch_size, max_items)
+        self._groups = _group(longest_first, self._ends, max_items)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        starts = [0, *self._ends[:-1]]
+        if not self.shuffle:
+            order = np.argsort(-self.lengths, kind="stable").tolist()
+            yield from (order[a:b] for a, b in zip(starts, self._ends, strict=True))
+            return
+        generator = self.generator or torch.Generator().manual_seed(new_seed())
+        draws = torch.rand(2, len(self.lengths), dtype=torch.float64, generator=generator).numpy()
+        sorted_ = np.lexsort((draws[0], -self.lengths))
+        order = sorted_[np.lexsort((draws[1], self._groups))].tolist()
+        for i in torch.randperm(len(self._ends), generator=generator).tolist():
+            yield order[starts[i] : self._ends[i]]
+
+    def __repr__(self) -> str:
+        limits = {"batch_size": self.batch_size, "max_items": self.max_items}
+        given = [f"{name}={limit}" for name, limit in limits.items() if limit is not None]
+        given += [] if self.shuffle else ["shuffle=False"]
+        return f"bucketed(<{len(self.lengths)} lengths>, {', '.join(given)})"
+
+
+def _check_lengths(lengths: Sequence[float]) -> np.ndarray:
+    expected = "bucketed expects lengths as a sequence of numbers >= 0, one for each sample"
+    if not isinstance(lengths, Sequence | np.ndarray | torch.Tensor) or isinstance(
+        lengths, str | bytes
+    ):
+        raise TypeError(f"{expected}; got {checks.describe(lengths)}")
+    try:
+        found = np.asarray(lengths)
+    except ValueError:  # of different depths
+        found = np.empty((0, 0))
+    if found.ndim != 1 or found.dtype.kind not in "iuf" or not found.size:
+        raise ValueError(f"{expected}; got {checks.describe(lengths)}")
+    found = found.astype(np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if wrong.size:
+        raise ValueError(f"{expected}; got {found[wrong[0]]:g} for sample {wrong[0]}")
+    return found
+
+
+def _cut(longest_first: np.ndarray, batch_size: int | None, max_items: float | None) -> list[int]:
+    """Return where each batch ends."""
+    ends, end = [], 0
+    while end < len(longest_first):
+        size = batch_size or len(longest_first)
+        if max_items is not None and longest_first[end] * size > max_items:
+            size = max(int(max_items // longest_first[end]), 1)
+        end = min(end + size, len(longest_first))
+        ends.append(end)
+    return ends
+
+
+def _group(longest_first: np.ndarray, ends: list[int], max_items: float | None) -> np.ndarray:
+    """Return a number for each position: samples may be exchanged where it is the same."""
+    groups = np.empty(len(longest_first), dtype=np.int64)
+    first = batches = start = 0  # where the group begins, its batches, and where the batch begins
+    for end in ends:
+        fits = max_items is None or (end - start) * longest_first[first] <= max_items
+        if batches == _MIXED or not fits:
+            first, batches = start, 0
+        groups[start:end] = first
+        start, batches = end, batches + 1
+    return groups
+
+
+# --------------------------------------------------------------------------------------------------
+# Map-style loaders, read by their parts.
+#
+# The sampler says which samples. Each batch of indices travels to the worker (or to this process)
+# with the seed that its randomness starts from. So shuffling and random augmentation are a function
+# of (seed, epoch, position), whatever the number of workers. What was consumed already is skipped
+# by its index, not by loading it.
 
 # They draw from their own generator only.
 _TORCH_SAMPLERS = (
@@ -328,17 +461,17 @@ def _parts_of(sampler: Iterable[Index], seed: int) -> Iterator[Iterable[Index]]:
         seed_all(seed)
         indices = iter(sampler)
         # Within the block: torch's samplers take their generator when the first index is requested.
-        index = next(indices, END)
+        index = next(indices, NONE_LEFT)
     if type(sampler) in _TORCH_SAMPLERS:  # they draw from their own generator only
-        yield () if index is END else (index,)
+        yield () if index is NONE_LEFT else (index,)
         yield indices
         return
     for n in itertools.count():
-        if index is END:
+        if index is NONE_LEFT:
             return
         yield (index,)
         seed_all(fold_in(seed, n))
-        index = next(indices, END)
+        index = next(indices, NONE_LEFT)
 
 
 # --- workers
@@ -435,3 +568,150 @@ def sigterm_resistant_workers(loader: DataLoader[object]) -> Iterator[None]:
 
 def _identity(batch: Batch) -> Batch:
     return batch
+
+
+# --------------------------------------------------------------------------------------------------
+# Whole batches of datasets whose samples are rows: one `index_select` per tensor.
+#
+# The plain way indexes each sample and stacks them. Here the same tensors come in one call: the
+# same bits, dtypes and strides. This holds for the classes below only, exactly, because a subclass
+# may make its samples in another way; and only with torch's `default_collate`. Whatever is not
+# surely the same (a negative index, a quantized tensor) is left to the plain way, which also raises
+# its own errors.
+
+_INDICES = {int, np.int64}
+# Of arrays: default_collate keeps these as they are.
+_DTYPES = frozenset(map(np.dtype, "?bBhHiIlqefdFD"))
+
+
+class _ArrowDataset(Protocol):
+    """A ``datasets.Dataset`` of Hugging Face."""
+
+    format: Mapping[str, object]
+
+    def __getitem__(self, index: list[int]) -> dict[str, Sequence[object]]: ...
+
+
+def fetch_batch(dataset: object, index: object) -> Batch | None:
+    """Return what ``default_collate`` makes of these samples, read at once; None if it may not.
+
+    Nothing is drawn from any generator, and no memory is shared with the dataset.
+
+    Args:
+        dataset: any. A TensorDataset, a tensor, a NumPy array, a StackDataset or a Subset of these,
+            or a ``datasets.Dataset`` in torch format, is read at once.
+        index: which samples; anything but a list of ints is left to the plain way.
+    """
+    __tracebackhide__ = True
+    if type(index) is not list or not index or not {*map(type, index)} <= _INDICES:
+        return None
+    read = _READERS.get(type(dataset))
+    if read is not None:
+        return read(dataset, index)
+    return _arrow_rows(cast(_ArrowDataset, dataset), index) if _is_arrow(dataset) else None
+
+
+def _tensors(dataset: TensorDataset, index: list[int]) -> list[Tensor] | None:
+    return _select(dataset.tensors, index)
+
+
+def _tensor(dataset: Tensor, index: list[int]) -> Tensor | None:
+    found = _select((dataset,), index)
+    return None if found is None else found[0]
+
+
+def _array(dataset: np.ndarray, index: list[int]) -> Tensor | None:
+    # from_numpy takes no negative strides, and rows without a dimension are Python's business.
+    if dataset.dtype not in _DTYPES or min(dataset.strides, default=-1) < 0:
+        return None
+    return _tensor(torch.from_numpy(dataset), index)
+
+
+def _subset(dataset: Subset[object], index: list[int]) -> Batch | None:
+    __tracebackhide__ = True
+    indices = dataset.indices
+    try:
+        if type(indices) is Tensor:
+            chosen = indices[torch.tensor(index)].tolist()
+        else:
+            chosen = [indices[i] for i in index]
+    except IndexError:
+        return None
+    return fetch_batch(dataset.dataset, chosen)
+
+
+def _stack(dataset: StackDataset[tuple[object, ...]], index: list[int]) -> Batch | None:
+    __tracebackhide__ = True
+    named = dataset.datasets
+    parts = list(named.values() if isinstance(named, dict) else named)
+    # Not whole datasets that only their class can read: they would be read twice.
+    if not all(type(part) in (Tensor, np.ndarray, np.memmap) for part in parts):
+        return None
+    found = [fetch_batch(part, index) for part in parts]
+    if any(part is None for part in found):
+        return None
+    return dict(zip(named, found, strict=True)) if isinstance(named, dict) else found
+
+
+_READERS: dict[type, Callable[..., Batch | None]] = {
+    TensorDataset: _tensors,
+    Tensor: _tensor,
+    np.ndarray: _array,
+    np.memmap: _array,
+    Subset: _subset,
+    StackDataset: _stack,
+}
+
+
+def _select(tensors: Sequence[Tensor], index: list[int]) -> list[Tensor] | None:
+    """Return these rows of each tensor, or None if stacking them might give something else."""
+    if not all(map(_is_plain, tensors)):
+        return None
+    try:
+        rows = torch.frombuffer(array("q", index), dtype=torch.int64)
+        return [t.index_select(0, _rows_for(t, rows, index)) for t in tensors]
+    except (IndexError, OverflowError, RuntimeError):  # an index is negative or too large
+        return None
+
+
+def _rows_for(tensor: Tensor, rows: Tensor, index: list[int]) -> Tensor:
+    """Return the rows where a tensor is. Elsewhere than on the CPU, no error would be raised."""
+    if tensor.is_cpu:
+        return rows
+    if min(index) < 0 or max(index) >= tensor.shape[0]:
+        raise IndexError
+    if tensor.is_cuda:  # a copy from pageable memory would wait for the update before it
+        return rows.pin_memory().to(tensor.device, non_blocking=True)
+    return rows.to(tensor.device)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether stacked rows of a tensor are contiguous, and values without a history."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.ndim > 0
+        # Samples of four dimensions in torch.channels_last keep their strides when stacked.
+        and (tensor.ndim < 5 or tensor.is_contiguous())
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def _is_arrow(dataset: object) -> bool:
+    kind = type(dataset)
+    return kind.__qualname__ == "Dataset" and kind.__module__ == "datasets.arrow_dataset"
+
+
+def _arrow_rows(dataset: _ArrowDataset, index: list[int]) -> Batch | None:
+    """Return rows of a ``datasets.Dataset`` as it gives them: in torch format, tensors."""
+    __tracebackhide__ = True
+    if dataset.format["type"] != "torch":
+        return None
+    return {
+        name: rows if _is_stacked(rows) else default_collate(list(rows))
+        for name, rows in dataset[index].items()
+    }
+
+
+def _is_stacked(rows: object) -> bool:
+    return type(rows) is Tensor and rows.is_contiguous() and not rows.requires_grad

@@ -1,48 +1,57 @@
-"""Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
-
-A map-style ``DataLoader`` is read by its parts, see :mod:`fnloop._data.map_style`. Any other
-iterable is iterated, see :mod:`fnloop._data.iterable`; to continue in the middle, it is given the
-position that it had there, or else consumed up to there. When there are several processes, the
-batches are distributed round-robin.
-"""
+"""Sources: loaders as a function of (seed, epoch, position), fetched ahead of the step."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import attrs
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from fnloop._backend.collectives import all_reduce_max, any_rank
-from fnloop._core.rng import fold_in, isolated
+from fnloop._backend.containers import copy_on_side_stream, may_need_transfer, to_device
+from fnloop._core.rng import Generators, fold_in, isolated, saved_before_seeding, seed_all_count
 from fnloop._core.types import Batch
-from fnloop._data.bucketed import Bucketed
-from fnloop._data.composed import Composed, fetch, seen, unmarked
-from fnloop._data.indices import Indices, indices_of, no_indices
-from fnloop._data.iterable import iterate
-from fnloop._data.loaders import sharded
-from fnloop._data.map_style import is_sized, length_of, map_style
-from fnloop._data.parts import is_map_style, size_of
-from fnloop._data.position import Positions
-from fnloop._data.round_robin import (
+from fnloop._data.composed import (
+    Composed,
+    Indices,
+    fetch,
+    indices_of,
+    is_map_style,
+    no_indices,
+    seen,
+    size_of,
+    unmarked,
+    window_of,
+)
+from fnloop._data.iterable import Positions, iterate
+from fnloop._data.loaders import (
+    NONE_LEFT,
     First,
     Glimpse,
+    Padding,
     RoundRobin,
     SingleProcess,
+    Window,
     batch_size_of,
     noting_first,
     sampling_first,
+    sharded,
     sharing_among,
 )
-from fnloop._data.total import window_of
-from fnloop._data.window import END, Padding, Window
+from fnloop._data.map_style import Bucketed, is_sized, length_of, map_style
 
-__all__ = ["Source", "num_updates", "open_source"]
+# --------------------------------------------------------------------------------------------------
+# Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
+#
+# A map-style `DataLoader` is read by its parts, see `map_style`. Any other iterable is iterated,
+# see `iterable`; to continue in the middle, it is given the position that it had there, or else
+# consumed up to there. When there are several processes, the batches are distributed round-robin.
 
 
 @attrs.frozen
@@ -326,7 +335,7 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int, even: bo
 def _until_shortest(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Yield until the shortest shard ends."""
     __tracebackhide__ = True
-    while not any_rank((batch := next(batches, END)) is END):
+    while not any_rank((batch := next(batches, NONE_LEFT)) is NONE_LEFT):
         yield batch
 
 
@@ -339,20 +348,130 @@ def _pad_to_longest(
     gives all of them.
     """
     __tracebackhide__ = True
-    last = END
-    while any_rank((batch := next(batches, END)) is not END, "the next batch of a sharded loader"):
-        if batch is END and last is END:
+    last = NONE_LEFT
+    while any_rank(
+        (batch := next(batches, NONE_LEFT)) is not NONE_LEFT, "the next batch of a sharded loader"
+    ):
+        if batch is NONE_LEFT and last is NONE_LEFT:
             for last in whole():  # noqa: B007
                 pass
-        if batch is END and last is END:
+        if batch is NONE_LEFT and last is NONE_LEFT:
             raise ValueError(
                 "this process's share of the data has no batch, and those of other processes have: "
                 "give each process at least one"
             )
-        yield Padding(last) if batch is END else batch
-        last = last if batch is END else batch
+        yield Padding(last) if batch is NONE_LEFT else batch
+        last = last if batch is NONE_LEFT else batch
 
 
 def num_updates(batches: int | None, window: int) -> int | None:
     """Return how many windows a number of batches makes."""
     return None if batches is None else math.ceil(batches / window)
+
+
+# --------------------------------------------------------------------------------------------------
+# Windows of batches, fetched and copied to the device ahead of the step.
+
+
+def windows(
+    source: Source,
+    window: int | None,
+    device: torch.device,
+    epoch: int | None = 0,
+    batch: int = 0,
+    samples: int = 0,
+    prefetch: int = 1,
+) -> Iterator[Batch]:
+    """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches.
+
+    They are on the device. Requesting one while the previous one is still computing overlaps
+    loading and copying with it.
+
+    Args:
+        source: where the batches come from.
+        window: the most batches per call of the step; None if it takes one batch, not a tuple.
+        device: where they are moved to.
+        epoch: the epoch. Without one, for evaluation, the order is always the same and
+            ``set_epoch`` is not called.
+        batch: the batches of the epoch that were consumed already.
+        samples: their samples, if known.
+        prefetch: how many windows are fetched ahead. It changes no number.
+    """
+    batches = source.batches(epoch, batch, samples)
+    if may_need_transfer(device):
+        batches = map(_transfer_to(device), batches)
+    fed = iter(batches) if window is None else _grouped(iter(batches), window)
+    return fed if prefetch == 1 else _prefetched(fed, prefetch)
+
+
+def _grouped(batches: Iterator[Batch], window: int) -> Iterator[Batch]:
+    """Return an iterator of tuples of up to ``window`` batches.
+
+    Not toolz.partition_all, which requests the next window before it yields one. A loader that
+    draws would notice.
+    """
+    return iter(lambda: tuple(itertools.islice(batches, window)), ())
+
+
+class _Fetched(NamedTuple):
+    """The result of one fetch.
+
+    Args:
+        window: a window, or ``END``.
+        generators: as the fetch left them, if it positioned them.
+        error: the exception that it raised, or None.
+    """
+
+    window: Batch
+    generators: Generators | None
+    error: Exception | None = None
+
+
+def _fetch(windows: Iterator[Batch]) -> _Fetched:
+    __tracebackhide__ = True
+    before, window, error = seed_all_count(), NONE_LEFT, None
+    try:
+        window = next(windows, NONE_LEFT)
+    except Exception as raised:
+        error = raised
+    return _Fetched(window, Generators.capture() if seed_all_count() != before else None, error)
+
+
+def _prefetched(windows: Iterator[Batch], n: int) -> Iterator[Batch]:
+    """Yield windows with n of them fetched ahead.
+
+    An error is raised after the windows fetched before it. The generators are with each window as
+    if it had been fetched just now: as its own fetch left them, or as the caller left them if a
+    fetch does not set them (in workers, from a list).
+    """
+    __tracebackhide__ = True
+    queue: deque[_Fetched] = deque()
+    while True:
+        with saved_before_seeding() as found:
+            try:
+                while len(queue) < n and not (queue and queue[-1].window is NONE_LEFT):
+                    queue.append(_fetch(windows))
+            finally:  # after an interruption too, because the run continues from here
+                own = queue[0].generators if queue else None
+                if own or found:
+                    (own or found[0]).install()
+        if queue[0].error is not None:
+            raise queue[0].error
+        if queue[0].window is NONE_LEFT:
+            return
+        yield queue.popleft().window
+
+
+def _transfer_to(device: torch.device) -> Callable[[Batch], Batch]:
+    """Return the function that moves a batch to a device.
+
+    On CUDA it copies on a stream of its own, while the device computes.
+    """
+    move: Callable[[Batch], Batch] = functools.partial(to_device, device=device)
+    if device.type == "cuda":
+        move = copy_on_side_stream(device)
+
+    def transfer(batch: Batch) -> Batch:
+        return Padding(move(batch.batch)) if type(batch) is Padding else move(batch)
+
+    return transfer

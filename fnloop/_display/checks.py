@@ -14,23 +14,6 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-__all__ = [
-    "choice",
-    "describe",
-    "flag",
-    "folder_path",
-    "function",
-    "instance",
-    "integer",
-    "join_names",
-    "mapping",
-    "metric_name",
-    "number",
-    "scalar",
-    "text",
-    "typed_path",
-]
-
 T = TypeVar("T")
 F = TypeVar("F")
 _Types = type | tuple[type, ...]

@@ -1,4 +1,4 @@
-"""The bottom line of a terminal, which tqdm draws, and what is printed above it."""
+"""The bottom line of a terminal, and the log of the library."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import logging
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
-__all__ = ["Screen", "columns_of", "has_colors", "paint"]
+from fnloop._display.tables import terminal_width
+
+# --------------------------------------------------------------------------------------------------
+# The bottom line of a terminal, which tqdm draws, and what is printed above it.
 
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -193,3 +197,23 @@ def _replace(name: str, old: Any, new: Any) -> None:
         # A handler whose stream is a property, as that of logging.lastResort, follows ``sys``.
         if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is old:
             handler.setStream(new)
+
+
+# --------------------------------------------------------------------------------------------------
+# The logger of the library: `logging.getLogger("fnloop")`.
+
+log = logging.getLogger("fnloop")
+
+
+def _wrap(record: logging.LogRecord) -> bool:
+    """Wrap a message at words where Python itself writes it to a terminal: no handler was added."""
+    if not log.hasHandlers() and sys.stderr is not None and sys.stderr.isatty():
+        wrapper = textwrap.TextWrapper(
+            terminal_width() - 1, break_long_words=False, break_on_hyphens=False
+        )
+        record.msg = "\n".join(map(wrapper.fill, record.getMessage().splitlines()))
+        record.args = ()
+    return True
+
+
+log.addFilter(_wrap)

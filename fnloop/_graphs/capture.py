@@ -1,55 +1,56 @@
-"""Capture whole updates as CUDA graphs, and replay them.
-
-A graph is the device's work of one update, recorded once and started as a whole from then on. No
-Python runs inside it. What changes with every update is copied into tensors that stay in place: the
-batch, the learning rate. Results are copied out, because the next replay overwrites them.
- Randomness needs nothing. A replay draws from the device's generator as an eager update would: it
-reads the generator's seed and offset, and advances the offset by what the graph draws (Note [CUDA
-Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions the generator before
-every update, as it does without graphs.
- Where the host has to decide (an fp16 overflow), the graph breaks: one part is replayed, the host
-decides, and the next part is replayed, or the update is skipped.
-"""
+"""Capture whole updates as CUDA graphs, and replay them."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from fnloop._backend.containers import map_leaves
-from fnloop._core.copies import KeptBuffers
-from fnloop._core.optimizers import optimizers_in, wants_closure
-from fnloop._core.snapshot import tracing_copy
-from fnloop._core.state import TrainState, advance, give_up_ownership
+from fnloop._backend import torch_compat
+from fnloop._backend.containers import IN_BATCHES, map_leaves, parts_of
+from fnloop._core.optimizers import SCHEDULED, Group, optimizers_in, wants_closure
+from fnloop._core.serialize import as_number
+from fnloop._core.state import KeptBuffers, TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Batch, Metric, Output, Step
-from fnloop._display.log import log
-from fnloop._graphs.batches import copy_all, rebuild, signature, static_inputs
-from fnloop._graphs.capturable import OriginalSettings, make_capturable, undo_capturable
+from fnloop._display.screen import log
 from fnloop._graphs.guards import (
     CaptureError,
+    GuardSet,
     NoKernels,
     TracerProxy,
+    TrackedSlots,
     check_host_generators,
     check_host_state,
     check_output,
     explain,
     host_generators,
     host_state,
+    identity_of,
     make_rollback,
 )
-from fnloop._graphs.recorder import Recorder
-from fnloop._graphs.watch import GuardSet, TrackedSlots, identity_of
-from fnloop._step.host import Judge, before_update, replace_host
+from fnloop._step.update import Judge, before_update, replace_host
 
-__all__ = ["Graph", "GraphedStep"]
+# --------------------------------------------------------------------------------------------------
+# Capture whole updates as CUDA graphs, and replay them.
+#
+# A graph is the device's work of one update, recorded once and started as a whole from then on. No
+# Python runs inside it. What changes with every update is copied into tensors that stay in place:
+# the batch, the learning rate. Results are copied out, because the next replay overwrites them.
+# Randomness needs nothing. A replay draws from the device's generator as an eager update would: it
+# reads the generator's seed and offset, and advances the offset by what the graph draws (Note [CUDA
+# Graph-safe RNG states] in ATen/cuda/CUDAGeneratorImpl.h). So the fold positions the generator
+# before every update, as it does without graphs.  Where the host has to decide (an fp16 overflow),
+# the graph breaks: one part is replayed, the host decides, and the next part is replayed, or the
+# update is skipped.
 
 EAGER_IN_A_ROW = 100  # updates without a replay after which there is a warning
 EAGER_KINDS = 1000  # kinds of batches to count eager updates of
@@ -402,3 +403,297 @@ def _check_capturable(state: TrainState) -> None:
             "the gradient of an embedding is sparse, and the host has to know its size: leave out "
             "sparse=True"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Record the device's work of an update, and replay it. The only module that knows CUDA graphs.
+
+T = TypeVar("T")
+# Graphs whose capture failed: torch's allocator keeps a pointer to each of them.
+_failed: list[torch.cuda.CUDAGraph] = []
+
+
+class Recorder(Protocol):
+    """What runs an update where it can be captured, and captures it."""
+
+    def run(self, update: Callable[[], T], /) -> T:
+        """Run an update eagerly, and return its result."""
+        ...
+
+    def record(
+        self, update: Callable[[Callable[[], None]], T], /
+    ) -> tuple[list[Callable[[], None]], T]:
+        """Record an update without any effect on the device.
+
+        Args:
+            update: it is given a function that ends the current part of the record and begins
+                another one.
+
+        Returns:
+            Functions that replay the parts in order, and the result of the update.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share memory: what is used between two replays is copied.
+
+    A graph also uses a workspace of cuBLAS. torch keeps one for each stream, and others free it
+    (Lightning does at the end of a run). So every graph gets one of its own, in its memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = _stream(device), torch.cuda.graph_pool_handle()
+
+    def run(self, update: Callable[[], T]) -> T:
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                return update()
+        finally:
+            current.wait_stream(self.stream)
+
+    def record(
+        self, update: Callable[[Callable[[], None]], T]
+    ) -> tuple[list[Callable[[], None]], T]:
+        graphs: list[torch.cuda.CUDAGraph] = []
+        failed = None
+        gc.collect()  # backward would wait for the stream of an autograd graph that is still there
+        try:
+            # A capture that fails leaves its stream the current one, hence the outer context.
+            with torch.cuda.stream(self.stream), contextlib.ExitStack() as capture:
+
+                def begin_part() -> None:
+                    capture.close()
+                    torch_compat.clear_cublas_workspaces()
+                    graphs.append(torch.cuda.CUDAGraph())
+                    into: dict[str, Any] = {
+                        "pool": self.pool,
+                        "stream": self.stream,
+                        # Other threads may use CUDA: they pin batches and copy checkpoints.
+                        "capture_error_mode": "thread_local",
+                    }
+                    capture.enter_context(torch.cuda.graph(graphs[-1], **into))
+
+                begin_part()
+                try:
+                    result = update(begin_part)
+                except BaseException as error:
+                    failed = error
+                    raise
+            return [graph.replay for graph in graphs], result
+        except BaseException as error:
+            _failed.extend(graphs)
+            self._end_drawing()
+            raise failed or error from None  # the cause, not that the capture was cut short
+        finally:
+            torch_compat.clear_cublas_workspaces()
+
+    def _end_drawing(self) -> None:
+        """Let the device's generator draw again after a capture that failed.
+
+        It was told that a capture had begun, and only a capture that succeeds tells it of the end.
+        """
+        device = self.stream.device
+        # If this fails too, the device is lost, and the error that is raised says so.
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self.stream):
+            number = torch.zeros((), device=device)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                number += 1
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all recorders: memory that a stream has used is cached for it alone."""
+    return torch.cuda.Stream(device)
+
+
+def recorder_on(device: torch.device) -> Recorder:
+    """Return the recorder of a device.
+
+    Raises:
+        CaptureError: the device has no graphs.
+    """
+    if device.type != "cuda":
+        raise CaptureError(
+            f"cuda_graph needs the model on a CUDA device; it is on {device}. Move it there"
+        )
+    return CudaRecorder(device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches as inputs of a graph: which graph is theirs, and the tensors that it reads.
+
+
+def signature(batch: Batch, tensors: list[Tensor]) -> Hashable:
+    """Return the key of a batch's graph: its structure, shapes and dtypes.
+
+    Args:
+        batch: a batch.
+        tensors: the tensors of the batch are appended to it.
+
+    Raises:
+        CaptureError: the batch contains something that is neither a tensor nor plain data.
+    """
+    if isinstance(batch, Tensor):
+        tensors.append(batch)
+        return batch.shape, batch.dtype
+    parts = parts_of(batch, IN_BATCHES)
+    if parts is not None:
+        return type(batch), *[(key, signature(part, tensors)) for key, part in parts]
+    if batch is None or isinstance(batch, bool | int | float | str):
+        return type(batch), batch
+    raise CaptureError(
+        "a batch to capture consists of tensors in tuples, lists and dicts; this one contains a "
+        f"{type(batch).__name__}, which cannot be copied into a graph. Let the loader's collate_fn "
+        "return a dict of tensors"
+    )
+
+
+def rebuild(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
+    """Return a copy of a batch with these tensors in place of its own."""
+    return map_leaves(batch, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
+
+
+def static_inputs(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that a graph reads in place of these."""
+    for t in tensors:
+        if t.layout is not torch.strided:
+            raise CaptureError(
+                "a batch to capture consists of dense tensors; one of this batch has layout "
+                f"{t.layout}"
+            )
+    inputs = [torch.empty_like(t) for t in tensors]
+    copy_all(inputs, tensors)
+    return inputs
+
+
+def copy_all(to: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy tensors into others, all at once."""
+    if tensors:
+        torch_compat.foreach_copy_(to, tensors, non_blocking=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Make optimizers capturable: they keep their learning rates and their counts on the device.
+
+
+class OriginalSettings(NamedTuple):
+    """Settings of a parameter group as the user gave them."""
+
+    optimizer: Optimizer
+    group: Group
+    settings: Group
+
+
+def make_capturable(
+    optimizers: Collection[Optimizer], device: torch.device
+) -> list[OriginalSettings]:
+    """Move what optimizers can keep on the device there: the learning rate, and counts.
+
+    SGD and Adagrad have no setting ``capturable``. They read a learning rate on the device only in
+    their fused form.
+
+    Returns:
+        What :func:`undo_capturable` needs.
+
+    Raises:
+        CaptureError: one was told not to be fused, or cannot be captured at all. Then nothing has
+            been changed.
+    """
+    for optimizer in optimizers:
+        _check_fused(optimizer)
+    every = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    original = []
+    for optimizer, group in every:
+        kept = {k: group[k] for k in ("lr", "capturable", "fused") if k in group}
+        original.append(OriginalSettings(optimizer, group, kept))
+        _move_rate(group, [other for _, other in every if other is not group], device)
+        if "capturable" in group:
+            group["capturable"] = True
+        elif "fused" in group:
+            group["fused"] = True
+    for optimizer in optimizers:
+        _move_counts(optimizer, optimizer.state, device)
+        torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
+    return original
+
+
+def read_from_tensors(optimizer: Optimizer) -> None:
+    """Let an optimizer read its learning rates from tensors, so that compiled code fits all values.
+
+    On a GPU it is also made capturable if it can be: compiled code then has its counts there.
+    """
+    groups = optimizer.param_groups
+    for group in groups:
+        if type(group.get("lr")) not in (int, float) or not group["params"]:
+            continue  # nearly always: it was moved in an earlier update
+        device = group["params"][0].device
+        _move_rate(group, (), device)
+        if device.type != "cpu":
+            if "capturable" in group:
+                group["capturable"] = True
+            _move_counts(optimizer, group["params"], device)
+            torch_compat.silence_capturable_warning(optimizer)  # it also runs eagerly
+
+
+def _move_rate(group: Group, others: Collection[Group], device: torch.device) -> None:
+    """Move the learning rate of a group into a tensor of its own, since each is filled alone.
+
+    A GPU reads it in single precision.
+    """
+    if "lr" not in group:
+        return
+    given = group["lr"]
+    single = torch.float64 if device.type == "cpu" else torch.float32
+    dtype = None if isinstance(given, Tensor) else single
+    rate = torch.as_tensor(given, dtype=dtype, device=device)
+    shared = any(rate is other.get("lr") for other in others)
+    mark = group.get(f"{SCHEDULED}lr")
+    group["lr"] = rate.clone() if shared else rate
+    if mark is given or mark == given:  # else the user has changed it, as the schedule will say
+        _keep_scheduled(group)
+
+
+def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.device) -> None:
+    """Move the scalars in the state that an optimizer keeps for these parameters."""
+    for values in [optimizer.state[key] for key in keys if key in optimizer.state]:
+        if isinstance(values, dict):
+            counts = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.ndim}
+            values.update({k: v.to(device) for k, v in counts.items()})
+
+
+def _check_fused(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        of_torch = getattr(torch.optim, name, None) is type(optimizer)
+        if of_torch and "capturable" not in group and "fused" not in group:
+            raise CaptureError(f"{name} reads numbers to the host in every update")
+        fused = group.get("fused", True)
+        if fused is None:
+            fused = not group.get("foreach")
+        if "capturable" not in group and fused is not True:
+            raise CaptureError(
+                f"{name} reads its learning rate to the host: write {name}(..., fused=True)"
+            )
+
+
+def undo_capturable(original: list[OriginalSettings]) -> None:
+    """Restore the settings of optimizers, except that they keep the value of a learning rate."""
+    for optimizer, group, settings in original:
+        rate = group.get("lr")
+        group.update(settings)
+        if isinstance(rate, Tensor):
+            group["lr"] = rate if isinstance(settings["lr"], Tensor) else as_number(rate)
+            _keep_scheduled(group)
+        if not (settings.get("capturable", True) or settings.get("fused")):
+            for p in group["params"]:
+                values = optimizer.state.get(p, {})
+                values.update({k: v.cpu() for k, v in values.items() if k == "step"})
+
+
+def _keep_scheduled(group: Group) -> None:
+    """Let a schedule recognize a learning rate as its own after a change of type."""
+    if f"{SCHEDULED}lr" in group:
+        group[f"{SCHEDULED}lr"] = group["lr"]

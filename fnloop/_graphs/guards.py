@@ -1,16 +1,15 @@
-"""Guard a capture: find what must not happen while an update is recorded.
-
-No Python runs in a replay. What changes within an update must change on the device and in place.
-Anything else is found during the capture and raises :class:`CaptureError`.
-"""
+"""What must not happen while an update is captured, and what must not change after."""
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
+import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import attrs
 import numpy as np
@@ -19,24 +18,16 @@ from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import map_leaves, parts_of
-from fnloop._core.optimizers import optimizers_in
+from fnloop._core.optimizers import SCHEDULED, groups_in, optimizers_in
 from fnloop._core.rng import HostGenerators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 
-__all__ = [
-    "NUMBER",
-    "CaptureError",
-    "NoKernels",
-    "TracerProxy",
-    "check_host_generators",
-    "check_host_state",
-    "check_output",
-    "explain",
-    "host_generators",
-    "host_state",
-    "make_rollback",
-]
+# --------------------------------------------------------------------------------------------------
+# Guard a capture: find what must not happen while an update is recorded.
+#
+# No Python runs in a replay. What changes within an update must change on the device and in place.
+# Anything else is found during the capture and raises `CaptureError`.
 
 NUMBER = int | float | str  # attributes of modules that a graph treats as constants
 _PLAIN = Tensor | NUMBER  # attributes that a module may change by itself
@@ -279,3 +270,203 @@ def _dicts_in(value: object) -> Iterator[dict[object, object]]:
         yield value
     for _, part in parts_of(value) or ():
         yield from _dicts_in(part)
+
+
+# --------------------------------------------------------------------------------------------------
+# Find where an update reads tensors to the host, which no graph can.
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class HostReads(torch_compat.DispatchMode):
+    """Notes where code of the user reads a tensor to the host during an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: object,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        assert callable(func)
+        if torch_compat.reads_to_host(func):
+            place = _reader()
+            if place is not None and place not in self.places:
+                self.places.append(place)
+        return func(*args, **(kwargs or {}))
+
+
+def _reader() -> str | None:
+    """Return the line of the user that reads to the host, unless it is a loader or a hook."""
+    frame, place = sys._getframe(2), None
+    while frame is not None:
+        code = frame.f_code
+        inside = code.co_filename.startswith(_PACKAGE)
+        if inside and place is None:
+            return None  # fnloop itself reads, where it may
+        if inside:
+            in_update = "_step" in code.co_filename or "_middleware" in code.co_filename
+            return place if in_update else None
+        if place is None and "/torch/" not in code.co_filename:
+            where = f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
+            place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
+        frame = frame.f_back
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Watch what a graph assumes to be constant: addresses, settings and flags.
+#
+# No Python runs in a replay, so a graph would not notice a change. Before each replay, everything
+# that can change between two updates is compared with what it was.
+
+
+class GuardSet:
+    """What the graphs of a model and its optimizers assume.
+
+    New modules and parameters are looked for when a run starts, and before each call of a step
+    outside of a run. A learning rate may be replaced: its value is copied into the tensor that
+    graphs read.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.model, self.optimizer = state.model, state.optimizer
+        self.seed, self.run = state.seed, state.run
+        self.optimizers = [*optimizers_in(state.optimizer).values()]
+        groups = groups_in(state.optimizer)
+        self.groups = len(groups)
+        self.rates = [
+            (group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)
+        ]
+        self.modules = list(self.model.modules())
+        trained = (p for group in groups for p in group["params"])
+        tensors = (*self.model.parameters(), *self.model.buffers(), *trained)
+        self.tensors = list({id(t): t for t in tensors if t.layout is torch.strided}.values())
+        self.settings = [
+            (group, key)
+            for group in groups
+            for key in group
+            if key != "params" and not key.startswith(SCHEDULED)
+        ]
+        self.snapshot()
+
+    def snapshot(self) -> None:
+        """Assume the current values from now on."""
+        held = [v for optimizer in self.optimizers for v in optimizer.state.values()]
+        self.dicts = [v for v in held if isinstance(v, dict)]
+        numbers = [(vars(m), _numbers_in(m)) for m in self.modules]
+        self.numbers = [(operator.itemgetter(*names), held) for held, names in numbers if names]
+        self.expected, self.values = self.current(), self._values()
+        self.comparable = [*map(_comparable, self.values)]
+        rates = (value for value in self.values if isinstance(value, Tensor))
+        self.addresses = [(rate.data_ptr, rate.data_ptr()) for rate in rates]
+        # Keep the tensors alive, so that no other object can have one of their ids.
+        self.kept_alive = [held, *map(list, map(dict.values, self.dicts))]
+
+    def current(self) -> dict[str, list[object]]:
+        """Return the current values by what they are. Called before every replay, hence ``map``."""
+        return {
+            "a module's training flag or another of its numbers": [
+                get(held) for get, held in self.numbers
+            ],
+            "a parameter's requires_grad": [t.requires_grad for t in self.tensors],
+            "where a parameter is in memory": list(map(Tensor.data_ptr, self.tensors)),
+            "which tensors are in the optimizer's state": [
+                *map(id, itertools.chain.from_iterable(o.state.values() for o in self.optimizers)),
+                *map(id, itertools.chain.from_iterable(map(dict.values, self.dicts))),
+            ],
+        }
+
+    def _values(self) -> list[object]:
+        return [group[key] for group, key in self.settings]
+
+    def _changed_setting(self) -> str | None:
+        """Return the first setting of an optimizer that has another value; nearly always None."""
+        values = self._values()
+        if all(map(operator.is_, values, self.values)) and all(
+            address() == before for address, before in self.addresses
+        ):
+            return None
+        now = [*map(_comparable, values)]
+        if now == self.comparable:
+            return None
+        pairs = zip(self.settings, now, self.comparable, strict=True)
+        return next(key for (_, key), a, b in pairs if a != b)
+
+    def violated(self, state: TrainState) -> str | None:
+        """Return the first assumption that no longer holds, or None."""
+        if (
+            state.model is not self.model
+            or state.optimizer is not self.optimizer
+            or state.seed != self.seed
+        ):
+            return "the model, the optimizer or the seed"
+        if state.run is not self.run or state.run is None:
+            if GuardSet(state).structure() != self.structure():
+                return "the model's modules or the optimizer's groups"
+            self.run = state.run
+        for group, rate in self.rates:
+            if group["lr"] is not rate:
+                rate.fill_(group["lr"])
+                group["lr"] = rate
+        if len(groups_in(state.optimizer)) != self.groups:
+            return "the optimizer's groups"
+        if (key := self._changed_setting()) is not None:
+            return f"a setting of the optimizer ({key})"
+        try:
+            now = self.current()
+        except KeyError:  # it was deleted
+            return "a number of a module"
+        if now == self.expected:
+            return None
+        return next(name for name in now if now[name] != self.expected[name])
+
+    def structure(self) -> tuple[list[int], list[int], list[tuple[int, str]]]:
+        """Return which modules, tensors and settings there are."""
+        return (
+            [*map(id, self.modules)],
+            [*map(id, self.tensors)],
+            [(id(group), key) for group, key in self.settings],
+        )
+
+
+def _numbers_in(module: nn.Module) -> list[str]:
+    """Return the names of the attributes of a module that are numbers; all have ``training``."""
+    return [name for name, value in vars(module).items() if isinstance(value, NUMBER)]
+
+
+def _comparable(value: object) -> object:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def identity_of(value: object) -> list[int]:
+    """Return the identities of the objects in a slot: a graph keeps using the captured ones."""
+    parts = parts_of(value)
+    if parts is not None:
+        inside = [part for _, part in parts]
+        nested = [identity_of(part) for part in inside if not isinstance(part, Tensor)]
+        return [*map(id, inside), *itertools.chain.from_iterable(nested)]
+    if attrs.has(kind := type(value)):
+        parts = (getattr(value, field.name) for field in attrs.fields(kind))
+        return [id(part) for part in parts if isinstance(part, Tensor)]
+    return []
+
+
+class TrackedSlots(dict[str, Any]):
+    """Slots that note which of them are read."""
+
+    def __init__(self, slots: Mapping[str, object]) -> None:
+        super().__init__(slots)
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.used.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: object = None) -> Any:
+        self.used.add(name)
+        return super().get(name, default)

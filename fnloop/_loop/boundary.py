@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
-from fnloop._core.events import END, EPOCH, RECORD
-from fnloop._core.history_table import is_row
-from fnloop._core.record import Record
+from fnloop._core.history import Record, is_row
+from fnloop._core.runs import End
 from fnloop._core.state import TrainState
-from fnloop._core.stops import End
+from fnloop._core.types import END, EPOCH, RECORD
 from fnloop._display import checks
-from fnloop._hooks.moments import Moment, Trigger, as_moment
+from fnloop._hooks.hook import Moment, Trigger, as_moment
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None

@@ -5,35 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from fnloop._core.call import name_of
-from fnloop._core.events import EPOCH
-from fnloop._core.record import Record
-from fnloop._core.snapshot import detached_from_run
+from fnloop._core.history import Record
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
+    detached_from_run,
     is_half_updated,
     owns_handles,
 )
+from fnloop._core.types import EPOCH, name_of
 from fnloop._data.source import Source
-from fnloop._display.log import log
-from fnloop._hooks.wrapper import Hook
-from fnloop._middleware.amp import LossScale
-from fnloop._step.layers import STEP
-from fnloop._step.pipeline import PipelineStep
-
-__all__ = [
-    "NO_LENGTH",
-    "READ_ONCE",
-    "check_counters",
-    "check_returned",
-    "explain",
-    "explain_no_batches",
-    "explain_no_updates",
-    "inform_on_main",
-    "tell_hooks",
-    "warn_on_main",
-]
+from fnloop._display.screen import log
+from fnloop._hooks.hook import Hook
+from fnloop._middleware.precision import LossScale
+from fnloop._step.pipeline import STEP, PipelineStep
 
 NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
 TRAIN_LOSS = "train/loss"  # is in each record of an epoch in which an update was applied

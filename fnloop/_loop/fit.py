@@ -9,17 +9,12 @@ from typing import Any, ParamSpec, TypeVar
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
 from fnloop._display.checks import describe
-from fnloop._hooks.moments import Trigger
-from fnloop._hooks.triggers import every
-from fnloop._hooks.wrapper import HookFn
+from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
-from fnloop._loop.epochs import train_epochs
-from fnloop._loop.interrupts import handling
-from fnloop._loop.peers import is_alone
+from fnloop._loop.peers import handling, is_alone
 from fnloop._loop.plan import make_plan
+from fnloop._loop.run import train_epochs
 from fnloop._step.pipeline import PipelineStep
-
-__all__ = ["fit", "run"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,18 +1,33 @@
-"""The other processes of a run, or their absence. Chosen once, when the run begins.
-
-What several processes agree on, such as to stop, is in :mod:`fnloop._loop.consensus`.
-"""
+"""The other processes of a run, what they agree on, and the signals that each gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Protocol
 
-from fnloop._core.state import TrainState
-from fnloop._loop.consensus import Consensus
-from fnloop._loop.interrupts import Interrupts
+import attrs
 
-__all__ = ["Alone", "Peers", "is_alone", "peers_of"]
+from fnloop._backend.collectives import (
+    DIVERGED,
+    ORDER_MISMATCH,
+    explain_lost,
+    here,
+    start_all_reduce_max,
+    waiting_for_all,
+)
+from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED
+from fnloop._core.state import TrainState, check_alike, check_counters_alike
+from fnloop._display.screen import log
+
+# --------------------------------------------------------------------------------------------------
+# The other processes of a run, or their absence. Chosen once, when the run begins.
+#
+# What several processes agree on, such as to stop, is in `consensus`.
 
 
 class Peers(Protocol):
@@ -62,3 +77,262 @@ def is_alone(state: TrainState) -> bool:
 def peers_of(state: TrainState) -> Peers:
     """Return the other processes of a run that begins with this state."""
     return Alone() if is_alone(state) else Consensus(state)
+
+
+# --------------------------------------------------------------------------------------------------
+# What several processes of a run agree on between updates.
+#
+# They must stop after the same update, although a signal may reach any one of them at any time. So
+# they exchange pending requests periodically and read the result at a later boundary: no process
+# blocks.
+
+PERIOD = 0.1  # seconds between two exchanges, in the long run
+LONGEST_GAP = 1024  # boundaries between two exchanges
+
+
+class Consensus:
+    """The other processes of a run: a request seen by one is obeyed by all after the same update.
+
+    They also share a clock. An exchange is begun at one boundary and read at a later one, so its
+    result is there by then. The number of boundaries between them follows from the time that they
+    took, which is exchanged too, so it is the same everywhere.
+
+    Args:
+        state: the state at the beginning of the run.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._began = time.monotonic()
+        self._agreed_time = 0.0
+        self._boundaries, self._next, self._gap = 0, 1, 1
+        self._last, self._since = 0, 0  # the boundary of the last exchange; how many it spanned
+        self._result: Callable[[], list[float]] | None = None
+        self._sent = [False, False]  # the requests in the exchange that is under way
+        here.step, here.thread = state.step, threading.get_ident()
+
+    def clock(self) -> float:
+        """Return the seconds since the run began, as of the last exchange."""
+        return self._agreed_time
+
+    def poll(self, state: TrainState, interrupts: Interrupts) -> None:
+        """Read the last exchange and begin another, if it is time to."""
+        self._boundaries += 1
+        here.step = state.step
+        if self._boundaries >= self._next:
+            self._receive(interrupts)
+            self._send(state, interrupts, 0)
+
+    def hurry(self) -> None:
+        """Exchange at the next boundaries: those that follow may be further apart in time."""
+        self._next, self._gap = self._boundaries + 1, 1
+        self._last, self._since = self._next, 0  # what was measured before says nothing about them
+
+    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
+        """Wait for all processes at the end of an epoch, and compare them.
+
+        Args:
+            state: the state.
+            interrupts: what was requested of this process.
+            order: a checksum of the order of the data.
+
+        Raises:
+            RuntimeError: this process has stopped while the others continued; or the processes have
+                different weights or different data.
+        """
+        self._receive(interrupts)
+        end = "the end of an epoch" if state.stop is None else f"the end of its run ({state.stop})"
+        with waiting_for_all(end):
+            self._send(state, interrupts, order)
+            self._receive(interrupts)
+            check_alike(state, "the comparison of the weights")
+        self.hurry()
+
+    def explain(self, error: BaseException) -> None:
+        """Note in an error what is known about the other processes."""
+        explain_lost(error)
+
+    def _send(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
+        """Begin an exchange.
+
+        Args:
+            state: its counters must be the same everywhere.
+            interrupts: the requests to pass on.
+            order: the checksum of the order of the data, at the end of an epoch.
+        """
+        same = (state.step, state.skipped, state.epoch, order)
+        self._sent = [*interrupts.requested]
+        elapsed = time.monotonic() - self._began
+        # The largest of -x is the smallest of x: one reduction finds both.
+        facts = [*self._sent, elapsed, *same, *(-value for value in same)]
+        self._result = start_all_reduce_max(facts, "the exchange between two updates")
+        self._last, self._since = self._boundaries, self._boundaries - self._last
+        self._next = self._boundaries + self._gap
+
+    def _receive(self, interrupts: Interrupts) -> None:
+        """Read the result of the exchange that is under way."""
+        if self._result is None:
+            return
+        (stop, save, now, *same), self._result = self._result(), None
+        most, least = same[: len(same) // 2], [-value for value in same[len(same) // 2 :]]
+        check_counters_alike(most[:-1], least[:-1])
+        if most[-1] != least[-1]:
+            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
+        self._adapt_gap(now - self._agreed_time)
+        self._agreed_time = now
+        # A request that came during the exchange is not in it.
+        pairs = zip(interrupts.requested, self._sent, strict=True)
+        interrupts.requested = [requested and not sent for requested, sent in pairs]
+        if save:
+            interrupts.ask_to_save()
+        if stop:
+            interrupts.terminate()
+
+    def _adapt_gap(self, took: float) -> None:
+        """Choose the number of boundaries to the next exchange, by the time of the last ones."""
+        if self._since and took > 0:
+            wanted = int(PERIOD * self._since / took)
+            # In steps, because the last ones may have been out of the ordinary.
+            self._gap = max(min(wanted, self._gap * 16, LONGEST_GAP), self._gap // 8, 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals: Ctrl-C and SIGTERM stop a run, SIGUSR1 saves it, or stops it if a hook requeues the job.
+#
+# A single process acts on a signal at the next boundary. Several processes agree first: see
+# `consensus`.
+
+_CHILD = getattr(signal, "SIGCHLD", None)  # sent to a process when one that it started has ended
+
+
+class Abandoned(Exception):
+    """A boundary is left to the run that continues. The run ends as usual after a signal.
+
+    Either an evaluation has no time left, because a scheduler ends this job soon, or the signal
+    came during the last update.
+    """
+
+
+class Interrupts:
+    """The requests received as signals.
+
+    Args:
+        single_process: whether this is the only process. Otherwise requests wait until all
+            processes agree.
+    """
+
+    def __init__(self, single_process: bool = True) -> None:
+        self.single_process = single_process
+        self.stop: str | None = None
+        self.save = False
+        self.usr1_stops = False  # whether SIGUSR1 also stops the run
+        self.requested = [False, False]  # to stop, to save: what all processes agree on first
+        self._told = False  # whether it was said that the run does not end at once
+        self.done = False  # whether the state says that the run has ended because of it
+        self._usual_on_child: Any = None  # the handler of SIGCHLD that ``_on_child`` has replaced
+
+    def stop_on_usr1(self) -> None:
+        """Let SIGUSR1 stop the run, also one that came before."""
+        self.usr1_stops = True
+        if self.save:
+            self.ask_to_save()
+
+    def ask_to_save(self) -> None:
+        """Obey SIGUSR1. A run that ends is saved."""
+        self.save = not self.usr1_stops
+        if self.usr1_stops:
+            self.stop = self.stop or REQUEUED
+
+    def terminate(self) -> None:
+        """Obey SIGTERM. A job that is about to be requeued still is."""
+        self.stop = REQUEUED if self.stop == REQUEUED else TERMINATED
+
+    def check_time_left(self, *, over: bool) -> None:
+        """Raise if a signal has asked the run to end, and it does not wait.
+
+        A scheduler waits for some seconds only. After Ctrl-C an evaluation is completed, but not
+        that with which the run ends.
+
+        Args:
+            over: whether a hook has stopped the run.
+        """
+        if self.stop is not None and (over or self.stop != INTERRUPTED):
+            raise Abandoned
+        if self.stop is not None and not self._told:
+            self._told = True
+            log.warning(
+                "fit: Ctrl-C ends the run after the evaluation; a second one ends it at once, and "
+                "then the evaluation has no record"
+            )
+
+    def apply(self, state: TrainState) -> TrainState:
+        """Return the state with the reason to stop, if a signal gave one."""
+        if self.stop is None or state.stop is not None:
+            return state
+        self.done = True
+        return attrs.evolve(state, stop=self.stop)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.stop == INTERRUPTED:
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the boundary
+        if number in (signal.SIGINT, signal.SIGTERM) or self.usr1_stops:
+            self._ignore_dead_workers()
+        if number == signal.SIGINT:
+            self.stop = INTERRUPTED
+        elif not self.single_process:
+            self.requested[number != signal.SIGTERM] = True
+        elif number == signal.SIGTERM:
+            self.terminate()
+        else:
+            self.ask_to_save()
+
+    def _ignore_dead_workers(self) -> None:
+        """Keep torch from raising, wherever the run is, when a worker of a loader dies.
+
+        The signal may have been sent to the workers too. A loader whose workers are dead raises
+        when it is asked for a batch.
+        """
+        if _CHILD is None or self._usual_on_child is not None:
+            return
+        if callable(usual := signal.getsignal(_CHILD)):
+            self._usual_on_child = usual
+            signal.signal(_CHILD, self._on_child)
+
+    def _on_child(self, number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._usual_on_child(number, frame)
+
+    def restore(self) -> None:
+        """Let dead workers raise again."""
+        if self._usual_on_child is None or _CHILD is None:
+            return
+        if signal.getsignal(_CHILD) == self._on_child:
+            signal.signal(_CHILD, self._usual_on_child)
+
+
+@contextlib.contextmanager
+def handling(single_process: bool = True) -> Iterator[Interrupts]:
+    """Record signals instead of terminating, unless the program installed its own handlers.
+
+    With several processes, Ctrl-C is left alone: it reaches all of them and their launcher at once,
+    and the launcher ends them.
+    """
+    interrupts = Interrupts(single_process)
+    usual: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}
+    if single_process:
+        usual[signal.SIGINT] = signal.default_int_handler
+    if hasattr(signal, "SIGUSR1"):
+        usual[signal.SIGUSR1] = signal.SIG_DFL
+    if threading.current_thread() is not threading.main_thread():
+        usual = {}  # only the main thread may install handlers
+    taken = {number: old for number, old in usual.items() if signal.getsignal(number) == old}
+    for number in taken:
+        signal.signal(number, interrupts)
+    try:
+        yield interrupts
+    finally:
+        for number, old in taken.items():
+            signal.signal(number, old)
+        interrupts.restore()
+        terminated = interrupts.stop == TERMINATED or interrupts.requested[0]
+        if terminated and not interrupts.done and signal.SIGTERM in taken:
+            signal.raise_signal(signal.SIGTERM)  # it came too late for the run

@@ -1,53 +1,64 @@
-"""The plan of a run: the arguments of ``fit``, checked."""
+"""The plan of a run: the arguments of ``fit``, checked; its phases and its hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
 import attrs
 import torch
 
-from fnloop._core.average import check_not_averaged
-from fnloop._core.call import name_of
-from fnloop._core.carry import updates_of_call
-from fnloop._core.events import START
-from fnloop._core.frozen import put_back_restored
-from fnloop._core.history import History
-from fnloop._core.left_out import left_out
-from fnloop._core.middleware import Middleware
-from fnloop._core.monitor import check_names
+from fnloop._checkpoint.format import PARTS
+from fnloop._core.averages import check_not_averaged
+from fnloop._core.freeze import put_back_restored
+from fnloop._core.history import (
+    History,
+    Phase,
+    check_evaluated,
+    check_names,
+    keys_of,
+    unfinished,
+    watcher_name,
+)
 from fnloop._core.optimizers import forget_schedules, groups_in
-from fnloop._core.run_info import RunInfo
-from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.stops import BOUNDARY, end_in, is_interruption, kind_of
+from fnloop._core.runs import BOUNDARY, RunInfo, end_in, ends_phase, is_interruption, kind_of
+from fnloop._core.state import TrainState, begin_count, check_not_stale, left_out, updates_of_call
+from fnloop._core.types import START, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source, num_updates
 from fnloop._display import checks
-from fnloop._hooks.early_stop import halt_on_nonfinite
-from fnloop._hooks.moments import Moment, Trigger
+from fnloop._hooks.hook import (
+    ConditionalHook,
+    Hook,
+    HookFn,
+    Moment,
+    Trigger,
+    as_hook,
+    layers,
+    once,
+    show_call,
+    slots_of,
+    unwrap_hook,
+)
+from fnloop._hooks.keep import checkpoint, restore_best
 from fnloop._hooks.progress import progress
-from fnloop._hooks.wrapper import Hook, HookFn, layers, slots_of
-from fnloop._loop.boundary import (
-    Moments,
-    check_moment,
-    own_clock,
-    read_moments,
-)
-from fnloop._loop.check_hooks import check_metrics, check_together, read_hooks
+from fnloop._hooks.stop import halt_on_nonfinite, requeue
+from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments
 from fnloop._loop.errors import warn_on_main
-from fnloop._loop.phases import (
-    absolute_targets,
-    begin_phase,
-    check_phase,
-    name_phase,
-    phase_of,
-    skipped_phase,
-)
+from fnloop._middleware.accumulate import tbptt
+from fnloop._middleware.compiled import compiled
+from fnloop._middleware.metric import derive, metric
+from fnloop._middleware.precision import amp, channels_last
+from fnloop._middleware.schedule import plateau
 from fnloop._step.alternate import AlternateStep
-from fnloop._step.composition import total_in
-from fnloop._step.pipeline import Pipeline, PipelineStep
+from fnloop._step.averages import EvaluateAverage
+from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 
-__all__ = ["Plan", "check_step", "describe", "make_plan"]
+# --------------------------------------------------------------------------------------------------
+# The plan of a run: the arguments of `fit`, checked.
 
 
 @attrs.frozen
@@ -345,3 +356,315 @@ def check_step(step: object, caller: str) -> None:
         f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} "
         f"({type(step).__name__}). {hint}"
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Phases: a run made of stretches, each with targets of its own, that can be started again.
+
+
+def check_phase(name: str | None, state: TrainState) -> None:
+    """Raise if a run of this phase cannot begin, or continue, with a state.
+
+    Args:
+        name: the name of the phase, or None.
+        state: the state.
+
+    Raises:
+        TypeError: the name is not a str.
+        ValueError: it is empty; another phase has not ended, and no hook has stopped it; or this
+            program has named a later phase before this one.
+    """
+    if name is not None:
+        checks.text("fit", "phase", name, "the name of a phase, or None")
+        _check_order(state.phases, name)
+    running, ended = unfinished(state.phases), state.stop is not None and ends_phase(state.stop)
+    if running is None or phase_of(state, name) is not None or (ended and name is not None):
+        return
+    why, advice = "" if state.stop is None else f" ({state.stop})", "To continue it, call"
+    if is_interruption(state.stop):
+        why = f": it was interrupted at step {state.step} ({state.stop})"
+        advice = "Start the script again to continue it, or, with this state, call"
+    wanted = "fit was called without a phase" if name is None else f"{name!r} cannot begin"
+    raise ValueError(
+        f"the phase {running.name!r}, begun at step {running.step}, has not ended{why}, so "
+        f"{wanted}. {advice} fit(..., phase={running.name!r}). To end it here, pass "
+        'attrs.evolve(state, stop="enough") to the fit of the next phase'
+    )
+
+
+def _check_order(phases: Sequence[Phase], name: str) -> None:
+    """Raise if a program names a phase after one that began later in the run.
+
+    A script names its phases in order, and passes over those that have ended. So the order in which
+    it names phases for the first time is that in which they began, unless one was put before
+    another that had ended already. A script may begin with any of them.
+    """
+    names = [phase.name for phase in phases]
+    after = names.index(name) + 1 if name in names else len(names)
+    later = next((phase for phase in phases[after:] if phase.named), None)
+    if later is None or phases[after - 1].named:
+        return
+    raise ValueError(
+        f"the phases are out of order: this program names {later.name!r} before {name!r}, but in "
+        f"this run {name!r} had ended when {later.name!r} began, at step {later.step}. To keep the "
+        f"run, write fit(..., phase={name!r}) before fit(..., phase={later.name!r}). To train "
+        f"{later.name!r} before {name!r}, begin with a checkpoint from before {name!r}, and save "
+        "to another folder"
+    )
+
+
+def skipped_phase(phases: Sequence[Phase], name: str) -> Phase | None:
+    """Return the newest phase if a new one follows it in the run, and an earlier one in a program.
+
+    Then the program does not have the newest phase any more, or names it later, out of order.
+    """
+    new = all(phase.name != name for phase in phases)
+    follows_another = bool(phases) and any(phase.named for phase in phases)
+    return phases[-1] if new and follows_another and not phases[-1].named else None
+
+
+def name_phase(state: TrainState, name: str) -> TrainState:
+    """Return the state in which a phase has been named by this program."""
+    phases = (
+        attrs.evolve(phase, named=True) if phase.name == name else phase for phase in state.phases
+    )
+    return attrs.evolve(state, phases=tuple(phases))
+
+
+def phase_of(state: TrainState, name: str | None) -> Phase | None:
+    """Return the phase of a state with a name; None if it has not begun."""
+    return next((phase for phase in state.phases if phase.name == name), None)
+
+
+def absolute_targets(
+    state: TrainState, name: str, epochs: int | None, steps: int | None
+) -> tuple[int | None, int | None]:
+    """Return the targets of a phase, counted from where it began, as targets for the state.
+
+    With neither, it is one epoch.
+    """
+    begun = phase_of(state, name)
+    epoch = state.epoch + (state.batch > 0) if begun is None else begun.epoch
+    step = state.step if begun is None else begun.step
+    if epochs is None and steps is None:
+        epochs = 1
+    return None if epochs is None else epoch + epochs, None if steps is None else step + steps
+
+
+def begin_phase(state: TrainState, name: str) -> TrainState:
+    """Return the state at the beginning of a phase: that of a new epoch.
+
+    A phase that was stopped is over, and so is an epoch that was left in the middle: it counts.
+    """
+    if (running := unfinished(state.phases)) is not None:
+        state = end_phase(state, running.name)
+    left = state.batch > 0
+    epoch = state.epoch + left
+    counts = {"skipped": state.skipped, "updates": dict(state.updates)}
+    phase = Phase(name, state.step, epoch, len(state.history), **counts, named=True)
+    phases = (*state.phases, phase)
+    state = attrs.evolve(
+        begin_count(state), phases=phases, stop=None, ends=None, events=frozenset(), left=()
+    )
+    if not left:
+        return state
+    return attrs.evolve(
+        state, epoch=epoch, batch=0, samples=0, metrics={}, generators=None, saved_on=None
+    )
+
+
+def is_newest(state: TrainState, name: str | None) -> bool:
+    """Return whether no other phase has begun since this one, or since the run of no phase."""
+    begun = phase_of(state, name)
+    return begun is None or begun is state.phases[-1]
+
+
+def has_left(state: TrainState, name: str | None) -> bool:
+    """Return whether a run that ended within a boundary has left some of it to this phase."""
+    return bool(state.left) and is_newest(state, name)
+
+
+def end_phase(state: TrainState, name: str | None) -> TrainState:
+    """Return the state with a phase ended, unless the run was only interrupted."""
+    running = unfinished(state.phases)
+    if running is None or running.name != name or not ends_phase(state.stop):
+        return state
+    ended = attrs.evolve(running, done=True, stop=state.stop)
+    return attrs.evolve(state, phases=(*state.phases[:-1], ended))
+
+
+# --------------------------------------------------------------------------------------------------
+# The hooks of a run: each by itself, and those that would get in each other's way.
+
+
+def read_hooks(hooks: object) -> tuple[Hook, ...]:
+    """Return the argument ``hooks`` of ``fit`` as a tuple, each of them checked.
+
+    Raises:
+        TypeError: it is not a sequence of hooks.
+    """
+    if callable(hooks) or isinstance(hooks, str | bytes) or not isinstance(hooks, Sequence):
+        raise TypeError(
+            "fit expects hooks as a tuple, such as hooks=(progress(), early_stop(...)); got "
+            f"{checks.describe(hooks)}"
+        )
+    for hook in hooks:
+        _check_hook(hook)
+        for layer in layers(hook):
+            begin = as_hook(layer).begin
+            checks.function(name_of(layer), "begin", begin, "a method (state) -> state", 1)
+    return tuple(map(as_hook, hooks))
+
+
+def check_together(hooks: Sequence[Hook]) -> None:
+    """Raise ValueError for hooks that cannot work together, or where they are called."""
+    every_layer = [layer for hook in hooks for layer in layers(hook)]
+    _check_slots([hook.slot for hook in every_layer if isinstance(hook, once)])
+    _check_folders([hook.folder for hook in every_layer if isinstance(hook, checkpoint)])
+    _check_saved_first([*map(unwrap_hook, hooks)])
+    _check_only_one([hook for hook in every_layer if isinstance(hook, restore_best)])
+    for hook in hooks:
+        _check_inspected(hook)
+
+
+def check_metrics(
+    step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
+) -> None:
+    """Raise for a metric of an evaluation that is watched and that the pipeline cannot make.
+
+    Only where all names are known. A middleware or a step of the user's own may add others, and a
+    hook may add to the records that the hooks after it see.
+
+    Args:
+        step: the step.
+        hooks: the hooks.
+        loaders: the names of the loaders that are evaluated.
+        history: the records so far. What is in one of them may come from an earlier run.
+
+    Raises:
+        KeyError: there will be no such metric; the message says what to list.
+    """
+    watched: list[tuple[str, str]] = []
+    reported = {name for hook in hooks for layer in layers(hook) for name in layer.reports}
+    for hook in hooks:
+        of_library = (layer for layer in layers(hook) if not _is_of_user(layer))
+        watched += [(watcher_name(layer), key) for layer in of_library for key in keys_of(layer)]
+        if _is_of_user(unwrap_hook(hook)):
+            break
+    else:
+        calls = [m.call for m in step.pipeline.middleware if m.call is not None]
+        plateaus = [call for call in calls if call.factory is plateau]
+        watched += [("plateau", str((*call.args, call.kwargs.get("key"))[0])) for call in plateaus]
+    for owner, key in watched:
+        loader, _, name = key.partition("/")
+        if not name or loader not in loaders or key in reported or key in history:
+            continue
+        if (names := _evaluated_names(step, loader)) is not None:
+            check_evaluated(owner, key, names)
+
+
+def _is_of_user(hook: Hook) -> bool:
+    """Return whether a hook is not one of the library, but the user's own, or a function."""
+    module = type(hook).__module__
+    return module == Hook.__module__ or not module.startswith("fnloop.")
+
+
+_ADD_NOTHING = (amp, channels_last, compiled, tbptt)  # to the metrics of an evaluation
+
+
+def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
+    """Return the names of the metrics of a loader's evaluation; None if they are not known."""
+    if type(step) is not LossStep:
+        return None
+    names, averages = ["loss"], [""]
+    for member in step.pipeline.middleware:
+        factory = None if member.call is None else member.call.factory
+        if member.forward is None and member.evaluation is None and member.report is None:
+            continue
+        if isinstance(member.evaluation, EvaluateAverage):
+            averages += () if member.evaluation.only else (f"{member.name}/",)
+        elif factory in (metric, derive):
+            assert member.call is not None
+            given = {k: v for k, v in member.call.kwargs.items() if k not in ("on", "loaders")}
+            several = [v for v in given.values() if getattr(v, "key", None) is not None]
+            if member.call.args or several:  # which bring their own names
+                return None
+            names += given if not member.loaders or loader in member.loaders else ()
+        elif factory not in _ADD_NOTHING:
+            return None
+    names = [f"{average}{name}" for average in averages for name in names]
+    return [*names, "time/evaluate"] if step.is_timed else names
+
+
+def _check_hook(hook: object) -> None:
+    if isinstance(hook, type | torch.nn.Module) or not callable(hook):
+        hint = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
+        if hasattr(hook, "begin") and not hint:
+            hint = ", which has a method begin, but no method __call__(state)"
+        if isinstance(hook, Middleware):
+            hint = f", which is middleware: write pipeline({name_of(hook)})(loss_fn)"
+        raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}{hint}")
+    if hasattr(hook, "due") and not isinstance(hook, ConditionalHook):
+        raise TypeError(f"{hook!r} says when, but not what: write {show_call(hook, 'hook')}")
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        signature = inspect.signature(hook)
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise TypeError(
+                f"a hook takes the state and nothing else, but {name_of(hook)} takes {signature}"
+            ) from error
+
+
+def _check_slots(slots: Sequence[str]) -> None:
+    for slot in slots:
+        if slots.count(slot) > 1:
+            raise ValueError(
+                f"two hooks would be remembered as {slot!r}, and one of them would never run: "
+                "once(hook, name=...)"
+            )
+
+
+def _check_folders(folders: Iterable[Path]) -> None:
+    seen = set()
+    for folder in folders:
+        place = os.path.realpath(folder)
+        if place in seen:
+            raise ValueError(
+                f"two checkpoint hooks share {folder}, and would remove each other's: give "
+                "each its own folder"
+            )
+        seen.add(place)
+
+
+def _check_only_one(hooks: Sequence[restore_best]) -> None:
+    if len(hooks) > 1:
+        raise ValueError(
+            f"{hooks[0]!r} and {hooks[1]!r}: a run ends with one set of weights. Leave one out"
+        )
+
+
+def _check_saved_first(hooks: Sequence[Hook]) -> None:
+    """Raise if a hook requeues a job that no hook before it saves completely."""
+    for n, hook in enumerate(hooks):
+        saving = (other for other in hooks[:n] if isinstance(other, checkpoint))
+        if isinstance(hook, requeue) and not any(other.parts == PARTS for other in saving):
+            raise ValueError(
+                "requeue() saves nothing by itself, so each job would start from zero: list "
+                "checkpoint(folder) before it, of all parts"
+            )
+
+
+def _check_inspected(hook: Hook) -> None:
+    """Raise if a hook has its one call at the first update, but works only after an evaluation."""
+    inner = unwrap_hook(hook)
+    if not inner.wants_outputs:
+        return
+    for layer in layers(hook):
+        if isinstance(layer, ConditionalHook):
+            return
+        if isinstance(layer, once):
+            raise ValueError(
+                f"{layer!r} would have its one call at the first update, where nothing is "
+                f"evaluated: write every(epochs=1)({layer!r})"
+            )

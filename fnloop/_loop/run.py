@@ -1,48 +1,169 @@
-"""What a run has besides its state, and what happens at its boundaries."""
+"""The loop. Top to bottom, this is what ``fit`` does: epochs, updates, boundaries."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
 
 import attrs
 
-from fnloop._core.copies import with_record
-from fnloop._core.events import END, EPOCH, RECORD, START, UPDATE
-from fnloop._core.left_out import count_left_out
-from fnloop._core.metrics import Max, read
-from fnloop._core.record import Record
-from fnloop._core.rng import COMPUTE, fold_in, mix, seed_host
-from fnloop._core.running import without_recent
-from fnloop._core.state import TrainState, ownership_of
-from fnloop._core.stops import BOUNDARY, FLUSH, End, end_in, first_stop, is_interruption
-from fnloop._core.types import Metric
-from fnloop._data.source import num_updates
-from fnloop._hooks.wrapper import Hook
-from fnloop._loop.beginning import complete, first_state
+from fnloop._backend.containers import reusing_pages
+from fnloop._core.history import Record
+from fnloop._core.metrics import RECENT, Max, read, wait_and_read_clock, without_recent
+from fnloop._core.optimizers import labelled_groups, optimizers_in
+from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
+from fnloop._core.runs import (
+    BOUNDARY,
+    FLUSH,
+    INTERRUPTED,
+    End,
+    Left,
+    Stopwatch,
+    end_in,
+    ends_run,
+    first_stop,
+    is_interruption,
+)
+from fnloop._core.state import (
+    TrainState,
+    check_not_stale,
+    consume,
+    count_left_out,
+    detached_from_run,
+    newest,
+    ownership_of,
+    owns_handles,
+    with_record,
+)
+from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Metric, Output, name_of
+from fnloop._data.loaders import NONE_LEFT
+from fnloop._data.source import Source, num_updates, windows
+from fnloop._hooks.hook import Hook
+from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
 from fnloop._loop.errors import (
     check_counters,
     check_returned,
+    explain,
     explain_no_batches,
     explain_no_updates,
+    inform_on_main,
+    tell_hooks,
+    warn_on_main,
 )
-from fnloop._loop.evaluate import open_loader
-from fnloop._loop.hints import check_length, suggest_fused
-from fnloop._loop.interrupts import Abandoned, Interrupts
-from fnloop._loop.peers import is_alone, peers_of
-from fnloop._loop.phases import end_phase
-from fnloop._loop.plan import Plan, describe
-from fnloop._loop.report import (
-    asking,
-    evaluation_metrics,
-    recent_metrics,
-    train_metrics,
-)
+from fnloop._loop.evaluate import gather_outputs, measure, open_loader
+from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_of
+from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest
 from fnloop._step.engine import engine_of
+from fnloop._step.pipeline import STEP, PipelineStep
+from fnloop._step.update import numbers_used
 
-__all__ = ["LOADER", "Run"]
+# --------------------------------------------------------------------------------------------------
+# The loop: epochs of updates. Top to bottom, this is what `fit` does.
+#
+#     position the generators -> step -> fetch the next window -> boundary
+#
+# The next window is fetched while the device still works on the step. A boundary is the point
+# between two updates (see `Run.boundary`): evaluation, records and hooks happen there and nowhere
+# else, so they never see a half-finished state.
+
+
+def train_epochs(
+    plan: Plan, state: TrainState, interrupts: Interrupts | None = None
+) -> Iterator[TrainState]:
+    """Yield the state after every epoch, and at the end of the run.
+
+    Args:
+        plan: what to do.
+        state: the state to begin with.
+        interrupts: where signals are recorded; None handles them during each epoch only.
+    """
+    __tracebackhide__ = True
+    tell = inform_on_main if plan.passes_over(state) else warn_on_main
+    state = plan.begin(state)
+    past = plan.is_past(state)
+    if past or (plan.is_over(state) and not has_left(state, plan.phase)):
+        tell(state, plan.why_nothing_to_do(state))
+        # Past its target it is in the middle of another run, of a later call of the same script:
+        # what is left is that run's.
+        yield state if past else _settle(plan, state)
+        return
+    run, backend = Run(plan, state), state.backend
+    window, source = plan.step.window, run.source
+    batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
+    recent, stopwatch = plan.record_every is not None, run.info.stopwatch
+    with _closing(plan.hooks, stopwatch):
+        while True:
+            with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
+                with reusing_pages(backend.device), Survival(run):
+                    seed, state = run.begin_epoch(), run.state
+                    at = (state.epoch, state.batch, state.samples)
+                    size = None if window == 1 else source.rounds_in_update(plan.window_in(state))
+                    nothing: Any = None
+                    batch = feed = step = nothing
+                    # An epoch that will not be trained is not begun, but one that was left in the
+                    # middle is, for the position of its loader and its generators.
+                    over = run.only_ends() and not state.batch
+                    if not over:
+                        feed = windows(source, size, backend.device, *at, plan.prefetch)
+                        batch = stopwatch.next(feed, NONE_LEFT)
+                        over = run.enter(seed, ended=batch is NONE_LEFT)
+                        step = engine_of(run.state).read_from(source, plan.step.train, window)
+                    while not over:
+                        state = run.state
+                        position(mix(seed, state.batch))
+                        taken = backend.data_size * (1 if window == 1 else len(batch))
+                        run.taken = min(taken, run.info.window)  # without padding, if known
+                        run.phase = None  # the step
+                        new, out = step(state, batch)
+                        run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
+                        run.phase, run.unfinished, run.left_out = LOADER, BOUNDARY, out.skip
+                        batch = stopwatch.next(feed, NONE_LEFT)
+                        over = run.boundary(ended=batch is NONE_LEFT)
+                    run.end_epoch(ended=batch is NONE_LEFT)
+                reached = detached_from_run(run.state)
+            if not run.rolled_back or run.is_over():
+                yield reached
+                check_not_stale(reached)  # the caller may have advanced it
+            if run.is_over():
+                return
+            run.state = attrs.evolve(reached, run=run.info)
+
+
+def _settle(plan: Plan, state: TrainState) -> TrainState:
+    """Let hooks complete what a process left that was killed at the end of this run."""
+    if not is_newest(state, plan.phase):
+        return state
+    state = end_phase(state, plan.phase)
+    for hook in plan.hooks:
+        state = check_returned(hook, hook.settle(state), "settle")
+    return state
+
+
+@contextlib.contextmanager
+def _closing(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
+    """Close all hooks at the end, even if one of them raises."""
+    __tracebackhide__ = True
+    with contextlib.ExitStack() as stack:
+        stack.callback(stopwatch.end)
+        for hook in reversed(hooks):  # the stack calls them back in the order listed
+            stack.callback(hook.close)
+        yield
+
+
+def _listening(
+    state: TrainState, interrupts: Interrupts | None
+) -> contextlib.AbstractContextManager[Interrupts]:
+    """Return where signals are recorded during an epoch."""
+    return handling(is_alone(state)) if interrupts is None else contextlib.nullcontext(interrupts)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run has besides its state, and what happens at its boundaries.
 
 LOADER = "the training loader"
 
@@ -426,3 +547,164 @@ def _events(state: TrainState) -> frozenset[str]:
     if BOUNDARY in state.left:
         return state.events & {UPDATE}
     return state.events if state.left else frozenset()
+
+
+# --------------------------------------------------------------------------------------------------
+# The metrics of a record.
+
+
+def train_metrics(state: TrainState) -> dict[str, Metric]:
+    """Return the metrics since the epoch began, by their names in a record."""
+    named = {f"train/{name}": m for name, m in without_recent(state.metrics).items()}
+    return _with_rates("train/", state, named)
+
+
+def recent_metrics(state: TrainState) -> dict[str, Metric]:
+    """Return the metrics since the last record, by their names in a record."""
+    named = {name: m for name, m in state.metrics.items() if name.startswith(RECENT)}
+    return _with_rates(RECENT, state, named)
+
+
+def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dict[str, Metric]:
+    """Return metrics, the loss first; and the learning rates, where none is known.
+
+    A middleware that sets the rates reports what an update used.
+    """
+    if not named:
+        return {}
+    if (loss := f"{prefix}loss") in named:
+        named = {loss: named[loss], **named}
+    rates = numbers_used(labelled_groups(optimizers_in(state.optimizer)), "lr")
+    missing = {f"{prefix}{k}": rate for k, rate in rates.items() if f"{prefix}{k}" not in named}
+    return {**named, **missing}
+
+
+def evaluation_metrics(
+    step: PipelineStep,
+    state: TrainState,
+    loader: str,
+    source: Source,
+    watch: Callable[[TrainState, str, int, int | None], object],
+    collectors: Sequence[Any] = (),
+) -> dict[str, Metric]:
+    """Evaluate a loader. Return its metrics by their names in a record.
+
+    ``watch`` is called with the state, the name, the number of batches that this process has
+    evaluated, from 0, and how many there are, if that is known. ``collectors`` are the hooks that
+    may ask for the outputs.
+    """
+    __tracebackhide__ = True
+    run = None if state.run is None else attrs.evolve(state.run, loader=loader)
+    length = source.length_in(0)
+    share = None if length is None else -(-length // state.backend.data_size)
+    tell = lambda done: watch(state, loader, done, share)
+    asked_by = asking(collectors, state, loader)
+    outputs: list[list[Output]] | None = [] if asked_by else None
+    device = state.backend.device
+    began = wait_and_read_clock(device) if step.is_timed else 0.0
+    with isolated(device):
+        found = measure(step, attrs.evolve(state, run=run), source, True, tell, outputs)
+    if step.is_timed:
+        if "time/evaluate" in found:
+            raise ValueError(
+                "timings reports the metric 'time/evaluate', which another middleware reports "
+                "already: rename that metric"
+            )
+        found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
+    gathered = [] if outputs is None else gather_outputs(outputs)
+    for hook in asked_by:
+        hook.receive(state, gathered)
+    return {f"{loader}/{name}": metric for name, metric in found.items()}
+
+
+def asking(collectors: Sequence[Any], state: TrainState, loader: str) -> list[Any]:
+    """Return the hooks that ask for the outputs of a loader."""
+    found = []
+    for hook in collectors:
+        try:
+            if hook.collects(state, loader):
+                found.append(hook)
+        except Exception as error:
+            error.add_note(f"while in {name_of(hook)}")
+            raise
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# What becomes of a run in which an exception is raised: no update that was made is lost.
+
+
+class Survival:
+    """Ends a run normally on an interruption; adds a note to any other exception.
+
+    The note says where it happened; the exception also gets the state that was reached.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        __tracebackhide__ = True
+        return error is not None and _survive(self._run, error)
+
+
+def _survive(run: Run, error: BaseException) -> bool:
+    """Return whether the run ends as it would without this error: after a signal."""
+    __tracebackhide__ = True
+    state, phase = run.state, run.phase
+    if phase is None:  # the step may have applied its update already
+        state = newest(state, run.taken, run.taken * (run.source.batch_size or 0))
+    applied = state is not run.state
+    state = attrs.evolve(state, left=_left(state, BOUNDARY if applied else run.unfinished))
+    # With several processes, fail: the others cannot know of it, and the launcher ends them.
+    alone = is_alone(state)
+    interrupted = _is_interruption(run, error) and owns_handles(state)
+    lost = alone and (interrupted or _has_lost_its_workers(run, error))
+    if lost or isinstance(error, Abandoned):
+        run.interrupts.done, run.rolled_back = True, False
+        if state.stop is None or end_in(state.left) is not None:
+            state = attrs.evolve(state, stop=run.interrupts.stop or INTERRUPTED)
+        run.state = attrs.evolve(state, left=()) if state.left == (FLUSH,) else state
+        run.flush_hooks()
+        return True
+    batch = run.batches_in_epoch if EPOCH in state.events else state.batch
+    last = explain(error, state, run.plan.step, phase, batch)
+    run.peers.explain(error)
+    if last is not None and applied:
+        error.add_note(
+            "the update was applied before this; middleware around it may not have finished "
+            "their work"
+        )
+    elif last is not None and alone and isinstance(error, Exception):
+        tell_hooks(run.plan.hooks, last, error)
+    return False
+
+
+def _left(state: TrainState, unfinished: object) -> Left:
+    """Return what the run leaves, given what it was about to finish."""
+    end = End(state.stop if ends_run(state.stop) else None)
+    if unfinished is BOUNDARY:
+        return (BOUNDARY,) if end.stop is None else (BOUNDARY, end)
+    if unfinished is FLUSH:
+        return state.left or (FLUSH,)
+    return (end,) if unfinished is END else state.left
+
+
+def _is_interruption(run: Run, error: BaseException) -> bool:
+    """Return whether Ctrl-C came where no handler could be installed."""
+    return isinstance(error, KeyboardInterrupt) and run.interrupts.stop is None
+
+
+def _has_lost_its_workers(run: Run, error: BaseException) -> bool:
+    """Return whether the signal that stops the run has killed the workers of a loader.
+
+    No further batch is needed then.
+    """
+    loading = isinstance(run.phase, str) and run.phase in (LOADER, *run.evaluated)
+    if not (loading and isinstance(error, Exception) and run.interrupts.stop is not None):
+        return False
+    return run.plan.step.layer_of(error) == STEP

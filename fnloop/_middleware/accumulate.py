@@ -1,31 +1,36 @@
-"""Gradient accumulation: n batches of b make the same update as one batch of n·b.
-
-Each micro-batch counts by its weight, the number of items that its loss is the mean of. So the
-gradient is that of the mean over all items of the window, also with a ragged last window and
-unequal token counts. There are two paths:
-
-* If only steps that commute with scaling stand between it and backward, gradients add up in
-  ``.grad``, as autograd does.
-* If another gradient middleware is inside (``pipeline(clip(1.0), accumulate(4))``), each
-  micro-batch's gradient is taken out after that middleware, and the weighted mean is put back.
-"""
+"""Updates of many batches, of one batch in pieces, and of windows of a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
-from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Output, Step
+from fnloop._backend.containers import map_leaves, tensors_in
+from fnloop._backend.fsdp import is_sharded
+from fnloop._core.metrics import to_accumulator_dtype
+from fnloop._core.runs import waiting_once
+from fnloop._core.state import TBPTT, TrainState, mark_half_done, note_call, with_carry
+from fnloop._core.types import Batch, LossFn, Middleware, Output, Step, Wrap, middleware, name_of
 from fnloop._display import checks
-from fnloop._step.backward import Backward, Commuting, Insertable
-from fnloop._step.engine import engine_of
-from fnloop._step.host import in_parts
+from fnloop._step.engine import WeightedSum, engine_of
+from fnloop._step.engine_exact import check_not_exact
+from fnloop._step.forward import takes_carry
+from fnloop._step.guard import InPieces, Retrying
+from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable, in_parts
 
-__all__ = ["accumulate"]
+# --------------------------------------------------------------------------------------------------
+# Gradient accumulation: n batches of b make the same update as one batch of n·b.
+#
+# Each micro-batch counts by its weight, the number of items that its loss is the mean of. So the
+# gradient is that of the mean over all items of the window, also with a ragged last window and
+# unequal token counts. There are two paths:
+#
+# * If only steps that commute with scaling stand between it and backward, gradients add up in
+#   `.grad`, as autograd does.
+# * If another gradient middleware is inside (`pipeline(clip(1.0), accumulate(4))`), each micro-
+#   batch's gradient is taken out after that middleware, and the weighted mean is put back.
 
 
 @middleware("gradient")
@@ -109,11 +114,11 @@ def _by_epoch(windows: Mapping[int, int]) -> Middleware:
             "accumulate", "an epoch of n", epoch, "such as 4 in {0: 8, 4: 4}", least=0,
             wrong_type=TypeError,
         )  # fmt: skip
-        _check(windows[epoch])
+        _check_accumulate(windows[epoch])
     return _accumulate(max(windows.values()), dict(sorted(windows.items())))
 
 
-def _check(n: object) -> None:
+def _check_accumulate(n: object) -> None:
     meaning = "the batches per update (1 changes nothing)"
     checks.integer("accumulate", "n", n, meaning, wrong_type=TypeError)
 
@@ -126,7 +131,7 @@ def _accumulate(n: int, windows: Mapping[int, int], typed: str | None = None) ->
         windows: batches per update by the first epoch; empty if it is always n.
         typed: the argument as messages show it; by default n.
     """
-    _check(n)
+    _check_accumulate(n)
     if n == 1:
         return Middleware("accumulate")
     call = f"accumulate({typed or n})"
@@ -177,3 +182,331 @@ def _check_window(window: object, n: int, call: str) -> None:
         )
     if not 0 < len(window) <= n:
         raise ValueError(f"with {call} a step takes 1 to {n} batches at once; got {len(window)}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Make an update of a batch in pieces, which take less memory than all of it at once.
+
+
+@middleware("gradient")
+def microbatch(size: int) -> Middleware:
+    """Run forward and backward of each batch in pieces of that many samples, for one update.
+
+    The loss, the gradient and the length of the run are those of whole batches, up to rounding:
+    each piece counts by its weight, the number of items that its loss is the mean of. Only the
+    memory of ``size`` samples is needed at a time. It acts directly around backward, wherever it is
+    listed: ``pipeline(clip(1.0), microbatch(8))`` clips once per update. With ``accumulate(n)``
+    each batch of a window comes in pieces.
+
+    All tensors in nested tuples, lists and mappings are cut along their first dimension, without a
+    copy. So are arrays, and lists of plain values, that have one entry for each sample. Anything
+    else is given to each piece whole.
+
+    What sees more than one sample differs: BatchNorm normalizes each piece by itself, and updates
+    its running statistics with each. Random draws such as those of dropout are others. The loss
+    function, ``metric`` and ``Output.aux`` see a piece; metrics are combined. An evaluation needs
+    less memory, because it keeps no graph: it takes whole batches.
+
+    Args:
+        size: the most samples in a piece, at least 1. On several processes, in each of them.
+
+    Returns:
+        A middleware of the gradient ring.
+
+    Raises:
+        TypeError: size is not an int.
+        ValueError: size is below 1. When composing: ``tbptt`` or ``closure(create_graph=True)`` is
+            listed too. At a batch: its tensors have different lengths, or it has none.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(microbatch(2))(toy_loss)
+        >>> state, out = step(toy(), torch.tensor([1.0, 2.0, 6.0]))     # in pieces of 2 and 1
+        >>> state.model.w.item(), state.step        # the gradient is the mean, 3
+        (-3.0, 1)
+
+    Source: the device_train_microbatch_size of Composer,
+    https://docs.mosaicml.com/projects/composer
+    """
+    checks.integer("microbatch", "size", size, "the most samples in a piece", wrong_type=TypeError)
+
+    def gradient(step: Step) -> Step:
+        return _instead_of(step, lambda backward: InPieces(backward.loss, size))
+
+    return Middleware("microbatch", gradient=gradient, check=_check_pieces)
+
+
+@middleware("gradient")
+def retry_on_oom() -> Middleware:
+    """Repeat forward and backward in pieces half as large when there is no memory left.
+
+    Pieces are those of ``microbatch``, and so is what differs. The update begins again, with the
+    same random draws and buffers, in all processes at once. The size that fits is kept in
+    ``state.slots["retry_on_oom"]`` (0: whole batches) and saved: later updates, and a resumed run,
+    begin with it. From there on, the run equals one with ``microbatch(size)``. With
+    ``microbatch(size)`` listed too, the first attempt is in those pieces.
+
+    Whatever else forward and backward have changed, such as a list in a closure, is not undone. The
+    optimizer's step and evaluations are not repeated. On several processes, gradients are averaged
+    after backward instead of during it, because a process that runs out of memory half-way must not
+    leave the others waiting. Buffers are copied before each update.
+
+    Returns:
+        A middleware of the gradient ring.
+
+    Raises:
+        ValueError: when composing: ``cuda_graph``, ``tbptt`` or ``closure(create_graph=True)`` is
+            listed too.
+        NotImplementedError: when a run starts on several processes: the model is sharded or has a
+            SyncBatchNorm, whose forward cannot be repeated in one process alone.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def greedy(model, batch):
+        ...     if len(batch) > 2:
+        ...         raise torch.OutOfMemoryError("out of memory")
+        ...     return toy_loss(model, batch)
+        >>> step = fl.pipeline(retry_on_oom())(greedy)
+        >>> state, out = step(toy(), torch.tensor([1.0, 2.0, 6.0]))
+        >>> state.model.w.item(), state.slots["retry_on_oom"]
+        (-3.0, 2)
+
+    Source: the device_train_microbatch_size="auto" of Composer,
+    https://docs.mosaicml.com/projects/composer
+    """
+
+    def gradient(step: Step) -> Step:
+        return _instead_of(step, Retrying)
+
+    return Middleware("retry_on_oom", gradient=gradient, init=_whole_batches, check=_check_pieces)
+
+
+def _instead_of(step: Step, replace: Callable[[Backward], Backward]) -> Step:
+    # Both are first in the gradient ring: see composition.in_order.
+    assert isinstance(step, Insertable)
+    return step.insert_inside(replace)
+
+
+def _whole_batches(state: TrainState) -> int:
+    name, why = (
+        "retry_on_oom",
+        "the size of pieces changes the last bits, and it follows the memory",
+    )
+    check_not_exact(state, name, f"{why}. List microbatch(size) instead")
+    exchanging = is_sharded(state.model) or any(
+        isinstance(module, nn.SyncBatchNorm) for module in state.model.modules()
+    )
+    if exchanging and not engine_of(state).calls_every_batch:
+        raise NotImplementedError(
+            "retry_on_oom cannot repeat a forward in which the processes exchange something, as "
+            "that of a sharded model or of SyncBatchNorm: the others would wait for the one that "
+            "has run out of memory. List microbatch(size) with a size that fits instead"
+        )
+    return 0
+
+
+def _check_pieces(listed: Sequence[Middleware]) -> None:
+    by = next(m for m in listed if m.name in ("microbatch", "retry_on_oom"))
+    for member in listed:
+        if member.name == TBPTT:
+            raise ValueError(
+                f"{by!r} cuts a batch into pieces of its samples, and what {member!r} carries on "
+                "belongs to all of them. Leave one out; to save memory, use smaller batches"
+            )
+        if member.name == CREATE_GRAPH:
+            raise ValueError(
+                f"{by!r} changes gradients in place, which closure(create_graph=True) "
+                "differentiates: leave one out"
+            )
+        if member.name == "cuda_graph" and any(m.name == "retry_on_oom" for m in listed):
+            raise ValueError(
+                f"{member!r} cannot capture retry_on_oom, which may repeat an update. Find the "
+                "size without cuda_graph, in state.slots['retry_on_oom'], then list "
+                "microbatch(size)"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Truncated backpropagation through time: one update for each window of a batch of sequences.
+
+
+@middleware("step")
+def tbptt(length: int, dim: int = 1) -> Middleware:
+    """Train on sequences in windows: one update for each ``length`` positions of a batch.
+
+    The loss function takes what it returned for the window before, such as the hidden state of a
+    recurrent net: ``loss_fn(model, batch, carry) -> (loss, aux, carry)``. The carry holds tensors
+    in tuples, lists and mappings. It is detached after each window. It is None where a pass over a
+    loader begins, and crosses from each batch to the next. So consecutive batches have to continue
+    the same sequences, in the same rows. It is kept in ``state.slots["tbptt"]``, and saved.
+
+    An evaluation works in the same windows, with a carry of its own. Everything else acts once per
+    window, because each is an update: clipping, schedules, counters. This holds wherever ``tbptt``
+    is listed. Evaluations, records and hooks come between batches. So a run ends with the batch in
+    which it reaches ``steps``, and ``every(steps=n)`` is due after each batch that passes a
+    multiple of n. The number of updates of an epoch is not known beforehand: a schedule that needs
+    the length of the run needs ``fit(..., steps=...)``.
+
+    A window weighs as many items as it has positions, times its leading dimension if that is
+    another one; ``aux["weight"]`` overrides it. A window without items moves the carry on too;
+    one that a guard, such as ``skip_nonfinite``, or the loss scale of fp16 leaves out does not.
+
+    Args:
+        length: positions per window; the last window of a batch may be shorter.
+        dim: the dimension of time: 1 for (batch, time, ...), 0 for (time, batch, ...). Tensors
+            without it, and anything that is not a tensor, are given to each window whole.
+
+    Returns:
+        A middleware of the step ring and the ring "evaluation". It replaces the loss function.
+
+    Raises:
+        TypeError: an argument is not an int. At the first batch: the loss function returned
+            something else.
+        ValueError: the length is below 1, or ``dim`` below 0. When composing: ``accumulate`` or
+            ``cuda_graph`` is listed too. At a batch: its tensors have different lengths.
+        NotImplementedError: when a run starts: there are several processes.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy
+        >>> def loss_fn(model, batch, carry):           # the carry: the sum of x so far
+        ...     carry = batch.sum() + (0 if carry is None else carry)
+        ...     return model.w * carry, {}, carry       # the gradient is the carry
+        >>> step = fl.pipeline(tbptt(2))(loss_fn)
+        >>> state, out = step(toy(), torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0]]))
+        >>> state.step, state.model.w.item(), state.slots["tbptt"].item()      # 2 + 4 + 5
+        (3, -11.0, 5.0)
+
+    Source: Williams and Peng, 1990, https://doi.org/10.1162/neco.1990.2.4.490
+    """
+    checks.integer("tbptt", "length", length, "the positions per window", wrong_type=TypeError)
+    meaning = "the dimension of time"
+    checks.integer("tbptt", "dim", dim, meaning, least=0, wrong_type=TypeError)
+
+    def loss_fn(given: LossFn) -> LossFn:
+        weigh = (lambda batch: _positions(batch, dim)) if dim else (lambda batch: 1)
+        return takes_carry(given, name_of(given), weigh)
+
+    return Middleware(
+        TBPTT,
+        step=_each_window(length, dim),
+        evaluation=_evaluate_each_window(length, dim),
+        init=_no_carry,
+        loss_fn=loss_fn,
+        check=_check_tbptt,
+    )
+
+
+def _no_carry(state: TrainState) -> None:
+    check_not_exact(state, TBPTT, "it works in one process only. Leave one of them out")
+    if not engine_of(state).calls_every_batch:
+        raise NotImplementedError(
+            "tbptt works in one process only: several would share the batches of a loader, and "
+            "each would carry on from a batch that its next one does not continue"
+        )
+
+
+def _check_tbptt(listed: Sequence[Middleware]) -> None:
+    for member in listed:
+        if member.window > 1:
+            raise ValueError(
+                f"{member!r} makes one update from several batches, and tbptt several updates from "
+                "one batch. Leave one out; for a larger update, use larger batches or a larger "
+                "length"
+            )
+        if member.name == "cuda_graph":
+            raise ValueError(
+                f"{member!r} replays an update with the tensors that it was captured with, but "
+                "tbptt gives each update a new carry. Leave one out"
+            )
+
+
+def _each_window(length: int, dim: int) -> Wrap:
+    def wrap(step: Step) -> Step:
+        def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            given, windows = state, _windows(batch, length, dim)
+            if not state.batch:  # a pass begins
+                state = with_carry(state, None)
+            if len(windows) == 1:
+                state, out = step(state, batch)
+                return note_call(state, given.step), out
+            try:
+                state, out = _fold(step, state, windows)
+            except BaseException:
+                mark_half_done(given)
+                raise
+            return note_call(state, given.step), out
+
+        return each_window
+
+    return wrap
+
+
+def _evaluate_each_window(length: int, dim: int) -> Wrap:
+    def wrap(step: Step) -> Step:
+        def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            windows = _windows(batch, length, dim)
+            return step(state, batch) if len(windows) == 1 else _fold(step, state, windows)
+
+        return each_window
+
+    return wrap
+
+
+def _fold(step: Step, state: TrainState, windows: Sequence[Batch]) -> tuple[TrainState, Output]:
+    """Call a step with each window. Return the last state, and the output of all windows."""
+    __tracebackhide__ = True
+    total = WeightedSum()
+    for window in waiting_once(state.run, windows):
+        state, out = step(state, window)
+        total.add(_widened(out))
+    return state, total.output()
+
+
+def _widened(out: Output) -> Output:
+    """Return an output whose loss can be added up without rounding."""
+    return attrs.evolve(out, loss=to_accumulator_dtype(out.loss))
+
+
+# --- windows
+
+
+def _positions(batch: Batch, dim: int) -> int:
+    """Return the length of the sequences of a batch.
+
+    Raises:
+        ValueError: there is not one, or it is 0.
+    """
+    lengths = {t.size(dim) for t in tensors_in(batch) if t.ndim > dim}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"tbptt cuts all tensors of a batch along dim={dim}, but there they have the lengths "
+            f"{sorted(lengths)}. To give a tensor x to each window whole, put x.unbind({dim}) into "
+            "the batch"
+        )
+    if not lengths or lengths == {0}:
+        found = "is empty" if lengths else "has no tensor with that dimension"
+        raise ValueError(f"tbptt cuts the tensors of a batch along dim={dim}, but it {found}")
+    return lengths.pop()
+
+
+def _windows(batch: Batch, length: int, dim: int) -> list[Batch]:
+    """Return the windows of a batch, which share its memory; the last one may be shorter."""
+    positions = _positions(batch, dim)
+    return [
+        map_leaves(batch, _cut(dim, start, min(length, positions - start)))
+        for start in range(0, positions, length)
+    ]
+
+
+def _cut(dim: int, start: int, length: int) -> Callable[[object], object]:
+    def cut(leaf: object) -> object:
+        if isinstance(leaf, Tensor) and leaf.ndim > dim:
+            return leaf.narrow(dim, start, length)
+        return leaf
+
+    return cut

@@ -1,7 +1,4 @@
-"""Gradient clipping, by norm and by value, and the norm alone.
-
-It acts once per update, or once per micro-batch if it is listed before ``accumulate``.
-"""
+"""Gradients that are changed before the optimizer sees them, or computed again for it."""
 
 from __future__ import annotations
 
@@ -9,25 +6,34 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import local_part
-from fnloop._core.call import Call
+from fnloop._backend.fsdp import combined, local_part
+from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.metrics import Mean
-from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.selectors import Selectors, check_selectors
-from fnloop._core.snapshot import unwrap
-from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Metric, Output, Step
+from fnloop._core.rng import isolated
+from fnloop._core.state import TrainState, parameters, unwrap
+from fnloop._core.types import Batch, Call, Metric, Middleware, Output, Step, middleware
 from fnloop._display import checks
-from fnloop._step.backward import Commuting
-from fnloop._step.chosen import Chosen
-from fnloop._step.gradients import clip_to_norm_, total_norm
-from fnloop._step.update import report
+from fnloop._step.engine import (
+    clip_to_norm_,
+    engine_of,
+    nan_unless_finite,
+    restore_gradients,
+    stash_gradients,
+    total_norm,
+)
+from fnloop._step.engine_exact import check_not_exact
+from fnloop._step.pipeline import Chosen
+from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report, skip_together
 
-__all__ = ["clip", "clip_value", "grad_norm"]
+# --------------------------------------------------------------------------------------------------
+# Gradient clipping, by norm and by value, and the norm alone.
+#
+# It acts once per update, or once per micro-batch if it is listed before `accumulate`.
 
 _NORM = "grad_norm"  # the name of the metric
 # (state) -> the norms to report; it may scale the gradients.
@@ -275,3 +281,259 @@ def clip_value(limit: float) -> Middleware:
 
 def _check_limit(owner: str, name: str, value: float, meaning: str) -> None:
     checks.number(owner, name, value, meaning, above=0, finite=False, wrong_type=TypeError)
+
+
+# --------------------------------------------------------------------------------------------------
+# Adaptive gradient clipping: by the norm of the weights, unit by unit.
+
+SMALLEST_WEIGHT = 1e-3  # a norm of weights counts as at least this, so that zeros can grow
+SMALLEST_GRADIENT = 1e-6  # a norm of gradients is divided by as at least this
+
+
+@middleware("gradient")
+def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middleware:
+    """Scale each unit's gradient so that its norm is at most ``ratio`` × the norm of its weights.
+
+    A unit is a row of a matrix, an output channel of a convolution, or a whole vector such as a
+    bias. The norm of its weights counts as at least 0.001. As in ``clip``, a unit whose gradient
+    has an infinite or NaN norm becomes NaN.
+
+    The authors leave out the last linear layer: ``only=lambda name, p: not
+    name.startswith("head.")``.
+
+    Args:
+        ratio: the largest norm of a gradient, as a part of the norm of the weights; above 0.
+            ``inf`` changes nothing.
+        only: what it is for, as in ``clip``. None: all that is updated.
+
+    Returns:
+        A middleware of the gradient ring.
+
+    Raises:
+        TypeError: the ratio is not a number, or ``only`` is not a selector.
+        ValueError: the ratio is not above 0. When a run starts: ``only`` is for nothing in the
+            model.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(clip_adaptive(0.5))(toy_loss)
+        >>> state, out = step(toy(w=2.0), torch.tensor([4.0]))      # 4 is clipped to 0.5 * 2
+        >>> state.model.w.item()
+        1.0
+
+    Source: Brock et al., 2021, https://arxiv.org/abs/2102.06171
+    """
+    meaning = "a part of the norm of the weights, where inf switches clipping off"
+    checks.number(
+        "clip_adaptive", "ratio", ratio, meaning, above=0, finite=False, wrong_type=TypeError
+    )
+    selectors = None if only is None else check_selectors("clip_adaptive", only)
+    if math.isinf(ratio):
+        return Middleware("clip_adaptive")
+
+    def gradient(step: Step) -> Step:
+        chosen = Chosen("clip_adaptive", selectors)
+
+        def clipped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            if out.skip is None:
+                with torch.no_grad():  # with create_graph the gradients have a graph
+                    for p in chosen.of(state):
+                        if p.grad is not None:
+                            _clip_(p.grad, p, ratio)
+            return state, out
+
+        return clipped
+
+    def check(state: TrainState, listed: object) -> None:
+        Chosen("clip_adaptive", selectors).check(state)
+
+    return Middleware(
+        "clip_adaptive", gradient=gradient, check_state=None if selectors is None else check
+    )
+
+
+def _clip_(gradient: Tensor, weights: Tensor, ratio: float) -> None:
+    most = _norms(weights).clamp(min=SMALLEST_WEIGHT).mul_(ratio)
+    norms, mine = nan_unless_finite(_norms(gradient)), local_part(gradient)
+    scaled = mine * (most / norms.clamp(min=SMALLEST_GRADIENT))
+    mine.copy_(torch.where(norms < most, mine, scaled))
+
+
+def _norms(values: Tensor) -> Tensor:
+    """Return the norm of each unit that this process has; of a vector, one norm of all."""
+    if values.ndim <= 1:
+        return combined(torch.linalg.vector_norm(values))
+    dims = tuple(range(1, values.ndim))
+    return combined(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# Sharpness-aware minimization: the gradient of the worst weights nearby.
+
+SMALLEST = 1e-12  # is added to the norm of the gradient
+
+
+@middleware("gradient")
+def sam(rho: float = 0.05) -> Middleware:
+    """Update with the gradient at ``w + rho × g / |g|``, where g is the gradient at the weights w.
+
+    Forward and backward run twice, on the same batch and with the same random draws. The loss and
+    the metrics are those of the first pass. Buffers, such as running statistics, are those that the
+    first pass leaves. The weights are restored exactly before the optimizer's step.
+
+    Order: ``pipeline(accumulate(4), sam())`` takes the gradient of the whole window at both places.
+    ``pipeline(sam(), accumulate(4))`` does so for each micro-batch, then averages. List
+    ``amp("fp16")`` before it, and ``clip`` after it.
+
+    Args:
+        rho: the distance to the place where the gradient is taken, above 0.
+
+    Returns:
+        A middleware of the gradient ring.
+
+    Raises:
+        TypeError: rho is not a number.
+        ValueError: rho is not above 0. When composing: ``cuda_graph`` is listed too.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy
+        >>> def square(model, batch):                  # the gradient is w
+        ...     return (model.w * batch).square().mean() / 2
+        >>> step = fl.pipeline(sam(0.5))(square)
+        >>> state, out = step(toy(w=2.0, lr=0.1), torch.ones(1))
+        >>> round(state.model.w.item(), 4), out.loss.item()     # 2 - 0.1 * (2 + 0.5)
+        (1.75, 2.0)
+
+    Source: Foret et al., 2021, https://arxiv.org/abs/2010.01412
+    """
+    meaning = "the distance to where the gradient is taken"
+    checks.number("sam", "rho", rho, meaning, above=0, wrong_type=TypeError)
+
+    def gradient(step: Step) -> Step:
+        def sharpened(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            stashed, repeat = stash_gradients(state), engine_of(state).mark_draws()
+            with isolated(state.backend.device):
+                new, out = step(state, batch)
+            out = skip_together(new, out)
+            if out.skip is None:
+                repeat()
+                again = _pass_nearby(step, state, batch, rho)
+                out = out if again.skip is None else attrs.evolve(out, skip=again.skip)
+            restore_gradients(state, stashed)
+            return new, out
+
+        return sharpened
+
+    return Middleware("sam", gradient=gradient, check=_check)
+
+
+def _check(listed: Sequence[Middleware]) -> None:
+    for member in listed:
+        if member.name == "cuda_graph":
+            raise ValueError(
+                f"{member!r} cannot capture sam, which repeats the random draws of a pass: leave "
+                "one out"
+            )
+
+
+def _pass_nearby(step: Step, state: TrainState, batch: Batch, rho: float) -> Output:
+    """Leave the gradient at the worst weights within rho, and the weights as they were."""
+    __tracebackhide__ = True
+    moved = [p for p in parameters(state) if p.grad is not None]
+    buffers = [*state.model.buffers()]
+    with torch.no_grad():
+        kept: list[Tensor] = [t.detach().clone() for t in (*moved, *buffers)]
+        norm = total_norm([p.grad for p in moved], 2.0)
+        for p in moved:
+            p.add_(p.grad * (rho / (norm + SMALLEST)).to(p))
+            p.grad = None
+    try:
+        return skip_together(state, step(state, batch)[1])
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip((*moved, *buffers), kept, strict=True):
+                tensor.copy_(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers whose step evaluates the loss by itself.
+
+
+@middleware("update")
+def closure(*, create_graph: bool = False) -> Middleware:
+    """Call ``optimizer.step(closure)``, for an optimizer that takes a closure by choice.
+
+    The optimizer evaluates the loss and its gradient as often as it needs. Each evaluation passes
+    through the rings inside of the update: accumulation, clipping, metrics. The first one is
+    reported. An optimizer that requires a closure, such as LBFGS, gets one without this.
+
+    Args:
+        create_graph: whether gradients have a graph of their own, for optimizers that differentiate
+            them once more, such as AdaHessian. It takes more memory.
+
+    Returns:
+        A middleware that says how the update is made.
+
+    Raises:
+        TypeError: ``create_graph`` is not a bool. At the first update: the optimizer's step takes
+            no closure.
+        ValueError: when composing: ``cuda_graph`` or another closure is listed too, or, with
+            ``create_graph``, ``accumulate``, or ``amp("fp16")``. At an update: it would have to be
+            skipped.
+        NotImplementedError: with ``create_graph``, when a run starts: there are several processes.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import Toy, toy_loss
+        >>> class Twice(torch.optim.SGD):
+        ...     def step(self, closure=None):
+        ...         for _ in range(2):
+        ...             closure()
+        ...             super().step()
+        >>> model = Toy()
+        >>> state = fl.TrainState.create(model, Twice(model.parameters(), lr=1.0))
+        >>> state, out = fl.pipeline(closure())(toy_loss)(state, torch.tensor([3.0]))
+        >>> state.step, state.model.w.item()
+        (1, -6.0)
+    """
+    checks.flag("closure", "create_graph", create_graph)
+
+    name = CREATE_GRAPH if create_graph else CLOSURE
+
+    def check(listed: Sequence[Middleware]) -> None:
+        for member in listed:
+            if member.name == "cuda_graph":
+                raise ValueError(
+                    f"{member!r} cannot capture an optimizer that evaluates the loss by itself: "
+                    "leave one out"
+                )
+            if member.name in (CLOSURE, CREATE_GRAPH) and member.name != name:
+                raise ValueError(
+                    "closure() and closure(create_graph=True) are both listed: leave closure() out"
+                )
+            if create_graph and (member.window > 1 or _scales(member)):
+                raise ValueError(
+                    f"{member!r} changes gradients in place, which "
+                    "closure(create_graph=True) differentiates: leave one out"
+                )
+
+    return Middleware(name, check=check, init=_refuse_several if create_graph else None)
+
+
+def _refuse_several(state: TrainState) -> None:
+    name = "closure(create_graph=True)"
+    check_not_exact(state, name, "it works in one process only. Leave one of them out")
+    if not engine_of(state).calls_every_batch:
+        raise NotImplementedError(
+            "closure(create_graph=True) works in one process only: the graph of a gradient does "
+            "not reach the other processes"
+        )
+
+
+def _scales(member: Middleware) -> bool:
+    return member.name == "amp" and member.gradient is not None

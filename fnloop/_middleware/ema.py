@@ -6,17 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 
 from fnloop._checkpoint.format import TENSORS, TRAINING
-from fnloop._core.average import AVERAGED, Average
-from fnloop._core.carry import TBPTT
-from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.run_length import explain_unknown_length
-from fnloop._core.state import TrainState
+from fnloop._core.averages import AVERAGED, Average
+from fnloop._core.state import TBPTT, TrainState, explain_unknown_length
+from fnloop._core.types import Middleware, middleware
 from fnloop._display import checks
-from fnloop._display.log import log
-from fnloop._step.averaging import Choice, EvaluateAverage, blend, choose_weight, first_average
-from fnloop.schedules._schedule import check_length, updates_in
-
-__all__ = ["ema", "swa"]
+from fnloop._display.screen import log
+from fnloop._step.averages import Choice, EvaluateAverage, blend, choose_weight, first_average
+from fnloop.schedules import check_length, updates_in
 
 _FILES = (*TENSORS, TRAINING, AVERAGED)
 # Middleware that others know by their names.

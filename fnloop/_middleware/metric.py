@@ -1,7 +1,10 @@
-"""Add metrics to the loss, in training, in evaluation, or both."""
+"""Numbers in reports: metrics, numbers that follow from others, times and memory."""
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,18 +12,40 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.call import name_of
-from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype, weighted
-from fnloop._core.middleware import Middleware, middleware
-from fnloop._core.monitor import suggestion
+from fnloop._core.history import suggestion
+from fnloop._core.metrics import (
+    BUILTIN_METRICS,
+    COLLECTION_HINT,
+    Elapsed,
+    Mark,
+    Mean,
+    Peak,
+    elapsed,
+    from_torchmetrics,
+    mark,
+    names_in,
+    to_accumulator_dtype,
+    weighted,
+)
 from fnloop._core.state import TrainState
-from fnloop._core.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
-from fnloop._core.types import Aux, Batch, Metric, Output, Step, Wrap
+from fnloop._core.types import (
+    Aux,
+    Batch,
+    Metric,
+    Middleware,
+    Output,
+    Step,
+    Wrap,
+    middleware,
+    name_of,
+)
 from fnloop._display import checks
 from fnloop._display.checks import join_names
-from fnloop._step.update import report
+from fnloop._step.forward import items_in
+from fnloop._step.update import MissingNumberError, Numbers, as_number, report
 
-__all__ = ["metric", "unseen_metrics"]
+# --------------------------------------------------------------------------------------------------
+# Add metrics to the loss, in training, in evaluation, or both.
 
 TRAIN = "train"
 MOST_KEYS = 8  # of aux or of a batch, in a message
@@ -265,3 +290,320 @@ def _to_metric(name: str, value: object, weight: int | Tensor) -> Metric:
         f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got "
         f"{value!r:.60} ({type(value).__name__})"
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Add numbers that follow from others to the reports of a run.
+
+
+@middleware("step")
+def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
+    """Add numbers that follow from those of a report, such as perplexity from the loss.
+
+    They are made when a report is, for each loader from its own numbers, and never for a batch. A
+    loader that lacks a number which a function looks up is left out. If no loader of the run ever
+    has it, that is an error at the first report of all loaders. A bare ``evaluate`` leaves out what
+    it cannot derive.
+
+    Args:
+        **functions: name to ``numbers -> number``. The numbers are a mapping without the loader's
+            name: ``m["loss"]``; those that ``ema`` adds are ``m["ema/loss"]``. It also has what was
+            derived before. An ArithmeticError, such as the OverflowError of ``math.exp(1000.0)``,
+            and the logarithm of 0 give NaN.
+
+    Returns:
+        A middleware.
+
+    Raises:
+        TypeError: something is not a function of a mapping. At a report: a value is not a number.
+        ValueError: there is none. When composing: another metric of the pipeline has the same name.
+            At a report: a function looks up a number that is derived after it.
+        KeyError: at a report: no loader has a number that a function looks up.
+
+    Example:
+        >>> import math
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(derive(perplexity=lambda m: math.exp(m["loss"])))(toy_loss)
+        >>> state = fl.fit(step, toy(), ([torch.ones(2)], [torch.zeros(2)]), hooks=())
+        >>> state.history["train/perplexity"], state.history["valid/perplexity"]
+        ((1.0,), (1.0,))
+    """
+    if not functions:
+        raise ValueError(
+            "derive expects at least one name and function: "
+            'derive(perplexity=lambda m: math.exp(m["loss"]))'
+        )
+    for name, function in functions.items():
+        checks.own_metric_name("derive", name)
+        checks.function("derive", name, function, "a function of numbers by name -> number", 1)
+
+    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        __tracebackhide__ = True
+        known = numbers if isinstance(numbers, Numbers) else Numbers(loader, numbers)
+        found: dict[str, float] = {}
+        waiting: dict[str, str] = {}  # a name that was looked up in vain, and by which function
+        for name, function in functions.items():
+            if name in waiting:
+                raise ValueError(
+                    f"derive: {waiting[name]!r} looks up {name!r}, which is listed after it: write "
+                    f"derive({name}=..., {waiting[name]}=...)"
+                )
+            try:
+                value = _apply(function, known)
+                found[name] = as_number(f"derive: the value of {name!r}", value)
+            except MissingNumberError as error:
+                waiting.setdefault(error.name, name)
+                continue
+            except Exception as error:
+                of = f", for {loader}" if loader else ""
+                error.add_note(f"while in the derived metric {name!r}{of}")
+                raise
+            known.setdefault(name, found[name])
+        return found
+
+    return Middleware(f"derive({', '.join(functions)})", report=report)
+
+
+def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) -> object:
+    """Call a function; NaN if there is no value, so that a long run does not end for it."""
+    __tracebackhide__ = True
+    try:
+        return function(numbers)
+    except ArithmeticError:
+        return math.nan
+    except ValueError as error:
+        if "math domain error" in str(error):
+            return math.nan
+        raise
+
+
+# --------------------------------------------------------------------------------------------------
+# How long updates, data and evaluations take, and how much is trained in a second.
+
+
+@middleware("step")
+def timings() -> Middleware:
+    """Measure times, in seconds: "time/data", "time/step" and "time/evaluate".
+
+    "time/data" is the mean time that an update waited for its batches, "time/step" the mean time of
+    an update without this: on a GPU by CUDA events, which are read when a record is made.
+    "time/evaluate" is the time of an evaluation, in the record that it made
+    (``history["valid/time/evaluate"]``). List it last, so that it measures all other middleware.
+
+    With several processes the means are over all of them, and "time/evaluate" is the longest. A
+    bare step has no "time/data". Skipped updates do not count. Where one fetch is for several
+    updates (``tbptt``, ``alternate``), the time that it took is that of the first of them.
+
+    Returns:
+        A middleware of the step ring.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(timings())(toy_loss)
+        >>> state = fl.fit(step, toy(), ([torch.ones(1)] * 3, [torch.ones(1)]), hooks=())
+        >>> [name for name in state.history.keys() if "time" in name]
+        ['train/time/step', 'train/time/data', 'valid/time/evaluate']
+    """
+
+    def wrap(step: Step) -> Step:
+        def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            start = mark(state.backend.device)
+            new, out = step(state, batch)
+            times: dict[str, Metric] = {"time/step": elapsed(1, start, mark(state.backend.device))}
+            if state.run is not None:
+                times["time/data"] = Elapsed(1, state.run.stopwatch.waited)
+            return new, report(out, times, "timings")
+
+        return timed
+
+    return Middleware("timings", step=wrap)
+
+
+@middleware("step")
+def throughput(
+    of: str = "samples", *, flops: float | None = None, peak: float | None = None
+) -> Middleware:
+    """Measure how much all processes together train in a second: "throughput/samples".
+
+    A second of training is one in which an update runs or waits for its batches; evaluations do not
+    count. On a GPU it is measured by CUDA events, which are read when a record is made, and a hook
+    that holds the device up counts. Skipped updates do not count. List it last.
+
+    Args:
+        of: "samples", the leading dimension of the batches, with ``tbptt`` that of each window; or
+            "weight", the items that the loss is the mean of, such as tokens ("throughput/weight").
+        flops: floating point operations that one sample (or one item of weight) takes in forward
+            and backward. Given with ``peak``, "throughput/mfu" is the model FLOPs utilization.
+        peak: floating point operations per second of one device.
+
+    Returns:
+        A middleware of the loss and the step ring.
+
+    Raises:
+        ValueError: ``of`` is something else, ``flops`` or ``peak`` is not a number above 0, or one
+            of the two is missing.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(throughput())(toy_loss)
+        >>> state = fl.fit(step, toy(), [torch.ones(32)] * 3, hooks=())
+        >>> state.history.latest("train/throughput/samples") > 0
+        True
+
+    Source: Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, for the utilization.
+    """
+    checks.choice("throughput", "of", of, ("samples", "weight"))
+    if (flops is None) != (peak is None):
+        raise ValueError(
+            "throughput expects flops, of one sample or item, and peak, of one device in a second, "
+            f"together; got flops={flops}, peak={peak}"
+        )
+    share = None  # of the peak of a device, that one sample in a second takes
+    if flops is not None and peak is not None:
+        checks.number("throughput", "flops", flops, "operations per sample or item", above=0)
+        checks.number("throughput", "peak", peak, "operations of a device in a second", above=0)
+        share = flops / peak
+    name = f"throughput/{of}"
+
+    def wrap(step: Step) -> Step:
+        def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            start, processes = mark(state.backend.device), state.backend.data_size
+            new, out = step(state, batch)
+            trained = out.metrics.get(name, Elapsed(0, is_rate=True))
+            assert isinstance(trained, Elapsed)
+            spent = _training_time(state, start)
+            # The seconds of all processes are added up.
+            found: dict[str, Metric] = {name: _scaled(trained, processes).combine(spent)}
+            if share is not None:
+                found["throughput/mfu"] = _scaled(trained, share).combine(spent)
+            rest = {other: metric for other, metric in out.metrics.items() if other != name}
+            return new, report(attrs.evolve(out, metrics=rest), found, "throughput")
+
+        return timed
+
+    return Middleware(name, loss=_counting(of, name), step=wrap)
+
+
+def _counting(of: str, name: str) -> Wrap:
+    """Return the wrap that counts what a batch has, in training."""
+
+    def wrap(step: Step) -> Step:
+        def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            amount = _samples_in(batch) if of == "samples" else out.weight
+            if isinstance(amount, Tensor):
+                amount = to_accumulator_dtype(amount)
+            return state, report(out, {name: Elapsed(amount, is_rate=True)}, "throughput")
+
+        return counted
+
+    return wrap
+
+
+def _scaled(trained: Elapsed, factor: float) -> Elapsed:
+    return trained if factor == 1 else attrs.evolve(trained, amount=trained.amount * factor)
+
+
+def _training_time(state: TrainState, start: Mark) -> Elapsed:
+    """Return the time of the update that began at a mark, with the time that its data took.
+
+    On a GPU it is the time since the end of the update before, during which the device may have
+    been idle; unless there was an evaluation in between.
+    """
+    end = mark(state.backend.device)
+    if state.run is None:
+        return elapsed(0, start, end, is_rate=True)
+    watch = state.run.stopwatch
+    before, watch.newest = watch.newest, end
+    if before is None or isinstance(end, float):
+        return elapsed(0, start, end, more=watch.waited, is_rate=True)
+    return elapsed(0, before, end, is_rate=True)
+
+
+def _samples_in(batch: Batch) -> int:
+    try:
+        return items_in(batch, "throughput")
+    except ValueError as error:
+        raise ValueError(
+            'throughput(of="samples") counts the leading dimension of the tensors of a batch, and '
+            'there is not one: write throughput(of="weight"), which counts aux["weight"]'
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# How much memory a run takes.
+
+NAME, GIB = "memory/peak_gib", 1 << 30
+
+
+@middleware("step")
+def device_memory() -> Middleware:
+    """Report the largest memory that was in use, in GiB: "memory/peak_gib".
+
+    On a GPU it is the peak of torch's allocations since the record before, with the evaluation that
+    the record made. Every record resets the peak that torch keeps
+    (``torch.cuda.max_memory_allocated``). On the CPU it is the peak of the resident memory of the
+    process, which cannot be reset. Nothing waits for the device. With several processes it is the
+    largest of all.
+
+    Returns:
+        A middleware of the step ring.
+
+    Raises:
+        RuntimeError: at the first update: the model is on the CPU of a system that does not tell.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(device_memory())(toy_loss)
+        >>> state = fl.fit(step, toy(), [torch.ones(1)] * 3, hooks=())
+        >>> 0 < state.history.latest("train/memory/peak_gib") < 100
+        True
+    """
+
+    def wrap(step: Step) -> Step:
+        def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            device = state.backend.device
+            if state.run is not None and state.run.stopwatch.recorded:
+                state.run.stopwatch.recorded = False
+                running: object = state.metrics.get(NAME)
+                if isinstance(running, Peak):
+                    running.compute()  # keeps the peak until now
+                _reset(device)
+            new, out = step(state, batch)
+            return new, report(out, {NAME: Peak(_gauge(device))}, "device_memory")
+
+        return measured
+
+    return Middleware("device_memory", step=wrap)
+
+
+def _reset(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@functools.cache
+def _gauge(device: torch.device) -> functools.partial[float]:
+    return functools.partial(_peak_gib, device)
+
+
+def _peak_gib(device: torch.device) -> float:
+    """Return the peak in GiB; neither of them waits for the device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    try:
+        import resource
+    except ImportError as error:
+        raise RuntimeError(
+            "device_memory: this system does not tell the memory of a process: leave it out"
+        ) from error
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes or KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._backend.fsdp import is_sharded
-from fnloop._backend.transfer import tensors_in
-from fnloop._core.skip import Skip
-from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, LossFn, Output, Step
-from fnloop._display.checks import describe
-from fnloop._display.log import log
+from fnloop._core.state import TrainState, carry_of, with_carry
+from fnloop._core.types import Aux, Batch, LossFn, Output, Skip, Step, name_of
+from fnloop._display.checks import describe, function
+from fnloop._display.screen import log
 from fnloop._display.tables import shorten
 
-__all__ = ["forward", "items_in"]
+# --------------------------------------------------------------------------------------------------
+# The innermost step: call the loss function, check its reply and weigh the batch.
 
 MOST_REASONS = 20  # that are logged
 # What a batch of other shapes, dtypes or keys than expected raises; torch's are RuntimeErrors.
@@ -221,3 +222,137 @@ def _common_items(parts: Iterable[object]) -> int | None:
                 return None
             items = size
     return items
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss functions with a carry, `(model, batch, carry) -> (loss, aux, carry)`, in a forward step.
+#
+# The carry goes in with the batch and comes out with aux, so that the step inside is the same as
+# for any other loss function. What wraps the forward step sees neither.
+
+_AUX, _CARRY = "aux", "carry"  # what the step inside gets as aux
+_MEANING = "with tbptt a loss function takes (model, batch, carry) and returns (loss, aux, carry)"
+
+
+class _Fed(NamedTuple):
+    """What the loss function is called with."""
+
+    batch: Batch
+    carry: object
+
+
+def takes_carry(
+    loss_fn: Callable[..., object], name: str, positions: Callable[[Batch], int]
+) -> LossFn:
+    """Return the loss function for a forward step under :func:`carrying`.
+
+    Args:
+        loss_fn: the loss function with a carry.
+        name: its name in messages.
+        positions: the number of positions of a window, which its weight is multiplied by, unless
+            the leading dimension counts them.
+    """
+
+    def with_carried(model: nn.Module, fed: Batch, /) -> tuple[Tensor, Aux] | Skip:
+        __tracebackhide__ = True
+        reply = loss_fn(model, fed.batch, fed.carry)
+        if isinstance(reply, Skip):
+            return reply
+        if not isinstance(reply, tuple) or len(reply) != 3:
+            raise TypeError(f"{_MEANING}; {name} returned {_describe(reply)}")
+        loss, aux, carry = reply
+        if not isinstance(aux, Mapping):
+            raise TypeError(
+                f"{_MEANING}, where aux is a mapping, such as {{}}; got {describe(aux)}"
+            )
+        weight = aux.get("weight")
+        if weight is None:
+            weight = items_in(fed.batch, name) * positions(fed.batch)
+        return loss, {"weight": weight, _AUX: aux, _CARRY: carry}
+
+    return with_carried
+
+
+def carrying(step: Step) -> Step:
+    """Return the forward step that gives the carry to the loss function, and keeps the new one."""
+
+    def carried(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        state, out = step(state, _Fed(batch, carry_of(state)))
+        if _CARRY not in out.aux:
+            return state, out  # the loss function leaves the window out: the carry stays
+        state = with_carry(state, map_leaves(out.aux[_CARRY], _detached))
+        return state, attrs.evolve(out, aux=out.aux[_AUX])
+
+    return carried
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _describe(reply: object) -> str:
+    return f"a tuple of {len(reply)}" if isinstance(reply, tuple) else describe(reply)
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss functions for supervised learning.
+
+
+def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
+    """Make a loss function for batches ``(x, y)``.
+
+    Args:
+        criterion: ``(model(x), y) -> mean loss``, such as ``nn.CrossEntropyLoss()``.
+
+    Returns:
+        A loss function with ``aux = {"output": model(x)}``.
+
+    Raises:
+        TypeError: the criterion cannot be called, or is a class.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from torch import nn
+        >>> model = nn.Linear(2, 1)
+        >>> loss, aux = supervised(nn.MSELoss())(model, (torch.ones(3, 2), torch.ones(3, 1)))
+        >>> aux["output"].shape
+        torch.Size([3, 1])
+    """
+    if isinstance(criterion, type) or not callable(criterion):
+        name = criterion.__name__ if isinstance(criterion, type) else "nn.CrossEntropyLoss"
+        raise TypeError(
+            "supervised expects a criterion (output, target) -> loss; got "
+            f"{describe(criterion)}. Write supervised({name}())"
+        )
+    meaning = "a function (output, target) -> loss"
+    function("supervised", "criterion", criterion, meaning, 2, also=nn.Module)
+    return _Supervised(criterion)
+
+
+@attrs.frozen(repr=False)
+class _Supervised:
+    criterion: Callable[[Tensor, Tensor], Tensor]
+
+    def __repr__(self) -> str:
+        return f"supervised({name_of(self.criterion)})"
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        __tracebackhide__ = True
+        if batch.__class__ is not tuple and batch.__class__ is not list:
+            self._check(batch)
+        x, y = batch
+        output = model(x)
+        return self.criterion(output, y), {"output": output}
+
+    def _check(self, batch: object) -> None:
+        """Raise TypeError if a batch is a mapping, whose keys would be taken for x and y."""
+        if not isinstance(batch, Mapping):
+            return
+        x, y = [*map(repr, batch), "...", "..."][:2]
+        names = ", ".join(map(repr, batch))
+        raise TypeError(
+            f"supervised expects batches (x, y); got a {type(batch).__name__} with {names}. Write "
+            "a loss function: def loss_fn(model, batch): return criterion(model(batch"
+            f"[{x}]), batch[{y}])"
+        )

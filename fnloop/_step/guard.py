@@ -1,20 +1,37 @@
-"""Guards: they look at an update before it is applied, and may leave it out."""
+"""Updates that may not be made: guards, ways back, and batches in smaller pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
 
+import attrs
+import numpy as np
+import torch
 from torch import Tensor
 
-from fnloop._core.middleware import Middleware
-from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Output, Step, Wrap
-from fnloop._step.backward import Commuting
-from fnloop._step.engine import engine_of
-from fnloop._step.host import Judge, decide
-from fnloop._step.pieces import RETRY
+from fnloop._backend.containers import (
+    IN_BATCHES,
+    is_out_of_memory,
+    parts_of,
+    tensors_in,
+    with_parts,
+)
+from fnloop._core import state as left_out
+from fnloop._core.averages import Average
+from fnloop._core.optimizers import Group, groups_in, optimizers_in
+from fnloop._core.rng import mark_generators
+from fnloop._core.serialize import has_pending, materialize
+from fnloop._core.state import TrainState, all_parameters, with_slot
+from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
+from fnloop._display.screen import log
+from fnloop._step.engine import LossRoot, engine_of, restore_gradients, stash_gradients
+from fnloop._step.update import RATIO, Backward, Commuting, Judge, decide
 
-__all__ = ["guarding", "sees_whole_updates"]
+# --------------------------------------------------------------------------------------------------
+# Guards: they look at an update before it is applied, and may leave it out.
 
 
 def guarding(examine: Callable[[TrainState, Output], tuple[Tensor, Judge]]) -> Wrap:
@@ -67,3 +84,359 @@ def _lets_through(member: Middleware) -> bool:
         or isinstance(member.gradient, Commuting)
         or member.name in ("amp", "microbatch", RETRY)  # they are about backward alone
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# A copy of what updates change, which a middleware keeps in its slot to go back to.
+#
+# It is plain data, so that a checkpoint can hold it. Going back changes tensors in place: the model
+# and the optimizers stay the same objects.
+
+Kept = Group  # what keep returns: plain data by name
+COUNTERS = ("step", "updates")
+
+
+def keep(state: TrainState, without: str) -> Kept:
+    """Return a copy of the weights, the optimizers, the slots of the step, and the counters.
+
+    What hooks keep is about records, which stay, as the updates left out of ended epochs do.
+
+    Args:
+        state: the state after an update.
+        without: the name of the slot that the copy will be part of.
+    """
+    memo = _shared(state)
+    averages = {name: slot for name, slot in state.slots.items() if isinstance(slot, Average)}
+    left = {without, left_out.SLOT, *averages, *(state.run.hook_slots if state.run else ())}
+    slots = {name: state.slots[name] for name in state.slots.keys() - left}
+    return {
+        "counters": {name: copy.copy(getattr(state, name)) for name in COUNTERS},
+        "model": {name: tensor.detach().clone() for name, tensor in _tensors(state)},
+        "optimizers": [
+            [copy.deepcopy(optimizer.state.get(p), memo) for p in _updated(optimizer)]
+            for optimizer in optimizers_in(state.optimizer).values()
+        ],
+        "groups": [copy.deepcopy(_settings(group), memo) for group in groups_in(state.optimizer)],
+        "averages": {
+            name: {"tensors": {k: t.clone() for k, t in slot.items()}, "count": slot.count}
+            for name, slot in averages.items()
+        },
+        "slots": copy.deepcopy(slots, memo),
+    }
+
+
+def go_back(state: TrainState, kept: Kept) -> TrainState:
+    """Return the state with the values of a copy. The position in the data stays where it is.
+
+    Updates that were made since the copy count as skipped ones.
+
+    Raises:
+        ValueError: the state has other parameters than the copy.
+    """
+    memo, tensors = _shared(state), dict(_tensors(state))
+    groups, optimizers = groups_in(state.optimizer), list(optimizers_in(state.optimizer).values())
+    if (
+        tensors.keys() != kept["model"].keys()
+        or len(groups) != len(kept["groups"])
+        or [len(saved) for saved in kept["optimizers"]] != [len(_updated(o)) for o in optimizers]
+    ):
+        raise ValueError("the snapshot is of a state with other parameters")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(kept["model"][name])
+    for optimizer, saved in zip(optimizers, kept["optimizers"], strict=True):
+        for p, values in zip(_updated(optimizer), saved, strict=True):
+            if values is None:
+                optimizer.state.pop(p, None)
+            else:
+                optimizer.state[p] = _changed(optimizer.state.get(p), values, memo)
+    for group, settings in zip(groups, kept["groups"], strict=True):
+        for name in _settings(group).keys() - settings.keys():
+            del group[name]  # such as what a schedule had set, which it compares with what is there
+        for name, value in settings.items():
+            group[name] = _changed(group.get(name), value, memo)
+    slots = dict(state.slots)
+    for name, saved in kept["averages"].items():
+        average = slots.get(name)
+        if isinstance(average, Average):
+            average.count = saved["count"]
+            for k, tensor in average.items():
+                tensor.copy_(saved["tensors"][k])
+    for name, saved in kept["slots"].items():
+        if name in slots:
+            like, saved = copy.deepcopy((slots[name], saved), memo)
+            slots[name] = materialize(like, saved) if has_pending(saved) else saved
+    counters = {name: copy.copy(value) for name, value in kept["counters"].items()}
+    skipped = state.step + state.skipped - counters["step"]
+    return attrs.evolve(state, slots=slots, skipped=skipped, **counters)
+
+
+def _shared(state: TrainState) -> dict[int, object]:
+    """Return what copies refer to and do not copy: the model, its tensors and the optimizers."""
+    live = [state.model, *(t for _, t in _tensors(state)), *optimizers_in(state.optimizer).values()]
+    live += [p for group in groups_in(state.optimizer) for p in group["params"]]
+    return {id(one): one for one in live}
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    yield from state.model.named_parameters()
+    yield from state.model.named_buffers()
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _settings(group: Group) -> Group:
+    """Return the settings of a group; its ratio is there during an update only."""
+    return {name: value for name, value in group.items() if name not in ("params", RATIO)}
+
+
+def _changed(now: object, value: object, memo: dict[int, object]) -> object:
+    """Return a value, in the tensors that are there now where they fit."""
+    if isinstance(value, Tensor):
+        if isinstance(now, Tensor) and id(now) not in memo and _kind(now) == _kind(value):
+            return now.copy_(value)
+        return value.clone()
+    if isinstance(value, dict):
+        held = now if isinstance(now, dict) else {}
+        return {name: _changed(held.get(name), part, memo) for name, part in value.items()}
+    return copy.deepcopy(value, memo)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+# --------------------------------------------------------------------------------------------------
+# Forward and backward of a batch in pieces: cut it along the leading dimension of its tensors.
+#
+# Each piece counts by its weight, as the batches of a window do. So the gradient is that of the
+# mean over all items of the window, however it is cut.
+
+RETRY = "retry_on_oom"  # the name of the middleware
+_VALUES = (str, bytes, bool, int, float, type(None))
+
+
+class InPieces(Backward):
+    """Backward that takes each batch in pieces.
+
+    Args:
+        loss: the loss, and what backward starts from.
+        size: the most samples in a piece.
+    """
+
+    def __init__(self, loss: LossRoot, size: int) -> None:
+        super().__init__(loss)
+        self.size = size
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return make_gradients(self.loss, state, (batch,), self.size, alone=True)
+
+    def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return make_gradients(self.loss, state, window, self.size, alone=False)
+
+
+def make_gradients(
+    loss: LossRoot,
+    state: TrainState,
+    window: Sequence[Batch],
+    size: int | None,
+    *,
+    alone: bool,
+    guarded: bool = False,
+) -> tuple[TrainState, Output]:
+    """Run forward and backward of a window in pieces.
+
+    Args:
+        loss: the loss, and what backward starts from.
+        state: the state that is trained.
+        window: the batches.
+        size: the most samples in a piece; None: whole batches.
+        alone: whether the window is a single batch, which is not weighed if it is one piece.
+        guarded: see :meth:`fnloop._step.engine.GradientEngine.start_window`.
+    """
+    __tracebackhide__ = True
+    engine = engine_of(state)
+    pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
+    if size is not None:
+        pieces = engine.equalize(state, pieces)
+    if alone and len(pieces[0]) == 1:
+        single = engine.start_batch(loss, state, guarded)
+        state, out = single.forward(state, pieces[0][0])
+        return state, single.backward(state, out)
+    training = engine.start_window(loss, state, [*map(len, pieces)], guarded)
+    for part in pieces:
+        for piece in part:
+            state, out = training.forward(state, piece)
+            training.add(state, out)
+    return state, training.finish(state)
+
+
+# --- cutting a batch
+
+
+def samples_in(batch: Batch) -> int:
+    """Return the number of samples in a batch: the leading dimension of its tensors.
+
+    Raises:
+        ValueError: there is not one.
+    """
+    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim}
+    if len(sizes) == 1:
+        return sizes.pop()
+    if sizes:
+        raise ValueError(
+            "a batch is cut into pieces along the first dimension of its tensors, but there they "
+            f"have the lengths {sorted(sizes)}. To give a tensor x to each piece whole, put "
+            "x.unbind() into the batch"
+        )
+    raise ValueError(
+        "a batch is cut into pieces along the first dimension of its tensors, but there is no "
+        f"tensor with a dimension in a {type(batch).__name__}. Put its tensors into a tuple, a "
+        "list or a mapping"
+    )
+
+
+def pieces_of(batch: Batch, size: int) -> list[Batch]:
+    """Return the pieces of a batch, which share its memory; the last one may be smaller.
+
+    Raises:
+        ValueError: its tensors do not have one length.
+
+    Example:
+        >>> import torch
+        >>> pieces_of((torch.tensor([1, 2, 3]), ["a", "b", "c"], "train"), 2)
+        [(tensor([1, 2]), ['a', 'b'], 'train'), (tensor([3]), ['c'], 'train')]
+    """
+    samples = samples_in(batch)
+    if samples <= size:
+        return [batch]
+    return [_cut(batch, samples, start, size) for start in range(0, samples, size)]
+
+
+def _cut(value: object, samples: int, start: int, size: int) -> object:
+    if isinstance(value, Tensor):
+        return value.narrow(0, start, min(size, samples - start)) if value.ndim else value
+    if isinstance(value, np.ndarray) and value.shape[:1] == (samples,):
+        return value[start : start + size]
+    parts = parts_of(value, IN_BATCHES)
+    if parts is None:
+        return value
+    if isinstance(value, IN_BATCHES) and len(value) == samples and _are_values(value):
+        return value[start : start + size]
+    return with_parts(value, [_cut(part, samples, start, size) for _, part in parts])
+
+
+def _are_values(values: Sequence[object]) -> bool:
+    """Return whether these are plain values of one kind, as collated for each sample."""
+    return isinstance(values[0], _VALUES) and len({type(value) for value in values}) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Forward and backward that are repeated with smaller pieces when there is no memory left.
+
+_ONE_SAMPLE = "retry_on_oom: a single sample does not fit into the memory that is left"
+
+
+class Retrying(Backward):
+    """Backward that begins a window again, with pieces half as large, if it runs out of memory.
+
+    The size of the pieces is in a slot; 0 means whole batches. It is the same in all processes.
+
+    Args:
+        backward: what it is instead of. It may take batches in pieces already.
+    """
+
+    def __init__(self, backward: Backward) -> None:
+        super().__init__(backward.loss)
+        self.size = backward.size
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return self._try(state, (batch,), alone=True)
+
+    def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return self._try(state, window, alone=False)
+
+    def _try(
+        self, state: TrainState, window: Sequence[Batch], *, alone: bool
+    ) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        size: int | None = state.slots[RETRY] or self.size
+        stashed, repeat = stash_gradients(state), _mark(state)
+        while True:
+            try:
+                new, out = make_gradients(self.loss, state, window, size, alone=alone, guarded=True)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = _smaller(state, window, size, error)
+            _free(state.backend.device)  # what the error held is free now
+            repeat()
+            state = with_slot(state, RETRY, size)
+        restore_gradients(new, stashed)
+        return new, out
+
+
+def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error: Exception) -> int:
+    """Return half the size of the largest piece in any process.
+
+    Raises:
+        Exception: the one given, with a note why pieces cannot be smaller.
+    """
+    __tracebackhide__ = True
+    note = _ONE_SAMPLE
+    try:
+        samples = max(map(samples_in, window))
+    except ValueError as cannot:
+        samples, note = 0, f"retry_on_oom cannot repeat this with smaller pieces: {cannot}"
+    engine = engine_of(state)
+    stuck = engine.any(samples == 0)
+    largest = engine.largest(min(samples, size or samples))
+    if stuck or largest <= 1:
+        error.add_note(note)
+        raise error
+    half = (largest + 1) // 2
+    if state.backend.main:
+        log.warning(
+            "no memory left for %d samples at once: this update is repeated in pieces of %d, and "
+            "later ones begin with them. To begin a run so, list microbatch(%d)",
+            *(largest, half, half),
+        )
+    return half
+
+
+def _mark(state: TrainState) -> Callable[[], None]:
+    """Return a function that restores what forward and backward change, as it is now.
+
+    The gradients must not be there yet.
+    """
+    restore_generators = mark_generators(state.backend.device)
+    repeat_draws = engine_of(state).mark_draws()
+    buffers = [*state.model.buffers()]
+    with torch.no_grad():
+        kept: list[Tensor] = [buffer.detach().clone() for buffer in buffers]
+
+    def restore() -> None:
+        for p in all_parameters(state):
+            p.grad = None
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+        restore_generators()
+        repeat_draws()
+
+    return restore
+
+
+def _free(device: torch.device) -> None:
+    """Give memory that nothing refers to back to the device."""
+    gc.collect()
+    if device.type != "cpu":
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            torch.get_device_module(device).empty_cache()

@@ -1,60 +1,88 @@
-"""Composition: the rings of middleware around forward, backward and update.
-
-    pipeline(a, b)(loss_fn) == pipe(
-        loss_fn, forward, ...forward ring..., ...loss ring..., backward, ...gradient ring...,
-        update, ...update ring..., ...device ring..., ...step ring...
-    )
-
-A step by itself is the three in the middle: forward, backward and update. Within a ring, what is
-listed first is innermost.
-"""
+"""Composition: the rings of middleware around forward, backward and update."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import functools
+import inspect
+import itertools
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from numbers import Real
+from types import CodeType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import attrs
 import toolz
+import torch
+from torch import Tensor, nn
 
-from fnloop._backend.transfer import to_device
-from fnloop._core.average import check_not_averaged
-from fnloop._core.call import name_of
-from fnloop._core.carry import TBPTT, with_carry
-from fnloop._core.middleware import Middleware
-from fnloop._core.monitor import check_loaders
-from fnloop._core.rng import isolated
-from fnloop._core.skip import may_skip
-from fnloop._core.state import TrainState, check_not_stale, clear_parameter_cache, consume
-from fnloop._core.types import EVALUATION, Batch, LossFn, Output, Step
-from fnloop._display import html
-from fnloop._display.checks import describe
-from fnloop._step.backward import Backward
-from fnloop._step.carry import carrying
-from fnloop._step.composition import (
-    check_loss_fn,
-    check_middleware,
-    in_order,
-    is_guard,
-    is_ours,
-    rings_of,
-    window_in,
+from fnloop._backend.containers import to_device
+from fnloop._core.averages import check_not_averaged
+from fnloop._core.freeze import Selector, select
+from fnloop._core.history import check_loaders
+from fnloop._core.metrics import COLLECTION_HINT, names_in
+from fnloop._core.optimizers import groups_in
+from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
+from fnloop._core.serialize import has_pending, materialize
+from fnloop._core.state import (
+    TBPTT,
+    StaleStateError,
+    TrainState,
+    advance,
+    all_parameters,
+    begin_update,
+    check_not_stale,
+    clear_parameter_cache,
+    consume,
+    give_up_ownership,
+    parameters,
+    unwrap,
+    with_carry,
+    with_slot,
 )
-from fnloop._step.engine import engine_of
-from fnloop._step.evaluation import evaluating
-from fnloop._step.first_reply import Replaceable, calls_noted, checked_once
-from fnloop._step.forward import forward
-from fnloop._step.gradients import LossRoot
-from fnloop._step.layers import Layers
-from fnloop._step.optimizer_modes import evaluation_weights, to_training
-from fnloop._step.reports import add_reported
-from fnloop._step.slots import init_slots, renew_slots
-from fnloop._step.update import CLOSURE, CREATE_GRAPH, OPTIMIZER, update
+from fnloop._core.types import (
+    EVALUATION,
+    RINGS,
+    Batch,
+    Call,
+    LossFn,
+    Middleware,
+    Output,
+    Step,
+    may_skip,
+    name_of,
+)
+from fnloop._display import checks, tables
+from fnloop._display.checks import describe, join_names
+from fnloop._step.engine import LossRoot, NoGradientError, engine_of, evaluating
+from fnloop._step.engine_exact import check_not_exact
+from fnloop._step.forward import carrying, forward
+from fnloop._step.guard import RETRY
+from fnloop._step.update import (
+    CLOSURE,
+    CREATE_GRAPH,
+    OPTIMIZER,
+    Backward,
+    add_reported,
+    evaluation_weights,
+    to_training,
+    update,
+)
 
-__all__ = ["LossStep", "Pipeline", "PipelineStep", "pipeline"]
+# --------------------------------------------------------------------------------------------------
+# Composition: the rings of middleware around forward, backward and update.
+#
+#     pipeline(a, b)(loss_fn) == pipe(
+#         loss_fn, forward, ...forward ring..., ...loss ring..., backward, ...gradient ring...,
+#         update, ...update ring..., ...device ring..., ...step ring...
+#     )
+#
+# A step by itself is the three in the middle: forward, backward and update. Within a ring, what is
+# listed first is innermost.
 
 
 @attrs.frozen(repr=False)
@@ -70,7 +98,7 @@ class Pipeline:
         return f"pipeline({', '.join(map(repr, self.middleware))})"
 
     def _repr_html_(self) -> str:
-        return html.diagram("loss_fn(model, batch)", rings_of(self.middleware))
+        return tables.diagram("loss_fn(model, batch)", rings_of(self.middleware))
 
     def __call__(self, loss_fn: LossFn | PipelineStep, *batch: Batch) -> PipelineStep:
         """Return the step of a loss function, or that of ``raw`` with middleware around it.
@@ -404,10 +432,749 @@ class LossStep(PipelineStep):
         return f"{name_of(self.loss_fn)}(model, batch)", rings_of(self.pipeline.middleware)
 
     def __str__(self) -> str:
-        return html.diagram_text(*self._shown())
+        return tables.diagram_text(*self._shown())
 
     def _repr_html_(self) -> str:
-        return html.diagram(*self._shown())
+        return tables.diagram(*self._shown())
 
     def __reduce__(self) -> tuple[Pipeline, tuple[LossFn]]:
         return self.pipeline, (self.loss_fn,)
+
+
+# --------------------------------------------------------------------------------------------------
+# A step of one's own: a function that does its own backward and updates, within fnloop's runs.
+
+RawFn = Callable[[TrainState, Batch], Output]
+# What a function does by itself: the parts of a middleware that it would ignore.
+_IGNORED = ("loss_fn", "forward", "loss", "gradient", "update", "device")
+_MADE_BY_IT = ("gradient", "update")  # the rings of every other step
+_EXPECTED = "Output(loss, weight=items), with the loss as a scalar tensor"
+
+
+def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = None) -> RawStep:
+    """Make a step of a function that does its own backward and updates, such as that of a GAN.
+
+    A run counts, records, saves and restarts it as any other step: one call is one update, however
+    many optimizers ``fn`` calls. Gradients are cleared before and after each call, because they are
+    not saved. An optimizer that ``fn`` only closes over is not saved either: a run that is resumed
+    begins with a new one. If ``fn`` raises, the weights may be between two updates, so the state
+    cannot be used any more.
+
+    Middleware of the step ring and the ring "evaluation", and ``derive``, can be put around it:
+    ``pipeline(schedule(cosine()))(raw(fn))``. All others act on what ``fn`` does by itself, and are
+    refused.
+
+    Args:
+        fn: ``(state, batch) -> Output``. It trains ``state.model`` with ``state.optimizer``, in
+            place, and returns the loss to report, its number of items, and any metrics. It makes no
+            update if the output says ``skip="why"``.
+        evaluate: the loss function for the loaders that are evaluated; None: there are none.
+
+    Returns:
+        A step.
+
+    Raises:
+        TypeError: ``fn`` or ``evaluate`` is not such a function. In a run: ``fn`` did not return an
+            Output.
+        ValueError: when composing: a middleware would be ignored. When a run starts: a loader is
+            to be evaluated, and there is no ``evaluate``.
+        NotImplementedError: when a run starts: there are several processes. The gradients would not
+            be averaged.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def twice(state, batch):
+        ...     for _ in range(2):
+        ...         state.optimizer.zero_grad()
+        ...         loss, aux = toy_loss(state.model, batch)
+        ...         loss.backward()
+        ...         state.optimizer.step()
+        ...     return fl.Output(loss, weight=len(batch), aux=aux)
+        >>> state = fl.fit(raw(twice), toy(), [torch.tensor([1.0]), torch.tensor([2.0])], hooks=())
+        >>> state.step, state.model.w.item()
+        (2, -6.0)
+    """
+    if isinstance(fn, type | nn.Module | TrainState | Pipeline | PipelineStep):
+        raise TypeError(f"raw expects a function (state, batch) -> Output; got {name_of(fn)}")
+    checks.function("raw", "fn", fn, "a function (state, batch) -> Output", 2)
+    if evaluate is not None:
+        checks.function("raw", "evaluate", evaluate, "a loss function (model, batch), or None", 2)
+    return RawStep(Pipeline(()), fn, evaluate)
+
+
+class RawStep(LossStep):
+    """The step of a function that does its own backward and updates. See :func:`raw`.
+
+    Args:
+        pipeline: the middleware around it.
+        fn: the function.
+        evaluate: the loss function of an evaluation, or None.
+    """
+
+    def __init__(self, pipeline: Pipeline, fn: RawFn, evaluate: LossFn | None) -> None:
+        self.fn, self.evaluated_by = fn, evaluate
+        super().__init__(pipeline, self._refuse_to_evaluate if evaluate is None else evaluate)
+
+    def inside(self, pipeline: Pipeline) -> RawStep:
+        """Return the same step with middleware around it.
+
+        Raises:
+            ValueError: it would ignore one of them.
+        """
+        check_around(pipeline.middleware, _IGNORED, self._explain)
+        return RawStep(Pipeline((*self.pipeline.middleware, *pipeline.middleware)), *self._given())
+
+    def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
+        name, hint = name_of(self.fn), ""
+        if [*ignored] == ["forward"] and member.name.startswith("metric"):
+            hint = ', or write metric(..., on="evaluation")'
+        return (
+            f"{member!r} {acts}, but {name} does its own forward, backward and updates, and would "
+            f"ignore it: leave it out, and do its work in {name}{hint}"
+        )
+
+    def _given(self) -> tuple[RawFn, LossFn | None]:
+        return self.fn, self.evaluated_by
+
+    def _compose_training(self) -> Step:
+        own = _counted(self.fn)
+        self._layers.add(self.fn, name_of(self.fn))
+        return toolz.pipe(own, functools.partial(self._ring, "step"))
+
+    @contextlib.contextmanager
+    def _calls_noted(self) -> Iterator[list[int]]:
+        yield [1]  # what calls the function need not call the loss function
+
+    def check_evaluation(self, loaders: Sequence[str]) -> None:
+        if loaders and self.evaluated_by is None:
+            raise ValueError(f"{self!r} {self._no_evaluation()}: {checks.join_names(loaders)}")
+
+    def _refuse_to_evaluate(self, model: nn.Module, batch: Batch) -> Tensor:
+        raise ValueError(f"{self!r} {self._no_evaluation()}")
+
+    def _no_evaluation(self) -> str:
+        name = name_of(self.fn)
+        return f"cannot evaluate a loader: write raw({name}, evaluate=loss_fn)"
+
+    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
+        __tracebackhide__ = True
+        if not evaluation:
+            its = "it runs its own backward, so no other step can sum its gradients in a tree"
+            check_not_exact(state, repr(self), f"{its}. Leave exact=True out")
+        if not (evaluation or engine_of(state).calls_every_batch):
+            raise NotImplementedError(
+                f"{self!r} works in one process only: {name_of(self.fn)} runs its own backward, so "
+                "the gradients of several would not be averaged"
+            )
+        return super().init_slots(state, evaluation=evaluation)
+
+    def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
+        core, rings = f"{name_of(self.fn)}(state, batch)", super()._shown()[1]
+        if self.evaluated_by is not None:
+            core += f"; in evaluation: {name_of(self.evaluated_by)}(model, batch)"
+        return core, [(ring, acting) for ring, acting in rings if ring not in _MADE_BY_IT]
+
+    def __repr__(self) -> str:
+        fn, loss_fn = self._given()
+        shown = repr(Call(raw, (fn,), {} if loss_fn is None else {"evaluate": loss_fn}))
+        return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
+
+    def __reduce__(self) -> tuple[type[RawStep], tuple[Pipeline, RawFn, LossFn | None]]:  # type: ignore[override]
+        return RawStep, (self.pipeline, *self._given())
+
+
+def _counted(fn: RawFn) -> Step:
+    """Return the step that calls a function, and counts its update."""
+
+    def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        params = begin_update(state)
+        for p in params:
+            p.grad = None
+        give_up_ownership(state)  # the function may change the parameters at any time
+        try:
+            out = fn(state, batch)
+        except StaleStateError as error:
+            error.add_note(
+                f"{name_of(fn)} makes the update itself: it calls the loss function, backward and "
+                "the optimizer, and no step"
+            )
+            raise
+        finally:
+            for p in params:
+                p.grad = None
+        _check_raw_reply(out, name_of(fn))
+        out = attrs.evolve(out, loss=out.loss.detach())
+        return advance(state, out.skip is None), out
+
+    return counted
+
+
+def _check_raw_reply(out: object, name: str) -> None:
+    if not isinstance(out, Output):
+        hint = ". Return the Output alone" if isinstance(out, tuple) else ""
+        raise TypeError(f"{name} must return {_EXPECTED}; got {checks.describe(out)}{hint}")
+    if not isinstance(out.loss, Tensor) or out.loss.ndim:
+        raise TypeError(f"{name} must return {_EXPECTED}; got loss={checks.describe(out.loss)}")
+    if out.skip is not None and not isinstance(out.skip, str):
+        raise TypeError(
+            f'{name} must return an Output with skip="why", or None for an update that was made; '
+            f"got {checks.describe(out.skip)}"
+        )
+    weight: object = out.weight
+    scalar = isinstance(weight, Tensor) and not weight.ndim
+    counts = isinstance(weight, Real) and not isinstance(weight, bool) and weight >= 0
+    if not scalar and not counts:
+        raise TypeError(f"{name} must return {_EXPECTED}; got weight={checks.describe(weight)}")
+    for key, metric in out.metrics.items():
+        if not callable(getattr(metric, "compute", None)):
+            raise TypeError(
+                f"{name} must return metrics such as {{{key!r}: Mean(value, items)}}; got "
+                f"{checks.describe(metric)}"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# What can be known to be wrong when a step is composed, or from the first reply of a step.
+
+
+def is_ours(member: Middleware) -> bool:
+    """Return whether a middleware comes with fnloop."""
+    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
+
+
+def is_guard(member: Middleware) -> bool:
+    """Return whether a middleware of fnloop's may leave updates out."""
+    return member.name in ("skip_nonfinite", "spike_guard") or (
+        member.name == "amp" and member.gradient is not None  # in fp16
+    )
+
+
+def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
+    """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
+    own = {"gradient": ["backward"], "update": [OPTIMIZER]}
+    acting = {
+        ring: [repr(m) for m in in_order(listed, ring) if getattr(m, ring) is not None]
+        for ring in RINGS
+    }
+    acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation is not None]
+    return [
+        (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
+    ]
+
+
+def check_around(
+    listed: Sequence[Middleware],
+    ignored: Sequence[str],
+    explain: Callable[[Middleware, str, Sequence[str]], str],
+) -> None:
+    """Raise if a step that makes its updates by itself would ignore a middleware around it.
+
+    Args:
+        listed: the middleware.
+        ignored: the rings, and other parts of a middleware, that it would ignore.
+        explain: returns the message, from a middleware, what it does, and those of its parts.
+
+    Raises:
+        ValueError: it would.
+    """
+    for member in listed:
+        found = [part for part in ignored if getattr(member, part) is not None]
+        acts = None
+        if "loss_fn" in found:
+            acts = "replaces the loss function"
+        elif found:
+            acts = f"acts in the {found[0]} ring"
+        elif member.window > 1:
+            acts = "takes windows"
+        elif member.name in (CLOSURE, CREATE_GRAPH):
+            acts = "says how the optimizer is called"
+        if acts is not None:
+            raise ValueError(explain(member, acts, found))
+
+
+def check_middleware(listed: Sequence[Middleware]) -> None:
+    """Raise unless these middleware can be together.
+
+    Raises:
+        TypeError: something is not a middleware.
+        ValueError: two have one name or report one, both take windows, or their order makes no
+            sense.
+    """
+    for member in listed:
+        if not isinstance(member, Middleware):
+            _fail_as_member(member)
+    names = [member.name for member in listed]
+    for name in names:
+        if names.count(name) > 1:
+            twice = [m for m in listed if m.name == name]
+            raise ValueError(
+                f"{' and '.join(map(repr, twice))} have one name, {name!r}, and would share what "
+                f"they keep in state.slots. Leave one out{_other_name(twice[-1])}."
+            )
+    windowed = [m for m in listed if m.window > 1]
+    if len(windowed) > 1:
+        raise ValueError(
+            f"{' and '.join(map(repr, windowed))} both take several batches at once. Leave one out."
+        )
+    for a, b in itertools.combinations(listed, 2):
+        _check_names(a, b)
+    for member in listed:
+        if member.check is not None:
+            member.check(listed)
+
+
+def _other_name(member: Middleware) -> str:
+    """Return what else to do about a name, if the factory of the middleware takes one."""
+    if member.call is None or "name" not in inspect.signature(member.call.factory).parameters:
+        return ""
+    return ', or give one another name: name="..."'
+
+
+def _check_names(a: Middleware, b: Middleware) -> None:
+    """Raise ValueError if two middleware are known to report one name, for one loader."""
+    mine, its = _names_of(a), _names_of(b)
+    if (both := mine.keys() & its.keys()) and _loaders_meet(_loaders_of(a), _loaders_of(b)):
+        name = min(both)
+        raise ValueError(
+            f"{a!r} and {b!r} both report {name!r}: rename one"
+            f"{COLLECTION_HINT if mine[name] or its[name] else ''}"
+        )
+
+
+def _names_of(member: Middleware) -> dict[str, bool]:
+    """Return the names that ``metric`` and ``derive`` were given: whether a collection has them."""
+    if member.call is None or not member.name.startswith(("metric(", "derive(")):
+        return {}
+    found = {name: True for shared in member.call.args for name in names_in(shared)}
+    return found | {name: False for name, value in member.call.kwargs.items() if callable(value)}
+
+
+def _loaders_of(member: Middleware) -> set[str]:
+    """Return the names of the loaders that a middleware is for; "" is any that is evaluated."""
+    if member.loaders:
+        return {*member.loaders}
+    if member.evaluation is not None:
+        return {""}
+    return {"train"} if member.loss is not None else {"train", ""}
+
+
+def _loaders_meet(a: set[str], b: set[str]) -> bool:
+    return bool(a & b or ("" in a and b != {"train"}) or ("" in b and a != {"train"}))
+
+
+def _fail_as_member(member: object) -> None:
+    name = getattr(member, "__name__", type(member).__name__)
+    if getattr(member, "is_middleware_factory", False):
+        raise TypeError(
+            f"pipeline expects middleware; {name} is a function that makes one. "
+            f"Call it: {name}(...)"
+        )
+    if isinstance(getattr(member, "middleware", None), tuple):
+        raise TypeError(
+            f"pipeline expects middleware, got {member!r}. To join two, write "
+            "pipeline(*p.middleware, ...)"
+        )
+    kind = member if isinstance(member, type) else type(member)
+    if kind.__module__.startswith("fnloop._hooks."):
+        typed = f"{name_of(member)}{'(...)' if isinstance(member, type) else ''}"
+        raise TypeError(
+            f"pipeline expects middleware; {typed} is a hook: write fit(..., hooks=({typed},))"
+        )
+    hint = f" A loss function goes into the second call: pipeline(...)({name})."
+    raise TypeError(
+        f"pipeline expects middleware, such as clip(1.0); got {describe(member)}."
+        f"{hint if callable(member) else ''}"
+    )
+
+
+# Names of the arguments of a loss function that were written in the wrong order.
+_MODELS, _BATCHES = ("model", "net", "network", "module"), ("batch", "data", "inputs", "sample")
+
+
+def check_loss_fn(loss_fn: object, carries: bool = False) -> None:
+    """Raise TypeError unless this is a function of a model and a batch, and of a carry if asked."""
+    if isinstance(loss_fn, Middleware):
+        raise TypeError(
+            f"pipeline(...)(loss_fn) expects a loss function; got the middleware {loss_fn!r}. "
+            f"List it in the first call: pipeline({loss_fn!r}, ...)"
+        )
+    kind = loss_fn if isinstance(loss_fn, type) else type(loss_fn)
+    if issubclass(kind, nn.Module):
+        name = kind.__name__
+        raise TypeError(
+            "pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got the module "
+            f"{name}. For batches (x, y) and a criterion, write supervised({name}(...)); "
+            "otherwise write def loss_fn(model, batch): ..."
+        )
+    if not callable(loss_fn):
+        raise TypeError(
+            "pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got "
+            f"{describe(loss_fn)}"
+        )
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        signature = inspect.signature(loss_fn)
+        try:
+            signature.bind(*(None,) * (3 if carries else 2))
+        except TypeError as error:
+            taken = (
+                "with tbptt a loss function takes (model, batch, carry)"
+                if carries
+                else ("a loss function takes (model, batch)")
+            )
+            name = name_of(loss_fn)
+            raise TypeError(f"{taken}, but {name} takes {signature}") from error
+        first, second = [*signature.parameters, "", ""][:2]
+        if first in _BATCHES and second in _MODELS:
+            raise TypeError(
+                f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}: "
+                f"write ({second}, {first})"
+            )
+
+
+def check_step_reply(reply: object, name: str) -> None:
+    """Raise TypeError unless a step has returned ``(state, out)``."""
+    match reply:
+        case (TrainState(), Output()) if type(reply) is tuple:
+            return
+        case tuple() | list():
+            parts = ", ".join(type(part).__name__ for part in reply)
+            given = f"a {type(reply).__name__} of ({parts})"
+        case TrainState() | Output():
+            given = f"the {type(reply).__name__} alone"
+        case _:
+            given = describe(reply)
+    raise TypeError(
+        f"{name} must return (state, out); it returned {given}. Write: return state, out"
+    )
+
+
+_ORDER = {
+    # They say to others what to do: last, once for each update; and replay looks at that.
+    "step": {"plateau": 1, "replay": 1, TBPTT: 2},
+    "gradient": {"microbatch": -2, RETRY: -1},  # they are about backward alone: first
+}
+
+
+def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
+    """Return middleware in their order in a ring: as listed, but for some that come first or last.
+
+    Only those of them that act in the ring matter.
+    """
+    order = _ORDER.get(ring, {})
+    return sorted(members, key=lambda member: order.get(member.name, 0))
+
+
+def total_in(members: Iterable[Middleware]) -> int | None:
+    """Return the samples of an update in all processes together, if a middleware says so."""
+    return next((m.total for m in members if m.total is not None), None)
+
+
+def window_in(epoch: int, members: Iterable[Middleware], most: int) -> int:
+    """Return how many batches one call of a step takes in an epoch; ``most`` if it never varies."""
+    windows = next((m.windows for m in members if m.windows), None)
+    if windows is None:
+        return most
+    begun = [first for first in windows if first <= epoch]
+    return windows[max(begun)] if begun else 1
+
+
+# --------------------------------------------------------------------------------------------------
+# The layers of a step, by the code that runs in them: which one an exception came from.
+
+STEP = "the step"  # the name of the place, if an exception was raised in none of the layers
+# The file from which torch calls a function decorated with no_grad.
+_NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename
+
+
+class _Layer(NamedTuple):
+    """A layer.
+
+    Args:
+        code: what runs in it.
+        name: its name in messages.
+        is_users: whether the user wrote it.
+    """
+
+    code: CodeType
+    name: str
+    is_users: bool
+
+
+class Layers:
+    """The layers of a step, innermost first."""
+
+    def __init__(self) -> None:
+        self._layers: list[_Layer] = []
+        self._names: dict[CodeType, str] = {}
+
+    def add(
+        self,
+        step: Callable[..., object],
+        name: str,
+        is_users: bool = False,
+        in_training: bool = True,
+    ) -> None:
+        """Add a layer around those that are there; or give it a name, if it is not in training.
+
+        A function decorated with ``torch.no_grad()`` is looked into, because all decorated
+        functions have the same code.
+        """
+        function = inspect.unwrap(step)
+        code = getattr(function, "__code__", None)
+        if code is None:
+            code = getattr(type(function).__call__, "__code__", None)
+        if code is None:
+            return
+        known = self._names.get(code)  # two middleware of one factory share their code
+        self._names[code] = name if known in (None, name) else f"{known} or {name}"
+        if in_training:
+            self._layers.append(_Layer(code, name, is_users))
+
+    def layer_of(self, error: BaseException) -> str:
+        """Return the name of the innermost layer in which an exception was raised."""
+        name = STEP
+        for code in _codes(error):
+            name = self._names.get(code, name)
+        return name
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an exception what the layers know about it: which middleware is to blame."""
+        codes = [*_codes(error)]
+        inside, passed = [*self._layers], []
+        for code in codes:  # from the outermost to the innermost
+            if any(code is layer.code for layer in inside):
+                while inside[-1].code is not code:
+                    inside.pop()
+                passed.append(inside.pop())
+        users = [layer for layer in passed if layer.is_users]
+        if isinstance(error, NoGradientError) and users:
+            names = _decorated_with_no_grad(codes, users) or [layer.name for layer in users]
+            error.args = (
+                f"{error}. Is {' or '.join(names)} under torch.no_grad()? Only its own work may be",
+            )
+        raised_in = passed[-1].code if passed else None
+        if (
+            isinstance(error, TypeError | ValueError)
+            and "unpack" in str(error)
+            and inside
+            and inside[-1].is_users
+            and codes
+            and (raised_in is None or codes[-1] is raised_in)
+        ):
+            error.add_note(
+                f"{inside[-1].name} must return (state, out), and has returned something else: "
+                "write return state, out"
+            )
+
+
+def _codes(error: BaseException) -> Iterator[CodeType]:
+    """Yield the code of each frame of a traceback, from the outermost to the innermost."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame.f_code
+        trace = trace.tb_next
+
+
+def _decorated_with_no_grad(codes: list[CodeType], layers: list[_Layer]) -> list[str]:
+    """Return the names of the layers that ``torch.no_grad()`` decorates."""
+    return [
+        layer.name
+        for outside, inside in itertools.pairwise(codes)
+        if outside.co_filename == _NO_GRAD
+        for layer in layers
+        if layer.code is inside
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# The first reply of a user's middleware is checked; from then on, its step is called directly.
+
+Replaceable = (
+    Any  # a functools.partial, whose function can be replaced; its __setstate__ is untyped
+)
+
+
+def checked_once(
+    step: Step,
+    member: Middleware,
+    ring: str,
+    noted: Callable[[], AbstractContextManager[list[int]]],
+) -> Step:
+    """Return a user's step whose first reply is checked.
+
+    From then on it is called without a frame in between.
+
+    Args:
+        step: the step that the middleware has made.
+        member: the middleware.
+        ring: the ring in which it acts.
+        noted: notes the calls of the loss function, within a ``with`` block.
+    """
+
+    def first(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        with noted() as calls:
+            reply = step(state, batch)
+        check_step_reply(reply, f"{member!r}, in its {ring} ring,")
+        if not calls and reply[1].skip is None and engine_of(state).calls_every_batch:
+            done = "evaluated" if ring == EVALUATION else "trained"
+            raise ValueError(
+                f"{member!r} did not call the step that it wraps, so nothing was {done}: "
+                "write state, out = step(state, batch); or, to skip an update, return an "
+                'Output with skip="why"'
+            )
+        checked.__setstate__((step, (), {}, vars(checked)))
+        return reply
+
+    checked: Replaceable = functools.partial(first)
+    vars(checked).update(getattr(step, "__dict__", {}))
+    return checked
+
+
+@contextlib.contextmanager
+def calls_noted(innermost: Replaceable) -> Iterator[list[int]]:
+    """Note the calls of a step, which is a ``functools.partial``, within a ``with`` block."""
+    calls: list[int] = []
+    called = innermost.func
+
+    def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        calls.append(1)
+        return called(state, batch)
+
+    innermost.__setstate__((noting, (), {}, None))
+    try:
+        yield calls
+    finally:
+        innermost.__setstate__((called, (), {}, None))
+
+
+# --------------------------------------------------------------------------------------------------
+# What middleware keep in `state.slots`: made when a step first sees a state.
+
+# By model: its parameters and the middleware when they were last found to fit.
+_checked: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Sequence[Middleware]]] = (
+    WeakKeyDictionary()
+)
+
+
+def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
+    """Return the state with missing slots made, and those from a checkpoint materialized.
+
+    Raises:
+        Exception: a middleware is not for this state, or its slot cannot be made.
+    """
+    __tracebackhide__ = True
+    _check(state, members)
+    for member in members:
+        if member.init is None:
+            continue
+        name = member.name
+        if name not in state.slots:
+            state = with_slot(state, name, _make(member.init, name, state))
+        elif has_pending(saved := state.slots[name]):
+            with _kept_group_settings(state):
+                slot = materialize(_make(member.init, name, state), saved)
+            state = with_slot(state, name, slot)
+    return state
+
+
+def _check(state: TrainState, members: Sequence[Middleware]) -> None:
+    """Let middleware look at a state whose model or parameters they have not seen yet."""
+    __tracebackhide__ = True
+    if not (checking := [m.check_state for m in members if m.check_state is not None]):
+        return
+    known, listed = _checked.get(state.model, (None, None))
+    if known is not all_parameters(state) or listed is not members:
+        for check in checking:
+            check(state, members)
+        _checked[state.model] = all_parameters(state), members
+
+
+def renew_slots(state: TrainState, members: Iterable[Middleware], prefix: str = "") -> TrainState:
+    """Return the state without the slots that are made again when a phase begins."""
+    old = {prefix + m.name for m in members if m.per_phase}
+    kept = {name: slot for name, slot in state.slots.items() if name not in old}
+    return attrs.evolve(state, slots=kept)
+
+
+def _make(init: Callable[[TrainState], object], name: str, state: TrainState) -> object:
+    """Make a middleware's slot. Its draws are a function of the seed, the same in every process."""
+    __tracebackhide__ = True
+    seed, device = fold_in(state.seed, zlib.crc32(name.encode())), state.backend.device
+    with isolated(device):
+        seed_all(seed)
+        torch_seeder(device)(seed)
+        return init(state)
+
+
+@contextmanager
+def _kept_group_settings(state: TrainState) -> Iterator[None]:
+    """Restore the settings of all parameter groups afterwards.
+
+    A new torch scheduler changes them, those that are tensors in place.
+    """
+    groups = groups_in(state.optimizer)
+    before = [
+        {key: (v, v.clone() if isinstance(v, Tensor) else v) for key, v in group.items()}
+        for group in groups
+    ]
+    yield
+    for group, settings in zip(groups, before, strict=True):
+        for key, (held, value) in settings.items():
+            group[key] = held.copy_(value) if isinstance(held, Tensor) else value
+
+
+# --------------------------------------------------------------------------------------------------
+# The parameters that a middleware is for, where selectors say which.
+
+
+class Chosen:
+    """The parameters that selectors choose, looked up once for each model.
+
+    Args:
+        owner: the middleware, for messages.
+        selectors: as in ``freeze``; None are all parameters.
+    """
+
+    def __init__(self, owner: str, selectors: Sequence[Selector] | None) -> None:
+        self._owner, self._selectors = owner, selectors
+        # By model: all parameters when it was looked at, and those chosen.
+        self._found: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[Tensor]]] = (
+            WeakKeyDictionary()
+        )
+
+    def named(self, state: TrainState) -> dict[str, nn.Parameter]:
+        """Return the parameters of a state's model that are chosen, by name.
+
+        Raises:
+            ValueError: a selector is for nothing in the model.
+        """
+        selectors = ("*",) if self._selectors is None else self._selectors
+        return select(self._owner, unwrap(state), selectors).parameters
+
+    def of(self, state: TrainState) -> list[Tensor]:
+        """Return those of the parameters that a state's optimizers update that are chosen."""
+        if self._selectors is None:
+            return parameters(state)
+        known, found = self._found.get(state.model, (None, []))
+        if known is not (now := all_parameters(state)):
+            ids = {id(p) for p in self.named(state).values()}
+            found = [p for p in parameters(state) if id(p) in ids]
+            self._found[state.model] = now, found
+        return found
+
+    def check(self, state: TrainState) -> None:
+        """Raise unless the state's optimizers update one of them, or all of them are frozen.
+
+        Raises:
+            ValueError: they are for nothing in the model, or all belong to other optimizers.
+        """
+        named = self.named(state)
+        if not self.of(state) and (trained := [n for n, p in named.items() if p.requires_grad]):
+            raise ValueError(
+                f"{self._owner} is for parameters that no optimizer of this step updates: "
+                f"{join_names(trained)}. List it in the step of their optimizer"
+            )

@@ -16,15 +16,19 @@ in batches: keep the batch size when you resume in the middle of an epoch. By it
 iterable, whose order torch's generator decides.
 """
 
-from fnloop._data.bucketed import bucketed
 from fnloop._data.loaders import even
-from fnloop._loop.tune import tune
-from fnloop.data._fixed import fixed
-from fnloop.data._interleave import interleave
-from fnloop.data._leave_out import leave_out
+from fnloop._data.map_style import bucketed
+from fnloop._tools.tune import tune
+from fnloop.data._combine import (
+    fixed,
+    fraction,
+    interleave,
+    leave_out,
+    take,
+    zip_cycle,
+    zip_shortest,
+)
 from fnloop.data._pad import pad_collate
-from fnloop.data._take import fraction, take
-from fnloop.data._zip import zip_cycle, zip_shortest
 
 __docformat__ = "google"
 

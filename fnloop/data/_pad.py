@@ -15,8 +15,6 @@ from torch.utils.data import default_collate
 from fnloop._core.types import Batch
 from fnloop._display import checks
 
-__all__ = ["pad_collate"]
-
 Padding = float | Mapping[str, float] | Mapping[int, float]
 
 

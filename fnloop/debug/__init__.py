@@ -8,12 +8,10 @@
 - `watch`: activations, gradients and updates of each module, as metrics.
 """
 
-from fnloop.debug._audit import audit
-from fnloop.debug._audit_error import AuditError
-from fnloop.debug._bisect import bisect
+from fnloop.debug._audit import AuditError, audit
 from fnloop.debug._check_script import check_script
 from fnloop.debug._diff import diff
-from fnloop.debug._replay import replay
+from fnloop.debug._replay import bisect, replay
 from fnloop.debug._watch import watch
 
 __docformat__ = "google"

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+from torch import Tensor
 
-from fnloop._checkpoint.listing import Saved, is_one_checkpoint, read_history, saved_in
-from fnloop._core.history import History
+from fnloop._backend.containers import pairs_of, parts_of
+from fnloop._checkpoint.files import decode_history
+from fnloop._checkpoint.format import COUNTERS, Contents
+from fnloop._checkpoint.optimizer import Measured, describe_value, find_difference, measure
+from fnloop._checkpoint.restore import read_alone
+from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
+from fnloop._checkpoint.save import collect_contents
+from fnloop._core.history import History, Record
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._display import checks
-from fnloop.debug._difference import (
-    Difference,
-    Finding,
-    compare_contents,
-    compare_histories,
-    contents_of,
-)
+from fnloop._display import checks, tables
+from fnloop._display.tables import Cell, Column, table_html, table_lines
 
-__all__ = ["common", "diff", "find_differing"]
+# --------------------------------------------------------------------------------------------------
+# The first difference between two states, checkpoints, histories or runs.
 
 
 def diff(
@@ -119,3 +124,229 @@ def find_differing(a: Saved, b: Saved) -> Difference:
     """Return what differs in two checkpoints, but for their records."""
     one, other = (contents_of(saved.path, history=False) for saved in (a, b))
     return compare_contents(one, other, ("counters", "model", "optimizer", "slots"))
+
+
+# --------------------------------------------------------------------------------------------------
+# What differs between two states, checkpoints, histories or runs, and how much.
+
+BITS = ("model", "optimizer")  # what a replay has to make again
+_PARTS = ("history", "counters", "model", "optimizer", "slots", "extra")
+_MEASURED = ("time", "throughput", "memory")  # the names of these metrics; no two runs have equal
+
+
+@attrs.frozen
+class Finding:
+    """Something that differs.
+
+    Args:
+        kind: "record", "checkpoint", "counter", "setting" or "tensor".
+        name: what it is, such as "model.0.weight".
+        text: how it differs.
+        measured: how much, if it is a tensor.
+    """
+
+    kind: str
+    name: str
+    text: str
+    measured: Measured | None = None
+
+
+@attrs.frozen(repr=False)
+class Difference:
+    """What differs, the first of each kind: a table. It is falsy if nothing does.
+
+    Args:
+        findings: in this order: the first record; the first checkpoint; in the states, the first
+            counter, setting and tensor.
+        others: how many more tensors differ.
+        compared: what was compared, in words.
+
+    Example:
+        >>> from fnloop.debug import diff
+        >>> from fnloop.testing import toy
+        >>> found = diff(toy(w=1.0), toy(w=1.5))
+        >>> print(found.tensor.name, found.tensor.text)
+        model.w 1 of 1 elements differ, by up to 0.5; first: 1 and 1.5, 4,194,304 ulps apart
+        >>> found.tensor.measured.largest, bool(diff(toy(), toy()))
+        (0.5, False)
+    """
+
+    findings: tuple[Finding, ...] = ()
+    others: int = 0
+    compared: str = "states"
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def _first(self, kind: str) -> Finding | None:
+        return next((finding for finding in self.findings if finding.kind == kind), None)
+
+    @property
+    def record(self) -> Finding | None:
+        """The first record that differs, if one does."""
+        return self._first("record")
+
+    @property
+    def checkpoint(self) -> Finding | None:
+        """The first checkpoint of two runs that differs, if one does."""
+        return self._first("checkpoint")
+
+    @property
+    def tensor(self) -> Finding | None:
+        """The first tensor that differs, if one does."""
+        return self._first("tensor")
+
+    def _title(self) -> str:
+        return f"{self.compared} {'differ' if self.findings else 'are equal, bit for bit'}"
+
+    def _note(self) -> str:
+        return f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
+
+    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
+        rows = [(f.kind, f.name, f.text) for f in self.findings]
+        titles = ("what", "name", "difference")
+        columns = [
+            Column(title, "", max(len(title), *(len(row[i]) for row in rows)), left=True)
+            for i, title in enumerate(titles)
+        ]
+        return columns, [[Cell(text) for text in row] for row in rows]
+
+    def __repr__(self) -> str:
+        if not self.findings:
+            return self._title()
+        return "\n".join([self._title(), *table_lines(*self._table(), self._note())])
+
+    def _repr_html_(self) -> str:
+        parts = [tables.line(self._title())]
+        if self.findings:
+            parts.append(table_html(*self._table(), self._note()))
+        return tables.stack(*parts)
+
+
+# --- records
+
+
+def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | None:
+    """Return the first record that differs. Times and closing records are not compared."""
+    one, other = ([record for record in each if not record.closing] for each in (a, b))
+    for i, (mine, its) in enumerate(zip(one, other, strict=False)):
+        place = f"record {i}, step {mine.step}"
+        if (mine.epoch, mine.step) != (its.epoch, its.step):
+            at = (f"epoch {r.epoch}, step {r.step}" for r in (mine, its))
+            return Finding("record", place, " in one, and in the other ".join(at))
+        for name in (*mine.metrics, *its.metrics):
+            if not {*_MEASURED}.isdisjoint(name.split("/")[:2]):
+                continue
+            if name not in mine.metrics or name not in its.metrics:
+                return Finding("record", place, f"{name} is in one, and not in the other")
+            x, y = mine.metrics[name], its.metrics[name]
+            if x != y and not (math.isnan(x) and math.isnan(y)):
+                text = f"{name} is {x!r} in one, and {y!r} in the other, {abs(x - y):.3g} apart"
+                return Finding("record", place, text)
+    if len(one) != len(other):
+        text = f"{tables.format_count(len(one), 'record')} in one, and {len(other):,} in the other"
+        return Finding("record", "history", text)
+    return None
+
+
+# --- states and checkpoints
+
+
+def contents_of(source: TrainState | Path, history: bool = True) -> Contents:
+    """Return what a checkpoint of a state has, or what one has that was saved."""
+    if isinstance(source, Path):
+        return read_alone(source, history=history)
+    made = collect_contents(source)
+    if made.index:
+        raise NotImplementedError(
+            "a state whose model is sharded over processes cannot be compared, as each process has "
+            "a part of it: save it, and give the path of the checkpoint"
+        )
+    facts = json.loads(json.dumps(made.facts))
+    rows = [json.loads(row) for row in made.history]
+    return attrs.evolve(made, facts={**facts, "history": rows})
+
+
+def compare_states(
+    a: TrainState | Path, b: TrainState | Path, parts: Sequence[str] = BITS
+) -> Difference:
+    """Return what differs between two states or checkpoints.
+
+    Args:
+        a, b: states, or the paths of checkpoints.
+        parts: the parts to compare.
+    """
+    history = "history" in parts
+    return compare_contents(contents_of(a, history), contents_of(b, history), parts)
+
+
+def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) -> Difference:
+    """Return what differs between the contents of two checkpoints."""
+    found: list[Finding | None] = []
+    if "history" in parts:
+        found.append(compare_histories(_records(a), _records(b)))
+    if "counters" in parts:
+        names = (*COUNTERS, "updates", "phases", "ends")
+        found.append(_first_setting("counter", a, b, names))
+    held = [part for part in parts if part in ("model", "optimizer", "slots", "extra")]
+    found.append(_first_setting("setting", a, b, held))
+    tensors = [*compare_tensors(_tensors(a, parts), _tensors(b, parts))]
+    found += tensors[:1]
+    return Difference(tuple(filter(None, found)), max(len(tensors) - 1, 0))
+
+
+def _records(contents: Contents) -> History:
+    return decode_history(contents.facts.get("history", ()))
+
+
+def _first_setting(kind: str, a: Contents, b: Contents, names: Sequence[str]) -> Finding | None:
+    for name in names:
+        text = find_difference(a.facts.get(name), b.facts.get(name), name)
+        if text is not None:
+            place = text.partition(" ")[0]
+            return Finding(kind, place, text.removeprefix(place).strip())
+    return None
+
+
+def _tensors(contents: Contents, parts: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of some parts by names such as "model.0.weight"."""
+    groups = contents.groups()
+    found: dict[str, Tensor] = {}
+    for part in ("model", "optimizer"):
+        if part in parts:
+            found |= {f"{part}.{name}": tensor for name, tensor in groups[part].items()}
+    if "slots" in parts:
+        for group in groups.keys() - {"model", "optimizer", "slots"}:
+            found |= {f"{group}.{name}": tensor for name, tensor in groups[group].items()}
+        kept = ("slots", "generators", "extra")
+        found |= {n: t for n, t in groups["slots"].items() if n.split(".")[0] in kept}
+    return found
+
+
+def compare_tensors(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield the values that differ, in the order of the first mapping.
+
+    Args:
+        a, b: name to tensor, or to a nested value with tensors in it.
+    """
+    for name in (*a, *(name for name in b if name not in a)):
+        if name not in a or name not in b:
+            yield Finding("tensor", name, "in one, and not in the other")
+        elif (found := compare_values(a[name], b[name])) is not None:
+            text, measured = found
+            yield Finding("tensor", name, text, measured)
+
+
+def compare_values(a: object, b: object) -> tuple[str, Measured | None] | None:
+    """Return how two values differ: the first tensor in them that does, or the first other part."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype == b.dtype and a.shape == b.shape:
+            measured = measure(a, b)
+            return None if measured is None else (str(measured), measured)
+        return f"{describe_value(a)} in one, and {describe_value(b)} in the other", None
+    pairs, parts = pairs_of(a, b), [[*(parts_of(x) or ())] for x in (a, b)]
+    if pairs is not None and len(pairs) == len(parts[0]) == len(parts[1]):
+        found = (compare_values(x, y) for _, x, y in pairs)
+        return next(filter(None, found), None)
+    text = find_difference(a, b, "it")
+    return None if text is None else (text.removeprefix("it "), None)

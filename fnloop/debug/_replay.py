@@ -1,40 +1,61 @@
-"""Make an update of a run again, bit for bit, from the nearest checkpoint before it."""
+"""Make updates of a run again, and find the first at which two runs diverge."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import math
 import os
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
-from fnloop._backend.public import on_main_process
+from fnloop._backend.collectives import on_main_process
+from fnloop._backend.containers import map_leaves
+from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.listing import Saved, read_history, saved_in
+from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.targets import Targets, decode_targets
-from fnloop._core.history import History
-from fnloop._core.phase import Phase, decode_phases, unfinished
+from fnloop._checkpoint.retention import Saved, read_history, saved_in
+from fnloop._checkpoint.save import collect_contents
+from fnloop._core.history import History, Phase, decode_phases, unfinished
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated, reserved_generators
-from fnloop._core.snapshot import snapshot
-from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.stops import INTERRUPTED, is_interruption
-from fnloop._core.types import Batch
+from fnloop._core.runs import INTERRUPTED, is_interruption
+from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
+from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._data.iterable import checksum
 from fnloop._data.loaders import read_loaders
-from fnloop._display import checks
-from fnloop._loop.epochs import train_epochs
+from fnloop._display import checks, tables
+from fnloop._display.checks import join_names
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.interrupts import Interrupts
-from fnloop._loop.peers import is_alone
-from fnloop._loop.phases import has_left
-from fnloop._loop.plan import Plan, check_step, make_plan
-from fnloop._step.pipeline import PipelineStep
-from fnloop.debug._difference import compare_states
-from fnloop.debug._recorder import Recorder, members_of, recording
-from fnloop.debug._update import Update, find_bad_samples
+from fnloop._loop.peers import Interrupts, is_alone
+from fnloop._loop.plan import Plan, check_step, has_left, make_plan
+from fnloop._loop.run import train_epochs
+from fnloop._step.alternate import AlternateStep
+from fnloop._step.guard import pieces_of
+from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
+from fnloop.debug._diff import (
+    Difference,
+    common,
+    compare_contents,
+    compare_states,
+    compare_tensors,
+    compare_values,
+    contents_of,
+    find_differing,
+)
 
-__all__ = ["Origin", "continue_from", "find_origin", "make_again", "replay", "restored_from"]
+# --------------------------------------------------------------------------------------------------
+# Make an update of a run again, bit for bit, from the nearest checkpoint before it.
 
 
 def replay(
@@ -383,3 +404,599 @@ def _confirm(origin: Origin, state: TrainState) -> bool | None:
             except CheckpointError:  # it is damaged
                 return None
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The first update at which two runs diverge, and what differs in it first.
+
+_PARTS = ("counters", "model", "optimizer", "slots")
+
+
+@attrs.frozen(repr=False)
+class Bisection:
+    """Where two runs diverge, as :func:`bisect` has found it. It is falsy if they do not.
+
+    Args:
+        update: ``state.step`` after the first update that differs; None if there is none, or it
+            cannot be known.
+        what: what differs in it first: "batch", "draws", "module", "loss", "gradient", "optimizer"
+            (what the update did, from the same gradients) or "skipped" (only one was applied). Or
+            "beginning": the first checkpoint that both have differs already. Or "not made again":
+            a run differs from what its script makes again. "" if the runs are equal.
+        name: the name of the module, the parameter or the tensor; of "not made again", "a" or "b".
+        text: how it differs.
+        between: the steps of the last checkpoints that are equal, and of the first that differ.
+        difference: what differs in the latter.
+        restores: how many checkpoints were read.
+
+    Example:
+        >>> Bisection(812, "module", "3", "1 of 8 elements differ, by up to 1", (800, 900))
+        Bisection(update=812, what=module, name=3, text=1 of 8 elements differ, by up to 1,
+                  between=(800, 900), restores=0)
+    """
+
+    update: int | None = None
+    what: str = ""
+    name: str = ""
+    text: str = "the runs are equal"
+    between: tuple[int | None, int | None] = (None, None)
+    difference: Difference = attrs.field(factory=Difference)
+    restores: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.what)
+
+    def _facts(self) -> dict[str, object]:
+        facts = attrs.asdict(self, recurse=False, filter=lambda f, value: f.name != "difference")
+        return {name: value for name, value in facts.items() if value not in (None, "")}
+
+    def __repr__(self) -> str:
+        return tables.record_text("Bisection", self._facts())
+
+    def _repr_html_(self) -> str:
+        shown = tables.facts("Bisection", self._facts())
+        return tables.stack(shown, self.difference._repr_html_()) if self.difference else shown
+
+
+def bisect(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    step: PipelineStep | tuple[PipelineStep, PipelineStep],
+    state: TrainState,
+    loaders: object,
+) -> Bisection:
+    """Find the first update at which two runs diverge, and what differs in it first.
+
+    Of the checkpoints that both runs have, the first that differ are found by bisection. From the
+    last equal ones both runs are continued, up to the first update that differs. That one is made
+    again in both, and compared: its batches, the outputs of modules in the order in which they
+    return, the losses, the gradients and the optimizer.
+
+    If the two are made again alike, one of them was not made by its script: its first checkpoint
+    that differs is not what it would have been. A faulty device or a kernel that is not
+    deterministic makes such a run, and so does a hook that changes weights.
+
+    Args:
+        a, b: the folders of the two runs, which ``checkpoint(folder)`` wrote to.
+        step: that of both, or a pair of them.
+        state: a state of the same script, ``TrainState.create(...)``. It is copied, and stays as it
+            is.
+        loaders: those of both; or a pair of mappings with names, ``({"train": ...}, {"train":
+            ...})``.
+
+    Returns:
+        The update, and the first module whose output differs, or what else does.
+
+    Raises:
+        ValueError: the runs have no checkpoint of the same step; or as :func:`replay`.
+        CheckpointError: there is no checkpoint, or it is of another model or optimizer.
+        TypeError: an argument is not what it should be.
+        StaleStateError: the state has been advanced.
+        NotImplementedError: there are several processes.
+
+    Example:
+        >>> import fnloop as fl, tempfile, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def other_loss(model, batch):                       # another loss in the third update
+        ...     return toy_loss(model, batch)[0] * (2 if batch.item() == 3 else 1)
+        >>> batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+        >>> steps = fl.pipeline()(toy_loss), fl.pipeline()(other_loss)
+        >>> with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
+        ...     for step, folder in zip(steps, (a, b)):
+        ...         saves = fl.every(steps=1)(fl.checkpoint(folder, keep=None))
+        ...         state = fl.fit(step, toy(), batches, hooks=(saves,))
+        ...     found = bisect(a, b, steps, toy(), batches)
+        >>> found.update, found.what, found.text
+        (3, 'loss', '1 of 1 elements differ, by up to 9; first: -9 and -18, 8,388,608 ulps apart')
+    """
+    __tracebackhide__ = True
+    steps, each_loaders = _pair(step, PipelineStep), _pair(loaders, Mapping)
+    for one, given in zip(steps, each_loaders, strict=True):
+        check_step(one, "bisect")
+        read_loaders(given)  # checks them
+    check_not_stale(state, "bisect")
+    if not is_alone(state):
+        raise NotImplementedError(
+            "bisect works in one process: call it in a script that is started without torchrun"
+        )
+    saved = [saved_in(checks.folder_path("bisect", n, f)) for n, f in (("a", a), ("b", b))]
+    both = common(*saved)
+    if not both:
+        reached = [f"{run[0].step} to {run[-1].step}" for run in saved]
+        raise ValueError(
+            "bisect: the runs have no checkpoint of the same step: those of a are of steps "
+            f"{reached[0]}, and those of b of steps {reached[1]}"
+        )
+    place, found, reads = _find_first(both)
+    if not found:
+        return Bisection(between=(both[-1][0].step, None), restores=reads)
+    hit = both[place][0].step
+    if not place:
+        return Bisection(
+            None, "beginning", "", "the first checkpoints that both runs have differ already",
+            (None, hit), found, reads,
+        )  # fmt: skip
+    runs = [
+        _Run(one, given, state, _origin(run, start))
+        for one, given, run, start in zip(steps, each_loaders, saved, both[place - 1], strict=True)
+    ]
+    made = _find_divergence(runs, both[place], found)
+    between = (both[place - 1][0].step, hit)
+    return attrs.evolve(made, between=between, difference=found, restores=reads + made.restores)
+
+
+def _pair(given: object, kind: type) -> tuple:
+    """Return what is for the two runs: a pair of its kind, or one thing for both."""
+    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, kind) for x in given):
+        return given
+    return given, given
+
+
+def _find_first(both: Sequence[tuple[Saved, Saved]]) -> tuple[int, Difference, int]:
+    """Return the first pair of checkpoints that differ, by bisection.
+
+    Runs that have diverged are taken to stay so.
+
+    Returns:
+        Its position, what differs, and how many checkpoints were read.
+    """
+    high, low = len(both) - 1, -1
+    found, reads = find_differing(*both[high]), 2
+    if not found:
+        return high, found, reads
+    while high - low > 1:
+        middle = (low + high) // 2
+        inside = find_differing(*both[middle])
+        reads += 2
+        if inside:
+            high, found = middle, inside
+        else:
+            low = middle
+    return high, found, reads
+
+
+# --- both runs again
+
+
+class _Run(NamedTuple):
+    """One of the two runs."""
+
+    step: PipelineStep
+    loaders: object
+    state: TrainState
+    origin: Origin
+
+
+def _origin(run: Sequence[Saved], start: Saved) -> Origin:
+    later = run[run.index(start) + 1 :]
+    return Origin(start, later[0] if later else None, run[-1])
+
+
+def _find_divergence(
+    runs: Sequence[_Run], ends: tuple[Saved, Saved], difference: Difference
+) -> Bisection:
+    """Continue both runs until they differ, and compare the update with which they do."""
+    until, marks = ends[0].step, []
+    found: list[tuple[_Mark, _Mark]] = []
+
+    def note(state: TrainState) -> bool:
+        marks.append(_mark(state))
+        return False
+
+    def compare(state: TrainState) -> bool:
+        mine, its = marks[compared[0]], _mark(state)
+        compared[0] += 1
+        found.extend([(mine, its)] if mine != its else [])
+        return bool(found) or compared[0] == len(marks)
+
+    compared, reached = [0], []
+    for run, each in zip(runs, (note, compare), strict=True):
+        restored = restored_from(run.origin, run.state)
+        given = run.origin, run.step, restored, run.loaders
+        reached.append(continue_from(*given, until=until, each=each))
+    if not found:
+        return _explain_not_made(reached, ends)
+    mine, its = found[0]
+    if mine.step != its.step:
+        text = f"update {max(mine.step, its.step)} was applied in one run, and skipped in the other"
+        return Bisection(max(mine.step, its.step), "skipped", "", text, restores=2)
+    recorders = [Recorder(mine.step, modules=True) for _ in runs]
+    updates = [
+        make_again(run.origin, run.step, run.state, run.loaders, recorder)
+        for run, recorder in zip(runs, recorders, strict=True)
+    ]
+    what = _first_difference(updates, recorders)
+    return Bisection(mine.step, *what, restores=4)
+
+
+class _Mark(NamedTuple):
+    """What is noted of a run after each update: the update, and a checksum of the state."""
+
+    step: int
+    state: int | None
+
+
+def _mark(state: TrainState) -> _Mark:
+    contents = collect_contents(state, parts=_PARTS)
+    facts = [contents.facts.get(part) for part in ("model", "optimizer", "slots", "batch", "epoch")]
+    return _Mark(state.step, checksum([facts, *map(dict, contents.groups().values())]))
+
+
+def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:
+    """Return which of the runs is not what its script makes again."""
+    for name, state, end in zip("ab", reached, ends, strict=True):
+        its = contents_of(end.path, history=False)
+        found = compare_contents(contents_of(state), its, ("model", "optimizer"))
+        if found:
+            first = found.tensor or found.findings[0]
+            text = (
+                f"run {name} is not made again by its script: at step {end.step}, {first.name} of "
+                f"its checkpoint is not what it becomes again: {first.text}"
+            )
+            return Bisection(None, "not made again", name, text, restores=4)
+    text = "both runs are made again alike, as far as weights and optimizers are concerned"
+    return Bisection(None, "not made again", "", text, restores=4)
+
+
+# --- one update of both
+
+
+def _first_difference(
+    updates: Sequence[Update], recorders: Sequence[Recorder]
+) -> tuple[str, str, str]:
+    """Return what differs first in an update, its name, and how."""
+    a, b = updates
+    if (found := compare_values(a.batches, b.batches)) is not None:
+        return "batch", "", f"{found[0]}; the samples are {a.indices} and {b.indices}"
+    for mine, its in zip(recorders[0].calls, recorders[1].calls, strict=False):
+        if (called := _compare_calls(mine, its)) is not None:
+            return called
+    losses = [[out.loss for out in update.outputs] for update in updates]
+    if (found := compare_values(*losses)) is not None:
+        return "loss", "", found[0]
+    for finding in compare_tensors(a.grads, b.grads):
+        return "gradient", finding.name, finding.text
+    inside = compare_contents(contents_of(a.after), contents_of(b.after), _PARTS)
+    first = inside.findings[0] if inside else None
+    return "optimizer", "" if first is None else first.name, "" if first is None else first.text
+
+
+def _compare_calls(a: Called, b: Called) -> tuple[str, str, str] | None:
+    """Return what differs in two calls of modules."""
+    if (a.name, a.kind) != (b.name, b.kind):
+        called = (f"{call.name or 'the model'} ({call.kind})" for call in (a, b))
+        return "module", a.name, " is called in one, and in the other ".join(called)
+    if (found := compare_values(a.output, b.output)) is None:
+        return None
+    if a.draws != b.draws:
+        text = f"before {a.name or 'the model'} ({a.kind}) was called, one had drawn other numbers"
+        return "draws", a.name, f"{text}; its output: {found[0]}"
+    return "module", a.name, f"the output of {a.kind}: {found[0]}"
+
+
+# --------------------------------------------------------------------------------------------------
+# An update that was made again, and which of its samples made the loss infinite or NaN.
+
+
+@attrs.frozen(eq=False, repr=False)
+class Update:
+    """An update that :func:`replay` has made again.
+
+    Args:
+        batches: the batches that it was made of: one, or a window of them.
+        indices: for each batch, the indices of its samples in the dataset; by name, if the batch is
+            made of several; None where they are not known, as of a stream. With several processes,
+            each has its own.
+        before: the state before the update.
+        grads: the gradients that the optimizer took, by the name of the parameter.
+        after: the state after the update.
+        outputs: loss, weight, aux and metrics of each call of the loss function: one for each
+            batch, or for each piece of it with ``microbatch``; two with ``sam``; one for each turn
+            with ``alternate``.
+        output: the same of the whole update.
+        nonfinite: the indices of the samples whose loss, evaluated alone, is infinite or NaN, if
+            that of the update is; (batch, row) where there are no indices. None if they cannot be
+            evaluated alone, or the weights were not finite before.
+        confirmed: whether a checkpoint of the state after it has the same bits; None if there is no
+            such checkpoint.
+
+    Example:
+        >>> import fnloop as fl, tempfile, torch
+        >>> from fnloop.debug import replay
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.tensor([x]) for x in (1.0, 2.0, 3.0)]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saves = fl.every(steps=1)(fl.checkpoint(folder, keep=None))
+        ...     state = fl.fit(step, toy(), batches, hooks=(saves,))
+        ...     update = replay(folder, step, toy(), batches, update=3)
+        >>> update
+        Update(update=3, epoch=0, batch=2, loss=-9, gradient norm=3, confirmed=True)
+    """
+
+    batches: tuple[Batch, ...]
+    indices: tuple[object, ...]
+    before: TrainState
+    grads: Mapping[str, Tensor]
+    after: TrainState
+    outputs: tuple[Output, ...]
+    output: Output
+    nonfinite: tuple[object, ...] | None = ()
+    confirmed: bool | None = None
+
+    def _facts(self) -> dict[str, object]:
+        norm = get_total_norm(list(self.grads.values())) if self.grads else math.nan
+        facts: dict[str, object] = {
+            "update": self.after.step,
+            "epoch": self.before.epoch,
+            "batch": self.before.batch,
+            "loss": tables.format_number(float(self.output.loss)),
+            "gradient norm": tables.format_number(float(norm)),
+        }
+        known = [index for index in self.indices if index is not None]
+        if known:
+            facts["samples"] = join_names([str(i) for index in known for i in _flat(index)], 8)
+        if self.nonfinite:
+            facts["not finite"] = "sample " + join_names([*map(str, self.nonfinite)], 8)
+        elif not _is_finite(self.before):
+            facts["not finite"] = "the weights before the update"
+        if self.confirmed is not None:
+            facts["confirmed"] = self.confirmed
+        return facts
+
+    def __repr__(self) -> str:
+        return tables.record_text("Update", self._facts())
+
+    def _repr_html_(self) -> str:
+        return tables.facts("Update", self._facts())
+
+
+def _flat(index: object) -> list[object]:
+    if isinstance(index, Mapping):
+        return [f"{name} {i}" for name, part in index.items() for i in _flat(part)]
+    return [*index] if isinstance(index, list | tuple) else [index]
+
+
+def _is_finite(state: TrainState) -> bool:
+    return all(bool(p.isfinite().all()) for p in state.model.parameters())
+
+
+def find_bad_samples(
+    step: PipelineStep,
+    state: TrainState,
+    batches: Sequence[Batch],
+    indices: Sequence[object],
+) -> tuple[object, ...] | None:
+    """Return the samples whose loss is not finite when they are evaluated alone.
+
+    Args:
+        step: the step, which is evaluated.
+        state: the state before the update.
+        batches: the batches.
+        indices: the indices of the samples of each, or None.
+
+    Returns:
+        Their indices, or (batch, row); None if they cannot be evaluated alone, or the weights are
+        not finite already.
+    """
+    if not _is_finite(state):
+        return None
+    found: list[object] = []
+    try:
+        for n, (batch, index) in enumerate(zip(batches, indices, strict=True)):
+            pieces = pieces_of(batch, 1)
+            names: list[object] = [(n, row) for row in range(len(pieces))]
+            if isinstance(index, list) and len(index) == len(pieces):
+                names = index
+            for name, piece in zip(names, pieces, strict=True):
+                if not math.isfinite(float(step.evaluate(state, piece).loss)):
+                    found.append(name)
+    except Exception:  # a loss function may be unable to take one sample, and a batch to be cut
+        return None
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is kept of one update while it is made again, and the step that keeps it.
+
+
+class Called(NamedTuple):
+    """A call of a module.
+
+    Args:
+        name: its name in the model; "" is the model itself.
+        kind: its class.
+        output: what it returned.
+        draws: a checksum of torch's generators before the call.
+    """
+
+    name: str
+    kind: str
+    output: object
+    draws: int
+
+
+@attrs.define(eq=False, repr=False)
+class Recorder:
+    """What is kept of an update.
+
+    Args:
+        update: ``state.step`` after it.
+        modules: whether to keep what each module returns.
+        before: the state before it; None as long as it was not begun.
+        window: what the step was given.
+        outputs: those of the loss function.
+        grads: the gradients that the optimizers took, by the name of the parameter.
+        calls: the calls of modules, in the order in which they returned.
+        output: that of the update; None as long as it was not applied.
+    """
+
+    update: int
+    modules: bool = False
+    before: TrainState | None = None
+    window: Batch = None
+    outputs: list[Output] = attrs.field(factory=list)
+    grads: dict[str, Tensor] = attrs.field(factory=dict)
+    calls: list[Called] = attrs.field(factory=list)
+    output: Output | None = None
+    _active: bool = False
+    _kept: bool = False
+
+    def __repr__(self) -> str:
+        return f"update={self.update}"
+
+    def around(self, step: Step) -> Step:
+        """Return a step that keeps what there is to know about the update, if it makes it."""
+
+        def replayed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            if state.step + 1 != self.update or self.output is not None:
+                return step(state, batch)
+            self.before, self.window = snapshot(state), batch
+            for kept in (self.outputs, self.grads, self.calls):  # of an update that was skipped
+                kept.clear()
+            with self._recording(state):
+                state, out = step(state, batch)
+            self.output = out if out.skip is None else None
+            return state, out
+
+        return replayed
+
+    def inside(self, step: Step) -> Step:
+        """Return a step that keeps the outputs of the loss function, as backward starts from it."""
+
+        def noted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            if self._active:
+                self.outputs.append(_detached(out))
+            return state, out
+
+        return noted
+
+    @contextlib.contextmanager
+    def _recording(self, state: TrainState) -> Iterator[None]:
+        __tracebackhide__ = True
+        names = {id(p): strip_compile_prefix(n) for n, p in unwrap(state).named_parameters()}
+        self._active = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_active", False)
+            for optimizer in optimizers_in(state.optimizer).values():
+                before = functools.partial(self._keep_gradients, names, True)
+                after = functools.partial(self._keep_gradients, names, False)
+                stack.callback(optimizer.register_step_pre_hook(before).remove)
+                stack.callback(optimizer.register_step_post_hook(after).remove)
+            if self.modules:
+                self._watch_modules(unwrap(state), stack)
+            yield
+
+    def _keep_gradients(
+        self, names: dict[int, str], before: bool, optimizer: Optimizer, *_: object
+    ) -> None:
+        """Keep the gradients before a step; after it, those that its closure has computed."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        held = {names[id(p)]: p.grad for p in params if p.grad is not None and id(p) in names}
+        if before:
+            self._kept = bool(held)
+        if before or not self._kept:
+            self.grads |= {name: grad.detach().clone() for name, grad in held.items()}
+
+    def _watch_modules(self, model: nn.Module, stack: contextlib.ExitStack) -> None:
+        draws: dict[str, int] = {}
+        for name, module in model.named_modules():
+
+            def begin(module: nn.Module, given: object, name: str = name) -> None:
+                draws[name] = draws_now(model)
+
+            def end(module: nn.Module, given: object, output: object, name: str = name) -> None:
+                kept = map_leaves(output, _copied)
+                self.calls.append(Called(name, type(module).__name__, kept, draws[name]))
+
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+
+
+def draws_now(model: nn.Module) -> int:
+    """Return a checksum of torch's generators: the CPU's, and that of the model's device."""
+    states = [torch.default_generator.get_state()]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return functools.reduce(lambda crc, state: zlib.crc32(state.numpy().tobytes(), crc), states, 0)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _detached(out: Output) -> Output:
+    aux = {name: map_leaves(value, _copied) for name, value in out.aux.items()}
+    return attrs.evolve(out, loss=out.loss.detach().clone(), aux=aux)
+
+
+# --- the step
+
+
+def members_of(step: PipelineStep) -> list[Middleware]:
+    """Return all middleware of a step, those of its turns too."""
+    turns = step.settings.steps.values() if isinstance(step, AlternateStep) else ()
+    inner = [member for one in turns for member in one.pipeline.middleware]
+    return [*step.pipeline.middleware, *inner]
+
+
+def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:
+    """Return the same step with a recorder around and inside of it, and without CUDA graphs.
+
+    A graph makes the same numbers, but what is replayed calls no Python.
+    """
+    if isinstance(step, AlternateStep):
+        given = step.settings.call
+        steps = {
+            name: _listing(one, (_losses(recorder),)) for name, one in step.settings.steps.items()
+        }
+        turns = given.factory(steps, **given.kwargs)
+        assert isinstance(turns, AlternateStep)
+        return Pipeline((*step.pipeline.middleware, _updates(recorder)))(turns)
+    if isinstance(step, RawStep):
+        return _listing(step, (_updates(recorder),))
+    return _listing(step, (_losses(recorder), _updates(recorder)))
+
+
+def _listing(step: PipelineStep, others: Sequence[Middleware]) -> PipelineStep:
+    """Return the same step with more middleware, listed last."""
+    kept = [member for member in step.pipeline.middleware if member.name != "cuda_graph"]
+    if isinstance(step, RawStep):
+        return RawStep(
+            Pipeline((*kept, *(m for m in others if m.loss is None))), step.fn, step.evaluated_by
+        )
+    assert isinstance(step, LossStep)
+    return Pipeline((*kept, *others))(step.loss_fn)
+
+
+@middleware("loss")
+def _losses(recorder: Recorder) -> Middleware:
+    return Middleware("replay, losses", loss=recorder.inside)
+
+
+@middleware("step")
+def _updates(recorder: Recorder) -> Middleware:
+    return Middleware("replay", step=recorder.around)

@@ -12,20 +12,22 @@ Lengths are numbers of updates (an int: ``warmup=100``) or fractions of the run 
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
 """
 
-from fnloop.schedules._combine import join, warmup
-from fnloop.schedules._plot import plot
-from fnloop.schedules._shapes import (
-    constant,
-    cosine,
-    exponential,
-    inverse_sqrt,
-    linear,
-    multistep,
-    one_cycle,
-    polynomial,
-    step_decay,
-    wsd,
-)
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ParamSpec
+
+import attrs
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
+
+from fnloop._core.types import Call, name_of
+from fnloop._display import checks, tables
+from fnloop._display import figures as figures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __docformat__ = "google"
 
@@ -48,3 +50,673 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
+# --------------------------------------------------------------------------------------------------
+# What a schedule is, how one is made, and what a length means.
+
+__all__ = [
+    "Factor",
+    "Length",
+    "Schedule",
+    "check_length",
+    "check_lengths",
+    "check_schedule",
+    "known_total",
+    "refuse_torch_scheduler",
+    "schedule_factory",
+    "updates_in",
+]
+
+Length = int | float  # updates, or a fraction of the run
+Factor = Callable[[int, int | None], float]  # (step, total_steps) -> factor
+P = ParamSpec("P")
+
+
+@attrs.frozen(repr=False)
+class Schedule:
+    """A function ``(step, total_steps) -> factor`` that shows and compares as its call.
+
+    Args:
+        call: the call.
+        factor: the function.
+        text: how it shows, if not as the call.
+    """
+
+    call: Call
+    factor: Factor = attrs.field(eq=False)
+    text: str | None = attrs.field(default=None, eq=False)
+
+    def __call__(self, step: int, total_steps: int | None) -> float:
+        __tracebackhide__ = True
+        if step.__class__ is not int or step < 0:
+            checks.integer(repr(self), "step", step, "the updates applied before", least=0)
+        if total_steps is not None and total_steps.__class__ is not int:
+            checks.integer(
+                repr(self), "total_steps", total_steps, "the updates of the run, or None"
+            )
+        return self.factor(step, total_steps)
+
+    def __repr__(self) -> str:
+        return self.text or repr(self.call)
+
+    def _repr_html_(self) -> str:
+        # Long enough to show every length that is given in updates.
+        total = max(200, 4 * max(_ints(self.call), default=0))
+        try:
+            values = [self(i * total // 200, total) for i in range(200)]
+        except Exception:  # such as from a user's function that does not accept this length
+            return tables.curve(repr(self), [], "")
+        note = f"factor over {total:,} updates, at most {max(values):.4g}"
+        return tables.curve(repr(self), values, note)
+
+    def __hash__(self) -> int:
+        return hash(self.call.factory)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Call, str | None]]:
+        return (_remake, (self.call, self.text))
+
+
+def _remake(call: Call, text: str | None) -> Schedule:
+    made = call()
+    assert isinstance(made, Schedule)
+    return attrs.evolve(made, text=text)
+
+
+def _ints(call: Call) -> Iterator[int]:
+    """Yield the ints in a call, and in the schedules within it."""
+    waiting: list[object] = [*call.args, *call.kwargs.values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Schedule):
+            yield from _ints(value.call)
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+        elif isinstance(value, int):
+            yield value
+
+
+def schedule_factory(make: Callable[P, Factor]) -> Callable[P, Schedule]:
+    """Turn a function that returns a factor function into one that returns a :class:`Schedule`."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Schedule:
+        return Schedule(Call(made, args, kwargs), make(*args, **kwargs))
+
+    # schedule(cosine) looks for this to say that the call is missing
+    vars(made)["is_schedule_factory"] = True
+    return made
+
+
+def check_schedule(owner: str, schedule: object) -> None:
+    """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
+    wanted = "a function (step, total_steps) -> factor, such as cosine()"
+    if hasattr(schedule, "is_schedule_factory"):
+        name = name_of(schedule)
+        raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
+    refuse_torch_scheduler(owner, wanted, schedule)
+    checks.function(owner, "a schedule", schedule, wanted, 2)
+
+
+def refuse_torch_scheduler(owner: str, wanted: str, given: object) -> None:
+    """Raise TypeError if something is a scheduler of torch, or its class, and say what to write."""
+    kind = given if isinstance(given, type) else type(given)
+    if not issubclass(kind, LRScheduler):
+        return
+    name = kind.__name__
+    if issubclass(kind, ReduceLROnPlateau):
+        hint = f'Instead of {name}, list plateau("valid/loss") in the pipeline'
+    else:
+        settings = "10" if kind is StepLR else "..."
+        hint = f"Write torch_scheduler(lambda optimizer, run: {name}(optimizer, {settings}))"
+    got = name if kind is given else f"a {name}"
+    raise TypeError(f"{owner} expects {wanted}; got {got}. {hint}")
+
+
+def check_length(owner: str, name: str, value: object) -> None:
+    """Raise unless something is a length.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is below 0, or a float above 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        wanted = "updates (an int) or as a fraction of the run (a float)"
+        raise TypeError(f"{owner} expects {name} as {wanted}; got {checks.describe(value)}")
+    if not value >= 0:
+        raise ValueError(f"{owner} expects {name} >= 0; got {value!r}")
+    if isinstance(value, float) and value > 1:
+        hint = f". For updates, write an int: {round(value)}" if math.isfinite(value) else ""
+        raise ValueError(
+            f"{owner} expects {name} as a fraction of the run, from 0.0 to 1.0; got {value!r}{hint}"
+        )
+
+
+def check_lengths(owner: str, name: str, values: object) -> list[Length]:
+    """Return lengths as a list of one's own, having checked each."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"{owner} expects {name} as a list of lengths; got {checks.describe(values)}"
+        )
+    for value in values:
+        check_length(owner, name, value)
+    return list(values)
+
+
+def updates_in(length: Length, total: int | None) -> int:
+    """Return a length in updates."""
+    return length if isinstance(length, int) else round(length * known_total(total))
+
+
+def known_total(total: int | None) -> int:
+    """Return the length of a run, having checked that it is known.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if total is None:
+        raise ValueError(
+            "this schedule needs the length of the run: call it through "
+            "fit(step, state, loaders, steps=...)"
+        )
+    return total
+
+
+# --------------------------------------------------------------------------------------------------
+# The shapes of schedules: constant, decays from 1 to a minimum, cycles and stairs.
+
+__all__ = [
+    "constant",
+    "cosine",
+    "exponential",
+    "inverse_sqrt",
+    "linear",
+    "multistep",
+    "one_cycle",
+    "polynomial",
+    "step_decay",
+    "wsd",
+]
+
+
+def _check_sum(owner: str, first: Length, last: Length) -> None:
+    if isinstance(first, float) and isinstance(last, float) and first + last > 1:
+        raise ValueError(
+            f"{owner}: its first part, {first}, and its last, {last}, make more than the whole run"
+        )
+
+
+def _check_ratio(owner: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(
+            f"{owner} expects {name} from 0 to 1, a factor on the initial value; "
+            f"got {checks.describe(value)}"
+        )
+
+
+def _phases(
+    owner: str, decay: Callable[[float], float], warmup: Length, cooldown: Length, min_ratio: float
+) -> Factor:
+    """Warm up, decay from 1 to ``min_ratio`` along ``decay``, and stay there for the cooldown."""
+    check_length(owner, "warmup", warmup)
+    check_length(owner, "cooldown", cooldown)
+    _check_sum(owner, warmup, cooldown)
+    _check_ratio(owner, "min_ratio", min_ratio)
+
+    def factor(step: int, total: int | None) -> float:
+        total = known_total(total)
+        up, down = updates_in(warmup, total), updates_in(cooldown, total)
+        if step < up:
+            return (step + 1) / up
+        # Without a warmup the first update is not at the minimum, however long the cooldown.
+        length = max(total - up - down, 0 if up else 1)
+        if step >= up + length:
+            return min_ratio
+        return min_ratio + (1 - min_ratio) * decay((step - up) / length)
+
+    return factor
+
+
+@schedule_factory
+def constant() -> Factor:
+    """Return the schedule that is always 1.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Example:
+        >>> constant()(7, 10)
+        1.0
+    """
+    return lambda step, total: 1.0
+
+
+@schedule_factory
+def linear(warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0) -> Factor:
+    """Return a linear decay from 1 to ``min_ratio`` over the run.
+
+    Args:
+        warmup: length of a linear warmup before the decay.
+        cooldown: length of the final phase at ``min_ratio``.
+        min_ratio: the minimum, as a factor on the initial value.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, the lengths exceed the run, or min_ratio is not from 0 to
+            1.
+        TypeError: a length is not a number.
+
+    Example:
+        >>> [linear()(i, 4) for i in range(4)]
+        [1.0, 0.75, 0.5, 0.25]
+    """
+    return _phases("linear", lambda t: 1 - t, warmup, cooldown, min_ratio)
+
+
+@schedule_factory
+def cosine(
+    warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0, k: float = 1.0
+) -> Factor:
+    """Return a cosine decay from 1 to ``min_ratio`` over the run: ``(1 + cos(π tᵏ)) / 2``.
+
+    Args:
+        warmup: length of a linear warmup before the decay.
+        cooldown: length of the final phase at ``min_ratio``.
+        min_ratio: the minimum, as a factor on the initial value.
+        k: the exponent of k-decay, above 0; larger keeps the factor high for longer.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1,
+            or k is not above 0.
+        TypeError: a length is not a number.
+
+    Example:
+        >>> [round(cosine()(i, 4), 3) for i in range(4)]
+        [1.0, 0.854, 0.5, 0.146]
+
+    Source: Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983; k-decay:
+    https://arxiv.org/abs/2004.05909
+    """
+    checks.number("cosine", "k", k, "the exponent of k-decay", above=0)
+    return _phases(
+        "cosine", lambda t: (1 + math.cos(math.pi * t**k)) / 2, warmup, cooldown, min_ratio
+    )
+
+
+@schedule_factory
+def polynomial(
+    power: float = 2.0, warmup: Length = 0, cooldown: Length = 0, min_ratio: float = 0.0
+) -> Factor:
+    """Return a decay ``(1 - t)ᵖ`` from 1 to ``min_ratio`` over the run.
+
+    Args:
+        power: p, above 0; 1 is linear.
+        warmup: length of a linear warmup before the decay.
+        cooldown: length of the final phase at ``min_ratio``.
+        min_ratio: the minimum, as a factor on the initial value.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1,
+            or power is not above 0.
+        TypeError: a length is not a number.
+
+    Example:
+        >>> [polynomial(2.0)(i, 4) for i in range(4)]
+        [1.0, 0.5625, 0.25, 0.0625]
+    """
+    checks.number("polynomial", "power", power, "1 is linear", above=0)
+    return _phases("polynomial", lambda t: (1 - t) ** power, warmup, cooldown, min_ratio)
+
+
+@schedule_factory
+def one_cycle(peak: Length = 0.3, start_ratio: float = 0.04, min_ratio: float = 4e-6) -> Factor:
+    """Return one cycle: up from ``start_ratio`` to 1 along a cosine, then down to ``min_ratio``.
+
+    Args:
+        peak: length of the rise.
+        start_ratio: the first factor, above 0.
+        min_ratio: the value that the fall ends near.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: peak is below 0, a ratio is not from 0 to 1, or start_ratio is 0.
+        TypeError: peak is not a number.
+
+    Example:
+        >>> [round(one_cycle(peak=0.5, start_ratio=0.5, min_ratio=0.0)(i, 4), 3) for i in range(4)]
+        [0.5, 0.75, 1.0, 0.5]
+
+    Source: Smith and Topin, 2018, https://arxiv.org/abs/1708.07120
+    """
+    check_length("one_cycle", "peak", peak)
+    _check_ratio("one_cycle", "start_ratio", start_ratio)
+    _check_ratio("one_cycle", "min_ratio", min_ratio)
+    if start_ratio == 0:
+        raise ValueError("one_cycle expects start_ratio > 0: the first update would change nothing")
+
+    def between(a: float, b: float, t: float) -> float:
+        return b + (a - b) * (1 + math.cos(math.pi * t)) / 2
+
+    def factor(step: int, total: int | None) -> float:
+        total, up = known_total(total), updates_in(peak, total)
+        if step < up:
+            return between(start_ratio, 1.0, step / up)
+        if step >= total:
+            return min_ratio
+        return between(1.0, min_ratio, (step - up) / (total - up))
+
+    return factor
+
+
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda t: 1 - t,
+    "sqrt": lambda t: 1 - math.sqrt(t),
+    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+}
+
+
+@schedule_factory
+def wsd(
+    warmup: Length = 0, decay: Length = 0.1, min_ratio: float = 0.0, kind: str = "sqrt"
+) -> Factor:
+    """Return warmup, stable, decay: rise to 1, stay there, and fall in the last part of the run.
+
+    Args:
+        warmup: length of the linear warmup.
+        decay: length of the decay.
+        min_ratio: the value that the decay ends near.
+        kind: "sqrt", "linear" or "cosine".
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a length is below 0, the lengths exceed the run, min_ratio is not from 0 to 1,
+            or there is no such kind.
+        TypeError: a length is not a number.
+
+    Example:
+        >>> [wsd(decay=2, kind="linear")(i, 4) for i in range(4)]
+        [1.0, 1.0, 1.0, 0.5]
+
+    Source: Hägele et al., 2024, https://arxiv.org/abs/2405.18392
+    """
+    check_length("wsd", "warmup", warmup)
+    check_length("wsd", "decay", decay)
+    _check_sum("wsd", warmup, decay)
+    _check_ratio("wsd", "min_ratio", min_ratio)
+    checks.choice("wsd", "kind", kind, _DECAYS)
+
+    def factor(step: int, total: int | None) -> float:
+        up, total = updates_in(warmup, total), known_total(total)
+        down = updates_in(decay, total)
+        if step < up:
+            return (step + 1) / up
+        if step < total - down:
+            return 1.0
+        if step >= total:
+            return min_ratio
+        return min_ratio + (1 - min_ratio) * _DECAYS[kind]((step - total + down) / down)
+
+    return factor
+
+
+@schedule_factory
+def exponential(gamma: float) -> Factor:
+    """Return ``gamma ** step``.
+
+    Args:
+        gamma: the factor per update, above 0.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: gamma is not above 0.
+
+    Example:
+        >>> exponential(0.5)(3, None)
+        0.125
+    """
+    checks.number("exponential", "gamma", gamma, above=0)
+    return lambda step, total: gamma**step
+
+
+@schedule_factory
+def step_decay(every: Length, gamma: float = 0.1) -> Factor:
+    """Return a factor that is multiplied by ``gamma`` at regular intervals.
+
+    Args:
+        every: length of an interval.
+        gamma: the factor per interval, above 0.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: every or gamma is not above 0.
+        TypeError: every is not a number.
+
+    Example:
+        >>> [step_decay(2, gamma=0.5)(i, None) for i in range(5)]
+        [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    check_length("step_decay", "every", every)
+    checks.number("step_decay", "gamma", gamma, above=0)
+    if every == 0:
+        raise ValueError("step_decay expects every > 0, got 0")
+    return lambda step, total: float(gamma ** (step // max(updates_in(every, total), 1)))
+
+
+@schedule_factory
+def multistep(milestones: Sequence[Length], gamma: float = 0.1) -> Factor:
+    """Return a factor that is multiplied by ``gamma`` at each milestone.
+
+    Args:
+        milestones: when, as updates or fractions of the run.
+        gamma: the factor at each, above 0.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: a milestone is below 0, or gamma is not above 0.
+        TypeError: the milestones are not a list of numbers.
+
+    Example:
+        >>> [multistep([1, 3], gamma=0.5)(i, None) for i in range(4)]
+        [1.0, 0.5, 0.5, 0.25]
+    """
+    found = check_lengths("multistep", "milestones", milestones)
+    checks.number("multistep", "gamma", gamma, above=0)
+    return lambda step, total: float(gamma ** sum(step >= updates_in(m, total) for m in found))
+
+
+@schedule_factory
+def inverse_sqrt(warmup: Length) -> Factor:
+    """Return a linear warmup, then ``sqrt(warmup / (step + 1))``.
+
+    Args:
+        warmup: length of the warmup, above 0.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        ValueError: warmup is not above 0.
+        TypeError: warmup is not a number.
+
+    Example:
+        >>> [inverse_sqrt(4)(i, None) for i in (0, 3, 15)]
+        [0.25, 1.0, 0.5]
+
+    Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762
+    """
+    check_length("inverse_sqrt", "warmup", warmup)
+    if warmup == 0:
+        raise ValueError("inverse_sqrt expects warmup > 0, got 0")
+
+    def factor(step: int, total: int | None) -> float:
+        up = max(updates_in(warmup, total), 1)
+        return min((step + 1) / up, math.sqrt(up / (step + 1)))
+
+    return factor
+
+
+# --------------------------------------------------------------------------------------------------
+# Schedules made of schedules.
+
+__all__ = ["join", "warmup"]
+
+
+def warmup(n: Length) -> Callable[[Factor], Schedule]:
+    """Put a linear warmup before any schedule, which then covers the rest of the run.
+
+    Args:
+        n: length of the warmup.
+
+    Returns:
+        A function from a schedule to a schedule.
+
+    Raises:
+        ValueError: n is below 0.
+        TypeError: n is not a number; or, when called, the argument is not a schedule.
+
+    Example:
+        >>> from fnloop.schedules import linear
+        >>> f = warmup(2)(linear())
+        >>> f, [f(i, 6) for i in range(6)]
+        (warmup(2)(linear()), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+    """
+    check_length("warmup", "n", n)
+    return lambda schedule: attrs.evolve(
+        _warmed(n, schedule), text=f"warmup({n})({name_of(schedule)})"
+    )
+
+
+@schedule_factory
+def _warmed(n: Length, schedule: Factor) -> Factor:
+    check_schedule("warmup", schedule)
+
+    def factor(step: int, total: int | None) -> float:
+        __tracebackhide__ = True
+        up = updates_in(n, total)
+        rest = None if total is None else max(total - up, 1)
+        return schedule(0, rest) * (step + 1) / up if step < up else schedule(step - up, rest)
+
+    return factor
+
+
+@schedule_factory
+def join(*schedules: Factor, at: Sequence[Length]) -> Factor:
+    """Run schedules one after the other. Each counts its own steps and knows its own length.
+
+    Args:
+        *schedules: two or more.
+        at: where each but the first begins, as updates or fractions of the run, in increasing
+            order.
+
+    Returns:
+        A schedule: a function ``(step, total_steps) -> factor``.
+
+    Raises:
+        TypeError: something is not a schedule, or at is not a list of lengths.
+        ValueError: there are too few schedules or boundaries. When called: the boundaries do not
+            increase.
+
+    Example:
+        >>> from fnloop.schedules import constant, linear
+        >>> [join(constant(), linear(), at=[2])(i, 6) for i in range(6)]
+        [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    for schedule in schedules:
+        check_schedule("join", schedule)
+    boundaries = check_lengths("join", "at", at)
+    if len(boundaries) != len(schedules) - 1 or not boundaries:
+        raise ValueError(
+            "join expects two schedules or more, and in at= where each but the first begins; got "
+            f"{len(schedules)} and {len(boundaries)}"
+        )
+
+    def factor(step: int, total: int | None) -> float:
+        __tracebackhide__ = True
+        starts = [0, *(updates_in(boundary, total) for boundary in boundaries)]
+        if starts != sorted(starts):
+            raise ValueError(
+                f"join expects rising boundaries; at={boundaries} begins at updates {starts[1:]}"
+            )
+        if total is None:
+            schedules[-1](0, None)  # raises now, not only when its turn comes, if it needs a total
+        i = max(n for n, start in enumerate(starts) if step >= start)
+        end = starts[i + 1] if i + 1 < len(starts) else total
+        return schedules[i](step - starts[i], None if end is None else end - starts[i])
+
+    return factor
+
+
+# --------------------------------------------------------------------------------------------------
+# Schedules as a figure.
+
+__all__ = ["plot"]
+
+Schedules = Factor | list[Factor] | tuple[Factor, ...] | Mapping[str, Factor]
+
+
+def plot(schedules: Schedules, total_steps: int) -> Figure:
+    """Draw schedules: the factor of each update of a run.
+
+    Args:
+        schedules: a schedule, a list or a tuple of them, or a mapping from labels to schedules. Any
+            function ``(step, total_steps) -> factor`` is a schedule.
+        total_steps: how many updates the run has, at least 1.
+
+    Returns:
+        A matplotlib Figure; ``figure.savefig("schedule.png")`` writes it.
+
+    Raises:
+        ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
+        TypeError: something is not a schedule.
+        ValueError: there is no schedule, or total_steps is below 1.
+
+    Example:
+        >>> from fnloop.schedules import cosine
+        >>> figure = plot({"short": cosine(warmup=10), "long": cosine(warmup=0.5)}, total_steps=100)
+        >>> [line.get_label() for line in figure.axes[0].lines]
+        ['short', 'long']
+    """
+    checks.integer("plot", "total_steps", total_steps, "the updates of a run")
+    named = _with_labels(schedules)
+    if not named:
+        raise ValueError("plot expects at least one schedule, such as cosine(); got none")
+    for schedule in named.values():
+        check_schedule("plot", schedule)
+    figure, (axis,) = figures.panels("schedules.plot", [figures.LARGE])
+    colors = figures.palette("schedules.plot", len(named))
+    curves = [
+        figures.Curve([(i, schedule(i, total_steps)) for i in range(total_steps)], name, color)
+        for color, (name, schedule) in zip(colors, named.items(), strict=True)
+    ]
+    figures.draw(axis, "factor on the initial value", "update", curves, known=None)
+    figure.set_figheight(3.0 + 0.22 * len(curves))
+    # A schedule crosses the whole axis, so the legend goes below it.
+    figure.legend(loc="outside lower center", frameon=False, labelcolor=figures.GREY)
+    return figure
+
+
+def _with_labels(
+    schedules: Schedules,
+) -> Mapping[str, Factor]:
+    if isinstance(schedules, Mapping):
+        return schedules
+    several = schedules if isinstance(schedules, list | tuple) else [schedules]
+    return {name_of(schedule): schedule for schedule in several}

@@ -14,8 +14,9 @@ A middleware is tested by itself with a :func:`spy` in the place of the step tha
 The laws are those of the library's design. Each is a function of a pipeline and a :class:`Problem`.
 """
 
-from fnloop.testing._compare import assert_same
 from fnloop.testing._laws import (
+    Problem,
+    assert_same,
     check_laws,
     law_accumulation,
     law_fold,
@@ -23,10 +24,10 @@ from fnloop.testing._laws import (
     law_no_host_reads,
     law_purity,
     law_skipped_updates,
+    small,
+    stochastic,
 )
-from fnloop.testing._problems import Problem, small, stochastic
-from fnloop.testing._spy import HostReadError, Spy, no_host_reads, spy
-from fnloop.testing._toys import Toy, toy, toy_loss
+from fnloop.testing._toys import HostReadError, Spy, Toy, no_host_reads, spy, toy, toy_loss
 
 __docformat__ = "google"
 __all__ = [

@@ -6,39 +6,31 @@ import contextlib
 import math
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from toolz import partition_all
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
 
-from fnloop._core.middleware import Middleware
-from fnloop._core.snapshot import snapshot
-from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Output, Step
-from fnloop._data.prefetch import windows
-from fnloop._data.source import open_source
+from fnloop._backend.containers import SEQUENCES
+from fnloop._core.serialize import as_flattened
+from fnloop._core.state import TrainState, snapshot
+from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
+from fnloop._data.source import open_source, windows
 from fnloop._display import checks
-from fnloop._hooks.triggers import every, when
+from fnloop._hooks.hook import every, when
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit
-from fnloop._step.composition import total_in
-from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline
-from fnloop.testing._compare import assert_equal, assert_same
-from fnloop.testing._problems import Problem, small, stochastic
-from fnloop.testing._spy import no_host_reads
+from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline, total_in
+from fnloop.testing._toys import no_host_reads
 
-__all__ = [
-    "check_laws",
-    "law_accumulation",
-    "law_fold",
-    "law_neutral",
-    "law_no_host_reads",
-    "law_purity",
-    "law_skipped_updates",
-]
+# --------------------------------------------------------------------------------------------------
+# The laws of the library as functions that raise an AssertionError.
 
 
 def _check_arguments(law: str, pipe: object, problem: object) -> None:
@@ -352,3 +344,191 @@ def _generators() -> tuple[object, ...]:
     state: Any = np.random.get_state()
     name, keys, *rest = state
     return torch.get_rng_state().tolist(), name, keys.tolist(), rest, random.getstate()
+
+
+# --------------------------------------------------------------------------------------------------
+# The comparison of states.
+
+COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "updates", "seed", "stop")
+
+
+def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
+    """Assert that two states are the same: counters, weights, optimizer, slots, history.
+
+    Closing records are not compared, because they depend on where a run ended.
+
+    Args:
+        a, b: the states.
+        rtol: relative tolerance for tensors and numbers; 0 to compare bit for bit.
+
+    Raises:
+        AssertionError: they differ; the message names the first difference.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> assert_same(toy(), toy())
+    """
+    for name, state in (("a", a), ("b", b)):
+        checks.instance("assert_same", name, state, TrainState, "a TrainState")
+    checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
+    for field in COUNTERS:
+        mine, other = getattr(a, field), getattr(b, field)
+        assert mine == other, f"{field}: {mine!r} != {other!r}"
+    phases = [[(p.name, p.step, p.epoch, p.stop, p.done) for p in s.phases] for s in (a, b)]
+    assert phases[0] == phases[1], f"phases: {a.phases} != {b.phases}"
+    assert_equal(a.model.state_dict(), b.model.state_dict(), "model", rtol)
+    assert_equal(a.optimizer, b.optimizer, "optimizer", rtol)
+    assert_equal(dict(a.slots), dict(b.slots), "slots", rtol)
+    one, two = ([record for record in state.history if not record.closing] for state in (a, b))
+    assert len(one) == len(two), f"history: {len(one)} records != {len(two)}"
+    for i, (mine, other) in enumerate(zip(one, two, strict=True)):
+        place = f"history[{i}]"
+        assert (mine.epoch, mine.step) == (other.epoch, other.step), f"{place}: {mine} != {other}"
+        assert_equal(dict(mine.metrics), dict(other.metrics), place, rtol)
+
+
+def assert_equal(a: object, b: object, path: str, rtol: float = 0.0) -> None:
+    """Assert that two nested values are equal. Functions are not compared."""
+    a, b = as_flattened(a), as_flattened(b)  # tensors of subclasses often cannot be compared
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        assert list(a) == list(b), f"{path}: keys {list(a)} != {list(b)}"
+        for key in a:
+            assert_equal(a[key], b[key], f"{path}.{key}", rtol)
+    elif isinstance(a, SEQUENCES) and isinstance(b, SEQUENCES):
+        assert len(a) == len(b), f"{path}: {len(a)} items != {len(b)}"
+        for i, (mine, other) in enumerate(zip(a, b, strict=True)):
+            assert_equal(mine, other, f"{path}[{i}]", rtol)
+    elif isinstance(a, Tensor | float) and isinstance(b, Tensor | float):
+        _assert_close(a, b, path, rtol)
+    elif callable(state_dict := getattr(a, "state_dict", None)):  # such as a scheduler
+        other = getattr(b, "state_dict", None)
+        assert callable(other), f"{path}: {a!r} != {b!r}"
+        assert_equal(state_dict(), other(), path, rtol)
+    elif attrs.has(kind := type(a)) and kind is type(b):
+        for field in attrs.fields(kind):
+            if field.eq:
+                mine, other = getattr(a, field.name), getattr(b, field.name)
+                assert_equal(mine, other, f"{path}.{field.name}", rtol)
+    elif not callable(a):
+        assert a == b, f"{path}: {a!r} != {b!r}"
+
+
+def _assert_close(a: Tensor | float, b: Tensor | float, path: str, rtol: float) -> None:
+    try:
+        torch.testing.assert_close(
+            torch.as_tensor(a), torch.as_tensor(b), rtol=rtol, atol=rtol, equal_nan=True
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{path}: {a} != {b}\n{error}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Problems that a law can be checked on.
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+@attrs.frozen
+class Problem:
+    """A model, a loss function and batches that a law can be checked on.
+
+    Args:
+        model: a function that makes the module; the law seeds torch before the call.
+        loss_fn: the loss function.
+        batches: batches of one structure, not all of one size.
+        optimizer: a function that makes the optimizer from parameters, or a mapping of several.
+        cat: a function that joins batches into one, for the law of accumulation; or None.
+
+    Raises:
+        TypeError: a part of it is something else, or there is no batch.
+
+    Example:
+        >>> from fnloop import pipeline
+        >>> from fnloop.testing import Toy, check_laws, toy_loss
+        >>> problem = Problem(Toy, toy_loss, [torch.ones(2), torch.ones(1)])
+        >>> check_laws(pipeline(), problem)
+    """
+
+    model: Callable[[], nn.Module]
+    loss_fn: LossFn
+    batches: Sequence[Batch]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer | Mapping[str, Optimizer]] = _sgd
+    cat: Callable[[Sequence[Batch]], Batch] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        function = checks.function
+        function("Problem", "model", self.model, "a function that makes the module", 0, also=type)
+        function("Problem", "loss_fn", self.loss_fn, "a function (model, batch) -> loss", 2)
+        if not isinstance(self.batches, list | tuple) or not self.batches:
+            raise TypeError(
+                "Problem expects batches as a list of batches, at least one; "
+                f"got {checks.describe(self.batches)}"
+            )
+        wanted = "a function parameters -> optimizer"
+        function("Problem", "optimizer", self.optimizer, wanted, 1, also=type)
+        if self.cat is not None:
+            wanted = "a function of a sequence of batches -> a batch, or None"
+            function("Problem", "cat", self.cat, wanted, 1)
+
+    def state(self, seed: int = 0) -> TrainState:
+        """Return a new initial state, the same for the same seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.model()
+        return TrainState.create(model, self.optimizer(model.parameters()), seed=seed)
+
+
+def small() -> Problem:
+    """Return a problem without randomness: a small net in float64, batches of unequal sizes.
+
+    Returns:
+        A problem that every law can be checked on.
+
+    Example:
+        >>> [len(x) for x, y in small().batches]
+        [4, 4, 3, 4, 1, 4, 2]
+    """
+    return Problem(_net, _tuple_loss, _batches([4, 4, 3, 4, 1, 4, 2]), cat=_cat)
+
+
+def stochastic() -> Problem:
+    """Return a problem with dropout and batch norm, dict batches, and AdamW.
+
+    Returns:
+        A problem for the laws of folding and purity.
+
+    Example:
+        >>> sorted(stochastic().batches[0])
+        ['x', 'y']
+    """
+    return Problem(
+        lambda: _net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
+        _dict_loss,
+        [{"x": x, "y": y} for x, y in _batches([4, 4, 3, 4, 2, 4, 2])],
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+    )
+
+
+def _batches(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in sizes]
+    return [(part, part.sum(1, keepdim=True).sin()) for part in x]
+
+
+def _cat(batches: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def _net(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def _tuple_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    output = model(batch[0])
+    return functional.mse_loss(output.double(), batch[1]), {"output": output}
+
+
+def _dict_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return _tuple_loss(model, (batch["x"], batch["y"]))

@@ -12,9 +12,9 @@ from fnloop._backend.containers import (
     map_leaves,
     pairs_of,
     parts_of,
+    tensors_in,
     with_parts,
 )
-from fnloop._backend.transfer import tensors_in
 
 
 class Pair(NamedTuple):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._backend import memory
+from fnloop._backend import containers
 from fnloop.testing import toy, toy_loss
 
 CPU = torch.device("cpu")
-DURING, AFTER = (memory._TRIM_THRESHOLD, 1 << 30), (memory._TRIM_THRESHOLD, 64 << 20)
+DURING, AFTER = (containers._TRIM_THRESHOLD, 1 << 30), (containers._TRIM_THRESHOLD, 64 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def settings(monkeypatch):
         given.append((name, value))
         return 1
 
-    monkeypatch.setattr(memory, "_mallopt", lambda: mallopt)
+    monkeypatch.setattr(containers, "_mallopt", lambda: mallopt)
     return given
 
 
@@ -48,39 +48,39 @@ def new_pages(megabytes):
     reason="the setting is one of glibc",
 )
 def test_memory_is_used_again():
-    memory._mallopt()(memory._MMAP_THRESHOLD, 1 << 17)  # as at the start of a process
+    containers._mallopt()(containers._MMAP_THRESHOLD, 1 << 17)  # as at the start of a process
     first = new_pages(160)
-    with memory.reusing_pages(CPU):
+    with containers.reusing_pages(CPU):
         *_, last = (new_pages(160) for _ in range(5))
     assert last < first / 10
 
 
 def test_the_setting_lasts_as_long_as_the_outermost_block(settings):
-    with memory.reusing_pages(CPU):
-        with memory.reusing_pages(CPU):
+    with containers.reusing_pages(CPU):
+        with containers.reusing_pages(CPU):
             pass
         assert settings[-1] == DURING
     assert settings[-1] == AFTER
 
 
 def test_an_exception_ends_it(settings):
-    with pytest.raises(ValueError, match="bad"), memory.reusing_pages(CPU):
+    with pytest.raises(ValueError, match="bad"), containers.reusing_pages(CPU):
         raise ValueError("bad")
     assert settings[-1] == AFTER
-    with memory.reusing_pages(CPU):
+    with containers.reusing_pages(CPU):
         assert settings[-1] == DURING
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_process_that_is_forked_within_it_gives_its_memory_back(settings):
     with contextlib.ExitStack() as block:
-        block.enter_context(memory.reusing_pages(CPU))
+        block.enter_context(containers.reusing_pages(CPU))
         if not (process := os.fork()):
             status = 1
             try:
-                assert (settings[-1], memory._users) == (AFTER, 0)
+                assert (settings[-1], containers._users) == (AFTER, 0)
                 block.close()  # as a process that continues the run does
-                with memory.reusing_pages(CPU):
+                with containers.reusing_pages(CPU):
                     assert settings[-1] == DURING
                 status = settings[-1] != AFTER
             finally:
@@ -91,7 +91,7 @@ def test_a_process_that_is_forked_within_it_gives_its_memory_back(settings):
 
 
 def test_nothing_is_set_for_a_gpu(settings):
-    with memory.reusing_pages(torch.device("cuda")):
+    with containers.reusing_pages(torch.device("cuda")):
         assert settings == []
 
 
@@ -105,23 +105,23 @@ def test_nothing_is_set_for_a_gpu(settings):
     ],
 )
 def test_the_environment_comes_first(monkeypatch, name, value):
-    monkeypatch.setattr(memory, "_mallopt", lambda: pytest.fail)
+    monkeypatch.setattr(containers, "_mallopt", lambda: pytest.fail)
     monkeypatch.setenv(name, value)
-    with memory.reusing_pages(CPU):
+    with containers.reusing_pages(CPU):
         pass
 
 
 def test_other_settings_of_the_environment_do_not_count(monkeypatch, settings):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=2048")
-    with memory.reusing_pages(CPU):
+    with containers.reusing_pages(CPU):
         assert settings[-1] == DURING
 
 
 @pytest.mark.parametrize("mallopt", [None, lambda name, value: 0], ids=["missing", "refuses"])
 def test_a_library_without_the_setting_is_left_as_it_is(monkeypatch, mallopt):
-    monkeypatch.setattr(memory, "_mallopt", lambda: mallopt)
-    with memory.reusing_pages(CPU):
-        assert memory._users == 0
+    monkeypatch.setattr(containers, "_mallopt", lambda: mallopt)
+    with containers.reusing_pages(CPU):
+        assert containers._users == 0
 
 
 def call_fit(step, look):

@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from process_problems import rank, world
 
-from fnloop._backend import rendezvous
+from fnloop._backend import processes
 
 
 @pytest.fixture
 def cluster(monkeypatch):
     """One of two machines, whose name has a loopback address only."""
-    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "127.0.1.1")
-    monkeypatch.setattr(rendezvous, "_interface_to", {"10.77.0.1": "eth7"}.get)
+    monkeypatch.setattr(processes.socket, "gethostname", lambda: "127.0.1.1")
+    monkeypatch.setattr(processes, "_interface_to", {"10.77.0.1": "eth7"}.get)
     for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -24,7 +24,7 @@ def cluster(monkeypatch):
     def choose(first, **environment):
         for name, value in {"MASTER_ADDR": first, **environment}.items():
             monkeypatch.setenv(name, value)
-        rendezvous.choose_interface()
+        processes.choose_interface()
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
     yield choose
@@ -40,7 +40,7 @@ def test_what_is_known_to_work_is_left_alone(cluster, monkeypatch):
     assert cluster("10.77.0.1", LOCAL_WORLD_SIZE="2") is None
     assert cluster("10.77.0.1", LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="mine") == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(rendezvous, "_is_loopback", "127.0.0.9".__eq__)  # all others are reachable
+    monkeypatch.setattr(processes, "_is_loopback", "127.0.0.9".__eq__)  # all others are reachable
     assert cluster("10.77.0.1") is None
 
 
@@ -54,8 +54,8 @@ def test_an_interface_that_is_not_found_is_asked_for(cluster, caplog):
 
 
 def test_a_name_without_an_address_of_this_machine_is_unreachable():
-    assert rendezvous._is_unreachable("192.0.2.1")  # of documentation
-    assert rendezvous._is_unreachable("no.such.name.invalid")
+    assert processes._is_unreachable("192.0.2.1")  # of documentation
+    assert processes._is_unreachable("no.such.name.invalid")
 
 
 def agreeing(folder, stale):
@@ -68,7 +68,7 @@ def agreeing(folder, stale):
             keys.set(f"answer to dead {n}", "dead 0")
             keys.set(f"dead 0 confirmed by {n}", "")
         keys.set("dead 0 is complete", "")
-    words = [rendezvous.agree_on_attempt(store, rank(), world()) for _ in range(3)]
+    words = [processes.agree_on_attempt(store, rank(), world()) for _ in range(3)]
     store.add("done", 1)
     while rank() == 0 and store.add("done", 0) < world():
         time.sleep(0.01)
@@ -103,7 +103,7 @@ class Late:
 
 def test_a_process_that_is_late_does_not_take_the_next_attempt_for_this_one():
     store = Late()
-    assert rendezvous._follow(store, "mine", 1, time.monotonic() + 5) == "first"
+    assert processes._follow(store, "mine", 1, time.monotonic() + 5) == "first"
     assert not store.check(["second confirmed by 1"])
 
 
@@ -111,6 +111,6 @@ def test_a_process_that_is_late_does_not_take_the_next_attempt_for_this_one():
 def test_waiting_for_a_process_that_does_not_join_times_out():
     store, moment = dist.HashStore(), timedelta(seconds=0.1)
     with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] did not join process 0"):
-        rendezvous.agree_on_attempt(store, 0, 3, moment)
+        processes.agree_on_attempt(store, 0, 3, moment)
     with pytest.raises(TimeoutError, match="process 1 has waited for all others to join: find out"):
-        rendezvous.agree_on_attempt(store, 1, 3, moment)
+        processes.agree_on_attempt(store, 1, 3, moment)

@@ -29,13 +29,13 @@ UNDOCUMENTED = {  # names of torch without an underscore that its reference does
     *("__wrapped__", "_popen"),
 }
 OTHERS = {  # private names of other libraries, each in one file
-    "_display/plot.py": {"_repr_png_"},  # IPython's protocol
+    "_display/figures.py": {"_repr_png_"},  # IPython's protocol
     "_middleware/schedule.py": {"_repr_html_"},
-    "_backend/launch.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
-    "_core/torchmetric_objects.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
-    "_backend/watchdog.py": {"_exit", "_current_frames"},  # documented, of os and sys
-    "_graphs/host_reads.py": {"_getframe"},  # documented, of sys
-    "debug/_trace.py": {"_getframe"},
+    "_backend/processes.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
+    "_core/metrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
+    "_backend/collectives.py": {"_exit", "_current_frames"},  # documented, of os and sys
+    "_graphs/guards.py": {"_getframe"},  # documented, of sys
+    "debug/_watch.py": {"_getframe"},
 }
 
 
@@ -446,9 +446,11 @@ def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
         return self._renamed(self.module(loss))
 
     def gradient():
-        ddp = DistributedDataParallel(Passing())
-        torch_compat.reduce_in_backward(ddp, ddp.module.w * 3).backward()
-        return ddp.module.w.grad.item()
+        engine_distributed = DistributedDataParallel(Passing())
+        torch_compat.reduce_in_backward(
+            engine_distributed, engine_distributed.module.w * 3
+        ).backward()
+        return engine_distributed.module.w.grad.item()
 
     assert gradient() == 3.0
     monkeypatch.setattr(
@@ -460,11 +462,11 @@ def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
 
 
 def test_a_ddp_that_does_not_average_is_an_error(group, monkeypatch):
-    from fnloop._step import ddp
+    from fnloop._step import engine_distributed
 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)  # the mean of the ranks is 1
-    ddp._check_ddp.__wrapped__(torch.device("cpu"))
-    monkeypatch.setattr(ddp, "reduce_in_backward", lambda ddp, loss: loss * 2)
+    engine_distributed._check_ddp.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(engine_distributed, "reduce_in_backward", lambda ddp, loss: loss * 2)
     with pytest.raises(RuntimeError, match="does not average gradients"):
-        ddp._check_ddp.__wrapped__(torch.device("cpu"))
+        engine_distributed._check_ddp.__wrapped__(torch.device("cpu"))

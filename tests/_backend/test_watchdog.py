@@ -13,18 +13,18 @@ from process_problems import batches, by_tokens, created, entropy, loader, netwo
 from torch import nn
 
 import fnloop as fl
-from fnloop._backend import watchdog
-from fnloop._core import merge
+from fnloop._backend import collectives
+from fnloop._core import state as merge
 
 pytestmark = pytest.mark.slow
 
 
 def diverge(folder, way, hold=2):
     """Decide by something that only one process knows."""
-    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = (
+    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS, collectives.KILL_SECONDS = (
         hold,
-        min(hold, watchdog.NOTICE_SECONDS),
-        min(hold, watchdog.KILL_SECONDS),
+        min(hold, collectives.NOTICE_SECONDS),
+        min(hold, collectives.KILL_SECONDS),
     )
 
     def hook(state):
@@ -76,7 +76,7 @@ def test_processes_that_diverge_fail(tmp_path, way, n):
 
 def part_early(folder, way, hold=2):
     """Do something else in process 1 before the first update."""
-    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = hold, 1, 1
+    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS, collectives.KILL_SECONDS = hold, 1, 1
     first = rank() == 0
     saves = [fl.checkpoint(folder / name) for name in "ab"]
     loaders = {"train": loader(size=2)}
@@ -147,7 +147,7 @@ def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
 
 def slow(folder):
     """Be slow in one process at each possible place, for longer than a deadlock may last."""
-    watchdog.DEADLOCK_SECONDS, watchdog.NOTICE_SECONDS, watchdog.KILL_SECONDS = 1, 0, 0
+    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS, collectives.KILL_SECONDS = 1, 0, 0
 
     def pause(state):
         time.sleep(5 * (state.step == 2))
@@ -232,15 +232,15 @@ WAITS = place("the end", "a b c end", {"0": 7})
     ],
 )
 def test_two_places_that_never_meet_are_found(first, second, meet):
-    assert watchdog.never_meet({0: first, 1: second}) == (None if meet else (0, 1))
+    assert collectives.never_meet({0: first, 1: second}) == (None if meet else (0, 1))
     third = place(None, "a b", {"0": 7})  # works, or has not been heard of
-    assert watchdog.never_meet({0: first, 2: third, 1: second}) == (None if meet else (0, 1))
+    assert collectives.never_meet({0: first, 2: third, 1: second}) == (None if meet else (0, 1))
 
 
 def test_exchanges_that_only_one_process_remembers_are_not_compared():
     first, second = WAITS, place("end", "a b c end", {"0": 7})
     second["begun"] = [(number + 64, name) for number, name in first["begun"]]
-    assert watchdog.never_meet({0: first, 1: second}) is None
+    assert collectives.never_meet({0: first, 1: second}) is None
 
 
 def test_weights_without_a_norm_are_not_compared():

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._checkpoint import atomic_write, history_blocks
+from fnloop._checkpoint import files as atomic_write
+from fnloop._checkpoint import files as history_blocks
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.ones(1)

@@ -18,7 +18,8 @@ from crafted import craft
 from killed_run import toy_fit
 
 import fnloop as fl
-from fnloop._checkpoint import format, slices
+from fnloop._checkpoint import format
+from fnloop._checkpoint import format as slices
 from fnloop.testing import Toy, assert_same, stochastic, toy_loss
 
 

@@ -8,7 +8,7 @@ import pytest
 from killed_run import toy_fit
 
 import fnloop as fl
-from fnloop._checkpoint import atomic_write, disk
+from fnloop._checkpoint import files
 from fnloop.testing import assert_same, stochastic
 
 
@@ -40,7 +40,7 @@ def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
             return original(*args, **kwargs)
 
         hook = fl.every(steps=every)(fl.checkpoint(folder, keep=10, background=background))
-        place = atomic_write if call == "save_file" else disk.os
+        place = files if call == "save_file" else files.os
         original = getattr(place, call)
         with monkeypatch.context() as patch:
             patch.setattr(place, call, failing)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._checkpoint import files, history_blocks
+from fnloop._checkpoint import files
+from fnloop._checkpoint import files as history_blocks
 from fnloop.testing import assert_same, toy, toy_loss
 
 ONE = torch.ones(1)

@@ -32,8 +32,9 @@ from sample_optimizers import (
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import files, optimizer_save, slices
-from fnloop._checkpoint.compare import find_difference
+from fnloop._checkpoint import files, format
+from fnloop._checkpoint import optimizer as optimizer_save
+from fnloop._checkpoint.optimizer import find_difference
 from fnloop._checkpoint.trial import check_resumable
 from fnloop.testing import Toy, assert_same, toy_loss
 
@@ -333,9 +334,9 @@ def test_state_is_read_once_and_not_copied(tmp_path, monkeypatch, several):
     x = torch.arange(8.0).view(1, 2, 2, 2)
     state = fl.fit(fl.pipeline()(lambda model, x: model(x).square().mean()), new(), [x], hooks=())
     path, read = fl.save(state, tmp_path / "a"), []
-    whole = slices.Slices.read
+    whole = format.Slices.read
     monkeypatch.setattr(
-        slices.Slices, "read", lambda *given: (t := whole(*given), read.append(weakref.ref(t)))[0]
+        format.Slices, "read", lambda *given: (t := whole(*given), read.append(weakref.ref(t)))[0]
     )
     restored = fl.restore(path, new())
     assert_same(restored, state)

@@ -6,8 +6,7 @@ from sample_optimizers import CountingSaved, Typed, facts_of, toy_state
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint.optimizer import NamedOptimizer
-from fnloop._checkpoint.optimizer_save import encode_optimizer
+from fnloop._checkpoint.optimizer import NamedOptimizer, encode_optimizer
 from fnloop.testing import assert_same
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam

@@ -14,7 +14,7 @@ from torch import nn
 import fnloop as fl
 from fnloop import CheckpointError
 from fnloop._checkpoint.files import checksum_of_manifest, verify
-from fnloop._checkpoint.read import read_checkpoint
+from fnloop._checkpoint.restore import read_checkpoint
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
 
 ONE = torch.tensor([1.0])

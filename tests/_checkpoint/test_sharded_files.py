@@ -8,10 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import files, slices
-from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.model_load import weights_kept_on_error
-from fnloop._checkpoint.slices import Slices, decode_index
+from fnloop._checkpoint import files, format
+from fnloop._checkpoint.format import CheckpointError, Slices, decode_index
+from fnloop._checkpoint.parts import weights_kept_on_error
 
 NUMBERS = torch.arange(12.0).view(4, 3)
 
@@ -121,7 +120,7 @@ def test_a_damaged_part_is_found(tmp_path):
 
 @pytest.mark.parametrize("most", [1, 24, 10**6])
 def test_a_slice_is_read_across_parts_some_rows_at_a_time(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(slices, "MOST_MAPPED", most)
+    monkeypatch.setattr(format, "MOST_MAPPED", most)
     path = split_by_hand(tmp_path, *HALVES, {"w": entry(*WHOLE)})
     index = json.loads((path / "index.json").read_text())
     names = {"model-00001-of-00002.safetensors", WHOLE[1]["file"]}
@@ -137,7 +136,7 @@ def test_a_slice_is_read_across_parts_some_rows_at_a_time(tmp_path, monkeypatch,
 @pytest.mark.parametrize("shape", [(), (1,), (12,), (1, 12), (12, 1), (2, 1, 6), (0, 3)])
 def test_a_whole_file_is_read_in_small_blocks(tmp_path, monkeypatch, shape):
     """A block is two numbers of four bytes, or one row where a row is more."""
-    monkeypatch.setattr(slices, "MOST_MAPPED", 8)
+    monkeypatch.setattr(format, "MOST_MAPPED", 8)
     value = torch.arange(float(torch.Size(shape).numel())).view(shape)
     save_file({"a": value}, tmp_path / "x.safetensors")
     reader, sizes, read = Slices(tmp_path), [], Slices._slice
@@ -152,11 +151,11 @@ def test_a_whole_file_is_read_in_small_blocks(tmp_path, monkeypatch, shape):
 
 def test_a_large_file_is_opened_few_times(tmp_path, monkeypatch):
     """Of 4800 bytes, 300 are in memory at a time, and not 8: opening takes time for each tensor."""
-    monkeypatch.setattr(slices, "MOST_MAPPED", 8)
+    monkeypatch.setattr(format, "MOST_MAPPED", 8)
     save_file({"a": torch.arange(1200.0)}, tmp_path / "x.safetensors")
-    reader, opened, open_file = Slices(tmp_path), [], slices.safe_open
+    reader, opened, open_file = Slices(tmp_path), [], format.safe_open
     monkeypatch.setattr(
-        slices, "safe_open", lambda *given, **how: opened.append(1) or open_file(*given, **how)
+        format, "safe_open", lambda *given, **how: opened.append(1) or open_file(*given, **how)
     )
     entry = reader.entries_in("x.safetensors")["a"]
     assert torch.equal(reader.read(entry), torch.arange(1200.0))

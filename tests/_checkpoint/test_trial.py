@@ -15,10 +15,8 @@ from torch import nn
 
 import fnloop as fl
 from fnloop._checkpoint import trial
-from fnloop._checkpoint.compare import find_difference
-from fnloop._checkpoint.optimizer import NamedOptimizer
-from fnloop._checkpoint.trial import check_resumable
-from fnloop._checkpoint.trial_copy import copy_small
+from fnloop._checkpoint.optimizer import NamedOptimizer, find_difference
+from fnloop._checkpoint.trial import check_resumable, copy_small
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fnloop import History, Record, early_stop, halt_on_nonfinite
-from fnloop._core.history import Fold, records_since
-from fnloop._core.monitor import better
+from fnloop._core.history import Fold, better, records_since
 from fnloop.testing import toy
 
 NAN, INF = math.nan, math.inf

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fnloop import History, Record, compare
-from fnloop._display.plot import thin_out
+from fnloop._display.figures import thin_out
 from fnloop.testing import toy
 
 matplotlib = pytest.importorskip("matplotlib")

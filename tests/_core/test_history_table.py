@@ -8,7 +8,7 @@ import pytest
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
-from fnloop._core.history_table import is_evaluated, is_row, lay_out, table, update_best
+from fnloop._core.history import is_evaluated, is_row, lay_out, table, update_best
 
 NAN, INF = math.nan, math.inf
 METRICS = {

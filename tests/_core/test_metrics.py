@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
-from fnloop._core.metrics import mean_of, read, weighted
-from fnloop._core.running import update_, update_loss_
+from fnloop._core.metrics import mean_of, read, update_, update_loss_, weighted
 from fnloop.testing import toy, toy_loss
 
 NAN = math.nan

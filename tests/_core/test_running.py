@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnloop import Last, Max, Mean, Min, Sum
-from fnloop._core.running import (
+from fnloop._core.metrics import (
     RECENT,
     update_,
     update_both_,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._core.running import RECENT, update_, update_both_, without_recent
+from fnloop._core.metrics import RECENT, update_, update_both_, without_recent
 from fnloop._core.serialize import Pending
 from fnloop.testing import assert_same, toy, toy_loss
 

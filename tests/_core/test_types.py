@@ -9,8 +9,7 @@ import torch
 
 import fnloop as fl
 from fnloop import Middleware, Output, middleware
-from fnloop._core.call import name_of
-from fnloop._core.types import RINGS
+from fnloop._core.types import RINGS, name_of
 from fnloop.testing import toy, toy_loss
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 import fnloop as fl
 from fnloop._data import map_style
-from fnloop._data.fetch import fetch_batch
+from fnloop._data.map_style import fetch_batch
 from fnloop._data.source import open_source
 from fnloop.testing import assert_same, toy, toy_loss
 

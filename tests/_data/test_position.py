@@ -10,14 +10,8 @@ from streams import READ, Batches, Forgetful, Stream, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
+from fnloop._data.iterable import Positions, checksum, hint_at_stateful_loader, keeper_of, reading
 from fnloop._data.loaders import takes_position
-from fnloop._data.position import (
-    Positions,
-    checksum,
-    hint_at_stateful_loader,
-    keeper_of,
-    reading,
-)
 from fnloop.testing import assert_same, toy
 
 LOADERS = {  # each gives 6 batches of 2 samples

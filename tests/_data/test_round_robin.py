@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fnloop._data.round_robin import RoundRobin, sharing_among
+from fnloop._data.loaders import Padding, RoundRobin, Window, sharing_among
 from fnloop._data.source import open_source
-from fnloop._data.window import Padding, Window
 from fnloop.data import even, take
 
 

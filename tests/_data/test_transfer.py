@@ -6,8 +6,8 @@ from collections import namedtuple
 
 import torch
 
-from fnloop._backend import transfer
-from fnloop._backend.transfer import to_device
+from fnloop._backend import containers
+from fnloop._backend.containers import to_device
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -63,8 +63,8 @@ def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda t, stream: recorded.append(t.shape[0])
     )
-    monkeypatch.setattr(transfer, "may_need_transfer", lambda device: True)
-    copied = transfer.copy_on_side_stream(torch.device("cpu"))
+    monkeypatch.setattr(containers, "may_need_transfer", lambda device: True)
+    copied = containers.copy_on_side_stream(torch.device("cpu"))
     for batch in ({"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}, Pairs([torch.ones(3)])):
         assert type(copied(batch)) is type(batch)
     assert (recorded, len(made)) == ([1, 2, 3], 2)

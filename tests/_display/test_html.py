@@ -10,7 +10,7 @@ from torch import nn
 
 import fnloop as fl
 from fnloop import History, Output, Record, RunInfo, TrainState, pipeline, schedules
-from fnloop._display import html
+from fnloop._display import tables
 from fnloop.testing import toy, toy_loss
 
 NASTY = "<script>alert('&')</script>"
@@ -23,7 +23,7 @@ class Page(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.texts, self.tags, self.open = [], [], []
-        self.feed(html)
+        self.feed(tables)
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):
@@ -307,11 +307,11 @@ def test_a_schedule_that_cannot_be_drawn_shows_its_repr(bad):
     ],
 )
 def test_numbers_have_five_digits(value, shown):
-    assert html.format_number(value) == shown
+    assert tables.format_number(value) == shown
 
 
 def test_a_bar_shows_the_completed_part():
-    assert "width:25%" in html.bar(1, 4, "x")
-    assert "width:100%" in html.bar(5, 4, "x")  # an epoch longer than the length of its loader
-    assert Page(html.bar(3, None, "3 steps")).texts == ["3 steps"]
-    assert len(Page(html.bar(3, None, "3 steps")).tags) == 1
+    assert "width:25%" in tables.bar(1, 4, "x")
+    assert "width:100%" in tables.bar(5, 4, "x")  # an epoch longer than the length of its loader
+    assert Page(tables.bar(3, None, "3 steps")).texts == ["3 steps"]
+    assert len(Page(tables.bar(3, None, "3 steps")).tags) == 1

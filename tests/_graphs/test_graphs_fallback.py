@@ -10,10 +10,7 @@ from graph_problems import Counting, capturable_adam, net, of, ones
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop.testing import (
-    assert_same,
-    toy,
-)
+from fnloop.testing import assert_same, toy
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])

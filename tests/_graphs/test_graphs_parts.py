@@ -9,13 +9,9 @@ from torch import nn
 
 import fnloop as fl
 from fnloop import CaptureError
-from fnloop._graphs.batches import rebuild, signature
-from fnloop._graphs.capturable import make_capturable, undo_capturable
-from fnloop._graphs.guards import check_host_state, host_state, make_rollback
-from fnloop._graphs.watch import TrackedSlots
-from fnloop.testing import (
-    toy,
-)
+from fnloop._graphs.capture import make_capturable, rebuild, signature, undo_capturable
+from fnloop._graphs.guards import TrackedSlots, check_host_state, host_state, make_rollback
+from fnloop.testing import toy
 
 
 def test_signatures_differ_where_a_graph_could_not_be_reused():

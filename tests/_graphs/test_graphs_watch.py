@@ -9,12 +9,8 @@ from torch import nn
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop._graphs.watch import GuardSet
-from fnloop.testing import (
-    assert_same,
-    toy,
-    toy_loss,
-)
+from fnloop._graphs.guards import GuardSet
+from fnloop.testing import assert_same, toy, toy_loss
 
 
 def stopping(recorders, change, batches=4, **kwargs):

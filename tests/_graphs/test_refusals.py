@@ -10,11 +10,7 @@ from torch import nn
 import fnloop as fl
 from fnloop import CaptureError
 from fnloop._graphs.guards import explain
-from fnloop.testing import (
-    assert_same,
-    toy,
-    toy_loss,
-)
+from fnloop.testing import assert_same, toy, toy_loss
 
 
 def refused(loss_fn, *members, state=None, match):

@@ -8,7 +8,7 @@ from graph_problems import done, ones
 from sample_middleware import output_mean
 
 import fnloop as fl
-from fnloop._middleware import cuda_graph
+from fnloop._middleware import compiled
 from fnloop.testing import Toy, toy, toy_loss
 
 
@@ -171,7 +171,7 @@ class Failing(FakeRecorder):
 def test_a_replay_that_fails_leaves_no_state(monkeypatch):
     """The graph changes the weights, and how far it got is unknown."""
     recorder = Failing()
-    monkeypatch.setattr(cuda_graph, "recorder_on", lambda device: recorder)
+    monkeypatch.setattr(compiled, "recorder_on", lambda device: recorder)
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0), fused=True)
     state = fl.TrainState.create(model, optimizer, seed=0)

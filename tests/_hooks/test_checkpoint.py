@@ -61,7 +61,7 @@ def full(*args, **kwargs):
 
 
 def test_errors_in_the_background_are_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr("fnloop._hooks.checkpoint.write_checkpoint", full)
+    monkeypatch.setattr("fnloop._hooks.keep.write_checkpoint", full)
     with pytest.raises(OSError, match="No space left") as error:
         fl.fit(
             step,
@@ -73,7 +73,7 @@ def test_errors_in_the_background_are_raised(tmp_path, monkeypatch):
 
 
 def test_errors_in_the_background_are_raised_even_if_no_save_is_due(tmp_path, monkeypatch):
-    monkeypatch.setattr("fnloop._hooks.checkpoint.write_checkpoint", full)
+    monkeypatch.setattr("fnloop._hooks.keep.write_checkpoint", full)
 
     def wait(state):
         for thread in threading.enumerate():

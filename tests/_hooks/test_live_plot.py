@@ -9,8 +9,8 @@ import torch
 
 import fnloop as fl
 from fnloop import History, Record, live_plot
-from fnloop._backend.launch import Backend
-from fnloop._hooks import live_plot as live_plot_module
+from fnloop._backend.processes import Backend
+from fnloop._hooks import look as live_plot_module
 from fnloop.testing import no_host_reads, toy, toy_loss
 
 pytest.importorskip("matplotlib")

@@ -154,7 +154,7 @@ def test_a_trigger_of_ones_own_composes():
 
 
 def test_each_use_has_its_own_clock(monkeypatch):
-    monkeypatch.setattr("fnloop._core.run_info.time.monotonic", iter(range(100)).__next__)
+    monkeypatch.setattr("fnloop._core.runs.time.monotonic", iter(range(100)).__next__)
     moment = every(seconds=2) | every(seconds=3)
     first = moment(lambda state: state)
     second = moment(lambda state: state)
@@ -420,7 +420,7 @@ def test_hooks_follow_an_evaluation():
 def test_a_moment_that_is_used_twice_has_two_clocks(monkeypatch):
     """Each second: both loaders are evaluated, although one is asked before the other."""
     seconds = iter(range(100))
-    monkeypatch.setattr("fnloop._core.run_info.time.monotonic", lambda: next(seconds) / 2)
+    monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: next(seconds) / 2)
     moment, loaders = every(seconds=1), {"train": [ONE] * 3, "valid": [ONE], "test": [ONE]}
     settings = {"evaluate_every": {"valid": moment, "test": moment}, "record_every": moment}
     state = fl.fit(STEP, toy(), loaders, hooks=(), **settings)
@@ -430,7 +430,7 @@ def test_a_moment_that_is_used_twice_has_two_clocks(monkeypatch):
 def test_a_clock_beside_another_moment_runs_until_both_are_due(monkeypatch):
     """Three seconds pass in an epoch, whatever is asked between."""
     now = [0.0]
-    monkeypatch.setattr("fnloop._core.run_info.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: now[0])
     steps = []
 
     def tick(state):
@@ -448,7 +448,7 @@ def test_a_clock_beside_another_moment_runs_until_both_are_due(monkeypatch):
 @pytest.fixture
 def tick(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("fnloop._core.run_info.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: now[0])
 
     def step(step):
         def ticking(state, batch):

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
 from fnloop import Mean, RunInfo, progress
-from fnloop._backend.launch import Backend
-from fnloop._display import html
+from fnloop._backend.processes import Backend
+from fnloop._display import tables
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
@@ -102,8 +102,8 @@ def test_many_short_epochs_cause_no_more_reads(clock):
 
 
 def test_in_a_notebook_many_short_epochs_cause_no_more_reads(monkeypatch, clock):
-    monkeypatch.setattr(html, "in_notebook", lambda: True)
-    monkeypatch.setattr(html.Display, "show", lambda self, value: None)
+    monkeypatch.setattr(tables, "in_notebook", lambda: True)
+    monkeypatch.setattr(tables.Display, "show", lambda self, value: None)
     assert count_reads(progress()) == 51
 
 

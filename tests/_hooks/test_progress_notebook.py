@@ -9,7 +9,7 @@ import torch
 
 import fnloop as fl
 from fnloop import progress
-from fnloop._display import html
+from fnloop._display import tables
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
@@ -33,8 +33,8 @@ class Cell:
                     cell.outputs.append(self.drawings)
                 self.drawings.append(repr(value).splitlines())
 
-        self.patches = [mock.patch.object(html, "Display", Display)]
-        self.patches.append(mock.patch.object(html, "in_notebook", lambda: True))
+        self.patches = [mock.patch.object(tables, "Display", Display)]
+        self.patches.append(mock.patch.object(tables, "in_notebook", lambda: True))
         for patch in self.patches:
             patch.start()
         return self

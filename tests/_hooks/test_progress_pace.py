@@ -7,8 +7,8 @@ from fake_terminal import Terminal
 
 import fnloop as fl
 from fnloop import Record, RunInfo, progress
-from fnloop._backend.launch import Backend
-from fnloop._hooks.progress_pace import Pace
+from fnloop._backend.processes import Backend
+from fnloop._hooks.progress import Pace
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._backend.launch import Backend
-from fnloop._checkpoint import disk
+from fnloop._backend.processes import Backend
+from fnloop._checkpoint import files as disk
 from fnloop.testing import toy, toy_loss
 
 ONE = [torch.ones(1)]  # an update lowers w by 1, so the training losses are 0, -1, -2, ...

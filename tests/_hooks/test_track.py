@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._backend.launch import Backend
+from fnloop._backend.processes import Backend
 from fnloop.testing import toy, toy_loss
 
 tracking = pytest.importorskip("accelerate.tracking")
@@ -645,7 +645,7 @@ def test_an_existing_state_of_accelerate_is_kept(tmp_path):
     code = f"""
 import torch, fnloop as fl
 from accelerate import PartialState, tracking
-from fnloop._backend.launch import trackers
+from fnloop._backend.processes import trackers
 from fnloop.testing import toy, toy_loss
 usual = tracking.logger
 before = dict(PartialState(cpu=True)._shared_state)

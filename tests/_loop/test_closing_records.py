@@ -279,7 +279,7 @@ def test_a_closing_record_is_marked_in_tables_and_files(tmp_path):
 
 def test_the_seconds_of_records_never_fall(monkeypatch):
     clock = iter([100.0, 100.0, 109.0, 50.0, 60.0])
-    monkeypatch.setattr("fnloop._core.run_info.time.monotonic", lambda: next(clock, 61.0))
+    monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: next(clock, 61.0))
     assert [r.seconds for r in fit(epochs=3).history] == [9.0, 9.0, 9.0]
 
 

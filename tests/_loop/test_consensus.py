@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._loop import consensus
-from fnloop._loop.interrupts import Interrupts
+from fnloop._loop import peers as consensus
+from fnloop._loop.peers import Interrupts
 from fnloop.testing import toy, toy_loss
 
 
@@ -49,7 +49,7 @@ def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
     monkeypatch.setattr("fnloop._loop.run.peers_of", consensus.Consensus)
     ones, interrupts = [torch.ones(1)], Interrupts(single_process=False)
     monkeypatch.setattr(
-        "fnloop._loop.epochs._listening", lambda *_: contextlib.nullcontext(interrupts)
+        "fnloop._loop.run._listening", lambda *_: contextlib.nullcontext(interrupts)
     )
 
     def loss_fn(model, batch):

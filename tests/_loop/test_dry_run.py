@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
 from fnloop._display.tables import shorten
-from fnloop._hooks.wrapper import Hook
+from fnloop._hooks.hook import Hook
 from fnloop.testing import Toy, assert_same, toy, toy_loss
 
 ONES = [torch.ones(2)] * 4

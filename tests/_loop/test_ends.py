@@ -7,9 +7,8 @@ import pytest
 from loop_cases import ONE, Boom
 
 import fnloop as fl
-from fnloop._core.events import END, EPOCH, RECORD, UPDATE
-from fnloop._core.record import Record
-from fnloop._core.stops import (
+from fnloop._core.history import Record
+from fnloop._core.runs import (
     BOUNDARY,
     FLUSH,
     REQUEUED,
@@ -22,7 +21,8 @@ from fnloop._core.stops import (
     kind_of,
     left_in_events,
 )
-from fnloop._hooks.wrapper import Hook
+from fnloop._core.types import END, EPOCH, RECORD, UPDATE
+from fnloop._hooks.hook import Hook
 from fnloop._loop.boundary import Answers, Append, Call, Collect, Leave, due
 from fnloop.testing import assert_same, toy, toy_loss
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import fnloop as fl
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
-from fnloop.testing._compare import assert_equal
+from fnloop.testing._laws import assert_equal
 
 
 def test_epoch_means_are_exact_over_uneven_batches():

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._backend.memory import is_out_of_memory
+from fnloop._backend.containers import is_out_of_memory
 from fnloop.testing import assert_same, toy, toy_loss
 
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.loaders import Loaders
-from fnloop._display.log import log
-from fnloop._loop.hints import (
+from fnloop._display.screen import log
+from fnloop._loop.beginning import (
     _log_once,
     fused_hint,
     loader_hints,
@@ -19,7 +19,7 @@ from fnloop._loop.hints import (
     suggest_fused,
     suggest_loaders,
 )
-from fnloop._loop.hints import suggest as suggest_all
+from fnloop._loop.beginning import suggest as suggest_all
 from fnloop.testing import toy, toy_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -229,7 +229,7 @@ class Terminal(io.StringIO):
 def test_a_message_is_wrapped_at_words_in_a_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("fnloop._display.log.terminal_width", lambda: 40)
+    monkeypatch.setattr("fnloop._display.screen.terminal_width", lambda: 40)
     monkeypatch.setattr(log, "propagate", False)  # pytest has handlers
     log.warning("fit: %s makes several passes over the parameters", "AdamW")
     assert terminal.getvalue() == ("fit: AdamW makes several passes over\nthe parameters\n")
@@ -263,7 +263,7 @@ def test_a_precision_that_a_cpu_emulates_is_named(precision, has, told):
 
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), (None, 0)])
 def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkeypatch, caplog):
-    monkeypatch.setattr("fnloop._loop.hints.cpu_capabilities", lambda: {"avx2": True})
+    monkeypatch.setattr("fnloop._loop.beginning.cpu_capabilities", lambda: {"avx2": True})
     _log_once.cache_clear()
     for _ in range(2):
         fl.fit(fl.pipeline(fl.amp(precision))(toy_loss), toy(), [torch.ones(1)], hooks=())
@@ -271,7 +271,7 @@ def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkey
 
 
 def test_turns_with_different_precisions_are_named_together(monkeypatch, caplog):
-    monkeypatch.setattr("fnloop._loop.hints.cpu_capabilities", lambda: {"avx2": True})
+    monkeypatch.setattr("fnloop._loop.beginning.cpu_capabilities", lambda: {"avx2": True})
     _log_once.cache_clear()
     model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
     optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "dg"}

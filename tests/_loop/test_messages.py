@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._hooks.wrapper import Hook
+from fnloop._hooks.hook import Hook
 from fnloop.testing import HostReadError, no_host_reads, toy, toy_loss
 
 ONE = torch.ones(1)

@@ -8,7 +8,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._core.phase import decode_phases
+from fnloop._core.history import decode_phases
 from fnloop.testing import assert_same, toy, toy_loss
 
 ONES = [torch.ones(1)] * 4  # the gradient is 1

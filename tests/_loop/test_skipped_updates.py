@@ -12,9 +12,9 @@ from torch import nn
 
 import fnloop as fl
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.skip import may_skip
+from fnloop._core.types import may_skip
 from fnloop.testing import toy, toy_loss
-from fnloop.testing._compare import assert_equal
+from fnloop.testing._laws import assert_equal
 
 ONE, EMPTY = torch.ones(1), torch.ones(0)
 # Three updates are applied. The second is skipped because its batch is empty.

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop._loop import changes
-from fnloop._loop import tune as module
+from fnloop._tools import tune as changes
+from fnloop._tools import tune as module
 from fnloop.data import tune
 from fnloop.testing import assert_same, toy, toy_loss
 

@@ -52,7 +52,7 @@ def test_gradients_are_unscaled_before_anything_else_sees_them_and_the_loss_is_n
     "members", [(fl.amp("fp16"), fl.accumulate(2)), (fl.accumulate(2), fl.amp("fp16"))], ids=repr
 )
 def test_gradients_are_unscaled_once_per_window_in_whichever_order(members, monkeypatch):
-    from fnloop._middleware import amp
+    from fnloop._middleware import precision as amp
 
     calls = []
     unscale = amp._unscale

@@ -139,8 +139,8 @@ def test_a_checkpoint_is_the_same_but_for_the_mark(tmp_path):
 
 
 def test_a_sharded_model_is_refused(monkeypatch):
-    from fnloop._middleware import channels_last
+    from fnloop._middleware import precision
 
-    monkeypatch.setattr(channels_last, "is_sharded", lambda model: True)
+    monkeypatch.setattr(precision, "is_sharded", lambda model: True)
     with pytest.raises(NotImplementedError, match="before fully_shard"):
         fl.pipeline(fl.channels_last())(toy_loss)(problem().state(), torch.ones(1))

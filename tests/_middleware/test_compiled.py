@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop._graphs.capturable import read_from_tensors
+from fnloop._graphs.capture import read_from_tensors
 from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
 # raised by torch itself when its compiler is imported
@@ -321,7 +321,7 @@ def test_a_learning_rate_set_by_hand_is_not_taken_for_that_of_the_schedule():
 def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog, monkeypatch):
     problem = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.123))
     step = fl.pipeline(fl.compiled(update=True, backend="eager"))(problem.loss_fn)
-    hints = importlib.import_module("fnloop._loop.hints")
+    hints = importlib.import_module("fnloop._loop.beginning")
     hints._log_once.cache_clear()
     monkeypatch.setattr(hints, "LEAST_SAVED", 0.0)
     hints.suggest_fused(step.pipeline.middleware, problem.state(), 1e-6, 1)

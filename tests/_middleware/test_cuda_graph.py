@@ -7,10 +7,7 @@ import torch
 
 import fnloop as fl
 from fnloop import CaptureError
-from fnloop.testing import (
-    toy,
-    toy_loss,
-)
+from fnloop.testing import toy, toy_loss
 
 
 def test_a_model_on_the_cpu_is_refused():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._middleware import device_memory
+from fnloop._middleware import metric
 from fnloop.testing import assert_same, toy, toy_loss
 
 NAME = "memory/peak_gib"
@@ -26,11 +26,11 @@ def gauge(monkeypatch):
             self.peak, self.resets = 0.0, self.resets + 1
 
     found = Gauge()
-    monkeypatch.setattr(device_memory, "_peak_gib", lambda device: found.peak)
-    monkeypatch.setattr(device_memory, "_reset", found.reset)
-    device_memory._gauge.cache_clear()
+    monkeypatch.setattr(metric, "_peak_gib", lambda device: found.peak)
+    monkeypatch.setattr(metric, "_reset", found.reset)
+    metric._gauge.cache_clear()
     yield found
-    device_memory._gauge.cache_clear()
+    metric._gauge.cache_clear()
 
 
 def taking(gauge):

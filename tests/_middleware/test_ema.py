@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import fnloop as fl
-from fnloop._core.average import Average
-from fnloop._step import averaging
+from fnloop._core.averages import Average
+from fnloop._step import averages as averaging
 from fnloop.testing import assert_same, small, toy, toy_loss
 
 ONE = torch.tensor([1.0])

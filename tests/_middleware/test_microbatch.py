@@ -13,17 +13,9 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop._backend.memory import is_out_of_memory
-from fnloop._step.pieces import pieces_of
-from fnloop.testing import (
-    assert_same,
-    law_fold,
-    law_purity,
-    small,
-    stochastic,
-    toy,
-    toy_loss,
-)
+from fnloop._backend.containers import is_out_of_memory
+from fnloop._step.guard import pieces_of
+from fnloop.testing import assert_same, law_fold, law_purity, small, stochastic, toy, toy_loss
 
 Pair = namedtuple("Pair", "x names")
 NUMBERS = torch.tensor([1.0, 2.0, 6.0, 7.0, 4.0])

@@ -12,7 +12,7 @@ from torch import nn
 import fnloop as fl
 from fnloop import schedules
 from fnloop.testing import no_host_reads, small, spy, stochastic, toy, toy_loss
-from fnloop.testing._compare import assert_equal
+from fnloop.testing._laws import assert_equal
 
 INF, NAN = math.inf, math.nan
 

@@ -8,8 +8,8 @@ import torch
 from sample_middleware import output_mean
 
 import fnloop as fl
-from fnloop._core import elapsed
-from fnloop._core.elapsed import Elapsed
+from fnloop._core import metrics
+from fnloop._core.metrics import Elapsed
 from fnloop.testing import (
     assert_same,
     law_fold,
@@ -304,9 +304,9 @@ def test_a_checkpoint_in_the_middle_of_an_interval_changes_no_number(tmp_path, c
 @pytest.mark.parametrize("member", MEMBERS, ids=repr)
 @pytest.mark.parametrize("others", [(), (fl.accumulate(2), fl.metric(mean=output_mean))], ids=repr)
 def test_each_keeps_the_laws(clock, monkeypatch, member, others):
-    from fnloop._middleware import device_memory
+    from fnloop._middleware import metric
 
-    monkeypatch.setattr(device_memory, "_peak_gib", lambda device: 1.0)
+    monkeypatch.setattr(metric, "_peak_gib", lambda device: 1.0)
     pipe = fl.pipeline(*others, member)
     law_fold(pipe, small())
     law_purity(pipe, small())
@@ -355,9 +355,9 @@ class FakeEvent:
 def events(clock, monkeypatch):
     """Marks are events; the list gets an entry for each wait."""
     log = []
-    from fnloop._middleware import times
+    from fnloop._middleware import metric
 
-    monkeypatch.setattr(times, "mark", lambda device: FakeEvent(clock, log))
+    monkeypatch.setattr(metric, "mark", lambda device: FakeEvent(clock, log))
     return log
 
 
@@ -392,8 +392,8 @@ def test_events_that_have_passed_are_not_kept(clock, events):
         start, clock.now = FakeEvent(clock, events), clock.now + 1.0
         end = FakeEvent(clock, events)
         end.done = True
-        total = total.combine(elapsed.elapsed(1, start, end))
-        assert len(total.pending) <= elapsed.SETTLE
+        total = total.combine(metrics.elapsed(1, start, end))
+        assert len(total.pending) <= metrics.SETTLE
     assert total.compute() == 1.0
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._backend.launch import Backend
-from fnloop._step.distributed import DistributedEngine
+from fnloop._backend.processes import Backend
 from fnloop._step.engine import engine_of
+from fnloop._step.engine_distributed import DistributedEngine
 from fnloop.testing import toy
 
 ROOT = Path(fl.__file__).parent
@@ -51,7 +51,7 @@ def test_a_distributed_engine_dies_with_its_states():
 def test_only_the_engine_looks_at_the_number_of_processes():
     """A comparison elsewhere in steps, middleware or metrics is a branch to move there."""
     branch = re.compile(r"(world_size|processes)\s*(==|>|!=|<)|if .*\bworld_size\b")
-    files = [*ROOT.glob("_step/*.py"), *ROOT.glob("_middleware/*.py"), ROOT / "_core/merge.py"]
+    files = [*ROOT.glob("_step/*.py"), *ROOT.glob("_middleware/*.py"), ROOT / "_core/state.py"]
     found = [
         f"{path.name}: {line.strip()}"
         for path in [*files, ROOT / "_core/metrics.py"]

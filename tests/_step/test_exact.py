@@ -9,9 +9,16 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 import fnloop as fl
-from fnloop._backend.launch import Backend
-from fnloop._step.rows import layout_of, rows_of, sum_rows
-from fnloop._step.tree import TreeSum, classes_of, depth_first, join
+from fnloop._backend.processes import Backend
+from fnloop._step.engine_exact import (
+    TreeSum,
+    classes_of,
+    depth_first,
+    join,
+    layout_of,
+    rows_of,
+    sum_rows,
+)
 from fnloop.testing import no_host_reads, toy, toy_loss
 
 ONE = torch.ones(1)

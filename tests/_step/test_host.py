@@ -7,7 +7,7 @@ import torch
 from sample_middleware import own_guard
 
 import fnloop as fl
-from fnloop._step.host import decide, replace_host
+from fnloop._step.update import decide, replace_host
 from fnloop.testing import toy, toy_loss
 
 OUT = fl.Output(torch.tensor(1.0), 1)

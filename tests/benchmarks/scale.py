@@ -50,8 +50,8 @@ import torch
 import torch.distributed as dist
 
 import fnloop as fl
-from fnloop._backend import watchdog
-from fnloop._loop import consensus
+from fnloop._backend import collectives
+from fnloop._loop import peers
 
 COUNTS, HERE = (8, 64, 512, 4096), (2, 4, 8)
 REPEATS = 100
@@ -135,7 +135,7 @@ def count_calls() -> dict[str, Calls]:
     with tempfile.TemporaryDirectory() as folder:
         path = fl.broadcast(f"{folder}/a")
         saved = during(lambda: fl.save(state, path))
-    agreed = consensus.Consensus(state)
+    agreed = peers.Consensus(state)
     exchange = during(lambda: agreed.poll(state, _NOTHING))
     return {
         "an update": each(many - few, 20),
@@ -222,13 +222,11 @@ def show(hop: float, bandwidth: float) -> None:
     for event, calls in counts.items():
         times = (cost(calls, n, hop, bandwidth) * 1e3 for n in COUNTS)
         print(f"  {event:33} " + "".join(f"{t:12.2f}" for t in times))
-    waits = (
-        max(cost(counts["an agreement"], n, hop, bandwidth) - consensus.PERIOD, 0) for n in COUNTS
-    )
+    waits = (max(cost(counts["an agreement"], n, hop, bandwidth) - peers.PERIOD, 0) for n in COUNTS)
     print(f"  {'waiting for one, each 100 ms':33} " + "".join(f"{t * 1e3:12.2f}" for t in waits))
     read = here[HERE[0]]["read of the store"]
     answer = min(times["read of the store"] / n for n, times in here.items())
     joining = ((3 * n * read + n * (n - 1) * answer) * 1e3 for n in COUNTS)
     print(f"  {'joining, reads of the store':33} " + "".join(f"{t:12.0f}" for t in joining))
-    watch = (n * read / watchdog.POLL_SECONDS * 100 for n in COUNTS)
+    watch = (n * read / collectives.POLL_SECONDS * 100 for n in COUNTS)
     print(f"  {'the watchdog, % of one process':33} " + "".join(f"{t:12.2f}" for t in watch))

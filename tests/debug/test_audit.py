@@ -15,13 +15,7 @@ from torch.nn import functional
 import fnloop as fl
 from fnloop._backend import torch_compat
 from fnloop.debug import AuditError, audit
-from fnloop.testing import (
-    assert_same,
-    no_host_reads,
-    small,
-    toy,
-    toy_loss,
-)
+from fnloop.testing import assert_same, no_host_reads, small, toy, toy_loss
 
 ONES = [torch.ones(2)] * 6
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import fnloop as fl
-from fnloop.debug import _difference, bisect
+from fnloop.debug import _diff, bisect
 from fnloop.testing import Problem, small, toy, toy_loss
 
 PROBLEM = small()
@@ -175,13 +175,13 @@ def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypat
     for folder, step in zip("ab", steps, strict=True):
         saves = fl.every(steps=1)(fl.checkpoint(tmp_path / folder, keep=None))
         fl.fit(step, toy(), batches, hooks=(saves,))
-    read, reads = _difference.read_alone, []
+    read, reads = _diff.read_alone, []
 
     def counted(*given, **settings):
         reads.append(given)
         return read(*given, **settings)
 
-    monkeypatch.setattr(_difference, "read_alone", counted)
+    monkeypatch.setattr(_diff, "read_alone", counted)
     found = bisect(tmp_path / "a", tmp_path / "b", steps, toy(), batches)
     assert (found.update, found.what) == (22, "loss")
     assert len(reads) == found.restores - 4 <= 2 * (1 + math.log2(32))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
-from fnloop._core.average import view_with_average
+from fnloop._core.averages import view_with_average
 from fnloop._step.engine import engine_of
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from process_problems import BATCH, FEW, SIZE, entropy, loader, network, rank, world
 
 import fnloop as fl
-from fnloop._middleware import device_memory
+from fnloop._middleware import metric
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def slow(model, batch):
 
 def measured_times(folder):
     before, time.perf_counter = time.perf_counter, lambda: Clock.now
-    device_memory._peak_gib = lambda device: 1.0 + rank()
+    metric._peak_gib = lambda device: 1.0 + rank()
     members = (fl.grad_norm(), fl.timings(), fl.throughput(flops=3.0, peak=4.0), fl.device_memory())
     torch.manual_seed(0)
     model = network()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._step.distributed import DistributedEngine
+from fnloop._step.engine_distributed import DistributedEngine
 from fnloop.testing import toy, toy_loss
 
 torchmetrics = pytest.importorskip("torchmetrics")

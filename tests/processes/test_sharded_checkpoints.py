@@ -25,8 +25,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
-from fnloop._checkpoint import atomic_write, shared_write
-from fnloop._checkpoint.slices import Slices
+from fnloop._checkpoint import files as atomic_write
+from fnloop._checkpoint import files as shared_write
+from fnloop._checkpoint.format import Slices
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fnloop as fl
-from fnloop._backend.public import on_every_process
+from fnloop._backend.collectives import on_every_process
 
 pytestmark = pytest.mark.slow
 CLOSE = 1e-5  # sums of halves differ in the last bits of float32

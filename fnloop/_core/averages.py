@@ -1,0 +1,215 @@
+"""Averages of a model's weights, as values: copies, views, and states that hold them."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fnloop._backend.fsdp import is_sharded
+from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
+from fnloop._core.optimizers import optimizers_in
+from fnloop._core.state import TrainState, check_not_stale, copy_handles, detached_from_run, unwrap
+from fnloop._display import checks
+
+# --------------------------------------------------------------------------------------------------
+# Averages of a model's weights: what is averaged, copies and views of a model with its average.
+#
+# An average is a slot of a middleware. It holds the parameters and those buffers that are saved
+# with the module, floating and finite when the average is made: the running statistics of a
+# BatchNorm, but not its counter of batches, and not a mask of infinities, of which there is no
+# mean. All other buffers are those of the model.
+
+AVERAGED = "averaged"  # the slot that marks a state whose model holds an average: its name
+
+# The model of a state, by its views.
+_viewed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+class Average(dict[str, Tensor]):
+    """Averaged tensors, by the names of the parameters and buffers of a module.
+
+    Args:
+        tensors: name to tensor, in float32 or wider.
+        count: how many updates were blended in.
+
+    Attributes:
+        blended: what an update uses of it; made again when it is needed.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] = (), count: int = 0
+    ) -> None:
+        super().__init__(tensors)
+        self.count = count
+        self.blended: object = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Average:
+        made = memo[id(self)] = Average(copy.deepcopy(dict(self), memo), self.count)
+        return made
+
+
+# --- what is averaged
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors of a module that are saved with it, each once, with its name."""
+    saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    for name, parameter in module.named_parameters():
+        if _is_inexact(parameter):
+            yield strip_compile_prefix(name), parameter
+    for name, buffer in module.named_buffers():
+        if id(buffer) in saved and _is_inexact(buffer):
+            yield strip_compile_prefix(name), buffer
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def make_average(module: nn.Module) -> Average:
+    """Return an average that is the weights of a module, in memory of its own."""
+    found = Average()
+    with torch.no_grad():
+        for name, tensor in named_tensors(module):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if is_parameter or bool(torch.isfinite(tensor).all()):
+                wide = torch.promote_types(tensor.dtype, torch.float32)
+                found[name] = tensor.detach().to(wide, copy=True)
+    return found
+
+
+# --- models with an average
+
+
+def load_average(module: nn.Module, average: Mapping[str, Tensor]) -> None:
+    """Copy an average into a module."""
+    with torch.no_grad():
+        for name, tensor in named_tensors(module):
+            if name in average:
+                tensor.copy_(average[name])
+
+
+def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> nn.Module:
+    """Return a copy of a module whose weights are an average.
+
+    Its parameters are in the memory of the average where the dtypes are the same, so it is not to
+    be trained. Its buffers are its own.
+
+    Args:
+        model: the model of the state.
+        module: the user's module in it.
+        average: the average.
+    """
+    memo: dict[int, object] = {}
+    with torch.no_grad():
+        for name, tensor in named_tensors(module):
+            if isinstance(tensor, nn.Parameter) and name in average:
+                memo[id(tensor)] = _parameter_like(tensor, average[name])
+            elif name in average:
+                memo[id(tensor)] = average[name].to(tensor.dtype, copy=True)
+        for part in module.modules():
+            inside = (*buffers_of(part).values(), *vars(part).values())
+            for value in inside:  # torch refuses to copy what was computed from parameters
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo.setdefault(id(value), value.detach().clone())
+        view = copy.deepcopy(module, memo)
+    _viewed[view] = weakref.ref(model)
+    return view
+
+
+def _parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    if type(parameter) is nn.Parameter:
+        return nn.Parameter(value.to(parameter.dtype), parameter.requires_grad)
+    made = copy.deepcopy(parameter)  # a class of the user's, which may need more than a tensor
+    made.copy_(value)
+    return made
+
+
+def viewed_model(model: nn.Module) -> nn.Module | None:
+    """Return the model of a state of which this is a view; None if it is not a view."""
+    found = _viewed.get(model)
+    return None if found is None else found()
+
+
+def check_not_averaged(owner: str, state: TrainState) -> None:
+    """Raise if the model of a state holds an average, which no optimizer knows.
+
+    Args:
+        owner: what was called with it.
+        state: the state.
+
+    Raises:
+        ValueError: it does.
+    """
+    if AVERAGED in state.slots:
+        raise ValueError(
+            f'{owner}: this state is averaged(state, "{state.slots[AVERAGED]}"), which is there to '
+            "evaluate, predict, save and export. To continue the run, pass the state that averaged "
+            "was given. To train from the averaged weights, make a new state: "
+            "TrainState.create(state.model, optimizer)"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# A state whose model holds the averaged weights.
+
+
+def averaged(state: TrainState, name: str = "ema") -> TrainState:
+    """Copy a state, with the averaged weights in its model.
+
+    The copy is there to evaluate, predict, save and export; ``fit`` refuses it. Its optimizer has
+    no state, and it has no slots but a mark. Buffers that are not averaged are those of the model.
+    The given state is not changed.
+
+    Args:
+        state: the newest state of a run with ``ema`` or ``swa``.
+        name: the name of the average.
+
+    Returns:
+        A state with a model of its own.
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        KeyError: the state has no such average; the message lists those that it has.
+        ValueError: the model of the state is an average already.
+        NotImplementedError: the model is sharded over processes.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step = fl.pipeline(fl.ema(0.5))(toy_loss)
+        >>> state = fl.fit(step, toy(w=0.0, lr=1.0), [torch.tensor([4.0])], hooks=())
+        >>> state.model.w.item(), averaged(state).model.w.item()
+        (-4.0, -2.0)
+        >>> fl.evaluate(step, averaged(state), [torch.tensor([1.0])])
+        {'loss': -2.0}
+    """
+    check_not_stale(state, "averaged")
+    checks.text("averaged", "name", name, "the name of an average")
+    check_not_averaged("averaged", state)
+    average = state.slots.get(name)
+    if not isinstance(average, Average):
+        found = [slot for slot, value in state.slots.items() if isinstance(value, Average)]
+        there = f"those are: {', '.join(found)}" if found else "it has none: list ema() or swa()"
+        raise KeyError(f"averaged: this state has no average {name!r}; {there}")
+    if is_sharded(state.model):
+        raise NotImplementedError(
+            "averaged: a model that is sharded over processes cannot be copied: write "
+            "save(state, path), and restore that into a model that is not sharded: "
+            f'averaged(restore(path, state), "{name}")'
+        )
+    state = attrs.evolve(detached_from_run(state), slots={AVERAGED: name}, metrics={})
+    # The copies of all optimizers begin without state.
+    memo: dict[int, object] = {
+        id(optimizer.state): defaultdict(dict)
+        for optimizer in optimizers_in(state.optimizer).values()
+    }
+    made = copy_handles(state, memo)
+    load_average(unwrap(made), average)
+    return made

@@ -1,0 +1,380 @@
+"""What a run knows of itself: facts fixed at its start, where a stream is, why it stopped."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypedDict, TypeVar, cast
+
+import attrs
+
+from fnloop._core.metrics import Mark
+from fnloop._display import tables
+
+# --------------------------------------------------------------------------------------------------
+# Facts about a run, fixed when it starts.
+
+Item = TypeVar("Item")
+
+
+class Stopwatch:
+    """The times of a run, in seconds: what it has waited for, and what it has taken.
+
+    Middleware and hooks may read it.
+
+    Attributes:
+        waited: the time that the batches of the running update were waited for.
+        trained: the time of all updates of the run, with that of waiting for their batches, and
+            without evaluations and hooks. A device may still be at work.
+        evaluated: the time of the newest evaluation, the longest of all processes; None before it.
+        newest: the mark at which the newest update ended; None if an evaluation came after it.
+        recorded: whether a record was made; set to False by what looks at it.
+    """
+
+    __slots__ = (
+        "_began", "_ended", "_resumed", "evaluated", "newest", "recorded", "trained", "waited"
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.waited = self.trained = 0.0
+        self.evaluated: float | None = None
+        self.newest: Mark | None = None
+        self.recorded = True
+        self.resume()
+        self.begin(0.0)
+
+    def begin(self, spent: float) -> None:
+        """Begin a run. ``spent`` is what was spent in those before it."""
+        self._began, self._ended = time.monotonic() - spent, math.inf
+
+    def spent(self) -> float:
+        """Return the time spent in this run, until its end, and in those before it."""
+        return min(time.monotonic(), self._ended) - self._began
+
+    def end(self) -> None:
+        """End the run."""
+        self._ended = time.monotonic()
+
+    def resume(self) -> None:
+        """Begin to count what follows as training."""
+        self._resumed = time.perf_counter()
+
+    def next(self, feed: Iterator[Item], default: Item) -> Item:
+        """Return the next item, or the default; note how long it was waited for."""
+        __tracebackhide__ = True
+        began = time.perf_counter()
+        item = next(feed, default)
+        now = time.perf_counter()
+        self.waited = now - began
+        self.trained += now - self._resumed
+        self._resumed = now
+        return item
+
+
+def waiting_once(run: RunInfo | None, parts: Sequence[Item]) -> Iterator[Item]:
+    """Yield parts that came with one fetch. The time it took counts for the first of them."""
+    if run is None:
+        yield from parts
+        return
+    watch = run.stopwatch
+    waited = watch.waited
+    for part in parts:
+        yield part
+        watch.waited = 0.0
+    watch.waited = waited  # for what surrounds all of them
+
+
+def _unknown(epoch: int, batch: int) -> Position | None:
+    return None
+
+
+def _no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
+    return iter(())
+
+
+@attrs.frozen(repr=False)
+class RunInfo:
+    """Facts about the current run, fixed when it starts.
+
+    Args:
+        epochs: the target for ``state.epoch``, or None.
+        total_steps: what ``state.step`` will be at the end, or None if that cannot be known.
+        steps_per_epoch: updates in an epoch, or None if the training loader has no length.
+        batches_per_epoch: batches in an epoch, or None.
+        window: batches per update, of all processes together.
+        evaluated: the names of the loaders that are evaluated.
+        clock: seconds since a moment of the run, the same in every process; None where there is one
+            process, which has a clock of its own.
+        loader: the name of the loader that is being evaluated; None in training.
+        stopwatch: what the run has waited for.
+        first_step: ``state.step`` when the phase began; 0 without phases.
+        position_at: ``(epoch, batch) -> where the training loader was after this batch``, or None.
+        indices_at: ``(epoch, batch, samples) -> which samples of its dataset each batch of this
+            process has``, from that position on; nothing where that is unknown. It may draw from
+            the global generators.
+        precision: what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither.
+        hook_slots: the names of the slots that hooks keep, and not the step.
+        turns: the names of the turns of ``alternate``; none for another step.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def show(state):
+        ...     print(state.run.epochs, state.run.steps_per_epoch, state.run.total_steps)
+        ...     return state
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 5
+        >>> state = fl.fit(step, toy(), batches, epochs=2, hooks=(fl.once(show),))
+        2 5 10
+    """
+
+    epochs: int | None = None
+    total_steps: int | None = None
+    steps_per_epoch: int | None = None
+    batches_per_epoch: int | None = None
+    window: int = 1
+    evaluated: tuple[str, ...] = ()
+    clock: Callable[[], float] | None = attrs.field(default=None, eq=False)
+    loader: str | None = None
+    stopwatch: Stopwatch = attrs.field(factory=Stopwatch, eq=False)
+    precision: str | None = None
+    first_step: int = 0
+    position_at: Callable[[int, int], Position | None] = attrs.field(default=_unknown, eq=False)
+    indices_at: Callable[[int, int, int], Iterator[object]] = attrs.field(
+        default=_no_indices, eq=False
+    )
+    hook_slots: frozenset[str] = frozenset()
+    turns: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return tables.record_text("RunInfo", self._facts())
+
+    def _repr_html_(self) -> str:
+        facts = self._facts() | {"evaluated": ", ".join(self.evaluated)}
+        return tables.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
+
+    def _facts(self) -> dict[str, object]:
+        hidden = ("clock", "hook_slots", "indices_at", "loader", "position_at", "stopwatch")
+        rare = ("precision", "first_step", "turns")
+        facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
+        return {name: fact for name, fact in facts.items() if fact or name not in rare}
+
+
+def now(run: RunInfo | None) -> float:
+    """Return a time in seconds, the same in every process of a run."""
+    clock = None if run is None else run.clock
+    return time.monotonic() if clock is None else clock()
+
+
+# --------------------------------------------------------------------------------------------------
+# Why a run has ended before its target, and what it leaves to the run that continues it.
+
+INTERRUPTIONS = ("interrupted", "job", "requeued")
+KINDS = ("hook", "guard", "limit", *INTERRUPTIONS)
+
+
+class Stop(str):
+    """Why a run has ended before its target: a str, equal to the reason, that knows its kind.
+
+    Args:
+        reason: the reason, as ``state.stop`` shows it.
+        kind: what has stopped the run. "hook": a hook. "guard": a middleware that skips updates.
+            "limit": the time of the run is over. The others are interruptions: the same script,
+            started again, continues the run. "interrupted": Ctrl-C or SIGTERM. "job": the time of
+            the job is over. "requeued": SIGUSR1.
+    """
+
+    kind: str
+
+    def __new__(cls, reason: str, kind: str = "hook") -> Stop:
+        stop = super().__new__(cls, reason)
+        stop.kind = kind
+        return stop
+
+    def __reduce__(self) -> tuple[type[Stop], tuple[str, str]]:
+        return Stop, (str(self), self.kind)
+
+
+INTERRUPTED, TERMINATED = Stop("interrupted", "interrupted"), Stop("SIGTERM", "interrupted")
+REQUEUED = Stop("SIGUSR1", "requeued")
+_SIGNALS = {str(stop): stop.kind for stop in (INTERRUPTED, TERMINATED, REQUEUED)}
+# What the reasons of a time limit began with, in checkpoints without kinds.
+_LIMITS = {"time_limit: this job": "job", "time_limit: the run": "limit"}
+
+
+def kind_of(stop: str | None) -> str | None:
+    """Return the kind of a stop. A plain str is that of a hook, unless it is that of a signal."""
+    if stop is None or isinstance(stop, Stop):
+        return None if stop is None else stop.kind
+    return _SIGNALS.get(stop, "hook")
+
+
+def is_interruption(stop: str | None) -> bool:
+    """Return whether a run has only ended for now: the same script, started again, continues it."""
+    return kind_of(stop) in INTERRUPTIONS
+
+
+def ends_job(stop: str | None) -> bool:
+    """Return whether a run has only ended because the time of its job is over."""
+    return kind_of(stop) in ("job", "requeued")
+
+
+def ends_run(stop: str | None) -> bool:
+    """Return whether a run ends for this reason: what is due at its end is made."""
+    return stop is not None and not is_interruption(stop)
+
+
+def ends_phase(stop: str | None) -> bool:
+    """Return whether a phase that ends for this reason, or at its target, is done."""
+    return stop is None or (ends_run(stop) and kind_of(stop) != "limit")
+
+
+def first_stop(before: str | None, after: str | None) -> str | None:
+    """Return the stop that stays, of that before a hook and that after it.
+
+    The first reason to end the run stays. A hook may take it back, and it may end a run that was
+    only interrupted, because it decides only once.
+    """
+    return before if after is not None and ends_run(before) else after
+
+
+# --- what is left
+
+
+@attrs.frozen
+class Boundary:
+    """The boundary of the newest update is left: its record, and then its hooks."""
+
+
+@attrs.frozen
+class End:
+    """The end of the run is left: the closing record, the hooks ``at_end()``, and then the flush.
+
+    Args:
+        stop: why the run has ended; None: it is at its target.
+    """
+
+    stop: str | None = None
+
+
+@attrs.frozen
+class Flush:
+    """The last save of the run is left, and whatever else hooks complete at its end."""
+
+
+Left = tuple[Boundary | End | Flush, ...]
+BOUNDARY, FLUSH = Boundary(), Flush()
+
+
+def end_in(left: Left) -> End | None:
+    """Return the end of the run, if it is left."""
+    return next((action for action in left if isinstance(action, End)), None)
+
+
+# --- in checkpoints
+
+
+def encode_stop(stop: str | None) -> dict[str, str]:
+    """Return the kind of a stop as JSON."""
+    return {} if stop is None else {"stop_kind": str(kind_of(stop))}
+
+
+def decode_stop(reason: object, kind: object, name: str = "stop") -> Stop | None:
+    """Return a stop from its reason and its kind, which checkpoints of before do not have.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if reason is None:
+        return None
+    if not isinstance(reason, str):
+        raise TypeError(f"{name} is {reason!r:.60}")
+    if kind is None:
+        limits = (kind for began, kind in _LIMITS.items() if reason.startswith(began))
+        kind = next(limits, kind_of(reason))
+    if kind not in KINDS:
+        raise TypeError(f"the kind of {name} is {kind!r:.60}")
+    return Stop(reason, str(kind))
+
+
+def encode_left(left: Left) -> list[dict[str, object]]:
+    """Return what is left as JSON."""
+    return [
+        {"end": action.stop, **encode_stop(action.stop)}
+        if isinstance(action, End)
+        else {"boundary" if action == BOUNDARY else "flush": True}
+        for action in left
+    ]
+
+
+def decode_left(saved: object) -> Left:
+    """Return what is left from JSON.
+
+    Raises:
+        TypeError: it was not written by :func:`encode_left`.
+    """
+    if not isinstance(saved, Sequence) or isinstance(saved, str):
+        raise TypeError(f"left is {saved!r:.60}")
+    return tuple(map(_decode_action, saved))
+
+
+def _decode_action(saved: object) -> Boundary | End | Flush:
+    match saved:
+        case {"boundary": True}:
+            return BOUNDARY
+        case {"flush": True}:
+            return FLUSH
+        case {"end": reason, **more}:
+            return End(decode_stop(reason, more.get("stop_kind"), "the end that is left"))
+    raise TypeError(f"left has {saved!r:.60}")
+
+
+def left_in_events(events: Sequence[str]) -> tuple[frozenset[str], Left]:
+    """Return the events of a boundary and what is left, from a checkpoint that has both in one.
+
+    Before 0.2, "pending" stood for the boundary, and "stop: ..." for the end and its reason.
+    """
+    reason = next((event.removeprefix("stop: ") for event in events if event[:6] == "stop: "), None)
+    left: Left = (BOUNDARY,) if "pending" in events else ()
+    left += () if reason is None else (End(decode_stop(reason, None)),)
+    known = (event for event in events if event != "pending" and event[:6] != "stop: ")
+    return frozenset(known), left
+
+
+# --------------------------------------------------------------------------------------------------
+# The position of a stream in the middle of an epoch, as plain data.
+
+
+class Position(TypedDict):
+    """Where the training loader was after a batch. A checkpoint holds it.
+
+    Args:
+        epoch: the epoch.
+        batch: how many batches were drawn; with ``shards`` above 1, by this process.
+        shards: how many processes read a part of their own; 1 if each reads the whole stream.
+        keeper: the name of the class that knows it.
+        state: what its ``state_dict`` returned.
+        next: a checksum of the batch that came next; None if there was none.
+    """
+
+    epoch: int
+    batch: int
+    shards: int
+    keeper: str
+    state: object
+    next: int | None
+
+
+def check_position(value: object) -> Position:
+    """Return what was read from a checkpoint.
+
+    Raises:
+        TypeError: it cannot be a position.
+    """
+    kinds = {"epoch": int, "batch": int, "shards": int, "keeper": str, "next": int | None}
+    if not isinstance(value, dict) or {*value} != {*kinds, "state"}:
+        raise TypeError(f"a position of the loader is {value!r:.60}")
+    for name, kind in kinds.items():
+        if not isinstance(value[name], kind):
+            raise TypeError(f"{name} of a position of the loader is {value[name]!r:.60}")
+    return cast(Position, value)

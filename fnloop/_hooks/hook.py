@@ -1,0 +1,987 @@
+"""What a hook is, when it is called, and hooks that wrap others."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import NoReturn, Protocol, Self
+
+import attrs
+
+from fnloop._core.history import SINCE, Fold, Record, better, check_monitored, first_record, mode_of
+from fnloop._core.runs import RunInfo, now
+from fnloop._core.state import TrainState, updates_of_call, with_slot
+from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Call, Output, name_of
+from fnloop._display import checks
+from fnloop._display.checks import choice, metric_name
+
+# --------------------------------------------------------------------------------------------------
+# What a hook is, and the base class of hooks that wrap another hook.
+
+
+class Hook:
+    """What a run calls after every update, ``state -> state``, and what else it may do.
+
+    A plain function is a hook too, and so is any object that can be called and has some of these
+    methods. Subclass this for a hook with more than one of them: each does nothing by default.
+
+    Attributes:
+        monitors: the name of the metric that it watches, such as "valid/loss", a tuple of several,
+            or None. A name that the run cannot make is refused before the first update.
+        reports: the names of the metrics that the hook itself adds to records.
+        slot: the name of the slot with what it keeps in the state, or None.
+        outside: at which boundaries without an update it is called too: "start", "end".
+        wants_outputs: whether it may ask for the outputs of an evaluation, by ``collects``.
+        begins_everywhere: whether ``begin`` needs all processes, within ``on_main`` too.
+        ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class Count(Hook):
+        ...     def begin(self, state):
+        ...         self.updates = 0
+        ...         return state
+        ...     def __call__(self, state):
+        ...         self.updates += 1
+        ...         return state
+        >>> count = Count()
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(count,))
+        >>> count.updates
+        3
+    """
+
+    monitors: str | tuple[str, ...] | None = None
+    reports: tuple[str, ...] = ()
+    slot: str | None = None
+    outside: frozenset[str] = frozenset()
+    wants_outputs: bool = False
+    begins_everywhere: bool = False
+    ends_run_on_usr1: bool = False
+
+    def __call__(self, state: TrainState, /) -> TrainState:
+        """Return the state to continue with: the same, or one with changes, such as ``stop``."""
+        raise NotImplementedError(f"{name_of(type(self))} has no method __call__(state) -> state")
+
+    def take_back(self, state: TrainState) -> TrainState:
+        """Return the state without a stop of this hook that does not hold any more.
+
+        It is called first of all, for example with a time limit that was raised.
+        """
+        return state
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Return the state to train with, before the first update of every run.
+
+        Also of a resumed run. ``state.run`` is known. The state may have other slots or frozen
+        parameters, but not another position. It may raise.
+        """
+        return state
+
+    def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        """Follow an evaluation: before its first batch, with ``done=0``, and after each batch.
+
+        Args:
+            state: the state that is evaluated.
+            loader: the name of the loader.
+            done: the batches that this process has evaluated.
+            total: the batches of this process; None if it is unknown.
+        """
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        """Return whether it wants the outputs of the evaluation that begins.
+
+        It is asked if ``wants_outputs``. Every process has to answer alike.
+        """
+        return False
+
+    def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
+        """Take the ``Output`` of each batch of an evaluation, before its record is made.
+
+        They are those of all processes, in order, copied to the host.
+        """
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Return the state to continue with, where ``every`` or ``when`` skips the hook."""
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Finish pending work: after the last boundary of a run, and on SIGUSR1."""
+        return state
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Handle the exception that ends a run in one process.
+
+        ``state`` is the last consistent state. The error already has its note, and is raised
+        afterwards in any case.
+        """
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Tidy up instead of all others, where a run has already reached its end.
+
+        A process that was killed may have left something unfinished.
+        """
+        return state
+
+    def close(self) -> None:
+        """Release what it holds when a run ends, also after an exception."""
+
+
+HookFn = Hook | Callable[[TrainState], TrainState]  # what a user may give
+_MEMBERS = [name for name in vars(Hook) if not name.startswith("__")]
+
+
+@attrs.frozen(repr=False, slots=False)
+class _Lifted(Hook):
+    """A function or an object as a hook. It has those members of :class:`Hook` that it defines."""
+
+    call: Callable[[TrainState], TrainState]
+
+    def __attrs_post_init__(self) -> None:
+        for name in _MEMBERS:
+            if hasattr(self.call, name):
+                object.__setattr__(self, name, getattr(self.call, name))
+        if hasattr(self.call, "collects"):
+            object.__setattr__(self, "wants_outputs", True)
+
+    def __repr__(self) -> str:
+        return name_of(self.call)
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.call)
+
+    def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
+        return self.call(state)
+
+
+def as_hook(given: HookFn) -> Hook:
+    """Return a hook: a function, or an object that defines some of what :class:`Hook` does."""
+    return given if isinstance(given, Hook) else _Lifted(given)
+
+
+class Wrapper(Hook):
+    """A hook around another one, ``hook``. It passes on everything but the call itself."""
+
+    hook: Hook
+
+    @property
+    def wants_outputs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the hook itself."""
+        return self.hook.wants_outputs
+
+    @property
+    def begins_everywhere(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the hook itself."""
+        return self.hook.begins_everywhere
+
+    @property
+    def ends_run_on_usr1(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the hook itself."""
+        return self.hook.ends_run_on_usr1
+
+    def take_back(self, state: TrainState) -> TrainState:
+        """Take back a stop."""
+        return self.hook.take_back(state)
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run."""
+        return self.hook.begin(state)
+
+    def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        """Follow an evaluation."""
+        self.hook.evaluating(state, loader, done, total)
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        """Return whether the hook wants the outputs of an evaluation."""
+        return self.hook.collects(state, loader)
+
+    def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
+        """Take the outputs of an evaluation."""
+        self.hook.receive(state, outputs)
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Pass a boundary at which the hook itself is not called."""
+        return self.hook.poll(state)
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Finish pending work."""
+        return self.hook.flush(state)
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Handle the failure of a run."""
+        self.hook.failed(state, error)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Tidy up after a run that has already reached its end."""
+        return self.hook.settle(state)
+
+    def close(self) -> None:
+        """Release what the hook holds."""
+        self.hook.close()
+
+
+def place_of(state: TrainState) -> tuple[int, int, int, int]:
+    """Return what tells a boundary of a run from any other."""
+    return state.step, state.skipped, state.epoch, state.batch
+
+
+def layers(hook: Hook) -> Iterator[Hook]:
+    """Yield a hook and the hooks inside it, the outermost first."""
+    yield hook
+    while isinstance(hook, Wrapper):
+        hook = hook.hook
+        yield hook
+
+
+def slots_of(hooks: Iterable[Hook]) -> frozenset[str]:
+    """Return the names of the slots that hooks keep."""
+    return frozenset(la.slot for hook in hooks for la in layers(hook) if la.slot is not None)
+
+
+def unwrap_hook(hook: Hook) -> Hook:
+    """Return the hook inside all wrappers."""
+    *_, inner = layers(hook)
+    return inner
+
+
+# --------------------------------------------------------------------------------------------------
+# Moments, which say when something is due, and how they compose.
+
+
+class Trigger(Protocol):
+    """Decides at which boundaries something is due.
+
+    A trigger may also have a method ``check(run: RunInfo)``, which is called when a run begins.
+    """
+
+    def due(self, state: TrainState, /) -> bool:
+        """Return whether something is due at this boundary."""
+        ...
+
+
+class Moment(ABC):
+    """A trigger that can be called with a hook, and combined with others: ``|``, ``&``, ``~``."""
+
+    def __new__(cls, *given: object, **settings: object) -> Self:
+        """Return a moment. Raise for ``every(2)`` and ``at_end(hook)``."""
+        fields = vars(cls).get("__attrs_attrs__")  # None: a subclass, which may take others
+        if given and fields is not None:
+            names = [field.name for field in fields if field.init]
+            if all(field.kw_only for field in fields if field.init):
+                _refuse_positional(cls.__name__, given[0], names)
+        return super().__new__(cls)
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which this may be due besides those of an update: "start", "end"."""
+        return frozenset()
+
+    @property
+    def excludes_end(self) -> bool:
+        """Whether it is not due where it otherwise would be, because the run ends there."""
+        return False
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that this depends on."""
+        return ()
+
+    @abstractmethod
+    def due(self, state: TrainState) -> bool:
+        """Return whether something is due at this boundary."""
+
+    def quiet_until(self, state: TrainState) -> float:
+        """Return ``state.step`` before which it need not be asked, unless the epoch ends."""
+        return 0
+
+    def check(self, run: RunInfo) -> None:  # noqa: B027
+        """Begin a run."""
+
+    def renew(self) -> Moment:
+        """Return a moment with a clock of its own, if it has one."""
+        return self
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether this counts the time since it was last due."""
+        return False
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} is neither true nor false: combine moments by |, & and ~, not by or, and "
+            "and not"
+        )
+
+    def __call__(self, hook: HookFn) -> ConditionalHook:
+        return ConditionalHook(as_moment(self.renew()), check_hook(hook, repr(self)))
+
+    def __or__(self, other: Trigger) -> Moment:
+        return _Any((self, _check_trigger(other, "|")))
+
+    def __ror__(self, other: Trigger) -> Moment:
+        return _Any((_check_trigger(other, "|"), self))
+
+    def __and__(self, other: Trigger) -> Moment:
+        return _All((self, _check_trigger(other, "&")))
+
+    def __rand__(self, other: Trigger) -> Moment:
+        return _All((_check_trigger(other, "&"), self))
+
+    def __invert__(self) -> Moment:
+        return _Not(self)
+
+
+@attrs.frozen(repr=False, slots=False)
+class _LiftedMoment(Moment):
+    """A trigger that is not a moment: an object with a method ``due``."""
+
+    trigger: Trigger
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("quiet_until", "check"):
+            if hasattr(self.trigger, name):
+                object.__setattr__(self, name, getattr(self.trigger, name))
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which this may be due besides those of an update."""
+        return frozenset(getattr(self.trigger, "outside", ()))
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that this depends on."""
+        return getattr(self.trigger, "monitors", ())
+
+    def __repr__(self) -> str:
+        return repr(self.trigger)
+
+    def due(self, state: TrainState) -> bool:
+        __tracebackhide__ = True
+        return self.trigger.due(state)
+
+
+def as_moment(trigger: Trigger) -> Moment:
+    """Return a trigger as a moment."""
+    return trigger if isinstance(trigger, Moment) else _LiftedMoment(trigger)
+
+
+@attrs.frozen(repr=False)
+class ConditionalHook(Wrapper):
+    """A hook that runs only at the boundaries of a trigger."""
+
+    trigger: Moment
+    hook: Hook
+    _ran: list[object] = attrs.field(factory=list, init=False, eq=False)  # where it ran last
+
+    @property
+    def __name__(self) -> str:  # in messages about its metrics
+        return repr(self.trigger)
+
+    @property
+    def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The metrics that the trigger depends on."""
+        return self.trigger.monitors
+
+    @property
+    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where else than after an update it runs."""
+        return self.trigger.outside
+
+    def __repr__(self) -> str:
+        return show_call(self.trigger, name_of(self.hook))
+
+    def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
+        if not self.trigger.due(state):
+            return self.poll(state)
+        here = place_of(state)
+        if END in state.events and self._ran == [here]:
+            return state  # it ran at this boundary already, before a hook stopped the run
+        self._ran[:] = [here]
+        return self.hook(state)
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Pass a boundary, after a check of the metrics that the trigger depends on."""
+        if RECORD in state.events:
+            for key in self.monitors:
+                check_monitored(self.__name__, key, state)
+        return super().poll(state)
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run: for the trigger too."""
+        self._ran.clear()
+        if state.run is not None:
+            self.trigger.check(state.run)
+        return super().begin(state)
+
+
+@attrs.frozen(repr=False)
+class at_start(Moment):
+    """The moment before the first update of a state at step 0: ``at_start()(hook)``.
+
+    With ``evaluate_every=at_start() | every(epochs=1)`` the untrained model is evaluated too, in a
+    record at step 0. It is never due when a run is resumed.
+
+    Returns:
+        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> loaders = {"train": [torch.ones(1)] * 2, "valid": [torch.ones(1)]}
+        >>> moment = at_start() | fl.every(epochs=1)
+        >>> step = fl.pipeline()(toy_loss)
+        >>> state = fl.fit(step, toy(), loaders, hooks=(), evaluate_every=moment)
+        >>> state.history["valid/loss"]
+        (0.0, -2.0)
+    """
+
+    def __repr__(self) -> str:
+        return "at_start()"
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which this may be due besides those of an update."""
+        return frozenset({START})
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether no update was applied yet."""
+        return START in state.events
+
+
+@attrs.frozen(repr=False)
+class at_end(Moment):
+    """The moment at which a run ends: ``at_end()(hook)``.
+
+    That is at its target, or after a hook has stopped it. An interruption, a signal or an exception
+    is not the end, because the run will continue.
+
+    Returns:
+        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def show(state):
+        ...     print(state.step)
+        ...     return state
+        >>> hooks = ((fl.every(steps=2) | at_end())(show),)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=hooks)
+        2
+        3
+    """
+
+    def __repr__(self) -> str:
+        return "at_end()"
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which this may be due besides those of an update."""
+        return frozenset({END})
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether the run ends at this boundary."""
+        return END in state.events
+
+
+@attrs.frozen(repr=False)
+class _Compound(Moment):
+    parts: tuple[Moment, ...]
+
+    def __repr__(self) -> str:
+        parts = (f"({part!r})" if _is_compound(part) else repr(part) for part in self.parts)
+        return f" {self._symbol} ".join(parts)
+
+    _symbol = ""
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which a part may be due besides those of an update."""
+        return frozenset().union(*(part.outside for part in self.parts))
+
+    @property
+    def excludes_end(self) -> bool:
+        """Whether a part is not due where the run ends."""
+        return any(part.excludes_end for part in self.parts)
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether a part counts time."""
+        return any(part.has_clock for part in self.parts)
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that a part depends on."""
+        return sum((part.monitors for part in self.parts), ())
+
+    def check(self, run: RunInfo) -> None:
+        """Begin a run: for every part."""
+        for part in self.parts:
+            part.check(run)
+
+    def renew(self) -> Moment:
+        """Return a moment whose parts have clocks of their own."""
+        return type(self)(tuple(part.renew() for part in self.parts))
+
+
+class _Any(_Compound):
+    _symbol = "|"
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether a part is due. All are asked, because each may have a clock."""
+        __tracebackhide__ = True
+        due = [part.due(state) for part in self.parts]
+        return any(due)
+
+
+class _All(_Compound):
+    _symbol = "&"
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether every part is due. A clock is asked last: it runs until then."""
+        __tracebackhide__ = True
+        parts = sorted(self.parts, key=lambda part: part.has_clock)
+        return all(part.due(state) for part in parts)
+
+
+@attrs.frozen(repr=False)
+class _Not(Moment):
+    part: Moment
+
+    def __invert__(self) -> Moment:
+        return self.part
+
+    def __repr__(self) -> str:
+        return f"~({self.part!r})" if _is_compound(self.part) else f"~{self.part!r}"
+
+    @property
+    def excludes_end(self) -> bool:
+        """Whether it is not due where the run ends, because the part is."""
+        return END in self.part.outside or self.part.excludes_end
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that the part depends on."""
+        return self.part.monitors
+
+    def check(self, run: RunInfo) -> None:
+        """Begin a run."""
+        self.part.check(run)
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the part counts time."""
+        return self.part.has_clock
+
+    def renew(self) -> Moment:
+        """Return a moment with a clock of its own, if the part has one."""
+        return _Not(self.part.renew())
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether the part is not due at this update; False at the start."""
+        __tracebackhide__ = True
+        due = self.part.due(state)
+        return not due and START not in state.events
+
+
+def _is_compound(trigger: object) -> bool:
+    return isinstance(trigger, _Compound)
+
+
+def show_call(trigger: object, hook: str) -> str:
+    """Return what to type to call a hook at the boundaries of a trigger."""
+    alone = not isinstance(trigger, _Compound | _Not)  # a call binds tighter than ~
+    return f"{trigger!r}({hook})" if alone else f"({trigger!r})({hook})"
+
+
+def _refuse_positional(owner: str, given: object, names: Sequence[str]) -> NoReturn:
+    """Raise for a moment that was given something without a name, maybe the hook."""
+    is_hook = callable(given)
+    setting = f"{names[0]}={1 if is_hook else given}" if names else ""
+    call = f"{owner}({setting})"
+    expected = f"one of {'=, '.join(names)}=" if names else "no argument"
+    raise TypeError(
+        f"{owner} expects {expected}; got {name_of(given) if is_hook else checks.describe(given)}: "
+        f"write {f'{call}({name_of(given)})' if is_hook else call}"
+    )
+
+
+def _check_trigger(other: Trigger, symbol: str) -> Moment:
+    if isinstance(other, type) or not hasattr(other, "due"):
+        hint = ""
+        if isinstance(other, ConditionalHook):
+            hint = f". Give the hook to all of them: (... {symbol} ...)({name_of(other.hook)})"
+        elif callable(other) and not isinstance(other, type):
+            hint = ". For a function of the state write when(function)"
+        raise TypeError(
+            f"{symbol} combines moments such as every(epochs=1), when(predicate), at_start() and "
+            f"at_end(); got {checks.describe(other)}{hint}"
+        )
+    return as_moment(other)
+
+
+def check_hook(hook: HookFn, owner: str) -> Hook:
+    """Return a hook, or raise TypeError if it is not one."""
+    if hasattr(hook, "due") and not isinstance(hook, type):
+        raise TypeError(
+            f"{owner} expects hook as a function state -> state, but {hook!r} says only when: "
+            f"write {show_call(hook, 'hook')} in its place, or combine moments by |, & and ~"
+        )
+    return as_hook(checks.function(owner, "hook", hook, "a function state -> state", 1))
+
+
+# --------------------------------------------------------------------------------------------------
+# When a hook runs or an evaluation is due: `every`, `when` and `once`.
+
+SMALLEST_FRACTION = 1e-6  # of an epoch
+
+
+@attrs.frozen(repr=False)
+class every(Moment):
+    """Run a hook periodically: ``every(epochs=1)(hook)``.
+
+    It also says when to evaluate: ``evaluate_every=every(steps=100)``.
+
+    Args:
+        epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of
+            n updates, and always at the end of the epoch. In a phase, too, it is the epochs of the
+            whole run that are counted.
+        steps: a number of applied updates, counted over all epochs and phases.
+        seconds: seconds of wall time, counted from the first boundary.
+
+    Returns:
+        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+
+    Raises:
+        TypeError: not exactly one of the three is given.
+        ValueError: the number is not above 0, or ``epochs`` is neither a whole number nor a
+            fraction of at least 1e-6. When a run starts: ``epochs`` is a fraction, and the training
+            loader has no length.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def show(state):
+        ...     print(state.step)
+        ...     return state
+        >>> hook = every(steps=2)(show)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(hook,))
+        2
+        4
+    """
+
+    epochs: float | None = attrs.field(default=None, kw_only=True)
+    steps: int | None = attrs.field(default=None, kw_only=True)
+    seconds: float | None = attrs.field(default=None, kw_only=True)
+    _clock: list[float] = attrs.field(factory=list, init=False, eq=False)  # when it was last due
+
+    def __attrs_post_init__(self) -> None:
+        given = self._given()
+        if len(given) != 1:
+            raise TypeError(
+                "every expects one of epochs=, steps= or seconds=; got "
+                f"{', '.join(given) or 'none'}"
+            )
+        ((name, value),) = given.items()
+        checks.number("every", name, value, above=0)
+        if name == "steps" and not isinstance(value, int):
+            raise ValueError(
+                f"every expects steps as an int; got {value!r}. For a part of an epoch, write "
+                "every(epochs=0.25)"
+            )
+        if name == "epochs" and value > 1 and value != int(value):
+            raise ValueError(
+                f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}"
+            )
+        if name == "epochs" and value < SMALLEST_FRACTION:
+            raise ValueError(
+                f"every expects epochs >= {SMALLEST_FRACTION:g}; got {value!r}. "
+                "For every update, write every(steps=1)"
+            )
+
+    def _given(self) -> dict[str, float]:
+        settings = {"epochs": self.epochs, "steps": self.steps, "seconds": self.seconds}
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def __repr__(self) -> str:
+        ((name, value),) = self._given().items()
+        return f"every({name}={value})"
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether it counts seconds."""
+        return self.seconds is not None
+
+    def renew(self) -> every:
+        """Return a copy with a clock of its own."""
+        return attrs.evolve(self)
+
+    def check(self, run: RunInfo) -> None:
+        """Begin a run: restart the clock.
+
+        Raises:
+            ValueError: this is a fraction of an epoch, and the training loader has no length.
+        """
+        self._clock.clear()
+        if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
+            varies = run.batches_per_epoch is not None
+            why = "tbptt varies it" if varies else "the training loader has no length"
+            raise ValueError(
+                f"{self!r} needs to know how long an epoch is, but {why}: write every(steps=...)"
+            )
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether the hook is due at this boundary."""
+        if self.steps is not None:
+            # Whether the updates of the last call have reached or passed a multiple.
+            return UPDATE in state.events and state.step % self.steps < updates_of_call(state)
+        if self.seconds is not None:
+            time = now(state.run)
+            if not self._clock:
+                self._clock.append(time)
+            if time - self._clock[0] < self.seconds:
+                return False
+            self._clock[0] = time
+            return True
+        if EPOCH in state.events:
+            return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
+        if self.epochs >= 1 or state.run is None:  # type: ignore[operator]
+            return False
+        done, updates = math.ceil(state.batch / state.run.window), state.run.steps_per_epoch
+        return _completes_part(_read_fraction(self.epochs), done, updates)  # type: ignore[arg-type]
+
+    def quiet_until(self, state: TrainState) -> float:
+        """Return ``state.step`` before which it need not be asked, unless the epoch ends."""
+        if type(self) is not every:  # a subclass may be due at other moments
+            return 0
+        if self.steps is not None:
+            return (state.step // self.steps + 1) * self.steps
+        return math.inf if self.epochs is not None and self.epochs >= 1 else 0
+
+
+@functools.lru_cache
+def _read_fraction(epochs: float) -> tuple[int, int]:
+    """Return a fraction as it was typed, not as its binary float: numerator and denominator."""
+    return Fraction(str(epochs)).as_integer_ratio()
+
+
+def _completes_part(part: tuple[int, int], done: int, updates: int) -> bool:
+    """Return whether update ``done`` of an epoch completes a part of it.
+
+    That is, whether ``done`` is ceil(k · updates · part) for a whole k.
+    """
+    a, b = part
+    k = done * b // (updates * a)  # the largest with k · updates · part <= done
+    return 1 <= k <= b // a and k * updates * a > (done - 1) * b
+
+
+@attrs.frozen(repr=False)
+class when(Moment):
+    """Run a hook where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
+
+    Args:
+        predicate: ``state -> bool``, called after every update.
+
+    Returns:
+        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+
+    Raises:
+        TypeError: the predicate is not a function.
+
+    Example:
+        >>> import attrs, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def stop(state):
+        ...     return attrs.evolve(state, stop="enough")
+        >>> hook = when(lambda state: state.step == 3)(stop)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(hook,))
+        >>> state.step, state.stop
+        (3, 'enough')
+    """
+
+    predicate: Callable[[TrainState], bool]
+
+    def __attrs_post_init__(self) -> None:
+        checks.function(
+            "when", "predicate", self.predicate, "a function state -> bool", 1, also=type
+        )
+
+    def __repr__(self) -> str:
+        return f"when({name_of(self.predicate)})"
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether the predicate holds, after an update."""
+        __tracebackhide__ = True
+        return START not in state.events and bool(self.predicate(state))
+
+
+@attrs.frozen(repr=False)
+class once(Wrapper):
+    """Run a hook the first time that it is called, and never again: ``when(...)(once(hook))``.
+
+    The state remembers that the hook has run, so a resumed run does not run it again.
+
+    Args:
+        hook: ``state -> state``.
+        name: the name under which the state remembers it; by default, where the hook was defined.
+
+    Returns:
+        A hook.
+
+    Raises:
+        TypeError: the hook is not a function, is the result of ``every(...)`` or ``when(...)``, or
+            needs a name.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def hello(state):
+        ...     print("hello")
+        ...     return state
+        >>> hook = once(hello)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=(hook,))
+        hello
+    """
+
+    hook: Hook
+    name: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "hook", check_hook(self.hook, "once"))
+        if self.name is not None:
+            checks.text("once", "name", self.name, "the name that the hook is remembered by")
+        if isinstance(self.hook, ConditionalHook):
+            raise TypeError(
+                "once counts each call, due or not: "
+                f"write {show_call(self.hook.trigger, f'once({name_of(self.hook.hook)})')}"
+            )
+        if self.name is None and _definition_of(self.hook) is None:
+            raise TypeError(
+                f"{self!r} cannot be identified in another process: give it a name, once(hook, "
+                "name=...)"
+            )
+
+    def __repr__(self) -> str:
+        return f"once({name_of(self.hook)})"
+
+    @property
+    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The name of the slot that says that the hook has run."""
+        return f"once:{self.name or _definition_of(self.hook)}"
+
+    def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
+        if self.slot in state.slots:
+            return state
+        new = self.hook(state)
+        return with_slot(new, self.slot, True) if isinstance(new, TrainState) else new
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run, if the hook has not had its one call."""
+        return state if self.slot in state.slots else super().begin(state)
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        """Return whether the hook, if it has not run yet, is to be given outputs."""
+        return self.slot not in state.slots and super().collects(state, loader)
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Do nothing: the hook has had its one call."""
+        return state
+
+
+def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
+    """Return where a hook is defined, or None if that is unknown.
+
+    It is the same in every process that runs the same script.
+    """
+    hook = getattr(hook, "call", hook)
+    code = getattr(hook, "__code__", None)
+    if code:
+        return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
+    return None if " at 0x" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)
+
+
+# --------------------------------------------------------------------------------------------------
+# Run a hook whenever a metric is better than ever before.
+
+OWNER = "when_improved"
+
+
+@attrs.frozen(repr=False)
+class when_improved(Moment):
+    """Run a hook when a metric is better than ever before: ``when_improved("valid/loss")(hook)``.
+
+    The first value counts as an improvement, an equal one does not, and NaN never does. The
+    decision is a function of the history, so a resumed run decides as an uninterrupted one. Closing
+    records, which a run appends if it ends between two evaluations, do not count.
+
+    Args:
+        key: the metric, such as "valid/loss".
+        mode: "min" if lower is better, "max" if higher; by default as the name of the metric says.
+        since: which values count: those of the "phase", if there is one, or of the whole "run".
+
+    Returns:
+        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+
+    Raises:
+        TypeError: key is not a str.
+        ValueError: there is no such mode, or it is None and the name of the metric does not imply
+            one.
+        KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
+            At its first evaluation: there is none, where a middleware or a hook of your own might
+            have added it. The message lists those that exist.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def show(state):
+        ...     print(state.epoch, state.history.latest("valid/loss"))
+        ...     return state
+        >>> hook = when_improved("valid/loss")(show)
+        >>> rates = fl.schedule(lambda i, total: (1, -1, 3)[i])         # w is -1, 0, -3
+        >>> loaders = [torch.ones(1)], [torch.ones(1)]
+        >>> state = fl.fit(fl.pipeline(rates)(toy_loss), toy(), loaders, epochs=3, hooks=(hook,))
+        1 -1.0
+        3 -3.0
+    """
+
+    key: str
+    mode: str | None = None
+    since: str = attrs.field(default="phase", kw_only=True)
+    _best: Fold = attrs.field(init=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        metric_name(OWNER, "key", self.key)
+        mode_of(OWNER, self.key, self.mode)  # checks it
+        choice(OWNER, "since", self.since, SINCE)
+        object.__setattr__(self, "_best", Fold(self._better_of, None))
+
+    def __repr__(self) -> str:
+        given = {"mode": self.mode, "since": None if self.since == "phase" else self.since}
+        given = {name: value for name, value in given.items() if value is not None}
+        return repr(Call(when_improved, (self.key,), given))
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that this depends on."""
+        return (self.key,)
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether this boundary added a record with a new best value."""
+        if RECORD not in state.events or not check_monitored(repr(self), self.key, state):
+            return False
+        first = first_record(state.phases, self.since)
+        return self._best(state.history, first) is state.history[-1]
+
+    def _better_of(self, best: Record | None, record: Record) -> Record | None:
+        """Return the record with the better value; None if neither has one."""
+        if record.closing or self.key not in record.metrics:
+            return best
+        before = float("nan") if best is None else best.metrics[self.key]
+        mode = mode_of(OWNER, self.key, self.mode)
+        return record if better(record.metrics[self.key], before, mode) else best

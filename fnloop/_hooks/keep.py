@@ -1,0 +1,637 @@
+"""Hooks that keep states: checkpoints on a disk, and the best weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fnloop._backend.collectives import on_main_process
+from fnloop._backend.fsdp import like_sharded, local_part
+from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._checkpoint.files import (
+    SharedWrite,
+    Writing,
+    make_history_encoder,
+    manifest_or_none,
+    remove_leftovers,
+    write_blocks,
+    write_checkpoint,
+)
+from fnloop._checkpoint.format import PARTS, CheckpointError, Contents
+from fnloop._checkpoint.parts import parts_to_save
+from fnloop._checkpoint.retention import (
+    CHECKPOINT_NAME,
+    candidates,
+    claim_folder,
+    prune,
+    read_claim,
+    release_claim,
+    run_of,
+    warn_unless_shared,
+)
+from fnloop._checkpoint.save import collect_contents, position_of
+from fnloop._checkpoint.trial import check_resumable
+from fnloop._core.averages import Average
+from fnloop._core.history import (
+    SINCE,
+    History,
+    better,
+    check_monitored,
+    first_record,
+    metrics_here,
+    mode_of,
+)
+from fnloop._core.state import TrainState, take_ownership, unwrap, with_slot
+from fnloop._core.types import END, RECORD, Call
+from fnloop._display.checks import choice, describe, flag, folder_path, integer, metric_name
+from fnloop._display.screen import log
+from fnloop._hooks.hook import Hook
+
+# --------------------------------------------------------------------------------------------------
+# The hook that saves a run while it trains.
+
+HOOK = "the hook checkpoint"  # its name in messages about processes that wait
+
+
+class checkpoint(Hook):
+    """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
+
+    List it after the other hooks, but before ``requeue``: what a later hook changes at that
+    boundary is not in the checkpoint. The state is also saved when a run ends, for any reason
+    except an exception (see ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as
+    ``step-00000812`` in ``folder``, which is either complete or absent. What is kept is decided by
+    what is on the disk, so it also holds after a resume. :func:`fnloop.resume` continues from the
+    newest. With several processes the main process writes; of a sharded model each process writes
+    its own part.
+
+    A folder belongs to one run. A run that was not resumed from it is refused before its first
+    update, and nothing in the folder is touched.
+
+    Args:
+        folder: where to save; created if it does not exist. It is made absolute at once, with ``~``
+            expanded.
+        keep: how many of the newest to keep, at least 1; None keeps all.
+        best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
+            checkpoint between two evaluations has no value of it, so the state of the next
+            evaluation is saved as well. NaN is never the best. The untrained model, if it is
+            evaluated, counts if it is saved: ``(at_start() | every(epochs=1))(checkpoint(...))``.
+        mode: "min" if lower is better, "max" if higher is; by default as the name of the metric
+            says.
+        keep_best: how many of the best to keep; at least 1.
+        since: which are the best: those of each "phase", if the run has phases, or of the whole
+            "run".
+        background: copy the state, and write it while training continues. The copy is made in host
+            memory, or first on the GPU if that has room for it, which takes milliseconds. At most
+            one checkpoint is written at a time. An error is raised at the next boundary, and the
+            end of the run waits for the writer. A checkpoint of a sharded model is complete at the
+            boundary at which all processes have written; an exception before leaves it out.
+        on_exception: also save when the run fails, as ``step-00000812-exception_ValueError``: the
+            last consistent state, if there is one and it is not saved yet. The exception is raised
+            as it is. In one process only.
+        only: the parts to save, as in :func:`fnloop.save`; all of them by default. A run cannot be
+            resumed from such a partial checkpoint: list two hooks, ``checkpoint("runs/a")`` and
+            ``checkpoint("runs/a/best", best="valid/loss", only=("model",))``.
+        named: metrics to put into the names, where they were measured: ``("valid/loss",)`` names
+            ``step-00000812-valid-loss=0.4312``.
+
+    Returns:
+        A hook.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+        CheckpointError: when a run begins: another run has checkpoints in the folder, or the
+            optimizer cannot be saved and restored exactly. When it saves: something in the state
+            cannot be saved.
+        RuntimeError: when it saves: the weights differ between processes. Nothing is saved then.
+
+    Example:
+        >>> import fnloop as fl, tempfile, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 4
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saves = fl.every(steps=2)(checkpoint(folder, keep=1))
+        ...     state = fl.fit(step, fl.resume(folder, toy()), batches, steps=3, hooks=(saves,))
+        ...     state = fl.fit(step, fl.resume(folder, toy()), batches, epochs=1, hooks=(saves,))
+        ...     state.model.w.item(), fl.latest(folder).name
+        (-4.0, 'step-00000004')
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int | None = 3,
+        best: str | None = None,
+        mode: str | None = None,
+        *,
+        keep_best: int = 1,
+        since: str = "phase",
+        background: bool = False,
+        on_exception: bool = False,
+        only: Sequence[str] | None = None,
+        named: Sequence[str] = (),
+    ) -> None:
+        self.folder, self._typed = folder_path("checkpoint", "folder", folder), os.fspath(folder)
+        if keep is not None:
+            integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
+        self.keep = keep
+        self.keep_best = integer("checkpoint", "keep_best", keep_best, "a number of checkpoints")
+        self.since = choice("checkpoint", "since", since, SINCE)
+        self.background = flag("checkpoint", "background", background)
+        self.on_exception = flag("checkpoint", "on_exception", on_exception)
+        self.best = None if best is None else metric_name("checkpoint", "best", best)
+        self.parts = parts_to_save("checkpoint", only)
+        self.named = _read_names(named)
+        if mode is not None:
+            better(0.0, 0.0, mode)  # checks it
+        if best is None and (mode is not None or keep_best != 1 or since != "phase"):
+            raise ValueError(
+                "checkpoint ranks by nothing, so mode, keep_best and since mean nothing: add "
+                'best="valid/loss", or the metric that ranks'
+            )
+        self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
+        self._awaits_metric = False  # whether a save since the last evaluation lacks ``best``
+        self._writer: threading.Thread | None = None
+        self._shared: SharedWrite | None = None  # which all processes write in the background
+        self._error: BaseException | None = None  # of the writer
+        self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
+        self._position: list[int] | None = None  # of the state that this run saved last
+        self._encode_history = make_history_encoder()
+        self._known_blocks: set[str] = set()
+        self._buffers: Contents | None = None  # host memory of the last copy, for reuse
+
+    @property
+    def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The metrics that rank and name the checkpoints."""
+        return self.named if self.best is None else (self.best, *self.named)
+
+    def __repr__(self) -> str:
+        best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
+        since = f", since={self.since!r}" if self.since != "phase" else ""
+        only = f", only={self.parts!r}" if self.parts != PARTS else ""
+        named = f", named={self.named!r}" if self.named else ""
+        return f"checkpoint({self._typed!r}, keep={self.keep}{best}{since}{only}{named})"
+
+    # --- called by the run
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Claim the folder for this run, and check that the optimizer can be resumed.
+
+        Raises:
+            CheckpointError: another run has checkpoints there, or the optimizer cannot be resumed.
+        """
+        if "optimizer" in self.parts:
+            check_resumable(state)
+        self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
+        warn_unless_shared(self.folder)
+        return state
+
+    def __call__(self, state: TrainState) -> TrainState:
+        self._complete_shared()
+        self._wait()
+        self._check_metric(state)
+        if self._saved is None or self._saved() is not state:
+            self._saved, self._awaits_metric = weakref.ref(state), not self._has_metric(state)
+            self._position = position_of(state)
+            self._save(state)
+        return state
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Raise an error of the writer, and save the evaluation that an earlier save waits for."""
+        if self._shared is not None and self._shared.poll():
+            self._complete_shared()
+        if self._error is not None:
+            self._wait()
+        self._check_metric(state)
+        return self(state) if self._awaits_metric and self._has_metric(state) else state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Save the state if it is not saved yet, and wait until it is written."""
+        self(state)
+        self._complete_shared()
+        on_main_process(self._wait, HOOK)
+        return state
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Save the last consistent state of a failed run, if asked for and not saved yet."""
+        self._abandon_shared()
+        self._wait()
+        if self.on_exception and self._position != position_of(state):
+            name = f"{_name_of(state)}-exception_{type(error).__name__}"
+            self._write(self._collect(state), state.history, name)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Remove what a process left that was killed at the end of this run."""
+        if state.backend.main and self.folder.is_dir():
+            remove_leftovers(self.folder, CHECKPOINT_NAME)
+        return state
+
+    def close(self) -> None:
+        """Wait for the writer when the run is left. An error can only be logged here."""
+        self._abandon_shared()
+        try:
+            self._wait()
+        except Exception as error:
+            log.error("checkpoint: the last checkpoint could not be written: %s", error)
+
+    # --- the metric that ranks
+
+    def _check_metric(self, state: TrainState) -> None:
+        for metric in self.monitors if RECORD in state.events else ():
+            check_monitored("checkpoint", metric, state)
+
+    def _has_metric(self, state: TrainState) -> bool:
+        """Return whether the metric was measured at this boundary, or none was asked for."""
+        return self.best is None or self.best in metrics_here(state)
+
+    # --- writing
+
+    def _claim(self, state: TrainState) -> bool:
+        """Claim the folder. Return whether its newest checkpoint lacks the metric that ranks."""
+        claim_folder(self.folder, state.run_id)
+        manifests = map(manifest_or_none, candidates(self.folder))
+        newest = next((manifest for manifest in manifests if manifest is not None), None)
+        if newest is None:
+            self._position = None
+            return False
+        self._position = newest["position"]
+        return self.best is not None and self.best not in newest["measured"]
+
+    def _save(self, state: TrainState) -> None:
+        contents, history = self._collect(state), state.history
+        name = _name_of(state) + _name_metrics(state, self.named)
+        if contents.index:
+            self._save_shared(contents, history, name)
+        elif not self.background:
+            on_main_process(lambda: self._write(contents, history, name), HOOK)
+        elif state.backend.main:
+            to_host = contents.copy_aside(self._buffers)
+            self._start(lambda: self._write_copy(to_host, history, name))
+
+    def _collect(self, state: TrainState) -> Contents:
+        return collect_contents(state, self._encode_history, self.parts)
+
+    def _wait(self) -> None:
+        """Wait for the writer, and raise its error."""
+        if self._writer is not None:
+            self._writer.join()
+        self._writer, error, self._error = None, self._error, None
+        if error is not None:
+            self._saved = None
+            raise error
+
+    def _start(self, write: Callable[[], None]) -> None:
+        """Write while training continues."""
+
+        def write_and_note() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
+
+        self._writer = threading.Thread(target=write_and_note, name="checkpoint")
+        self._writer.start()
+
+    def _write_copy(self, to_host: Callable[[], Contents], history: History, name: str) -> None:
+        copied = self._buffers = to_host()
+        self._write(copied, history, name)
+
+    def _write(self, contents: Contents, history: History, name: str) -> None:
+        path, ranking = self._prepare(contents, history, name)
+        self._tidy(write_checkpoint(contents, path, ranking, in_own_folder=True), contents)
+
+    def _prepare(
+        self, contents: Contents, history: History, name: str
+    ) -> tuple[Path, dict[str, object]]:
+        """Return where to write, and what the manifest says in addition. Write the history."""
+        run, path = contents.facts["run"], self.folder / name
+        existing = manifest_or_none(path)
+        if existing is not None and run_of(path, existing) != run:
+            raise CheckpointError(
+                f"{path} is a checkpoint of another run: give each run a folder of its own"
+            )
+        if read_claim(self.folder) not in (None, run):
+            raise CheckpointError(
+                f"another run has begun in {self.folder}: give each run a folder of its own"
+            )
+        write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
+        names = ("best", "mode", "since")
+        return path, {name: getattr(self, name) for name in names} if self.best else {}
+
+    def _tidy(self, written: Path, contents: Contents) -> None:
+        """Remove what a checkpoint that was written replaces."""
+        release_claim(self.folder)
+        run = contents.facts["run"]
+        prune(written, run, self.keep, self.best, self.mode, self.keep_best, self.since)
+
+    # --- writing by all processes
+
+    def _save_shared(self, contents: Contents, history: History, name: str) -> None:
+        """Write a checkpoint, each process its own files; in the background, begin to."""
+
+        def begin() -> Writing:
+            path, ranking = self._prepare(contents, history, name)
+            return Writing(contents, path, ranking, in_own_folder=True)
+
+        if self.background:
+            contents = self._buffers = contents.copied(self._buffers)
+        shared = self._shared = SharedWrite(contents, begin, HOOK)
+        if self.background:
+            shared.start()
+        else:
+            shared.write()
+            self._complete_shared()
+            on_main_process(self._wait, HOOK)
+
+    def _complete_shared(self) -> None:
+        """Complete what all processes write, if anything. Every process must call it."""
+        if (shared := self._shared) is None:
+            return
+        try:
+            files = shared.agree()
+        except BaseException:
+            self._saved = None
+            shared.abandon()
+            raise
+        finally:
+            self._shared = None
+        if shared.writing is not None:
+            self._start(lambda: self._tidy(shared.commit(files), shared.contents))
+
+    def _abandon_shared(self) -> None:
+        """Give up what all processes write, because the others may have ended."""
+        shared, self._shared = self._shared, None
+        if shared is not None and shared.abandon():
+            log.error("checkpoint: the last checkpoint was not completed by all processes")
+
+
+def _read_names(named: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(named, str) or not isinstance(named, Sequence):
+        raise TypeError(
+            'checkpoint expects named as a tuple of metrics, such as ("valid/loss",); got '
+            f"{describe(named)}"
+        )
+    return tuple(metric_name("checkpoint", "named", name) for name in named)
+
+
+def _name_metrics(state: TrainState, named: Sequence[str]) -> str:
+    """Return the part of a name that shows metrics, those that were recorded at this boundary."""
+    values = metrics_here(state)
+    return "".join(
+        f"-{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}={values[name]:.4g}"
+        for name in named
+        if name in values
+    )
+
+
+def _name_of(state: TrainState) -> str:
+    return f"step-{state.step:08d}" + (f"+{state.skipped}" if state.skipped else "")
+
+
+# --------------------------------------------------------------------------------------------------
+# End a run with its best weights.
+
+OWNER = "restore_best"
+_Weights = dict[str, Any]  # a state_dict, or the slot that holds one
+
+
+@attrs.frozen(repr=False)
+class restore_best(Hook):
+    """End a run with its best weights: ``hooks=(restore_best("valid/loss"),)``.
+
+    Whenever the metric is better than before, the hook copies the module's parameters and buffers,
+    and averages of them (``ema``, ``swa``), on their device. They are in ``state.slots``, so
+    checkpoints hold them, and a resumed run ends as an uninterrupted one. Each process copies its
+    own part of a sharded model.
+
+    When the run reaches its target, or another hook stops it, the copy goes back into the module
+    and its averages, and memory is released. Ctrl-C, signals and exceptions change nothing, because
+    the run may continue. The closing record of a run counts too, because it is of the weights at
+    the end.
+
+    Only the weights go back. With ``restore_best("valid/ema/loss")`` the average is that of the
+    best update, as it was evaluated, and the module has its own weights of that update. The
+    counters and the optimizer's state stay those of the last update: a run that is continued
+    afterwards starts from the best weights with the latest momentum. A checkpoint at the end has
+    the best weights if ``checkpoint`` is listed after this hook. If it is listed before, it has the
+    last weights, and a run that continues from it starts there. An evaluation with ``at_end()`` is
+    of the last weights: to test the best ones, call ``evaluate`` with the state that ``fit``
+    returns.
+
+    Args:
+        key: the metric, such as "valid/loss". NaN is never the best. Of equals, the first is kept.
+        mode: "min" if lower is better, "max" if higher; by default as the name of the metric says.
+        since: which weights count: those of the "phase", if there is one, or of the whole "run".
+
+    Returns:
+        A hook.
+
+    Raises:
+        TypeError: key is not a str.
+        ValueError: there is no such mode, or it is None and the name of the metric does not imply
+            one. When a run starts: the copy in the state is of another model.
+        KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
+            At its first evaluation: there is none, where a middleware or a hook of your own might
+            have added it. The message lists those that exist.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> rates = fl.schedule(lambda i, total: (1, 1, -5)[i])         # w is -1, -2, 3
+        >>> loaders, hooks = ([torch.ones(1)], [torch.ones(1)]), (restore_best("valid/loss"),)
+        >>> state = fl.fit(fl.pipeline(rates)(toy_loss), toy(), loaders, epochs=3, hooks=hooks)
+        >>> state.history["valid/loss"], state.model.w.item()
+        ((-1.0, -2.0, 3.0), -2.0)
+    """
+
+    key: str
+    mode: str | None = None
+    since: str = attrs.field(default="phase", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        metric_name(OWNER, "key", self.key)
+        mode_of(OWNER, self.key, self.mode)  # checks it
+        choice(OWNER, "since", self.since, SINCE)
+
+    def __repr__(self) -> str:
+        given = {"mode": self.mode, "since": None if self.since == "phase" else self.since}
+        given = {name: value for name, value in given.items() if value is not None}
+        return repr(Call(restore_best, (self.key,), given))
+
+    @property
+    def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The metric that decides."""
+        return self.key
+
+    @property
+    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The name of the slot with the best weights so far."""
+        return f"{OWNER}({self.key})"
+
+    # --- called by the run
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Continue with the best weights so far.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        best, first = self._best(state), first_record(state.phases, self.since)
+        if best is not None and best.get("first", 0) < first:
+            best = None  # of an earlier phase
+        if best is not None and best["weights"] is not None:
+            kept = {**best, "weights": _fit_to(state, best["weights"], self.slot)}
+        elif best is not None and best["ended"] == [state.step, state.skipped]:
+            kept = {**best, **_copy_weights(state)}  # the run that ended has put them back
+        else:
+            self._warn_of_lost_weights(state, first)
+            slots = {name: slot for name, slot in state.slots.items() if name != self.slot}
+            return attrs.evolve(state, slots=slots)
+        return with_slot(state, self.slot, {**kept, "ended": None})
+
+    def __call__(self, state: TrainState) -> TrainState:
+        value = self._measured(state)
+        if value is None or not self._improves(state, value):
+            return state
+        first = first_record(state.phases, self.since)
+        best = {"value": value, "step": state.step, "first": first, **_copy_weights(state)}
+        best["ended"] = None
+        return with_slot(state, self.slot, best)
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Check the name of the metric, even at a boundary where the hook itself is not called."""
+        self._measured(state)
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Restore the best weights if the run has ended by its target or by a hook."""
+        return self._restore(state) if END in state.events else state
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Restore the best weights if a process was killed before it could."""
+        return self._restore(state)
+
+    # --- the best so far
+
+    def _best(self, state: TrainState) -> _Weights | None:
+        return state.slots.get(self.slot)
+
+    def _measured(self, state: TrainState) -> float | None:
+        """Return the value that was recorded at this boundary, if any."""
+        if RECORD not in state.events or not check_monitored(OWNER, self.key, state):
+            return None
+        return state.history[-1].metrics[self.key]
+
+    def _improves(self, state: TrainState, value: float) -> bool:
+        best = self._best(state)
+        before = math.nan if best is None else best["value"]
+        return better(value, before, mode_of(OWNER, self.key, self.mode))
+
+    def _restore(self, state: TrainState) -> TrainState:
+        """Put the best weights into the module, unless those in it are better, and release them."""
+        best = self._best(state)
+        if best is None or best["weights"] is None:
+            return state
+        value, step = best["value"], best["step"]
+        newest = state.history[-1] if len(state.history) else None
+        now = math.nan
+        if newest is not None and newest.step == state.step:  # a closing record, for example
+            now = newest.metrics.get(self.key, math.nan)
+        if self._improves(state, now):
+            value, step = now, state.step
+        else:
+            weights = _fit_to(state, best["weights"], self.slot)
+            unwrap(state).load_state_dict(weights, strict=False)
+            _load_averages(state, best.get("averages", {}))
+            state = take_ownership(state)
+            if state.backend.main:
+                log.info("%r: the weights are those of step %d (%g)", self, step, value)
+        ended = [state.step, state.skipped]
+        best = {**best, "value": value, "step": step, "weights": None, "ended": ended}
+        return with_slot(state, self.slot, best)
+
+    def _warn_of_lost_weights(self, state: TrainState, first: int) -> None:
+        """Say that records from before this hook was listed do not count.
+
+        ``first`` is the index of the first record that would.
+        """
+        known = state.history[first:]
+        if self.key not in known or not state.backend.main:
+            return
+        mode = mode_of(OWNER, self.key, self.mode)
+        record = known.best_record(self.key, mode)
+        log.warning(
+            "%r: the best value so far, %g, is of step %d, but its weights were not kept: the run "
+            "will end with the best weights from here on",
+            *(self, record.metrics[self.key], record.step),
+        )
+
+
+def _copy_weights(state: TrainState) -> dict[str, _Weights]:
+    """Return copies of what a module saves and of its averages, as they are kept in the slot."""
+    averages = {
+        name: {"count": slot.count, "tensors": {k: v.detach().clone() for k, v in slot.items()}}
+        for name, slot in state.slots.items()
+        if isinstance(slot, Average)
+    }
+    return {"weights": _copy_module(state), "averages": averages}
+
+
+def _load_averages(state: TrainState, kept: _Weights) -> None:
+    """Put copies of averages back into those that the state still has."""
+    with torch.no_grad():
+        for name, best in kept.items():
+            if not isinstance(average := state.slots.get(name), Average):
+                continue
+            for key, tensor in average.items():
+                tensor.copy_(like_sharded(best["tensors"].get(key, tensor), tensor))
+            average.count = best["count"]
+
+
+def _copy_module(state: TrainState) -> _Weights:
+    """Return a copy of what a module saves, by name: in one memory what the module has in one."""
+    copies: dict[object, Tensor] = {}
+    weights: _Weights = {}
+    for spelled, value in unwrap(state).state_dict().items():
+        name = strip_compile_prefix(spelled)
+        if isinstance(value, Tensor):
+            memory = local_part(value)
+            place = (memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
+            if place not in copies or not memory.numel():
+                copies[place] = value.detach().clone()
+            weights[name] = copies[place]
+        else:  # from the module's get_extra_state
+            weights[name] = copy.deepcopy(value)
+    return weights
+
+
+def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
+    """Return weights by the names of a module, sharded as its own are.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    mine = unwrap(state).state_dict()
+    found: _Weights = {}
+    for spelled, here in mine.items():
+        kept = weights.get(strip_compile_prefix(spelled))
+        if isinstance(here, Tensor) and getattr(kept, "shape", None) != here.shape:
+            other = f", but of {tuple(kept.shape)}" if isinstance(kept, Tensor) else ""
+            raise ValueError(
+                f'state.slots["{slot}"] has no weights for {spelled} of shape {tuple(here.shape)}'
+                f"{other}. A buffer whose shape changes in training cannot be put back: register "
+                "it with persistent=False. If they are of another model, restore without them: "
+                'restore(path, state, only=("model", ...)) without "slots"'
+            )
+        found[spelled] = like_sharded(kept, here) if isinstance(kept, Tensor) else kept
+    return found

@@ -1,0 +1,440 @@
+"""Hooks to look into a run: outputs, curves, profiles."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+from torch import profiler
+
+from fnloop._core.history import History, check_plot, suggestion
+from fnloop._core.runs import is_interruption
+from fnloop._core.state import TrainState
+from fnloop._core.types import END, Call, Output, name_of
+from fnloop._display import checks, figures, tables
+from fnloop._hooks.hook import Hook, Moment, as_moment, place_of, show_call
+from fnloop._hooks.hook import every as periodically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# --------------------------------------------------------------------------------------------------
+# Look at what a step returns in an evaluation, for what a number cannot say.
+
+
+@attrs.define
+class _Inspection:
+    """What a hook waits for, or has been given.
+
+    Args:
+        waits: whether the next evaluation is to be kept.
+        asked: whether the trigger was asked at this boundary already.
+        outputs: those of an evaluation, until the function is called; or None.
+        received_at: the place of the last evaluation that was kept.
+    """
+
+    waits: bool = False
+    asked: bool = False
+    outputs: list[Output] | None = None
+    received_at: tuple[int, ...] | None = None
+
+
+@attrs.frozen(repr=False)
+class inspect(Hook):
+    """Call a function with what the step returned for each batch of an evaluation.
+
+    It is for what a number cannot say: a confusion matrix, pictures of the worst samples. The
+    evaluation is the one that the run makes anyway. Where the hook is due and the loader is not
+    evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and the run ends
+    where this loader is not evaluated, or because another hook has stopped it after an evaluation,
+    is the loader evaluated once more.
+
+    Each ``Output`` has the loss, the weight and the aux that the loss function returned, so return
+    there what you want to see, such as the targets. Tensors are copies on the host, and ``metrics``
+    is empty. All outputs of the pass are in memory at once: keep aux small for a large loader.
+
+    With several processes, each of them is given the outputs of all, in the order of the batches,
+    and calls the function. To call it on the main process only, write ``on_main(inspect(fn))``.
+
+    Args:
+        fn: ``(state, outputs) -> None``, called after the record was made, in the order of the
+            hooks. The list has one ``Output`` per batch. What it returns is ignored.
+        loader: the name of a loader that is evaluated.
+        every: when the hook is due. Other evaluations keep nothing.
+
+    Returns:
+        A hook.
+
+    Raises:
+        TypeError: an argument is not what it should be.
+        KeyError: when a run starts: the loader is not evaluated.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy
+        >>> def loss_fn(model, batch):
+        ...     x, target = batch
+        ...     score = model(x)
+        ...     return (score - target).square().mean(), {"score": score, "target": target}
+        >>> def confusion(state, outputs):
+        ...     predicted = torch.cat([out.aux["score"] for out in outputs]) > 0
+        ...     target = torch.cat([out.aux["target"] for out in outputs]) > 0
+        ...     print([[int((predicted[target == t] == p).sum()) for p in (0, 1)] for t in (0, 1)])
+        >>> valid = [(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])),
+        ...          (torch.tensor([-1.0]), torch.tensor([0.0]))]
+        >>> step, state = fl.pipeline()(loss_fn), toy(w=1.0, lr=0.0)
+        >>> state = fl.fit(step, state, (valid, valid), hooks=(inspect(confusion),))
+        [[1, 1], [0, 1]]
+    """
+
+    fn: Callable[[TrainState, list[Output]], object]
+    loader: str = "valid"
+    every: Moment = attrs.field(factory=lambda: periodically(epochs=1))
+    _now: _Inspection = attrs.field(factory=_Inspection, init=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        checks.function("inspect", "fn", self.fn, "a function (state, outputs) -> None", 2)
+        checks.text("inspect", "loader", self.loader, "the name of a loader")
+        if isinstance(self.every, type) or not hasattr(self.every, "due"):
+            raise TypeError(
+                "inspect expects every as every(epochs=1), every(steps=100) or when(predicate); "
+                f"got {checks.describe(self.every)}"
+            )
+        if getattr(self.every, "monitors", ()):
+            raise TypeError(
+                "inspect is asked before the record is made, so every cannot depend on it; got "
+                f"{self.every!r}. Write {show_call(self.every, f'inspect({name_of(self.fn)})')}"
+            )
+        object.__setattr__(self, "every", as_moment(self.every).renew())  # with its own clock
+
+    @property
+    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where else than after an update it runs."""
+        return self.every.outside
+
+    def __repr__(self) -> str:
+        given = {} if self.loader == "valid" else {"loader": self.loader}
+        given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
+        return repr(Call(inspect, (self.fn,), given))
+
+    wants_outputs = True
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run: check that the loader is evaluated in it.
+
+        Raises:
+            KeyError: it is not.
+        """
+        known = () if state.run is None else state.run.evaluated
+        if self.loader not in known:
+            names = f"those are: {', '.join(known)}" if known else "it evaluates none"
+            hint = suggestion(self.loader, known)
+            if self.loader == "train":
+                hint = '. To look at training data, give it to fit a second time: {"train": train, '
+                hint += '"seen": train}'
+            raise KeyError(
+                f"inspect: the loader {self.loader!r} is not one that this run evaluates; {names}"
+                f"{hint}"
+            )
+        if state.run is not None:
+            self.every.check(state.run)
+        return state
+
+    def collects(self, state: TrainState, loader: str) -> bool:
+        """Return whether the outputs of the evaluation that begins are to be kept."""
+        if loader != self.loader:
+            return False
+        if END in state.events and self._now.received_at == place_of(state):
+            return False  # it has those of the model with which the run ends
+        due, self._now.asked = self.every.due(state), True
+        self._now.waits = self._now.waits or due
+        return self._now.waits
+
+    def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
+        """Take the outputs of an evaluation."""
+        self._now.outputs, self._now.waits = list(outputs), False
+        self._now.received_at = place_of(state)
+
+    def __call__(self, state: TrainState) -> TrainState:
+        asked, self._now.asked = self._now.asked, False
+        if not asked and self.every.due(state):
+            self._now.waits = True
+        return self._show(state)
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Drop what was kept: a wrapper has decided that the hook is not called."""
+        self._now.asked, self._now.outputs, self._now.received_at = False, None, None
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Call the function, if there are outputs. Drop those of an evaluation that was cut."""
+        __tracebackhide__ = True
+        return state if is_interruption(state.stop) else self._show(state)
+
+    def _show(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
+        if (outputs := self._now.outputs) is not None:
+            self._now.outputs = None
+            self.fn(state, outputs)
+        return state
+
+    def close(self) -> None:
+        """Drop what was kept."""
+        self._now.waits, self._now.asked, self._now.outputs = False, False, None
+        self._now.received_at = None
+
+
+# --------------------------------------------------------------------------------------------------
+# Plot the history while a run trains.
+
+PAUSE = 9  # the least time between two drawings, as a multiple of the time that the first one took
+
+
+class live_plot(Hook):
+    """Draw ``state.history.plot()`` at every record: in place in a notebook, or into a file.
+
+    With ``fit(..., record_every=...)`` the curves grow within an epoch too. It uses only the
+    history, so it reads nothing from the device. When there are several processes, the main one
+    draws.
+
+    Args:
+        file: where to save the figure, in the format of its suffix (``"runs/a.png"``); None is the
+            output of the cell.
+        mode: "min" or "max", or a mapping from metrics to one of them, as in :meth:`History.plot`.
+        x: the unit of the x axis, "step" or "epoch".
+        refresh: the least time between two drawings, in seconds; 0 draws every record. A drawing
+            takes a fraction of a second. If it takes longer, because the history is very long, the
+            hook waits longer too, and takes at most a tenth of the time. The last record of a run
+            is always drawn.
+
+    Returns:
+        A hook.
+
+    Raises:
+        ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
+        TypeError: file is not a path.
+        ValueError: no file was given and this is not a notebook; or another argument is not one of
+            its choices.
+
+    Example:
+        >>> import fnloop as fl, tempfile, torch
+        >>> from pathlib import Path
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 3
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     hook = live_plot(Path(folder, "run.png"))
+        ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
+        ...     Path(folder, "run.png").read_bytes()[1:4]
+        b'PNG'
+    """
+
+    def __init__(
+        self,
+        file: str | os.PathLike[str] | None = None,
+        *,
+        mode: Mapping[str, str] | str | None = None,
+        x: str = "step",
+        refresh: float = 1.0,
+    ) -> None:
+        figures.require_matplotlib("live_plot")
+        check_plot(mode, x)
+        self._typed = file
+        if file is not None:
+            file = checks.folder_path("live_plot", "file", file, example="run.png")
+            figures.check_file("live_plot", file)
+        elif not tables.in_notebook():
+            raise ValueError(
+                "live_plot() draws in a notebook, and this is not one. To draw into a file, write "
+                "live_plot('run.png')"
+            )
+        checks.number("live_plot", "refresh", refresh, "the seconds between two drawings", least=0)
+        self.file, self.mode, self.x, self.refresh = file, mode, x, refresh
+        self._output = tables.Display()
+        self._pending: History | None = None  # not drawn yet
+        self._drawn: History | None = None
+        self._next = 0.0
+
+    def __repr__(self) -> str:
+        given = {"mode": self.mode, "x": self.x, "refresh": self.refresh}
+        changed = {k: v for k, v in given.items() if v != {"x": "step", "refresh": 1.0}.get(k)}
+        return repr(Call(live_plot, (str(self._typed),) if self.file else (), changed))
+
+    def __call__(self, state: TrainState) -> TrainState:
+        self._take(state)
+        if self._pending is not None and time.monotonic() >= self._next:
+            self._draw()
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Draw the last record."""
+        self._take(state)
+        self._draw()
+        return state
+
+    def close(self) -> None:
+        """Draw what is pending, if that is possible, and release the output."""
+        with contextlib.suppress(Exception):  # do not mask the exception that ended the run
+            self._draw()
+        self._output, self._pending, self._drawn, self._next = tables.Display(), None, None, 0.0
+
+    def _take(self, state: TrainState) -> None:
+        """Note that the history is to be drawn, if it is new."""
+        if state.backend.rank == 0 and state.history is not self._drawn and state.history.keys():
+            self._pending = state.history
+
+    def _draw(self) -> None:
+        if self._pending is None:
+            return
+        began = time.monotonic()
+        history, self._pending = self._pending, None
+        self._drawn = history
+        figure = history.plot(mode=self.mode, x=self.x)
+        if self.file is None:
+            self._output.show(figure)
+        else:
+            _save(figure, self.file)
+        now = time.monotonic()
+        pause = max(self.refresh, PAUSE * (now - began)) if self.refresh else 0.0
+        self._next = now + pause
+
+
+def _save(figure: Figure, file: Path) -> None:
+    """Save a figure. A reader of the file always finds a complete one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.stem}.unfinished{file.suffix}")
+    figure.savefig(unfinished)
+    os.replace(unfinished, file)
+
+
+# --------------------------------------------------------------------------------------------------
+# Profile some updates of a run with torch's profiler.
+
+ROWS = 15  # of the table
+
+
+@attrs.define
+class _Position:
+    """How far a run is.
+
+    Args:
+        tried: the updates that were tried before the last boundary, in the run.
+        done: those of this process.
+        rank: the number of this process.
+        device: what the table is sorted by.
+    """
+
+    tried: int
+    rank: int
+    device: str
+    done: int = 0
+
+
+@attrs.frozen(repr=False, eq=False)
+class profiled(Hook):
+    """Profile some updates with ``torch.profiler``: a trace, and a table of what takes longest.
+
+    It measures ``updates`` updates of this process, after the first ``start`` ones: with what comes
+    between them, such as loading, hooks and evaluations. Then it writes a trace, and the main
+    process prints a table of the operators that took longest. If the run ends before that, also by
+    an exception, they are of the updates that were made. Otherwise nothing is measured, and nothing
+    costs time. The trace is a file such as ``updates-11-to-20-rank-0.pt.trace.json``, one for each
+    process; open it in chrome://tracing, https://ui.perfetto.dev or TensorBoard.
+    ``on_main(profiled(...))`` measures the main process only. It changes no number.
+
+    Args:
+        start: the updates before those that are measured, at least 1. The profiler warms up in the
+            last of them.
+        updates: how many updates are measured, at least 1. Long traces are slow to open.
+        folder: where to write; created if it does not exist. A trace of the same name is replaced.
+
+    Returns:
+        A hook.
+
+    Raises:
+        ValueError: a number is below 1.
+        TypeError: folder is not a path.
+
+    Example:
+        >>> import contextlib, io, os, tempfile, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 5
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with contextlib.redirect_stdout(io.StringIO()) as table:
+        ...         hooks = (profiled(start=1, updates=2, folder=folder),)
+        ...         state = fl.fit(step, toy(), batches, hooks=hooks)
+        ...     os.listdir(folder), "Self CPU" in table.getvalue()
+        (['updates-2-to-3-rank-0.pt.trace.json'], True)
+
+    Source: https://docs.pytorch.org/docs/stable/profiler.html
+    """
+
+    start: int = 10
+    updates: int = 10
+    folder: str | os.PathLike[str] = attrs.field(kw_only=True)
+    _path: Path = attrs.field(init=False)
+    _position: list[_Position] = attrs.field(factory=list, init=False)  # empty, or that of a run
+    _running: list[profiler.profile] = attrs.field(factory=list, init=False)  # empty, or one
+
+    def __attrs_post_init__(self) -> None:
+        meaning = "the updates before those that are measured"
+        checks.integer("profiled", "start", self.start, meaning)
+        checks.integer("profiled", "updates", self.updates, "the updates that are measured")
+        object.__setattr__(self, "_path", checks.folder_path("profiled", "folder", self.folder))
+
+    def __repr__(self) -> str:
+        given = {"start": self.start, "updates": self.updates}
+        given = {name: value for name, value in given.items() if value != 10}
+        return repr(Call(profiled, (), {**given, "folder": os.fspath(self.folder)}))
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run: count its updates from here."""
+        backend = state.backend
+        tried = state.step + state.skipped
+        self._position[:] = [_Position(tried, backend.rank, backend.device.type)]
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._start_or_stop()
+        return state
+
+    def __call__(self, state: TrainState) -> TrainState:
+        if self._position and state.step + state.skipped > self._position[0].tried:
+            position = self._position[0]
+            position.tried, position.done = state.step + state.skipped, position.done + 1
+            if self._running:
+                self._running[0].step()
+            self._start_or_stop()
+        return state
+
+    def close(self) -> None:
+        """Write what was measured, if the run ends before all was."""
+        if self._running:
+            self._stop()
+        self._position.clear()
+
+    def _start_or_stop(self) -> None:
+        done = self._position[0].done
+        if done == self.start - 1:
+            plan = profiler.schedule(wait=0, warmup=1, active=self.updates + 1, repeat=1)
+            measure = profiler.profile(schedule=plan, acc_events=True)  # older ones warn without
+            measure.start()
+            self._running[:] = [measure]
+        elif done == self.start + self.updates:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Write the trace, and print the table on the main process."""
+        measure, position = self._running.pop(), self._position[0]
+        measure.stop()
+        if position.done <= self.start:
+            return  # it was still warming up
+        name = f"updates-{self.start + 1}-to-{position.done}-rank-{position.rank}.pt.trace.json"
+        measure.export_chrome_trace(str(self._path / name))
+        if position.rank == 0:
+            by = "cpu" if position.device == "cpu" else "device"
+            found = measure.key_averages()
+            print(found.table(sort_by=f"self_{by}_time_total", row_limit=ROWS), flush=True)
+            print(f"trace: {self._path / name}", flush=True)

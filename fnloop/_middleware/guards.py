@@ -1,0 +1,323 @@
+"""Leave out updates that would do harm."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from fnloop._backend import torch_compat
+from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._core.runs import Stop
+from fnloop._core.state import TrainState, parameters
+from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
+from fnloop._display import checks
+from fnloop._display.tables import format_count
+from fnloop._step.engine import engine_of
+from fnloop._step.guard import Kept, go_back, guarding, keep, sees_whole_updates
+from fnloop._step.update import Judge
+
+# --------------------------------------------------------------------------------------------------
+# Leave out updates whose loss or gradients are not finite.
+
+NONFINITE_NAME = "skip_nonfinite"
+
+
+@attrs.define
+class Streak:
+    """The slot of ``skip_nonfinite``, changed in place.
+
+    Args:
+        skipped: how many updates in a row it has left out.
+    """
+
+    skipped: int = 0
+
+
+@middleware("gradient")
+def skip_nonfinite(limit: int = 10) -> Middleware:
+    """Leave out updates whose loss or gradients are infinite or NaN.
+
+    Such an update changes nothing but the position in the data and ``state.skipped``: parameters,
+    ``state.step``, schedules, averages and metrics stay as they are, and so do the buffers of the
+    model, such as running statistics. So a run equals one whose loader does not have these batches.
+    It looks at the whole window of ``accumulate``, on all processes, and at gradients that ``amp``
+    has unscaled. This needs one device-to-host read per update. An update that overflowed in fp16
+    is left out by ``amp`` already, and does not count here.
+
+    List it after what may make gradients that are not finite, such as ``clip``.
+
+    Args:
+        limit: updates in a row that may be left out; then the run stops, and ``state.stop`` says
+            so. To continue it, ``attrs.evolve(state, stop=None)``.
+
+    Returns:
+        A middleware of the gradient and the step ring.
+
+    Raises:
+        TypeError: the limit is not an int.
+        ValueError: it is below 1. When composing: ``amp("fp16")`` or ``sam`` is listed after it, or
+            ``accumulate`` after it and another middleware of gradients.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> batches = [torch.tensor([x]) for x in (1.0, float("nan"), 2.0)]
+        >>> state = fl.fit(fl.pipeline(skip_nonfinite())(toy_loss), toy(), batches, hooks=())
+        >>> state.model.w.item(), state.step, state.skipped
+        (-3.0, 2, 1)
+    """
+    checks.integer(NONFINITE_NAME, "limit", limit, "updates in a row", wrong_type=TypeError)
+    return Middleware(
+        NONFINITE_NAME,
+        gradient=guarding(_examine_gradients),
+        step=_stop_after(limit),
+        init=lambda state: Streak(),
+        check=sees_whole_updates(NONFINITE_NAME),
+    )
+
+
+def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
+    """Return whether the loss or a gradient is not finite, on the device, and who judges."""
+    found = out.loss.isfinite()
+    gradients = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
+    values = [torch_compat.sparse_values(g) if g.is_sparse else g for g in gradients]
+    if values:  # the largest magnitude is NaN if any element is
+        found = found & get_total_norm(values, math.inf).isfinite().to(found.device)
+    return ~found, functools.partial(_judge_gradients, out.loss)
+
+
+def _judge_gradients(loss: Tensor, state: TrainState, bad: bool) -> str | None:
+    if not bad:
+        return None
+    state.slots[NONFINITE_NAME].skipped += 1
+    value = float(loss)
+    what = "a gradient is not finite" if math.isfinite(value) else f"the loss is {value}"
+    return f"{NONFINITE_NAME}: {what}"
+
+
+def _stop_after(limit: int) -> Wrap:
+    def stopping(step: Step) -> Step:
+        def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            streak: Streak = state.slots[NONFINITE_NAME]
+            if out.skip is None:
+                streak.skipped = 0
+            elif streak.skipped >= limit:
+                streak.skipped = 0  # a run that is continued has as many again
+                reason = f"{NONFINITE_NAME}: {format_count(limit, 'update')} in a row had a loss or gradients"
+                state = attrs.evolve(state, stop=Stop(f"{reason} that are not finite", "guard"))
+            return state, out
+
+        return counted
+
+    return stopping
+
+
+# --------------------------------------------------------------------------------------------------
+# Leave out updates whose loss is far above the last ones, go back before them, or stop there.
+
+SPIKE_NAME = "spike_guard"
+SPIKES = "spikes"  # state.extra["spikes"]: where they were
+MOST_RETURNS = 10  # to one snapshot
+
+
+@attrs.define
+class Losses:
+    """The slot of ``spike_guard``, changed in place.
+
+    Args:
+        recent: the losses of the last applied updates, the newest last; NaN where there were fewer.
+        newest: the loss of the newest update, on the device.
+        spike: of the update that was just left out: its loss, and the median before it; or None.
+        skipped: how many updates in a row it has left out.
+        kept: the newest snapshot to go back to; None before the first, and without "back".
+        since: how many updates were applied since then.
+        returns: how often it went back to this snapshot.
+    """
+
+    recent: Tensor
+    newest: Tensor
+    spike: tuple[float, float] | None = None
+    skipped: int = 0
+    kept: Kept | None = None
+    since: int = 0
+    returns: int = 0
+
+
+@middleware("gradient")
+def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Middleware:
+    """Leave out updates whose loss is above ``ratio`` × the median of the last ``window`` updates.
+
+    The median is that of the losses of applied updates (of an even number, the lower of the two in
+    the middle), which one spike does not move. Only an update after ``window`` applied ones can be
+    a spike. For a median below 0 the limit is as far above it as for the positive one: median +
+    (ratio - 1) × its magnitude. A NaN is a spike.
+
+    An update that is left out changes nothing but the position in the data and ``state.skipped``,
+    as with ``skip_nonfinite``. The losses are those of whole windows of ``accumulate``, over all
+    processes. Each spike is noted in ``state.extra["spikes"]``: ``{"epoch", "batch", "step",
+    "loss", "median"}``, with the position of its first batch. This needs one device-to-host read
+    per update.
+
+    Args:
+        window: updates that the median is of, at least 1.
+        ratio: how many times the median a loss may be, above 1.
+        then: "skip" continues with the next batch; if a whole ``window`` of updates in a row is
+            left out, which is not a spike, the run stops. "stop" stops the run at the first one.
+            ``state.stop`` says why; to continue, ``attrs.evolve(state, stop=None)``. "back" goes
+            back to the newest snapshot, and continues with the next batch. It takes a snapshot
+            after every ``window`` applied updates: of the model, the optimizers (their ``state``
+            and ``param_groups``), the slots of middleware and ``state.step``. A phase begins with
+            the snapshot of where it began. Updates made since then count as skipped; records of
+            them stay. A snapshot takes as much memory as the model and its optimizer, in
+            checkpoints too. The run stops when it has gone back to one snapshot 10 times.
+
+    Returns:
+        A middleware of the gradient and the step ring.
+
+    Raises:
+        TypeError: the window is not an int, or the ratio not a number.
+        ValueError: a setting is out of its range. When composing: ``amp("fp16")`` or ``sam`` is
+            listed after it, or ``accumulate`` after it and another middleware of gradients. In a
+            run: it goes back, and the model or the optimizers have other parameters by now.
+        NotImplementedError: "back", and the model is sharded over processes.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> def loss_fn(model, batch):                   # the loss is the batch, the gradient 1
+        ...     return model.w - model.w.detach() + batch.mean()
+        >>> from fnloop.testing import toy
+        >>> batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 9.0, 4.0)]
+        >>> step = fl.pipeline(spike_guard(window=3))(loss_fn)
+        >>> state = fl.fit(step, toy(), batches, hooks=())
+        >>> state.step, state.skipped, state.extra["spikes"][0]["loss"]
+        (4, 1, 9.0)
+    """
+    checks.integer(
+        SPIKE_NAME, "window", window, "updates that the median is of", wrong_type=TypeError
+    )
+    meaning = "how many times the median a loss may be"
+    checks.number(SPIKE_NAME, "ratio", ratio, meaning, above=1, wrong_type=TypeError)
+    checks.choice(SPIKE_NAME, "then", then, ("skip", "stop", "back"))
+
+    def init(state: TrainState) -> Losses:
+        device = state.backend.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        recent = torch.full((window,), math.nan, device=device, dtype=dtype)
+        return Losses(recent, torch.zeros((), device=device, dtype=dtype))
+
+    return Middleware(
+        SPIKE_NAME,
+        gradient=guarding(functools.partial(_examine_loss, ratio)),
+        step=_note(window, ratio, then),
+        init=init,
+        check=sees_whole_updates(SPIKE_NAME),
+        check_state=_check_whole if then == "back" else None,
+    )
+
+
+def _check_whole(state: TrainState, listed: Sequence[Middleware]) -> None:
+    """Raise if the model cannot be copied."""
+    if is_sharded(state.model):
+        raise NotImplementedError(
+            'spike_guard(then="back") keeps a copy of the model, and a model that is sharded over '
+            'processes cannot be copied: write then="stop", and restore a checkpoint'
+        )
+
+
+def _examine_loss(ratio: float, state: TrainState, out: Output) -> tuple[Tensor, Judge]:
+    """Return whether the loss is a spike, on the device, and who judges."""
+    losses: Losses = state.slots[SPIKE_NAME]
+    losses.newest.copy_(engine_of(state).mean_loss(out))
+    median = losses.recent.median()  # NaN until all of them are there
+    limit = median + (ratio - 1) * median.abs()
+    is_spike = ~(losses.newest <= limit) & ~median.isnan()
+    return is_spike, functools.partial(_judge_loss, median, ratio)
+
+
+def _judge_loss(median: Tensor, ratio: float, state: TrainState, is_spike: bool) -> str | None:
+    if not is_spike:
+        return None
+    losses: Losses = state.slots[SPIKE_NAME]
+    losses.spike = loss, usual = float(losses.newest), float(median)
+    losses.skipped += 1
+    return f"{SPIKE_NAME}: the loss {loss:g} is above {ratio:g} times {usual:g}, the median"
+
+
+def _note(window: int, ratio: float, then: str) -> Wrap:
+    def wrap(step: Step) -> Step:
+        def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            at = {"epoch": state.epoch, "batch": state.batch, "step": state.step}
+            losses: Losses = state.slots[SPIKE_NAME]
+            if len(losses.recent) != window:  # it is that of a checkpoint
+                losses.recent = _resized(losses.recent, window)
+            if losses.kept is not None and losses.kept.get("phases") != len(state.phases):
+                _take_snapshot(state, losses)  # to go back to where the phase has begun
+            state, out = step(state, batch)
+            if out.skip is None:
+                losses.recent.copy_(torch.cat((losses.recent[1:], losses.newest.reshape(1))))
+                losses.skipped = 0
+                if then == "back":
+                    _keep(state, losses, window)
+            elif losses.spike is not None:
+                loss, usual = losses.spike
+                spikes = [*state.extra.get(SPIKES, ()), {**at, "loss": loss, "median": usual}]
+                state = attrs.evolve(state, extra={**state.extra, SPIKES: spikes})
+                losses.spike = None
+                if then == "stop":
+                    state = attrs.evolve(state, stop=Stop(out.skip, "guard"))
+                elif then == "back":
+                    state = _go_back(state, losses)
+                elif losses.skipped >= window:
+                    losses.skipped = 0  # a run that is continued has as many again
+                    count = format_count(window, "update")
+                    reason = f"{SPIKE_NAME}: {count} in a row had a loss above {ratio:g} times the median"
+                    state = attrs.evolve(state, stop=Stop(reason, "guard"))
+            return state, out
+
+        return noting
+
+    return wrap
+
+
+def _keep(state: TrainState, losses: Losses, window: int) -> None:
+    """Keep a snapshot after each ``window`` applied updates."""
+    losses.since += 1
+    if losses.since >= window:
+        _take_snapshot(state, losses)
+
+
+def _take_snapshot(state: TrainState, losses: Losses) -> None:
+    """Keep what there is to go back to."""
+    kept = {"recent": losses.recent.clone(), "phases": len(state.phases)}
+    losses.kept = {**keep(state, without=SPIKE_NAME), **kept}
+    losses.since = losses.returns = 0
+
+
+def _go_back(state: TrainState, losses: Losses) -> TrainState:
+    """Return the state of the newest snapshot, or one that stops."""
+    if losses.kept is None:  # the losses are those of a run with another setting
+        return state
+    state = go_back(state, losses.kept)
+    losses.recent.copy_(_resized(losses.kept["recent"], len(losses.recent)))
+    losses.since = 0
+    losses.returns += 1
+    if losses.returns == MOST_RETURNS:
+        losses.returns = 0  # a run that is continued has as many again
+        reason = f"{SPIKE_NAME}: it went back to step {state.step} {MOST_RETURNS} times"
+        state = attrs.evolve(state, stop=Stop(reason, "guard"))
+    return state
+
+
+def _resized(recent: Tensor, window: int) -> Tensor:
+    """Return the newest losses, with NaN before them if there are not as many."""
+    missing = recent.new_full((max(window - len(recent), 0),), math.nan)
+    return torch.cat((missing, recent[-window:]))

@@ -1,0 +1,311 @@
+"""Averages of weights in a step: blend an update in, and evaluate the average beside the model.
+
+How much of the weights is blended in is decided in the step ring, on the host, and done in the
+update ring. A recorded update reads it from a tensor on the device, which the step ring fills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import attrs
+import toolz
+import torch
+from torch import Tensor, nn
+
+from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._backend.torch_compat import (
+    buffers_of,
+    foreach_copy_,
+    foreach_lerp_,
+    strip_compile_prefix,
+)
+from fnloop._core.averages import AVERAGED, Average, make_average, view_with_average, viewed_model
+from fnloop._core.metrics import Mean, to_accumulator_dtype
+from fnloop._core.rng import isolated
+from fnloop._core.state import (
+    TBPTT,
+    TrainState,
+    all_parameters,
+    carry_of,
+    unwrap,
+    with_carry,
+    with_slot,
+)
+from fnloop._core.types import Batch, Metric, Output, Step, Wrap
+from fnloop._step.engine import engine_of
+from fnloop._step.update import is_recorded, report
+
+Place = tuple[dict[str, Tensor | None], str]  # a table of buffers, and a name in it
+# (state, average) -> how much of the weights is blended in, from 0 to 1; None: they are copied.
+Choice = Callable[[TrainState, Average], float | None]
+
+
+def first_average(state: TrainState, name: str, evaluated: bool) -> Average:
+    """Return the average of a state before its first update: its weights.
+
+    Raises:
+        NotImplementedError: the average would be evaluated, and the model is sharded.
+    """
+    if AVERAGED in state.slots:
+        return Average()  # the model is the average
+    if evaluated:
+        _check_can_be_evaluated(state, name)
+    return make_average(unwrap(state))
+
+
+# --- updates
+
+
+class _Group(NamedTuple):
+    """Tensors of one device and one dtype.
+
+    Args:
+        targets: the average.
+        parameters: the first of the tensors to blend in.
+        buffers: where the others are: a module may put another tensor there.
+        weight: how much of them is blended in, on the device; for recorded updates.
+    """
+
+    targets: list[Tensor]
+    parameters: list[Tensor]
+    buffers: list[Place]
+    weight: Tensor
+
+    def sources(self, sharded: bool) -> Sequence[Tensor]:
+        found = self.parameters
+        if self.buffers:
+            found = [*found, *map(_buffer_at, self.buffers)]
+        return [local_part(t) for t in found] if sharded else found
+
+
+def _buffer_at(place: Place) -> Tensor:
+    table, key = place
+    buffer = table[key]
+    assert buffer is not None
+    return buffer
+
+
+class _Blended:
+    """The tensors of an average beside those of the model, and the weight of the next update."""
+
+    def __init__(self, state: TrainState, average: Average, name: str) -> None:
+        self.parameters = all_parameters(state)
+        self.sharded = is_sharded(state.model)
+        self.weight: float | None = None
+        self.groups = _pair(unwrap(state), average, name)
+        self.filled: float | None = None
+
+    def fill(self, weight: float | None) -> None:
+        """Set how much of the weights the next update blends in."""
+        self.weight = weight
+        full = 1.0 if weight is None else weight
+        if full != self.filled:
+            self.filled = full
+            for group in self.groups:
+                group.weight.fill_(full)
+
+    def blend(self) -> None:
+        recorded, weight = is_recorded(), self.weight
+        if weight == 0 and not recorded:
+            return
+        with torch.no_grad():
+            for group in self.groups:
+                sources = group.sources(self.sharded)
+                if weight is None and not recorded:
+                    foreach_copy_(group.targets, sources)
+                    continue
+                dtype = group.weight.dtype
+                if any(source.dtype != dtype for source in sources):
+                    sources = [source.to(dtype) for source in sources]
+                if recorded or weight is None:
+                    foreach_lerp_(group.targets, sources, [group.weight] * len(sources))
+                else:
+                    foreach_lerp_(group.targets, sources, weight)
+
+
+def _pair(module: nn.Module, average: Average, name: str) -> list[_Group]:
+    """Return the tensors of an average with those of a module, by device and dtype.
+
+    Raises:
+        ValueError: the average is of another module.
+    """
+    parameters: dict[str, nn.Parameter] = {
+        strip_compile_prefix(key): p for key, p in module.named_parameters()
+    }
+    buffers: dict[str, Place] = {}
+    for prefix, part in module.named_modules():
+        for key in buffers_of(part):
+            path = strip_compile_prefix(f"{prefix}.{key}" if prefix else key)
+            buffers[path] = (buffers_of(part), key)
+    _check_fits(module, average, name, parameters, buffers)
+    groups = toolz.groupby(lambda key: (average[key].device, average[key].dtype), average)
+    made = []
+    for (device, dtype), names in groups.items():
+        first = [key for key in names if key in parameters]
+        others = [key for key in names if key not in parameters]
+        made.append(
+            _Group(
+                [local_part(average[key]) for key in (*first, *others)],
+                [parameters[key] for key in first],
+                [buffers[key] for key in others],
+                torch.zeros((), device=device, dtype=dtype),
+            )
+        )
+    return made
+
+
+def _check_fits(
+    module: nn.Module,
+    average: Average,
+    name: str,
+    parameters: dict[str, nn.Parameter],
+    buffers: dict[str, Place],
+) -> None:
+    shapes = {key: p.shape for key, p in parameters.items()}
+    shapes |= {k: _buffer_at(place).shape for k, place in buffers.items() if k in average}
+    wanted = {key for key, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+    faults = [key for key in average if shapes.get(key) != average[key].shape]
+    faults += [key for key in wanted if key not in average]
+    if faults:
+        raise ValueError(
+            f'{name}: the average in state.slots["{name}"] is of another model than this '
+            f"{type(module).__name__} ({faults[0]} differs). To begin a new average, take it out: "
+            f'attrs.evolve(state, slots={{k: v for k, v in state.slots.items() if k != "{name}"}})'
+        )
+
+
+def choose_weight(name: str, choose: Choice) -> Wrap:
+    """Return the wrap of the step ring: decide how much is blended in, and count it."""
+
+    def wrap(step: Step) -> Step:
+        def averaging(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            average: Average = state.slots[name]
+            blended = average.blended
+            if not isinstance(blended, _Blended) or blended.parameters is not all_parameters(state):
+                blended = average.blended = _Blended(state, average, name)
+            weight = choose(state, average)
+            blended.fill(weight)
+            state, out = step(state, batch)
+            if out.skip is None:
+                average.count = 0 if weight is None else average.count + (weight > 0)
+            return state, out
+
+        return averaging
+
+    return wrap
+
+
+def blend(name: str) -> Wrap:
+    """Return the wrap of the update ring: blend the new weights into the average."""
+
+    def wrap(step: Step) -> Step:
+        def blending(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            if out.skip is None:
+                state.slots[name].blended.blend()
+            return state, out
+
+        return blending
+
+    return wrap
+
+
+# --- evaluation
+
+
+@attrs.frozen(eq=False)
+class EvaluateAverage:
+    """The wrap around the forward ring in evaluation: evaluate an average beside the model.
+
+    It is around all other middleware, so that their metrics are there of both. It does nothing
+    where the model is the view of another average.
+
+    Args:
+        name: the slot of the average, and the prefix of its metrics.
+        only: whether the average alone is evaluated, without a prefix.
+    """
+
+    name: str
+    only: bool
+    _views: list[nn.Module] = attrs.field(factory=list, init=False)
+
+    @property
+    def around(self) -> int:
+        """How far out it is among the wraps of evaluation, which are at 0."""
+        return 1 if self.only else 2
+
+    def __call__(self, step: Step) -> Step:
+        def evaluated(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            if AVERAGED in state.slots or viewed_model(state.model) is not None:
+                return step(state, batch)
+            seen = attrs.evolve(state, model=self._views[-1])
+            if self.only:
+                made, out = step(seen, batch)
+                return attrs.evolve(made, model=state.model), out
+            if carries := TBPTT in state.slots:
+                seen = with_carry(seen, state.slots.get(self._carry))
+            with isolated(state.backend.device):  # both draw the same
+                made, out = step(seen, batch)
+            found = self._named(out)
+            state, out = step(state, batch)
+            if carries:
+                state = with_slot(state, self._carry, carry_of(made))
+            return state, report(out, found, self.name)
+
+        return evaluated
+
+    @property
+    def _carry(self) -> str:
+        """The slot of what a loss function carries on with the average, in an evaluation."""
+        return f"{self.name}/carry"
+
+    def _named(self, out: Output) -> dict[str, Metric]:
+        loss, weight = to_accumulator_dtype(out.loss), to_accumulator_dtype(out.weight)
+        metrics = {"loss": Mean(loss * weight, weight), **out.metrics}
+        return {f"{self.name}/{name}": metric for name, metric in metrics.items()}
+
+    @contextlib.contextmanager
+    def evaluation_pass(self, state: TrainState, together: bool) -> Iterator[None]:
+        """Make a model with the average, for one evaluation of a loader.
+
+        Args:
+            state: the state.
+            together: whether every process is here. Then all evaluate the main one's buffers.
+
+        Raises:
+            NotImplementedError: the model is sharded, or cannot be copied.
+        """
+        if AVERAGED in state.slots:
+            yield
+            return
+        _check_can_be_evaluated(state, self.name)
+        try:
+            view = view_with_average(state.model, unwrap(state), state.slots[self.name])
+        except Exception as error:
+            raise NotImplementedError(
+                f"{self.name}: this {type(unwrap(state)).__name__} cannot be copied, so its "
+                f"average cannot be evaluated ({type(error).__name__}: {error}). Write "
+                f"{self.name}(..., evaluate=False)"
+            ) from error
+        if together:
+            engine_of(state).share_buffers(view)
+        self._views.append(view)
+        try:
+            yield
+        finally:
+            self._views.pop()
+
+
+def _check_can_be_evaluated(state: TrainState, name: str) -> None:
+    if is_sharded(state.model):
+        raise NotImplementedError(
+            f"{name}: the average of a model under fully_shard cannot be evaluated during the run: "
+            f"write {name}(..., evaluate=False), restore a checkpoint into a model that is not "
+            f'sharded, and evaluate averaged(restore(path, state), "{name}")'
+        )

@@ -1,0 +1,1 @@
+"""What tries a run rather than runs it. Nothing below knows of these."""
