@@ -354,7 +354,7 @@ from fnloop._step.update import decide
 from fnloop._tools.dry_run import dry_run
 from fnloop._tools.find import find_batch_size, find_lr
 from fnloop._tools.summary import summary
-from fnloop._version import __version__
+from fnloop._version import __version__ as __version__
 
 # fmt: off
 __all__ = [

@@ -5,10 +5,7 @@ import re
 import sys
 from types import SimpleNamespace
 
-CLOCKED = (
-    *("_hooks.progress", "_hooks.progress_pace", "_hooks.progress_terminal"),
-    *("_hooks.progress_log", "_hooks.progress_notebook", "_core.run_info", "_loop.run"),
-)
+CLOCKED = ("_hooks.progress", "_core.runs", "_loop.run")
 
 
 class Terminal(io.StringIO):

@@ -31,24 +31,24 @@ from fnloop._display.screen import log
 #
 # A checkpoint is a folder:
 #
-#     model.safetensors       the state_dict of the module, with the weights that an evaluation uses;
-#                             loads into the plain module without fnloop
-#     training.safetensors    the weights to train with, if these are others: of an optimizer that has
-#                             modes, such as a schedule-free one
-#     optimizer.safetensors   the state of the optimizer, by parameter name
-#     slots.safetensors       what middleware keep, running metrics, random generators
-#     ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
-#                             which loads into the plain module too; one for each average
-#     state.json              counters, hyper-parameters, where the tensors belong, and the history
-#                             (the module save makes it)
-#     manifest.json           size and SHA-256 of each of the others; written last
+#   model.safetensors       the state_dict of the module, with the weights that an evaluation uses;
+#                           loads into the plain module without fnloop
+#   training.safetensors    the weights to train with, if these are others: of an optimizer that has
+#                           modes, such as a schedule-free one
+#   optimizer.safetensors   the state of the optimizer, by parameter name
+#   slots.safetensors       what middleware keep, running metrics, random generators
+#   ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
+#                           which loads into the plain module too; one for each average
+#   state.json              counters, hyper-parameters, where the tensors belong, and the history
+#                           (the module save makes it)
+#   manifest.json           size and SHA-256 of each of the others; written last
 #
 # Where tensors are split over n processes (`fully_shard`), or some processes have state of the
 # optimizer that others lack, each process writes its own parts to a file of its own, and the main
 # process what all have whole:
 #
-#     model-00001-of-00002.safetensors    instead of model.safetensors, and so for the others
-#     index.json                          where the parts are (the module shards makes it)
+#   model-00001-of-00002.safetensors    instead of model.safetensors, and so for the others
+#   index.json                          where the parts are (the module shards makes it)
 #
 # A partial checkpoint has the same files. It lists its parts, and what belongs to others is left
 # out.
@@ -354,8 +354,8 @@ def is_file_name(name: str) -> bool:
 # The index of a checkpoint has an entry for each tensor of such a group, by the names of both:
 #
 #     {"shape": [4, 6], "dtype": "float32", "dim": 0, "shards": [
-#         {"file": "model-00001-of-00002.safetensors", "key": "w", "offsets": [0, 0]},
-#         {"file": "model-00002-of-00002.safetensors", "key": "w", "offsets": [2, 0]}]}
+#       {"file": "model-00001-of-00002.safetensors", "key": "w", "offsets": [0, 0]},
+#       {"file": "model-00002-of-00002.safetensors", "key": "w", "offsets": [2, 0]}]}
 #
 # The shards, one after the other along the dimension `dim`, are the tensor. A tensor that is not
 # split has one shard, in the file of any process, and no `dim`. A tensor without elements may have

@@ -15,7 +15,6 @@ from toolz import groupby
 
 from fnloop._core.types import RECORD
 from fnloop._display import checks, figures, tables
-from fnloop._display import tables as html
 from fnloop._display.checks import describe
 from fnloop._display.tables import Cell, Column, shorten
 
@@ -156,7 +155,7 @@ class History:
             return part
         if isinstance(key, int):
             if not -self._length <= key < self._length:
-                records = html.format_count(self._length, "record")
+                records = tables.format_count(self._length, "record")
                 raise IndexError(f"there is no record {key} in a history of {records}")
             return self._log.records[key % self._length]
         return tuple(record.metrics[key] for record in self.having(key))

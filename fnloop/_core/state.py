@@ -1184,24 +1184,24 @@ def mark_half_done(given: TrainState) -> None:
 #
 # They count in its length, as skipped ones do: so a run that is resumed has the same one.
 
-SLOT = "ends"  # the slot with their number
+LEFT_OUT = "ends"  # the slot with their number
 
 
 def left_out(state: TrainState) -> int:
     """Return how many updates were left out since the run began, or its newest phase."""
-    return state.slots.get(SLOT, 0)
+    return state.slots.get(LEFT_OUT, 0)
 
 
 def count_left_out(state: TrainState, updates: int) -> TrainState:
     """Return the state with this number of further updates left out."""
-    return with_slot(state, SLOT, left_out(state) + updates) if updates else state
+    return with_slot(state, LEFT_OUT, left_out(state) + updates) if updates else state
 
 
 def begin_count(state: TrainState) -> TrainState:
     """Return the state with no update left out, as at the beginning of a phase."""
-    if SLOT not in state.slots:
+    if LEFT_OUT not in state.slots:
         return state
-    slots = {name: slot for name, slot in state.slots.items() if name != SLOT}
+    slots = {name: slot for name, slot in state.slots.items() if name != LEFT_OUT}
     return attrs.evolve(state, slots=slots)
 
 

@@ -80,7 +80,7 @@ class Composed(abc.ABC):
     def items(
         self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
     ) -> Iterator[PartItem]:
-        """Yield the items of an epoch from a position on, see :class:`fnloop._data.composed.Part`."""
+        """Yield the items of an epoch from a position on, see `Part`."""
 
     def lengths_in(self, epoch: int) -> dict[str, int | None]:
         """Return the lengths of the parts, by name."""

@@ -135,7 +135,7 @@ _MEMBERS = [name for name in vars(Hook) if not name.startswith("__")]
 
 
 @attrs.frozen(repr=False, slots=False)
-class _Lifted(Hook):
+class LiftedHook(Hook):
     """A function or an object as a hook. It has those members of :class:`Hook` that it defines."""
 
     call: Callable[[TrainState], TrainState]
@@ -161,7 +161,7 @@ class _Lifted(Hook):
 
 def as_hook(given: HookFn) -> Hook:
     """Return a hook: a function, or an object that defines some of what :class:`Hook` does."""
-    return given if isinstance(given, Hook) else _Lifted(given)
+    return given if isinstance(given, Hook) else LiftedHook(given)
 
 
 class Wrapper(Hook):

@@ -34,6 +34,7 @@ from fnloop._hooks.hook import (
     ConditionalHook,
     Hook,
     HookFn,
+    LiftedHook,
     Moment,
     Trigger,
     as_hook,
@@ -565,8 +566,7 @@ def check_metrics(
 
 def _is_of_user(hook: Hook) -> bool:
     """Return whether a hook is not one of the library, but the user's own, or a function."""
-    module = type(hook).__module__
-    return module == Hook.__module__ or not module.startswith("fnloop.")
+    return isinstance(hook, LiftedHook) or not type(hook).__module__.startswith("fnloop.")
 
 
 _ADD_NOTHING = (amp, channels_last, compiled, tbptt)  # to the metrics of an evaluation

@@ -25,8 +25,6 @@ from fnloop._step.update import Judge
 # --------------------------------------------------------------------------------------------------
 # Leave out updates whose loss or gradients are not finite.
 
-NONFINITE_NAME = "skip_nonfinite"
-
 
 @attrs.define
 class Streak:
@@ -72,13 +70,13 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
         >>> state.model.w.item(), state.step, state.skipped
         (-3.0, 2, 1)
     """
-    checks.integer(NONFINITE_NAME, "limit", limit, "updates in a row", wrong_type=TypeError)
+    checks.integer("skip_nonfinite", "limit", limit, "updates in a row", wrong_type=TypeError)
     return Middleware(
-        NONFINITE_NAME,
+        "skip_nonfinite",
         gradient=guarding(_examine_gradients),
         step=_stop_after(limit),
         init=lambda state: Streak(),
-        check=sees_whole_updates(NONFINITE_NAME),
+        check=sees_whole_updates("skip_nonfinite"),
     )
 
 
@@ -95,10 +93,10 @@ def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
 def _judge_gradients(loss: Tensor, state: TrainState, bad: bool) -> str | None:
     if not bad:
         return None
-    state.slots[NONFINITE_NAME].skipped += 1
+    state.slots["skip_nonfinite"].skipped += 1
     value = float(loss)
     what = "a gradient is not finite" if math.isfinite(value) else f"the loss is {value}"
-    return f"{NONFINITE_NAME}: {what}"
+    return f"skip_nonfinite: {what}"
 
 
 def _stop_after(limit: int) -> Wrap:
@@ -106,13 +104,15 @@ def _stop_after(limit: int) -> Wrap:
         def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             state, out = step(state, batch)
-            streak: Streak = state.slots[NONFINITE_NAME]
+            streak: Streak = state.slots["skip_nonfinite"]
             if out.skip is None:
                 streak.skipped = 0
             elif streak.skipped >= limit:
                 streak.skipped = 0  # a run that is continued has as many again
-                reason = f"{NONFINITE_NAME}: {format_count(limit, 'update')} in a row had a loss or gradients"
-                state = attrs.evolve(state, stop=Stop(f"{reason} that are not finite", "guard"))
+                count = format_count(limit, "update")
+                what = "had a loss or gradients that are not finite"
+                stop = Stop(f"skip_nonfinite: {count} in a row {what}", "guard")
+                state = attrs.evolve(state, stop=stop)
             return state, out
 
         return counted
@@ -123,7 +123,6 @@ def _stop_after(limit: int) -> Wrap:
 # --------------------------------------------------------------------------------------------------
 # Leave out updates whose loss is far above the last ones, go back before them, or stop there.
 
-SPIKE_NAME = "spike_guard"
 SPIKES = "spikes"  # state.extra["spikes"]: where they were
 MOST_RETURNS = 10  # to one snapshot
 
@@ -201,11 +200,11 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         (4, 1, 9.0)
     """
     checks.integer(
-        SPIKE_NAME, "window", window, "updates that the median is of", wrong_type=TypeError
+        "spike_guard", "window", window, "updates that the median is of", wrong_type=TypeError
     )
     meaning = "how many times the median a loss may be"
-    checks.number(SPIKE_NAME, "ratio", ratio, meaning, above=1, wrong_type=TypeError)
-    checks.choice(SPIKE_NAME, "then", then, ("skip", "stop", "back"))
+    checks.number("spike_guard", "ratio", ratio, meaning, above=1, wrong_type=TypeError)
+    checks.choice("spike_guard", "then", then, ("skip", "stop", "back"))
 
     def init(state: TrainState) -> Losses:
         device = state.backend.device
@@ -214,11 +213,11 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         return Losses(recent, torch.zeros((), device=device, dtype=dtype))
 
     return Middleware(
-        SPIKE_NAME,
+        "spike_guard",
         gradient=guarding(functools.partial(_examine_loss, ratio)),
         step=_note(window, ratio, then),
         init=init,
-        check=sees_whole_updates(SPIKE_NAME),
+        check=sees_whole_updates("spike_guard"),
         check_state=_check_whole if then == "back" else None,
     )
 
@@ -234,7 +233,7 @@ def _check_whole(state: TrainState, listed: Sequence[Middleware]) -> None:
 
 def _examine_loss(ratio: float, state: TrainState, out: Output) -> tuple[Tensor, Judge]:
     """Return whether the loss is a spike, on the device, and who judges."""
-    losses: Losses = state.slots[SPIKE_NAME]
+    losses: Losses = state.slots["spike_guard"]
     losses.newest.copy_(engine_of(state).mean_loss(out))
     median = losses.recent.median()  # NaN until all of them are there
     limit = median + (ratio - 1) * median.abs()
@@ -245,10 +244,10 @@ def _examine_loss(ratio: float, state: TrainState, out: Output) -> tuple[Tensor,
 def _judge_loss(median: Tensor, ratio: float, state: TrainState, is_spike: bool) -> str | None:
     if not is_spike:
         return None
-    losses: Losses = state.slots[SPIKE_NAME]
+    losses: Losses = state.slots["spike_guard"]
     losses.spike = loss, usual = float(losses.newest), float(median)
     losses.skipped += 1
-    return f"{SPIKE_NAME}: the loss {loss:g} is above {ratio:g} times {usual:g}, the median"
+    return f"spike_guard: the loss {loss:g} is above {ratio:g} times {usual:g}, the median"
 
 
 def _note(window: int, ratio: float, then: str) -> Wrap:
@@ -256,7 +255,7 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
         def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             at = {"epoch": state.epoch, "batch": state.batch, "step": state.step}
-            losses: Losses = state.slots[SPIKE_NAME]
+            losses: Losses = state.slots["spike_guard"]
             if len(losses.recent) != window:  # it is that of a checkpoint
                 losses.recent = _resized(losses.recent, window)
             if losses.kept is not None and losses.kept.get("phases") != len(state.phases):
@@ -279,7 +278,9 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
                 elif losses.skipped >= window:
                     losses.skipped = 0  # a run that is continued has as many again
                     count = format_count(window, "update")
-                    reason = f"{SPIKE_NAME}: {count} in a row had a loss above {ratio:g} times the median"
+                    reason = (
+                        f"spike_guard: {count} in a row had a loss above {ratio:g} times the median"
+                    )
                     state = attrs.evolve(state, stop=Stop(reason, "guard"))
             return state, out
 
@@ -298,7 +299,7 @@ def _keep(state: TrainState, losses: Losses, window: int) -> None:
 def _take_snapshot(state: TrainState, losses: Losses) -> None:
     """Keep what there is to go back to."""
     kept = {"recent": losses.recent.clone(), "phases": len(state.phases)}
-    losses.kept = {**keep(state, without=SPIKE_NAME), **kept}
+    losses.kept = {**keep(state, without="spike_guard"), **kept}
     losses.since = losses.returns = 0
 
 
@@ -312,7 +313,7 @@ def _go_back(state: TrainState, losses: Losses) -> TrainState:
     losses.returns += 1
     if losses.returns == MOST_RETURNS:
         losses.returns = 0  # a run that is continued has as many again
-        reason = f"{SPIKE_NAME}: it went back to step {state.step} {MOST_RETURNS} times"
+        reason = f"spike_guard: it went back to step {state.step} {MOST_RETURNS} times"
         state = attrs.evolve(state, stop=Stop(reason, "guard"))
     return state
 

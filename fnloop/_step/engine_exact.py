@@ -644,7 +644,7 @@ class _Sum(ExactSum, GradientSum):
 # A class of the tree is a `range` of positions, and `members[::2]` and `members[1::2]` are the two
 # that it is made of. Positions after the last batch change nothing, as their part is None.
 
-Node = TypeVar("Part")
+Node = TypeVar("Node")
 Combine = Callable[[Node | None, Node | None], Node | None]
 
 

@@ -19,12 +19,11 @@ from fnloop._backend.containers import (
     tensors_in,
     with_parts,
 )
-from fnloop._core import state as left_out
 from fnloop._core.averages import Average
 from fnloop._core.optimizers import Group, groups_in, optimizers_in
 from fnloop._core.rng import mark_generators
 from fnloop._core.serialize import has_pending, materialize
-from fnloop._core.state import TrainState, all_parameters, with_slot
+from fnloop._core.state import LEFT_OUT, TrainState, all_parameters, with_slot
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._display.screen import log
 from fnloop._step.engine import LossRoot, engine_of, restore_gradients, stash_gradients
@@ -107,7 +106,7 @@ def keep(state: TrainState, without: str) -> Kept:
     """
     memo = _shared(state)
     averages = {name: slot for name, slot in state.slots.items() if isinstance(slot, Average)}
-    left = {without, left_out.SLOT, *averages, *(state.run.hook_slots if state.run else ())}
+    left = {without, LEFT_OUT, *averages, *(state.run.hook_slots if state.run else ())}
     slots = {name: state.slots[name] for name in state.slots.keys() - left}
     return {
         "counters": {name: copy.copy(getattr(state, name)) for name in COUNTERS},

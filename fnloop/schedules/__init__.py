@@ -23,8 +23,7 @@ import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from fnloop._core.types import Call, name_of
-from fnloop._display import checks, tables
-from fnloop._display import figures as figures
+from fnloop._display import checks, figures, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,19 +53,6 @@ def __dir__() -> list[str]:
 
 # --------------------------------------------------------------------------------------------------
 # What a schedule is, how one is made, and what a length means.
-
-__all__ = [
-    "Factor",
-    "Length",
-    "Schedule",
-    "check_length",
-    "check_lengths",
-    "check_schedule",
-    "known_total",
-    "refuse_torch_scheduler",
-    "schedule_factory",
-    "updates_in",
-]
 
 Length = int | float  # updates, or a fraction of the run
 Factor = Callable[[int, int | None], float]  # (step, total_steps) -> factor
@@ -224,19 +210,6 @@ def known_total(total: int | None) -> int:
 
 # --------------------------------------------------------------------------------------------------
 # The shapes of schedules: constant, decays from 1 to a minimum, cycles and stairs.
-
-__all__ = [
-    "constant",
-    "cosine",
-    "exponential",
-    "inverse_sqrt",
-    "linear",
-    "multistep",
-    "one_cycle",
-    "polynomial",
-    "step_decay",
-    "wsd",
-]
 
 
 def _check_sum(owner: str, first: Length, last: Length) -> None:
@@ -576,8 +549,6 @@ def inverse_sqrt(warmup: Length) -> Factor:
 # --------------------------------------------------------------------------------------------------
 # Schedules made of schedules.
 
-__all__ = ["join", "warmup"]
-
 
 def warmup(n: Length) -> Callable[[Factor], Schedule]:
     """Put a linear warmup before any schedule, which then covers the rest of the run.
@@ -666,8 +637,6 @@ def join(*schedules: Factor, at: Sequence[Length]) -> Factor:
 
 # --------------------------------------------------------------------------------------------------
 # Schedules as a figure.
-
-__all__ = ["plot"]
 
 Schedules = Factor | list[Factor] | tuple[Factor, ...] | Mapping[str, Factor]
 

@@ -446,11 +446,9 @@ def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
         return self._renamed(self.module(loss))
 
     def gradient():
-        engine_distributed = DistributedDataParallel(Passing())
-        torch_compat.reduce_in_backward(
-            engine_distributed, engine_distributed.module.w * 3
-        ).backward()
-        return engine_distributed.module.w.grad.item()
+        ddp = DistributedDataParallel(Passing())
+        torch_compat.reduce_in_backward(ddp, ddp.module.w * 3).backward()
+        return ddp.module.w.grad.item()
 
     assert gradient() == 3.0
     monkeypatch.setattr(

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._checkpoint import files as atomic_write
-from fnloop._checkpoint import files as history_blocks
+from fnloop._checkpoint import files
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.ones(1)
@@ -252,14 +251,14 @@ def test_leftovers_that_cannot_be_read_do_not_block_a_save(tmp_path, monkeypatch
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
     (tmp_path / ".a.removing").mkdir()
-    monkeypatch.setattr(atomic_write, "has_only_our_files", unreadable)
+    monkeypatch.setattr(files, "has_only_our_files", unreadable)
     assert fl.restore(fl.save(toy(w=2.0), tmp_path / "a"), toy()).model.w.item() == 2.0
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("umask", [0o002, 0o077])
 def test_every_file_has_the_mode_that_the_umask_gives(tmp_path, monkeypatch, umask, background):
-    monkeypatch.setattr(history_blocks, "BLOCK", 2)
+    monkeypatch.setattr(files, "IN_BLOCK", 2)
     tables = (fl.to_csv(tmp_path / "t" / "a.csv"), fl.to_jsonl(tmp_path / "t" / "a.jsonl"))
     saves = fl.every(steps=1)(fl.checkpoint(tmp_path / "run", background=background))
     steps = fl.pipeline(fl.ema(0.5))(toy_loss)
@@ -329,6 +328,6 @@ def test_a_failed_write_names_its_file(tmp_path, monkeypatch):
     def full(*args, **settings):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(atomic_write, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*\.safetensors'"):
         fl.save(toy(), tmp_path / "a")

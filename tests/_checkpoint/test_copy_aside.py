@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from fnloop._checkpoint import format as checkpoint_format
+from fnloop._checkpoint import format
 from fnloop._checkpoint.format import Contents
 
 
@@ -18,7 +18,7 @@ def room(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(checkpoint_format, "has_room", lambda device, size: request.param)
+    monkeypatch.setattr(format, "has_room", lambda device, size: request.param)
     return request.param
 
 

@@ -19,7 +19,6 @@ from killed_run import toy_fit
 
 import fnloop as fl
 from fnloop._checkpoint import format
-from fnloop._checkpoint import format as slices
 from fnloop.testing import Toy, assert_same, stochastic, toy_loss
 
 
@@ -310,7 +309,7 @@ def test_no_memory_for_a_tensor_is_an_error_and_not_damage(
     shelf, given, said, expected, call, monkeypatch
 ):
     folder, (_, newer), _, _ = shelf
-    calls, original = [], slices._empty if expected is RuntimeError else torch.empty
+    calls, original = [], format._empty if expected is RuntimeError else torch.empty
 
     def fail(*args, **kwargs):
         calls.append(args)
@@ -323,7 +322,7 @@ def test_no_memory_for_a_tensor_is_an_error_and_not_damage(
         calls.clear()
         with monkeypatch.context() as patch:
             memory = expected is MemoryError
-            patch.setattr(*((torch, "empty") if memory else (slices, "_empty")), fail)
+            patch.setattr(*((torch, "empty") if memory else (format, "_empty")), fail)
             with pytest.raises(expected) as caught:
                 read(path, state)
         assert type(caught.value) is expected

@@ -8,7 +8,6 @@ import torch
 
 import fnloop as fl
 from fnloop._checkpoint import files
-from fnloop._checkpoint import files as history_blocks
 from fnloop.testing import assert_same, toy, toy_loss
 
 ONE = torch.ones(1)
@@ -17,7 +16,7 @@ step = fl.pipeline()(toy_loss)
 
 @pytest.fixture(autouse=True)
 def blocks_of_four(monkeypatch):
-    monkeypatch.setattr(history_blocks, "BLOCK", 4)
+    monkeypatch.setattr(files, "IN_BLOCK", 4)
 
 
 def train(folder, state, steps, **settings):
@@ -60,9 +59,9 @@ def test_complete_blocks_are_written_once_and_a_resume_has_every_record(tmp_path
 
 def test_only_new_records_are_encoded(tmp_path, monkeypatch):
     encoded = []
-    line_of = history_blocks.encode_record
+    line_of = files.encode_record
     monkeypatch.setattr(
-        history_blocks,
+        files,
         "encode_record",
         lambda record: encoded.append(record.step) or line_of(record),
     )

@@ -23,7 +23,7 @@ class Page(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.texts, self.tags, self.open = [], [], []
-        self.feed(tables)
+        self.feed(html)
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):

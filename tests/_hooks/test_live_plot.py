@@ -10,7 +10,7 @@ import torch
 import fnloop as fl
 from fnloop import History, Record, live_plot
 from fnloop._backend.processes import Backend
-from fnloop._hooks import look as live_plot_module
+from fnloop._hooks import look
 from fnloop.testing import no_host_reads, toy, toy_loss
 
 pytest.importorskip("matplotlib")
@@ -23,7 +23,7 @@ STEP = fl.pipeline()(toy_loss)
 def clock(monkeypatch):
     """A clock that stands still until a test moves it."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(live_plot_module, "time", clock)
+    monkeypatch.setattr(look, "time", clock)
     return clock
 
 

@@ -145,7 +145,7 @@ def test_on_the_cpu_fused_adam_is_named_with_its_rounding_and_nothing_else(caplo
         "fit: AdamW makes several passes over the parameters; AdamW(..., fused=True) makes one, "
         "equal up to rounding"
     )
-    fl._loop.hints._log_once.cache_clear()
+    fl._loop.beginning._log_once.cache_clear()
     suggest(torch.optim.AdamW(parameters()), CPU)
     assert len(caplog.messages) == 1
 
