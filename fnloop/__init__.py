@@ -331,7 +331,7 @@ from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwr
 from fnloop._core.types import Middleware, Output, middleware, skip
 from fnloop._data.loaders import sharded
 from fnloop._graphs.guards import CaptureError
-from fnloop._hooks.hook import at_end, at_start, every, once, when, when_improved
+from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._hooks.keep import checkpoint, restore_best
 from fnloop._hooks.look import inspect, live_plot, profiled
 from fnloop._hooks.progress import progress
@@ -358,8 +358,8 @@ from fnloop._version import __version__ as __version__
 
 # fmt: off
 __all__ = [
-    "CaptureError", "CheckpointError", "History", "Last", "Max", "Mean", "Middleware", "Min",
-    "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
+    "CaptureError", "CheckpointError", "History", "Hook", "Last", "Max", "Mean", "Middleware",
+    "Min", "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
     "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",

@@ -54,6 +54,7 @@ CONTRACT = {
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
     *("dry_run", "find_lr", "find_batch_size", "summary"),
     *(
+        "Hook",
         "at_start",
         "at_end",
         "every",
