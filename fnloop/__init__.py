@@ -317,7 +317,10 @@ library as checks.
 
 __docformat__ = "google"
 
-from fnloop import data, debug, schedules
+import typing as _typing
+from importlib import import_module as _import_module
+
+from fnloop import schedules
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import best, latest, restore, resume
@@ -333,9 +336,7 @@ from fnloop._data.loaders import sharded
 from fnloop._graphs.guards import CaptureError
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._hooks.keep import checkpoint, restore_best
-from fnloop._hooks.look import inspect, live_plot, profiled
 from fnloop._hooks.progress import progress
-from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
 from fnloop._hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
@@ -351,10 +352,25 @@ from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
 from fnloop._step.update import decide
-from fnloop._tools.dry_run import dry_run
-from fnloop._tools.find import find_batch_size, find_lr
-from fnloop._tools.summary import summary
 from fnloop._version import __version__ as __version__
+
+if _typing.TYPE_CHECKING:
+    from fnloop import data, debug
+    from fnloop._hooks.look import inspect, live_plot, profiled
+    from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
+    from fnloop._tools.dry_run import dry_run
+    from fnloop._tools.find import find_batch_size, find_lr
+    from fnloop._tools.summary import summary
+
+# What a run may well do without is imported when it is first used.
+_LATER = {
+    "data": "fnloop.data", "debug": "fnloop.debug", "dry_run": "fnloop._tools.dry_run",
+    "find_batch_size": "fnloop._tools.find", "find_lr": "fnloop._tools.find",
+    "summary": "fnloop._tools.summary", "inspect": "fnloop._hooks.look",
+    "live_plot": "fnloop._hooks.look", "profiled": "fnloop._hooks.look",
+    "on_main": "fnloop._hooks.send", "to_csv": "fnloop._hooks.send",
+    "to_jsonl": "fnloop._hooks.send", "track": "fnloop._hooks.send",
+}  # fmt: skip
 
 # fmt: off
 __all__ = [
@@ -374,6 +390,15 @@ __all__ = [
     "when_improved",
 ]
 # fmt: on
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _import_module(_LATER[name])
+    found = module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = found  # so that it is asked once
+    return found
 
 
 def __dir__() -> list[str]:

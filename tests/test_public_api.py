@@ -126,8 +126,25 @@ def import_graph(when_imported: bool = False):
 
 def test_the_public_names_are_those_of_the_contract():
     assert set(fnloop.__all__) == CONTRACT
+    assert all(hasattr(fnloop, name) for name in CONTRACT)  # which imports what is imported late
     public = {name for name in vars(fnloop) if not name.startswith("_")} - {"testing"}
     assert public == CONTRACT, "__all__ and the importable names differ"
+    with pytest.raises(AttributeError, match="module 'fnloop' has no attribute 'Trainer'"):
+        _ = fnloop.Trainer
+
+
+@pytest.mark.slow
+def test_what_a_run_does_without_is_not_imported():
+    code = """if True:
+        import sys, torch, fnloop
+        late = ["debug", "data", "_tools.dry_run", "_tools.tune", "_hooks.send", "_hooks.look"]
+        print([name for name in late if f"fnloop.{name}" in sys.modules])
+        print(fnloop.debug.replay.__name__, fnloop.data.tune.__name__, fnloop.track.__name__)
+    """
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.splitlines() == ["[]", "replay tune track"]
 
 
 @pytest.mark.parametrize("module", [fnloop, data, debug, schedules, testing])
