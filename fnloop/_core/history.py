@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import functools
 import itertools
 import math
 import threading
@@ -596,6 +597,7 @@ def better(value: float, than: float, mode: str) -> bool:
     return math.isnan(than) or (value < than if mode == "min" else value > than)
 
 
+@functools.cache
 def mode_by_name(key: str) -> str | None:
     """Return the mode that the name of a metric suggests, "min" or "max"; None if neither or both.
 
