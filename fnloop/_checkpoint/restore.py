@@ -82,10 +82,10 @@ from fnloop._checkpoint.retention import (
 from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE, better, decode_phases
-from fnloop._core.metrics import BUILTIN_METRICS, Mean, to_accumulator_dtype
+from fnloop._core.metrics import restored as restored_metric
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import HostGenerators
-from fnloop._core.serialize import Json, Pending, decode
+from fnloop._core.serialize import Json, decode
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
@@ -94,7 +94,7 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._display.checks import choice, describe, flag, folder_path, metric_name
+from fnloop._display.checks import choice, flag, folder_path, metric_name
 
 # --------------------------------------------------------------------------------------------------
 # Restore a state from a checkpoint.
@@ -278,29 +278,7 @@ def _decode_generators(every: Sequence[Json]) -> list[HostGenerators | None]:
 
 
 def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:
-    return {name: _decode_metric(value, device) for name, value in metrics.items()}
-
-
-def _decode_metric(value: object, device: torch.device) -> object:
-    """Return a built-in metric. Another stays pending until a batch brings one of its kind."""
-    if not isinstance(value, Pending):
-        raise TypeError(f"a metric is {value!r}")
-    if value.kind not in BUILTIN_METRICS:
-        return value
-    if not all(map(_is_scalar, value.parts.values())):
-        raise TypeError(f"a {value.kind} holds {describe(dict(value.parts))}")
-    metric = BUILTIN_METRICS[value.kind](**value.parts)
-    if isinstance(metric, Mean) and not isinstance(metric.total, Tensor):
-        # Several processes merged it on the host.
-        total = torch.tensor(metric.total, dtype=torch.float64, device=device)
-        metric = Mean(to_accumulator_dtype(total), metric.weight)
-    return metric
-
-
-def _is_scalar(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return {name: restored_metric(value, device) for name, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------

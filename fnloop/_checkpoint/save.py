@@ -46,6 +46,7 @@ from fnloop._checkpoint.parts import (
 )
 from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.history import History, encode_phases, metrics_here
+from fnloop._core.metrics import sent
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.runs import encode_left, encode_stop
 from fnloop._core.serialize import Json, as_safetensor, encode
@@ -336,7 +337,7 @@ def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Me
     process of a run has nothing but the merged metrics, which are saved anyway.
     """
     metrics: Mapping[str, Any] = state.metrics
-    own = {name: m.to_cpu() if hasattr(m, "to_cpu") else m for name, m in metrics.items()}
+    own = sent(metrics)
     if state.backend.exact:
         return []
     every = gather_objects((engine_of(state).own_names(metrics), own), COLLECTED)

@@ -9,7 +9,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 import attrs
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
 from fnloop._backend.torch_compat import base_of
-from fnloop._core.serialize import Pending, materialize
+from fnloop._core.serialize import Pending, kind_name, materialize
 from fnloop._core.types import Aux, Batch, Metric, Output, name_of, values_of
 from fnloop._display.checks import describe, function, metric_name, scalar
 
@@ -55,8 +55,84 @@ def weighted(value: Tensor, weight: int | Tensor) -> Tensor:
     return to_accumulator_dtype(value) * weight
 
 
+KINDS: dict[str, type[Reduced]] = {}  # by the names that checkpoints have for them
+
+
+def _choose(
+    choose: Callable[[float, float], float],
+    choose_tensors: Callable[[Tensor, Tensor], Tensor],
+    a: Number,
+    b: Number,
+) -> Number:
+    """Return one of two numbers; NaN if one of them is."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        device = (a if isinstance(a, Tensor) else b).device
+        return choose_tensors(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
+    return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
+
+
+_REDUCE: dict[str, Callable[[Number, Number], Number]] = {
+    "sum": operator.add,
+    "min": functools.partial(_choose, min, torch.minimum),
+    "max": functools.partial(_choose, max, torch.maximum),
+    "last": lambda a, b: b,
+}
+
+
+class Reduced:
+    """The base of the metrics whose fields are numbers, each reduced in one way.
+
+    All that is done with a metric follows from ``reductions``: how parts are combined, summed in
+    place, read in one transfer, exchanged as numbers and restored. A subclass with a ``compute`` of
+    its own may hold tensors of any shape, such as a confusion matrix in a ``Sum``.
+
+    Attributes:
+        reductions: name of a field to how it is reduced: "sum", "min", "max" or "last".
+    """
+
+    __slots__ = ()
+    reductions: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        KINDS[kind_name(cls)] = cls
+
+    def compute(self) -> Any:
+        """Return the value: a number, or a mapping from names to numbers."""
+        raise NotImplementedError
+
+    def combine(self, other: Self) -> Self:
+        """Return the metric of both parts. Neither is changed.
+
+        Raises:
+            TypeError: the other is of another kind.
+        """
+        if not isinstance(other, type(self)):
+            name = type(self).__name__
+            raise TypeError(f"{name}.combine expects other as a {name}; got {describe(other)}")
+        return self._reduced(other, in_place=False)
+
+    def update_(self, other: Self) -> Self:
+        """Combine in place, into the tensors of this one, which must not be shared."""
+        return self._reduced(other, in_place=True)
+
+    def _reduced(self, other: Self, in_place: bool) -> Self:
+        values = []
+        for name, how in self.reductions.items():
+            mine, its = getattr(self, name), getattr(other, name)
+            if in_place and how == "sum" and isinstance(mine, Tensor):
+                values.append(mine.add_(its))
+            else:
+                values.append(_REDUCE[how](mine, its))
+        return type(self)(*values)
+
+    def to_accumulator(self) -> Self:
+        """Return a metric whose sums share no tensor, in a dtype wide enough to sum in."""
+        values = [(getattr(self, name), how) for name, how in self.reductions.items()]
+        return type(self)(*[to_accumulator_dtype(v) if how == "sum" else v for v, how in values])
+
+
 @attrs.frozen(eq=False)
-class Mean:
+class Mean(Reduced):
     """A weighted mean: ``total / weight``, exact over batches of any size.
 
     Args:
@@ -74,21 +150,14 @@ class Mean:
     total: Number
     weight: Number
 
+    reductions = {"total": "sum", "weight": "sum"}  # noqa: RUF012
+
     def __attrs_post_init__(self) -> None:
         # A mean is made in every update: first what costs next to nothing.
         if self.weight.__class__ is not int:
             scalar("Mean", "weight", self.weight)
         if not isinstance(self.total, Tensor) or self.total.ndim:
-            scalar("Mean", "total", self.total)
-
-    def combine(self, other: Mean) -> Mean:
-        """Return the mean over the items of both.
-
-        Raises:
-            TypeError: the other is not a Mean.
-        """
-        _check_kind(self, other)
-        return Mean(self.total + other.total, self.weight + other.weight)
+            _check_value(self, "total", Mean)
 
     def compute(self) -> float:
         """Return the mean; NaN if the weights sum to 0.
@@ -105,15 +174,12 @@ class Mean:
             )
         return total / weight if weight else math.nan
 
-    def update_(self, other: Mean) -> Mean:
+    def update_(self, other: Self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Combine in place, into the tensor of this one, which must not be shared."""
-        if isinstance(self.total, Tensor):
-            return mean_of(self.total.add_(other.total), self.weight + other.weight)
-        return self.combine(other)
-
-    def to_accumulator(self) -> Mean:
-        """Return a copy whose tensors are not shared, in a dtype wide enough to sum in."""
-        return Mean(to_accumulator_dtype(self.total), to_accumulator_dtype(self.weight))
+        if type(self) is not Mean or not isinstance(self.total, Tensor):
+            return super().update_(other)
+        # As the base does it, in half the time: it is in every update.
+        return cast(Self, mean_of(self.total.add_(other.total), self.weight + other.weight))
 
 
 _set_total, _set_weight = Mean.total.__set__, Mean.weight.__set__  # type: ignore[attr-defined]
@@ -127,32 +193,19 @@ def mean_of(total: Number, weight: Number) -> Mean:
     return made
 
 
-def _check_kind(mine: object, other: object) -> None:
-    if not isinstance(other, type(mine)):
-        name = type(mine).__name__
-        raise TypeError(f"{name}.combine expects other as a {name}; got {describe(other)}")
-
-
-def _choose(
-    choose: Callable[[float, float], float],
-    choose_tensors: Callable[[Tensor, Tensor], Tensor],
-    a: Number,
-    b: Number,
-) -> Number:
-    """Return one of two numbers; NaN if one of them is."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        device = (a if isinstance(a, Tensor) else b).device
-        return choose_tensors(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
-    return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
+def _check_value(metric: Reduced, name: str, base: type) -> None:
+    """Raise TypeError unless a value is a scalar, or a class computes something else of it."""
+    if getattr(type(metric), "compute", None) is base.compute:
+        scalar(type(metric).__name__, name, getattr(metric, name))
 
 
 @attrs.frozen(eq=False)
-class _Value:
+class _Value(Reduced):
     value: Number
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.value, Tensor) or self.value.ndim:
-            scalar(type(self).__name__, "value", self.value)
+            _check_value(self, "value", _Value)
 
     def compute(self) -> float:
         """Return the value."""
@@ -172,26 +225,19 @@ class Sum(_Value):
     Example:
         >>> Sum(3).combine(Sum(4)).compute()
         7.0
+
+        A metric of your own is a subclass. With a ``compute`` of its own, it may hold a tensor of
+        any shape:
+
+        >>> class Recall(Sum):  # of [hits, positives] by class, shape (classes, 2)
+        ...     def compute(self):
+        ...         return {str(i): (a / b).item() for i, (a, b) in enumerate(self.value)}
+        >>> parts = Recall(torch.tensor([[1, 2], [3, 3]])), Recall(torch.tensor([[0, 2], [1, 1]]))
+        >>> parts[0].combine(parts[1]).compute()
+        {'0': 0.25, '1': 1.0}
     """
 
-    def combine(self, other: Sum) -> Sum:
-        """Return the sum of both.
-
-        Raises:
-            TypeError: the other is not a Sum.
-        """
-        _check_kind(self, other)
-        return Sum(self.value + other.value)
-
-    def update_(self, other: Sum) -> Sum:
-        """Combine in place, into the tensor of this one, which must not be shared."""
-        if isinstance(self.value, Tensor):
-            return Sum(self.value.add_(other.value))
-        return self.combine(other)
-
-    def to_accumulator(self) -> Sum:
-        """Return a copy whose tensor is not shared, in a dtype wide enough to sum in."""
-        return Sum(to_accumulator_dtype(self.value))
+    reductions = {"value": "sum"}  # noqa: RUF012
 
 
 @attrs.frozen(eq=False)
@@ -209,14 +255,7 @@ class Min(_Value):
         3.0
     """
 
-    def combine(self, other: Min) -> Min:
-        """Return the smaller of both.
-
-        Raises:
-            TypeError: the other is not a Min.
-        """
-        _check_kind(self, other)
-        return Min(_choose(min, torch.minimum, self.value, other.value))
+    reductions = {"value": "min"}  # noqa: RUF012
 
 
 @attrs.frozen(eq=False)
@@ -234,14 +273,7 @@ class Max(_Value):
         4.0
     """
 
-    def combine(self, other: Max) -> Max:
-        """Return the larger of both.
-
-        Raises:
-            TypeError: the other is not a Max.
-        """
-        _check_kind(self, other)
-        return Max(_choose(max, torch.maximum, self.value, other.value))
+    reductions = {"value": "max"}  # noqa: RUF012
 
 
 @attrs.frozen(eq=False)
@@ -259,18 +291,56 @@ class Last(_Value):
         4.0
     """
 
-    def combine(self, other: Last) -> Last:
-        """Return the other.
-
-        Raises:
-            TypeError: the other is not a Last.
-        """
-        _check_kind(self, other)
-        return other
+    reductions = {"value": "last"}  # noqa: RUF012
 
 
-FIELDS = {Mean: ("total", "weight"), **dict.fromkeys((Sum, Min, Max, Last), ("value",))}
-BUILTIN_METRICS = {f"fnloop.{metric.__name__}": metric for metric in (Mean, Sum, Min, Max, Last)}
+# --- what a metric of the user's may lack, which is not one of these
+
+
+def accumulator_of(metric: Any) -> Metric:
+    """Return what further parts are combined into, in place where the metric can."""
+    return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
+
+
+def sent(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as another process, or a file, gets them: on the host."""
+    return {name: m.to_cpu() if hasattr(m, "to_cpu") else m for name, m in metrics.items()}
+
+
+def is_per_process(metric: Metric) -> bool:
+    """Return whether a metric is of this process alone, and not of its share of the data."""
+    return getattr(metric, "per_process", False)
+
+
+def restored(saved: object, device: torch.device) -> object:
+    """Return the metric that a checkpoint holds, if its class is known by its name.
+
+    Others stay :class:`Pending` until a batch brings one of their kind.
+
+    Raises:
+        TypeError: the checkpoint is damaged.
+    """
+    if not isinstance(saved, Pending):
+        raise TypeError(f"a metric is {saved!r}")
+    kind = KINDS.get(saved.kind)
+    if kind is None:
+        return saved
+    parts = dict(saved.parts)
+    try:
+        return kind(*[_on_device(parts.pop(k), how, device) for k, how in kind.reductions.items()])
+    except (KeyError, TypeError):
+        raise TypeError(f"a {saved.kind} holds {describe(dict(saved.parts))}") from None
+
+
+def _on_device(value: object, how: str, device: torch.device) -> object:
+    """Return a field of a metric. Several processes merge it on the host; sums belong elsewhere."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if how != "sum" or isinstance(value, int):
+        return value
+    return to_accumulator_dtype(torch.tensor(value, dtype=torch.float64, device=device))
 
 
 def combine(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -350,10 +420,10 @@ Cell = tuple[str, str, Tensor]  # the name of a metric, one of its fields, and t
 
 
 def _cells_of(metrics: Mapping[str, Metric]) -> list[Cell]:
-    """Return the tensors of the built-in metrics."""
+    """Return the tensors of the metrics whose fields are known."""
     cells: list[Cell] = []
     for name, metric in metrics.items():
-        for field in FIELDS.get(metric.__class__, ()):
+        for field in metric.reductions if isinstance(metric, Reduced | Elapsed) else ():
             if isinstance(value := getattr(metric, field), Tensor):
                 cells.append((name, field, value))
     return cells
@@ -363,20 +433,21 @@ def _with_numbers(metrics: Mapping[str, Metric], cells: list[Cell]) -> dict[str,
     """Return metrics with numbers in place of tensors, fetched in one transfer."""
     found = dict(metrics)
     if cells:
-        for (name, field, _), number in zip(cells, _read([v for _, _, v in cells]), strict=True):
-            kind = type(metric := found[name])
-            values = [number if part == field else getattr(metric, part) for part in FIELDS[kind]]
-            found[name] = kind(*values)
+        for (name, field, _), value in zip(cells, _read([v for _, _, v in cells]), strict=True):
+            found[name] = attrs.evolve(cast(Any, found[name]), **{field: value})
     return found
 
 
-def _read(values: list[Tensor]) -> list[float]:
-    """Return scalars as numbers: the one host read of a report."""
-    if len(values) == 1:
-        return [float(values[0])]
+def _read(values: list[Tensor]) -> list[float | Tensor]:
+    """Return scalars as numbers, and others on the host: the one host read of a report."""
     device = values[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack([value.to(device, dtype) for value in values]).tolist()
+    flat = torch.cat([value.reshape(-1).to(device, dtype) for value in values]).tolist()
+    found: list[float | Tensor] = []
+    for value in values:
+        own, flat = flat[: value.numel()], flat[value.numel() :]
+        found.append(torch.tensor(own, dtype=dtype).reshape(value.shape) if value.ndim else own[0])
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -452,7 +523,7 @@ def _updated(so_far: Any, metric: Any) -> Metric:
     if isinstance(so_far, Pending):
         so_far = materialize(metric, so_far)
     if so_far is None:
-        return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
+        return accumulator_of(metric)
     return so_far.update_(metric) if hasattr(so_far, "update_") else so_far.combine(metric)
 
 
@@ -578,6 +649,7 @@ class Elapsed:
     is_rate: bool = False
 
     per_process = True  # each process has its own, also if its step is outside of backward
+    reductions = {"amount": "sum"}  # noqa: RUF012  # what is read with the fields of others
 
     def combine(self, other: Elapsed) -> Elapsed:
         """Return that of both."""
@@ -622,9 +694,6 @@ class Elapsed:
         if isinstance(amount, Tensor) and isinstance(self.amount, Tensor):
             amount = amount.to(self.amount.device)
         return attrs.evolve(self, amount=amount, seconds=parts["seconds"], pending=())
-
-
-FIELDS[Elapsed] = ("amount", "seconds", "pending", "is_rate")  # read with those of other metrics
 
 
 def elapsed(

@@ -99,7 +99,7 @@ def encode(value: object, tensors: dict[str, Tensor], path: str) -> Json:
             f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data, "
             "tensors, attrs records or objects with a state_dict there"
         )
-    return {"$saved": _kind_of(value), "parts": encode(parts, tensors, path)}
+    return {"$saved": kind_name(type(value)), "parts": encode(parts, tensors, path)}
 
 
 def _encode_sequence(
@@ -316,9 +316,8 @@ def _add_tensor(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
     return name
 
 
-def _kind_of(value: object) -> str:
-    """Return the name of the class of a value, with the package only if it is fnloop's own."""
-    cls = type(value)
+def kind_name(cls: type) -> str:
+    """Return the name of a class in checkpoints, with the package only if it is fnloop's own."""
     return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
 
 
@@ -462,7 +461,7 @@ def materialize(template: Any, value: Any) -> Any:
 
 
 def _materialize_object(template: Any, value: Pending) -> object:
-    if value.kind != _kind_of(template):
+    if value.kind != kind_name(type(template)):
         saved, now = value.kind.removeprefix("fnloop."), type(template).__name__
         raise ValueError(
             f"the checkpoint has a {saved} where there is a {now} now: it was saved with other "

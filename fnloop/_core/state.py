@@ -32,7 +32,7 @@ from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
-from fnloop._core.metrics import TorchMetric, add_output_, to_host
+from fnloop._core.metrics import TorchMetric, add_output_, sent, to_host
 from fnloop._core.optimizers import (
     Group,
     Handle,
@@ -1042,8 +1042,9 @@ def merge_metrics(
         Name to metric, on the host; the same in every process.
     """
     mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
-    sent = {k: m.to_cpu() if hasattr(m, "to_cpu") else m for k, m in mine.items()}
-    parts = gather_objects((set(mine if own is None else own), sent), "an exchange of metrics")
+    parts = gather_objects(
+        (set(mine if own is None else own), sent(mine)), "an exchange of metrics"
+    )
     shared = set().union(*(names for names, _ in parts))  # some may have had no batch
     merged = dict(parts[0][1])
     for _, part in parts[1:]:

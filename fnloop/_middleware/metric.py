@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fnloop._core.history import suggestion
 from fnloop._core.metrics import (
-    BUILTIN_METRICS,
     COLLECTION_HINT,
     Elapsed,
     Mark,
     Mean,
     Peak,
+    Reduced,
     elapsed,
     from_torchmetrics,
     mark,
@@ -256,15 +256,11 @@ def _check_names(found: Mapping[str, Metric], others: Mapping[str, object]) -> N
 
 def _detach(metric: Any) -> Metric:
     """Return a built-in metric that owns its tensors, without a graph, in an accumulator dtype."""
-    if type(metric) not in BUILTIN_METRICS.values():
+    if not isinstance(metric, Reduced):
         return metric
-    parts = {
-        k: v.detach().clone()
-        for k, v in attrs.asdict(metric, recurse=False).items()
-        if isinstance(v, Tensor)
-    }
-    metric = attrs.evolve(metric, **parts) if parts else metric
-    return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
+    values = [getattr(metric, field) for field in metric.reductions]
+    own = [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
+    return type(metric)(*own).to_accumulator()
 
 
 def _to_metric(name: str, value: object, weight: int | Tensor) -> Metric:

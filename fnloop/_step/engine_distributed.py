@@ -27,7 +27,7 @@ from fnloop._backend.collectives import (
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, roots
 from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
-from fnloop._core.metrics import RECENT, to_accumulator_dtype
+from fnloop._core.metrics import RECENT, is_per_process, to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.state import (
@@ -272,9 +272,7 @@ class DistributedEngine:
         own = {
             name
             for name, metric in report.items()
-            if name not in trained
-            or self._is_own(trained[name])
-            or getattr(metric, "per_process", False)
+            if name not in trained or self._is_own(trained[name]) or is_per_process(metric)
         }
         padded = {name for name in own if name in trained and self._had_padding(trained[name])}
         report = drop_last_metrics(report, padded.__contains__)

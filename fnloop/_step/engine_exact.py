@@ -23,7 +23,7 @@ from fnloop._backend.collectives import (
     sync_buffers,
 )
 from fnloop._backend.torch_compat import batch_norms
-from fnloop._core.metrics import FIELDS, Last, Max, Min, combine
+from fnloop._core.metrics import Max, Min, Reduced, combine, is_per_process
 from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
 from fnloop._core.state import (
     TrainState,
@@ -564,7 +564,7 @@ class ExactDistributedEngine(ExactEngine):
         own = {
             name
             for name, metric in report.items()
-            if isinstance(metric, Min | Max) or getattr(metric, "per_process", False)
+            if isinstance(metric, Min | Max) or is_per_process(metric)
         }
         return merge_metrics(report, own)
 
@@ -749,12 +749,13 @@ class Layout:
     """What the metrics of a batch are.
 
     Args:
-        columns: the name, the kind and the first column of each metric of fnloop's own kinds.
+        columns: the name, the kind, and the shape of each field, of metrics whose fields are
+            numbers.
         others: the names of those of other kinds.
         width: how many columns a row has.
     """
 
-    columns: tuple[tuple[str, type[Metric], int], ...] = ()
+    columns: tuple[tuple[str, type[Reduced], tuple[torch.Size, ...]], ...] = ()
     others: tuple[str, ...] = ()
     width: int = _OWN_COLUMNS
 
@@ -765,14 +766,16 @@ class Layout:
 
 def layout_of(metrics: Mapping[str, Metric]) -> Layout:
     """Return what the metrics of a batch are."""
-    columns, width = [], _OWN_COLUMNS
+    columns, others, width = [], [], _OWN_COLUMNS
     for name, metric in metrics.items():
-        kind: type[Metric] = type(metric)
-        if kind in FIELDS:
-            columns.append((name, kind, width))
-            width += len(FIELDS[kind])
-    others = tuple(name for name, metric in metrics.items() if type(metric) not in FIELDS)
-    return Layout(tuple(columns), others, width)
+        if isinstance(metric, Reduced):
+            values = [getattr(metric, field) for field in metric.reductions]
+            shapes = [v.shape if isinstance(v, Tensor) else torch.Size() for v in values]
+            columns.append((name, type(metric), tuple(shapes)))
+            width += sum(shape.numel() for shape in shapes)
+        else:
+            others.append(name)
+    return Layout(tuple(columns), tuple(others), width)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -780,10 +783,10 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _cell(value: object, device: torch.device) -> Tensor:
-    """Return a number as a scalar tensor on a device, without a host read."""
+    """Return numbers as a vector on a device, without a host read."""
     if isinstance(value, Tensor):
-        return value.detach().to(device, _dtype(device))
-    return torch.full((), float(value), dtype=_dtype(device), device=device)  # type: ignore[arg-type]
+        return value.detach().reshape(-1).to(device, _dtype(device))
+    return torch.full((1,), float(value), dtype=_dtype(device), device=device)  # type: ignore[arg-type]
 
 
 def _row(out: Output, layout: Layout) -> Tensor:
@@ -794,8 +797,8 @@ def _row(out: Output, layout: Layout) -> Tensor:
     cells = [_cell(1, device), loss * valid, valid, reported]
     for name, kind, _ in layout.columns:
         metric = out.metrics[name]
-        cells += [_cell(getattr(metric, field), device) for field in FIELDS[kind]]
-    return torch.stack(cells)
+        cells += [_cell(getattr(metric, field), device) for field in kind.reductions]
+    return torch.cat(cells)
 
 
 def rows_of(own: Sequence[Output | None], layout: Layout, device: torch.device) -> Tensor:
@@ -821,18 +824,22 @@ def sum_rows(rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, dict
         summed = summed[:half] + summed[half:]
     total = summed[0]
     metrics: dict[str, Metric] = {}
-    for name, kind, first in layout.columns:
-        column = rows[:, first]
-        if kind is Min or kind is Max:
-            least = torch.where(present[:, 0], column if kind is Min else -column, math.inf).amin()
-            metrics[name] = Min(least) if kind is Min else Max(-least)
-        elif kind is Last:
-            order = torch.arange(1, len(rows) + 1, device=rows.device)
-            newest = (order * present[:, 0]).argmax(0, keepdim=True)
-            metrics[name] = Last(column.index_select(0, newest)[0])
-        else:
-            values = total[first : first + len(FIELDS[kind])].unbind()
-            metrics[name] = kind(*values)
+    order = torch.arange(1, len(rows) + 1, device=rows.device)
+    newest = rows.index_select(0, (order * present[:, 0]).argmax(0, keepdim=True))[0]
+    first = _OWN_COLUMNS
+    for name, kind, shapes in layout.columns:
+        values = []
+        for how, shape in zip(kind.reductions.values(), shapes, strict=True):
+            columns = slice(first, first + shape.numel())
+            if how in ("min", "max"):
+                sign = 1 if how == "min" else -1
+                least = torch.where(present, rows[:, columns] * sign, math.inf).amin(0)
+                found = least * sign
+            else:
+                found = (newest if how == "last" else total)[columns]
+            values.append(found.reshape(shape))
+            first = columns.stop
+        metrics[name] = kind(*values)
     return total[1], total[2], total[3], metrics
 
 

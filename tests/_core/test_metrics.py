@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
-from fnloop._core.metrics import mean_of, read, update_, update_loss_, weighted
+from fnloop._core.metrics import mean_of, read, restored, update_, update_loss_, weighted
+from fnloop._core.serialize import Pending
 from fnloop.testing import toy, toy_loss
 
 NAN = math.nan
@@ -605,3 +606,68 @@ def test_a_weighted_value_is_a_copy():
 def test_a_mean_of_checked_numbers_is_a_mean():
     made = mean_of(torch.tensor(6.0), 2)
     assert (type(made), made.compute(), repr(made)) == (Mean, 3.0, repr(Mean(torch.tensor(6.0), 2)))
+
+
+# --- a kind of the user's own: a subclass, which may hold a tensor of any shape
+
+
+class Recall(fl.Sum):
+    """Hits and positives by class: shape (classes, 2)."""
+
+    def compute(self):
+        return {str(i): (hits / all_).item() for i, (hits, all_) in enumerate(self.value)}
+
+
+class Widest(fl.Max):
+    """The largest value of each column."""
+
+    def compute(self):
+        return {str(i): value.item() for i, value in enumerate(self.value)}
+
+
+def hits(aux, batch):
+    """Batches are numbers from 0 on: the even ones are of class 0; those above 3 are missed."""
+    found = torch.zeros(2, 2)
+    for number in batch.long():
+        found[number % 2] += torch.tensor([float(number <= 3), 1.0])
+    return Recall(found)
+
+
+own_kinds = fl.pipeline(
+    fl.metric(
+        recall=hits, widest=lambda aux, batch: Widest(torch.stack([batch.amax(), -batch.amin()]))
+    )
+)(toy_loss)
+NUMBERS = [torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0]), torch.tensor([4.0, 6.0, 5.0])]
+# Class 0 has 0, 2, 4, 6 and class 1 has 1, 3, 5.
+EXPECTED = {"recall/0": 0.5, "recall/1": 2 / 3, "widest/0": 6.0, "widest/1": -0.0}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_kind_of_the_users_own_is_combined_over_batches_of_any_shape(exact):
+    state = fl.TrainState.create(*(lambda t: (t.model, t.optimizer))(toy()), seed=0, exact=exact)
+    state = fl.fit(own_kinds, state, (NUMBERS, NUMBERS), epochs=1, hooks=())
+    for loader in ("train", "valid"):
+        found = {k: state.history.latest(f"{loader}/{k}") for k in EXPECTED}
+        assert found == pytest.approx(EXPECTED)
+
+
+def test_a_kind_of_the_users_own_is_restored_as_itself(tmp_path):
+    stopped = fl.fit(own_kinds, toy(), NUMBERS, steps=1, hooks=())
+    restored = fl.restore(fl.save(stopped, tmp_path / "a"), toy())
+    assert type(restored.metrics["recall"]) is Recall and type(restored.metrics["widest"]) is Widest
+    ended = fl.fit(own_kinds, restored, NUMBERS, epochs=1, hooks=())
+    assert {k: ended.history.latest(f"train/{k}") for k in EXPECTED} == pytest.approx(EXPECTED)
+
+
+def test_a_checkpoint_with_other_fields_of_that_kind_is_refused(tmp_path):
+    path = fl.save(fl.fit(own_kinds, toy(), NUMBERS, steps=1, hooks=()), tmp_path / "a")
+    with pytest.raises(TypeError, match="a Recall holds {'count': 3.0}"):
+        restored(Pending("Recall", {"count": 3.0}), torch.device("cpu"))
+    assert fl.restore(path, toy()).metrics["recall"].value.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_the_own_kinds_of_fnloop_refuse_vectors():
+    for kind in (fl.Sum, fl.Max, lambda v: fl.Mean(v, 1)):
+        with pytest.raises(TypeError, match="as a number or a scalar tensor"):
+            kind(torch.ones(2))
