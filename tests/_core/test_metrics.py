@@ -662,7 +662,7 @@ def test_a_kind_of_the_users_own_is_restored_as_itself(tmp_path):
 
 def test_a_checkpoint_with_other_fields_of_that_kind_is_refused(tmp_path):
     path = fl.save(fl.fit(own_kinds, toy(), NUMBERS, steps=1, hooks=()), tmp_path / "a")
-    with pytest.raises(TypeError, match="a Recall holds {'count': 3.0}"):
+    with pytest.raises(TypeError, match="a Recall holds"):
         restored(Pending("Recall", {"count": 3.0}), torch.device("cpu"))
     assert fl.restore(path, toy()).metrics["recall"].value.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
