@@ -137,6 +137,17 @@ def test_a_module_lists_its_public_names_and_no_others(module):
     assert {"__all__", "__doc__", "__name__"} <= set(dir(module))
 
 
+def on_front_page(module) -> list[str]:
+    """Return the names that the docstring of a module lists, by subject, in backticks."""
+    subjects = re.findall(r"^- .*\n(?:  .*\n)*", module.__doc__ + "\n", re.M)
+    return [name for text in subjects for name in re.findall(r"`(?:\w+\.)?(\w+)`", text)]
+
+
+def test_the_front_page_is_one_screen_with_each_public_name_once_under_its_subject():
+    assert len(fnloop.__doc__.splitlines()) <= 40
+    assert sorted(on_front_page(fnloop)) == sorted([*fnloop.__all__, "testing"])
+
+
 def test_help_shows_what_is_public():
     text = pydoc.render_doc(fnloop, renderer=pydoc.plaintext)
     assert "fnloop - A training loop for PyTorch" in text
