@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from public_names import MODULES
 
 import fnloop
-from fnloop import data, debug, schedules, testing
 
 pytest.importorskip("pdoc")
 
@@ -48,9 +48,7 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module", [fnloop, data, debug, schedules, testing], ids=lambda module: module.__name__
-)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_reference(pages, module):
     described = set(re.findall(r'<section id="([\w.]+)">', pages[module.__name__]))
     described |= {page.rpartition(".")[2] for page in pages}
@@ -59,11 +57,8 @@ def test_every_public_name_is_in_the_reference(pages, module):
 
 @pytest.mark.slow
 def test_docstrings_are_read_as_sections(pages):
-    assert [
-        name
-        for name in ("fnloop", "fnloop.data", "fnloop.debug", "fnloop.schedules", "fnloop.testing")
-        if ">Arguments:</h6>" not in pages[name]
-    ] == []
+    names = [module.__name__ for module in MODULES]
+    assert [name for name in names if ">Arguments:</h6>" not in pages[name]] == []
 
 
 @pytest.mark.slow

@@ -27,10 +27,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from public_names import MODULES
 from torch import nn
 
 import fnloop as fl
-from fnloop import data, debug, schedules, testing
+from fnloop import data, schedules, testing
 from fnloop.testing import toy, toy_loss
 
 ROOT = str(Path(fl.__file__).parent)
@@ -564,8 +565,8 @@ class Outcome(NamedTuple):
     text: str
 
 
-def outcome(name, entry, make):
-    """Call, and return how it ended."""
+def outcome(name, entry, make, root=ROOT):
+    """Call, and return how it ended. ``root`` is the folder whose statements may raise."""
     try:
         entry.call(make())
     except Exception as error:
@@ -575,7 +576,7 @@ def outcome(name, entry, make):
         code = trace.tb_frame.f_code
         text = f"{type(error).__name__}: {error}"
         if (
-            not code.co_filename.startswith(ROOT)
+            not code.co_filename.startswith(root)
             or code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
         ):
             return Outcome("theirs", text)
@@ -671,12 +672,12 @@ def fitting(annotation: str) -> set[str] | None:
     return {value for part in parts for value in FIT[part].split()} if known else None
 
 
-def check_argument(module, name, parameter):
+def check_argument(module, name, parameter, root=ROOT):
     """Give an argument every value, within the example of the docstring of its function."""
     call = f"{name}({parameter.name})"
     words = parameter.name.removesuffix("s"), WORDS.get(call, "")
     entry = Entry(lambda value: call_in_example(module, name, parameter, value), words=words)
-    found = {value: outcome(call, entry, make) for value, make in VALUES.items()}
+    found = {value: outcome(call, entry, make, root) for value, make in VALUES.items()}
     wrong = {value: end for value, end in found.items() if end.kind in ("theirs", "unnamed")}
     assert not wrong
     accepted, fit = {v for v in found if found[v].kind == "accepted"}, fitting(parameter.annotation)
@@ -691,7 +692,7 @@ def slow_if_it_trains(module, name, parameter):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("module", "name", "parameter"),
-    [slow_if_it_trains(*found) for found in arguments(fl, data, debug, schedules, testing)],
+    [slow_if_it_trains(*found) for found in arguments(*MODULES)],
 )
 def test_an_argument_that_is_not_in_the_table_raises_such_errors_too(
     module, name, parameter, tmp_path, monkeypatch
