@@ -26,7 +26,7 @@ OPTIONAL = {
     *("matplotlib", "pandas", "torchmetrics", "IPython", "ipykernel", "nbclient", "nbformat"),
     *("mlxtend", "sklearn", "accelerate", "tensorboard", "wandb", "mlflow"),
 }
-CONTRACT = {
+CONTRACT = {  # names that stay; a new one need not be here
     *("TrainState", "RunInfo", "Phase", "fork", "freeze", "unfreeze", "layers", "StaleStateError"),
     *("snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
@@ -122,10 +122,13 @@ def import_graph(when_imported: bool = False):
     }
 
 
-def test_the_public_names_are_those_of_the_contract():
-    assert set(fnloop.__all__) == CONTRACT
+def test_the_names_of_the_contract_are_public():
+    assert set(fnloop.__all__) >= CONTRACT
+
+
+def test_what_can_be_imported_is_public():
     public = {name for name in vars(fnloop) if not name.startswith("_")} - {"testing"}
-    assert public == CONTRACT, "__all__ and the importable names differ"
+    assert public == set(fnloop.__all__), "__all__ and the importable names differ"
 
 
 @pytest.mark.parametrize("module", MODULES)
