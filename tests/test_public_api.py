@@ -180,6 +180,22 @@ def test_an_import_that_fails_leaves_garbage_collection_on():
     assert out.strip() == "True"
 
 
+def test_contributing_has_each_room_and_no_path_that_is_not_there():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    assert len(text.splitlines()) <= 60
+    trees = {name_of(path): tree for path, tree in modules()}
+    said = {
+        room: ast.get_docstring(trees[f"fnloop.{room}"]).split("\n")[0] for room in ROOMS.split()
+    }
+    assert re.findall(r"^\| (`.*) \|$", text, re.M) == [
+        f"`{room}` | {line.replace('``', '`')}" for room, line in said.items()
+    ]
+    paths = re.findall(r"`([\w./]+/(?:\w+\.py)?)`|\]\((.+?)\)", text)
+    assert len(paths) > 10
+    for path in filter(None, [part for pair in paths for part in pair]):
+        assert (ROOT.parent / path).exists() or (ROOT / path).exists(), path
+
+
 def test_imports_only_point_down():
     rooms = ROOMS.split()
     for module, imported in import_graph().items():
