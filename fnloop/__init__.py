@@ -27,8 +27,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
 - **Runs**: `fit`, `run`, `evaluate`, `predict`, `dry_run`, `summary`, `find_lr`, `find_batch_size`
-- **Hooks**: when `every`, `when`, `at_start`, `at_end`, `when_improved`, `once`, `on_main`; look
-  `progress`, `live_plot`, `inspect`, `profiled`; send `track`, `to_csv`, `to_jsonl`; stop
+- **Hooks**: `Hook`; when `every`, `when`, `at_start`, `at_end`, `when_improved`, `once`, `on_main`;
+  look `progress`, `live_plot`, `inspect`, `profiled`; send `track`, `to_csv`, `to_jsonl`; stop
   `early_stop`, `restore_best`, `halt_on_nonfinite`, `time_limit`, `requeue`
 - **Checkpoints**: `checkpoint`, `save`, `resume`, `restore`, `latest`, `best`, `CheckpointError`
 - **Processes**: `gather`, `reduce`, `broadcast`, `sharded`
@@ -39,7 +39,10 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 
 __docformat__ = "google"
 
-from fnloop import data, debug, schedules
+import typing as _typing
+from importlib import import_module as _import_module
+
+from fnloop import schedules
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import best, latest, restore, resume
@@ -53,11 +56,9 @@ from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwr
 from fnloop._core.types import Middleware, Output, middleware, skip
 from fnloop._data.loaders import sharded
 from fnloop._graphs.guards import CaptureError
-from fnloop._hooks.hook import at_end, at_start, every, once, when, when_improved
+from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._hooks.keep import checkpoint, restore_best
-from fnloop._hooks.look import inspect, live_plot, profiled
 from fnloop._hooks.progress import progress
-from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
 from fnloop._hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
@@ -73,15 +74,30 @@ from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
 from fnloop._step.update import decide
-from fnloop._tools.dry_run import dry_run
-from fnloop._tools.find import find_batch_size, find_lr
-from fnloop._tools.summary import summary
 from fnloop._version import __version__ as __version__
+
+if _typing.TYPE_CHECKING:
+    from fnloop import data, debug
+    from fnloop._hooks.look import inspect, live_plot, profiled
+    from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
+    from fnloop._tools.dry_run import dry_run
+    from fnloop._tools.find import find_batch_size, find_lr
+    from fnloop._tools.summary import summary
+
+# What a run may well do without is imported when it is first used.
+_LATER = {
+    "data": "fnloop.data", "debug": "fnloop.debug", "dry_run": "fnloop._tools.dry_run",
+    "find_batch_size": "fnloop._tools.find", "find_lr": "fnloop._tools.find",
+    "summary": "fnloop._tools.summary", "inspect": "fnloop._hooks.look",
+    "live_plot": "fnloop._hooks.look", "profiled": "fnloop._hooks.look",
+    "on_main": "fnloop._hooks.send", "to_csv": "fnloop._hooks.send",
+    "to_jsonl": "fnloop._hooks.send", "track": "fnloop._hooks.send",
+}  # fmt: skip
 
 # fmt: off
 __all__ = [
-    "CaptureError", "CheckpointError", "History", "Last", "Max", "Mean", "Middleware", "Min",
-    "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
+    "CaptureError", "CheckpointError", "History", "Hook", "Last", "Max", "Mean", "Middleware",
+    "Min", "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
     "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
@@ -96,6 +112,15 @@ __all__ = [
     "when_improved",
 ]
 # fmt: on
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _import_module(_LATER[name])
+    found = module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = found  # so that it is asked once
+    return found
 
 
 def __dir__() -> list[str]:

@@ -53,6 +53,7 @@ CONTRACT = {  # names that stay; a new one need not be here
     *("gather", "reduce", "broadcast", "sharded", "on_main"),
     *("dry_run", "find_lr", "find_batch_size", "summary"),
     *(
+        "Hook",
         "at_start",
         "at_end",
         "every",
@@ -127,8 +128,25 @@ def test_the_names_of_the_contract_are_public():
 
 
 def test_what_can_be_imported_is_public():
+    assert all(hasattr(fnloop, name) for name in fnloop.__all__)  # imports what is imported late
     public = {name for name in vars(fnloop) if not name.startswith("_")} - {"testing"}
     assert public == set(fnloop.__all__), "__all__ and the importable names differ"
+    with pytest.raises(AttributeError, match="module 'fnloop' has no attribute 'Trainer'"):
+        _ = fnloop.Trainer
+
+
+@pytest.mark.slow
+def test_what_a_run_does_without_is_not_imported():
+    code = """if True:
+        import sys, torch, fnloop
+        late = ["debug", "data", "_tools.dry_run", "_tools.tune", "_hooks.send", "_hooks.look"]
+        print([name for name in late if f"fnloop.{name}" in sys.modules])
+        print(fnloop.debug.replay.__name__, fnloop.data.tune.__name__, fnloop.track.__name__)
+    """
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.splitlines() == ["[]", "replay tune track"]
 
 
 @pytest.mark.parametrize("module", MODULES)

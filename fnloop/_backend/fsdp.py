@@ -23,6 +23,9 @@ def _dtensor() -> type[DTensor] | None:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
+_WHOLE = (Tensor, nn.Parameter)  # classes of tensors that are never sharded
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Return whether parameters of a model are sharded over processes."""
     kind = _dtensor()
@@ -181,13 +184,13 @@ def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, in the same memory."""
-    kind = _dtensor()
+    kind = None if tensor.__class__ in _WHOLE else _dtensor()
     return local_tensor(tensor) if kind is not None and isinstance(tensor, kind) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return a full tensor. This is a collective if the tensor is sharded."""
-    kind = _dtensor()
+    kind = None if tensor.__class__ in _WHOLE else _dtensor()
     return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor
 
 
@@ -233,7 +236,7 @@ def split_dim(tensor: Tensor) -> int | None:
     It is None for a tensor that is whole in this process, or placed in a way that ``fully_shard``
     does not use. :func:`full` returns either.
     """
-    kind = _dtensor()
+    kind = None if tensor.__class__ in _WHOLE else _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return None
     from torch.distributed.tensor import Shard

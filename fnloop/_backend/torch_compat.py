@@ -87,8 +87,14 @@ def apply_optimizer(optimizer: Optimizer) -> None:
     ):
         optimizer.step()
     else:
-        with in_few_calls(optimizer):
+        groups = _in_few_calls(optimizer)
+        try:
+            for group in groups:
+                group["foreach"] = True
             bare(optimizer)
+        finally:
+            for group in groups:
+                group["foreach"] = None
 
 
 def is_hook_table(name: str) -> bool:
@@ -425,58 +431,62 @@ def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
 Group = dict[str, object]
 
 _SAME_BITS = (SGD, Adam, AdamW)
+_SETTINGS = {bool, int, float, list, tuple, type(None)}  # their types in a group
 _DTYPES = (torch.float32, torch.float64)  # in narrower ones foreach rounds a number first
 _FEWEST = 8  # parameters
 _MOST_EACH = 1 << 14  # elements of a parameter, on average
 _MOST = 1 << 20  # elements of a group, for which memory is taken
+# Of groups, by their number: where the parameters are in memory, none of which overlap.
+_APART: weakref.WeakKeyDictionary[Optimizer, dict[int, object]] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def in_few_calls(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer update its small groups with one call for all, within a ``with`` block."""
-    chosen = []
-    if type(optimizer) in _SAME_BITS:
-        chosen = [group for group in optimizer.param_groups if _is_open(group)]
-        chosen = [group for group in chosen if _is_faster(group["params"], optimizer.state)]
-    try:
-        for group in chosen:
-            group["foreach"] = True
-        yield
-    finally:
-        for group in chosen:
-            group["foreach"] = None
+def _in_few_calls(optimizer: Optimizer) -> Sequence[Group]:
+    """Return the groups of an optimizer to update with one call for all of their parameters."""
+    if type(optimizer) not in _SAME_BITS:
+        return ()
+    apart = _APART.setdefault(optimizer, {})
+    groups = enumerate(optimizer.param_groups)
+    return [g for i, g in groups if _has_same_bits(g, optimizer.state, apart, i)]
 
 
-def _is_open(group: Group) -> bool:
-    """Return whether the user has left ``foreach`` to torch, and torch takes it here."""
-    if group.get("foreach", 0) is not None or group.get("fused") is not None:
-        return False
-    unlike = "capturable", "differentiable", "nesterov"  # which changes the gradients
-    numbers = *group.values(), *cast(tuple[object, ...], group.get("betas", ()))
-    return not (any(map(group.get, unlike)) or any(isinstance(n, Tensor) for n in numbers))
+def _has_same_bits(
+    group: Group,
+    state: Mapping[Tensor, Mapping[str, object]],
+    apart: dict[int, object],
+    number: int,
+) -> bool:
+    """Return whether ``foreach`` is open, is faster, and has the bits of a plain step.
 
-
-def _is_faster(params: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, object]]) -> bool:
-    """Return whether parameters are many and small, and ``foreach`` has the bits of a plain step.
-
-    It is asked before each update, because anything may have changed.
+    It is asked before each update, because anything may have changed since the last one. So it is
+    one function, of loops without calls.
     """
-    if len(params) < _FEWEST or not all(map(_is_plain, params)):
+    params = cast(list[Tensor], group["params"])
+    if len(params) < _FEWEST or group.get("foreach", 0) is not None:
         return False
-    if not all(_is_like(p, own) for p in params for own in (p.grad, *state.get(p, {}).values())):
+    if group.get("fused") is not None or group.get("capturable") or group.get("differentiable"):
         return False
+    if group.get("nesterov"):  # then foreach changes the gradients
+        return False
+    betas = cast(tuple[object, ...], group.get("betas", ()))
+    if not _SETTINGS.issuperset(map(type, (*group.values(), *betas))):  # such as a tensor
+        return False
+    for p in params:
+        if type(p) is not nn.Parameter or p.dtype not in _DTYPES or not p.is_cpu:
+            return False
+        for own in (p.grad, *state.get(p, {}).values()):
+            if not isinstance(own, Tensor) or own.dtype is p.dtype:
+                continue
+            if own.ndim or own.dtype not in _DTYPES:  # it is not the number of its updates
+                return False
+    places = tuple(map(Tensor.data_ptr, params)), tuple(map(Tensor.numel, params))
+    if apart.get(number) != places:
+        if sum(places[1]) > min(_MOST_EACH * len(params), _MOST) or _overlap(params):
+            return False
+        apart[number] = places
+    return True
+
+
+def _overlap(params: Sequence[Tensor]) -> bool:
+    """Return whether some memory belongs to two parameters. It would be updated twice."""
     places = sorted((p.data_ptr(), p.numel() * p.element_size()) for p in params)
-    if any(start + size > after for (start, size), (after, _) in itertools.pairwise(places)):
-        return False  # one memory is updated twice
-    return sum(p.numel() for p in params) <= min(_MOST_EACH * len(params), _MOST)
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    return type(parameter) is nn.Parameter and parameter.is_cpu and parameter.dtype in _DTYPES
-
-
-def _is_like(parameter: Tensor, own: object) -> bool:
-    """Return whether foreach takes a gradient, or what an optimizer keeps, with a parameter."""
-    if not isinstance(own, Tensor) or own.dtype is parameter.dtype:
-        return True
-    return own.ndim == 0 and own.dtype in _DTYPES  # the number of its updates
+    return any(start + size > after for (start, size), (after, _) in itertools.pairwise(places))

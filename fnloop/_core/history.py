@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import functools
 import itertools
 import math
 import threading
@@ -308,6 +309,22 @@ def records_since(history: History, start: int) -> list[Record]:
     return history._since(start)
 
 
+def new_records(history: History, seen: History) -> list[Record]:
+    """Return the records of a history that follow those it has in common with another one.
+
+    Example:
+        >>> a = History([Record(1, 10, {}), Record(2, 20, {})])
+        >>> b = a.append(Record(3, 30, {}))
+        >>> [record.step for record in new_records(b, a)], new_records(a, b)
+        ([30], [])
+    """
+    start = min(len(history), len(seen))
+    # Not by ==: after a rollback, an update that is made again may make an equal record.
+    while start and history[start - 1] is not seen[start - 1]:
+        start -= 1
+    return history._since(start)
+
+
 class Fold(Generic[T]):
     """A function of a history that folds over its records, and later only over the new ones.
 
@@ -580,6 +597,7 @@ def better(value: float, than: float, mode: str) -> bool:
     return math.isnan(than) or (value < than if mode == "min" else value > than)
 
 
+@functools.cache
 def mode_by_name(key: str) -> str | None:
     """Return the mode that the name of a metric suggests, "min" or "max"; None if neither or both.
 

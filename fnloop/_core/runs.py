@@ -30,10 +30,11 @@ class Stopwatch:
         evaluated: the time of the newest evaluation, the longest of all processes; None before it.
         newest: the mark at which the newest update ended; None if an evaluation came after it.
         recorded: whether a record was made; set to False by what looks at it.
+        resumed: since when time counts as training: after a boundary, or after the newest fetch.
     """
 
     __slots__ = (
-        "_began", "_ended", "_resumed", "evaluated", "newest", "recorded", "trained", "waited"
+        "_began", "_ended", "evaluated", "newest", "recorded", "resumed", "trained", "waited"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Stopwatch:
         self.evaluated: float | None = None
         self.newest: Mark | None = None
         self.recorded = True
-        self.resume()
+        self.resumed = time.perf_counter()
         self.begin(0.0)
 
     def begin(self, spent: float) -> None:
@@ -55,21 +56,6 @@ class Stopwatch:
     def end(self) -> None:
         """End the run."""
         self._ended = time.monotonic()
-
-    def resume(self) -> None:
-        """Begin to count what follows as training."""
-        self._resumed = time.perf_counter()
-
-    def next(self, feed: Iterator[Item], default: Item) -> Item:
-        """Return the next item, or the default; note how long it was waited for."""
-        __tracebackhide__ = True
-        began = time.perf_counter()
-        item = next(feed, default)
-        now = time.perf_counter()
-        self.waited = now - began
-        self.trained += now - self._resumed
-        self._resumed = now
-        return item
 
 
 def waiting_once(run: RunInfo | None, parts: Sequence[Item]) -> Iterator[Item]:

@@ -31,6 +31,9 @@ _NUMERIC = "biufc"  # kinds of dtypes: bool, integers, floating point, complex
 Json = Any  # a JSON value, as json.loads returns it
 
 
+_AS_IT_IS = (int, bool, type(None))  # in JSON
+
+
 @attrs.frozen(eq=False)
 class Pending:
     """What was read from a checkpoint, until an instance of its class is available.
@@ -120,11 +123,16 @@ def _encode_sequence(
 def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, Tensor], path: str) -> Json:
     if isinstance(value, Counter):
         return {"$counter": encode(dict(value), tensors, path)}
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {
-            _check_text(key, path): encode(inner, tensors, f"{path}.{key}")
-            for key, inner in value.items()
-        }
+    found: dict[str, Json] = {}
+    for key, inner in value.items():
+        if not isinstance(key, str) or key.startswith("$"):
+            break
+        as_it_is = inner.__class__ in _AS_IT_IS
+        found[_check_text(key, path)] = (
+            inner if as_it_is else encode(inner, tensors, f"{path}.{key}")
+        )
+    else:
+        return found
     keys = [encode(key, tensors, f"{path}.key{i}") for i, key in enumerate(value)]
     values = [encode(inner, tensors, f"{path}.{i}") for i, inner in enumerate(value.values())]
     return {"$dict": [list(pair) for pair in zip(keys, values, strict=True)]}
@@ -161,7 +169,7 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: str) -> Json
 
 def _why_unsupported(tensor: Tensor) -> str:
     """Return why a file cannot hold a tensor, or "". Sharded tensors are gathered before."""
-    for part in (tensor, local_part(tensor)):
+    for part in (tensor, local_part(tensor)) if tensor.__class__ is not Tensor else ():
         if flattened_kind(part) is not None:
             return type(part).__name__
     if tensor.is_meta:

@@ -402,9 +402,9 @@ def begin_update(state: TrainState) -> list[Tensor]:
     __tracebackhide__ = True
     if state._ownership.generation != state._generation:
         check_not_stale(state)
-    cache = state._parameters
-    fits = cache.groups == len(groups_in(state.optimizer))
-    return cache.found if fits else all_parameters(state)
+    cache, optimizer = state._parameters, state.optimizer
+    groups = groups_in(optimizer) if type(optimizer) is Optimizers else optimizer.param_groups
+    return cache.found if cache.groups == len(groups) else all_parameters(state)
 
 
 def give_up_ownership(state: TrainState) -> None:
@@ -483,10 +483,14 @@ def newest(state: TrainState, batches: int, samples: int) -> TrainState:
 
 def parameters(state: TrainState) -> list[Any]:
     """Return the parameters that the optimizers update; of several, in the order of the model."""
-    if type(state.optimizer) is Optimizers:
+    optimizer = state.optimizer
+    if type(optimizer) is Optimizers:
         all_parameters(state)
         return state._parameters.trained
-    return [p for group in state.optimizer.param_groups for p in group["params"]]
+    found: list[Any] = []  # at each call: a user may take a parameter out of a group
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
 
 
 def all_parameters(state: TrainState) -> list[Tensor]:

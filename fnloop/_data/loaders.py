@@ -534,20 +534,25 @@ def _common(sizes: list[int], expected: int) -> int:
 def noting_first(
     batches: Iterator[Batch], sharing: SingleProcess, at: tuple[int | None, int, int]
 ) -> Iterator[Batch]:
-    """Yield this process's batches. Note the first batch of the pass, which every process has read.
+    """Return this process's batches. Note the pass's first batch, which every process has read.
 
     Args:
         batches: what ``sharing.split`` gives.
         sharing: how the batches are distributed.
         at: where the pass begins.
     """
-    __tracebackhide__ = True
-    if isinstance(sharing, RoundRobin):
+    if not isinstance(sharing, RoundRobin):
+        return batches
+
+    def noting() -> Iterator[Batch]:
+        __tracebackhide__ = True
         for batch in batches:
             sharing.first = First(glimpse(sharing.head), at)
             yield batch
             break
-    yield from batches
+        yield from batches
+
+    return noting()
 
 
 def sampling_first(

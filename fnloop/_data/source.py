@@ -410,7 +410,8 @@ def _grouped(batches: Iterator[Batch], window: int) -> Iterator[Batch]:
     Not toolz.partition_all, which requests the next window before it yields one. A loader that
     draws would notice.
     """
-    return iter(lambda: tuple(itertools.islice(batches, window)), ())
+    rest, sizes = itertools.repeat(batches), itertools.repeat(window)
+    return itertools.takewhile(len, map(tuple, map(itertools.islice, rest, sizes)))
 
 
 class _Fetched(NamedTuple):

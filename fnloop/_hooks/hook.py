@@ -11,7 +11,17 @@ from typing import NoReturn, Protocol, Self
 
 import attrs
 
-from fnloop._core.history import SINCE, Fold, Record, better, check_monitored, first_record, mode_of
+from fnloop._core.history import (
+    SINCE,
+    Fold,
+    History,
+    Record,
+    better,
+    check_monitored,
+    first_record,
+    mode_of,
+    new_records,
+)
 from fnloop._core.runs import RunInfo, now
 from fnloop._core.state import TrainState, updates_of_call, with_slot
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Call, Output, name_of
@@ -38,6 +48,9 @@ class Hook:
         begins_everywhere: whether ``begin`` needs all processes, within ``on_main`` too.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
 
+    Raises:
+        NotImplementedError: when it is called: a subclass does not define ``__call__``.
+
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
@@ -61,6 +74,7 @@ class Hook:
     wants_outputs: bool = False
     begins_everywhere: bool = False
     ends_run_on_usr1: bool = False
+    _seen: History = History()
 
     def __call__(self, state: TrainState, /) -> TrainState:
         """Return the state to continue with: the same, or one with changes, such as ``stop``."""
@@ -104,6 +118,28 @@ class Hook:
         They are those of all processes, in order, copied to the host.
         """
 
+    def new_records(self, state: TrainState) -> tuple[Record, ...]:
+        """Return the records since this was last called, at first since the run began.
+
+        After another hook has gone back to a snapshot, they are those that follow it.
+
+        Example:
+            >>> import fnloop as fl, torch
+            >>> from fnloop.testing import toy, toy_loss
+            >>> class Show(fl.Hook):
+            ...     def __call__(self, state):
+            ...         for record in self.new_records(state):
+            ...             print(record.epoch, record.metrics["train/loss"])
+            ...         return state
+            >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)]
+            >>> state = fl.fit(step, toy(), batches, epochs=2, hooks=(Show(),))
+            1 0.0
+            2 -1.0
+        """
+        found = new_records(state.history, self._seen)
+        object.__setattr__(self, "_seen", state.history)  # a hook may be a frozen record
+        return tuple(found)
+
     def poll(self, state: TrainState) -> TrainState:
         """Return the state to continue with, where ``every`` or ``when`` skips the hook."""
         return state
@@ -131,7 +167,7 @@ class Hook:
 
 
 HookFn = Hook | Callable[[TrainState], TrainState]  # what a user may give
-_MEMBERS = [name for name in vars(Hook) if not name.startswith("__")]
+_MEMBERS = [name for name in vars(Hook) if not name.startswith("_")]
 
 
 @attrs.frozen(repr=False, slots=False)
@@ -236,6 +272,12 @@ def layers(hook: Hook) -> Iterator[Hook]:
     while isinstance(hook, Wrapper):
         hook = hook.hook
         yield hook
+
+
+def begin_records(hook: Hook, state: TrainState) -> None:
+    """Let the records of a run that begins be the new ones, of a hook and of those inside it."""
+    for layer in layers(hook):
+        layer.new_records(state)
 
 
 def slots_of(hooks: Iterable[Hook]) -> frozenset[str]:

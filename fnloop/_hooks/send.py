@@ -24,7 +24,7 @@ from fnloop._backend.collectives import any_rank, on_main_process
 from fnloop._backend.processes import trackers
 from fnloop._checkpoint.files import make_folder, remove_parts, replace_file
 from fnloop._checkpoint.retention import read_run_id
-from fnloop._core.history import History, Record, records_since
+from fnloop._core.history import History, Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import RECORD, Call, Output, name_of
 from fnloop._display import checks
@@ -174,10 +174,9 @@ class TableWriter(Hook):
     path: Path
     format_header: Callable[[Sequence[str]], str]
     format_row: Callable[[Record, Sequence[str]], str]
-    # The contents of the file: columns, number of records (None: unknown), last record, bytes.
+    # The contents of the file: columns, number of records (None: unknown), bytes.
     _names: tuple[str, ...] = attrs.field(default=(), init=False)
     _count: int | None = attrs.field(default=None, init=False)
-    _last: Record | None = attrs.field(default=None, init=False)
     _size: int = attrs.field(default=0, init=False)
 
     def __repr__(self) -> str:
@@ -250,28 +249,25 @@ class TableWriter(Hook):
         """Make the file equal to the history, in the first process."""
         if state.backend.rank != 0:
             return
-        history = state.history
-        new = records_since(history, self._count or 0)
-        if not self._can_append(history, new):
-            self._rewrite(history)
+        new = self.new_records(state)
+        if not self._can_append(len(state.history) - len(new), new):
+            self._rewrite(state.history)
         elif new:
             self._append(new)
-        self._count, self._last = len(history), history[-1] if len(history) else None
+        self._count = len(state.history)
 
-    def _can_append(self, history: History, new: list[Record]) -> bool:
+    def _can_append(self, known: int, new: Sequence[Record]) -> bool:
         """Return whether the file lacks only rows at its end, and has a column for all they need.
 
-        The file also has to be as this hook left it.
+        The file also has to be as this hook left it. It has rows to lose after a hook went back.
         """
-        count = self._count
-        if count is None or not self.path.exists() or self.path.stat().st_size != self._size:
-            return False
-        if count > len(history) or (count and history[count - 1] is not self._last):
+        if self._count != known or not self.path.exists():
             return False
         names = _merge_names(self._names, *map(_cells_of, new))
-        return self.format_header(names) == self.format_header(self._names)
+        same_columns = self.format_header(names) == self.format_header(self._names)
+        return same_columns and self.path.stat().st_size == self._size
 
-    def _append(self, records: list[Record]) -> None:
+    def _append(self, records: Sequence[Record]) -> None:
         text = "".join(self.format_row(record, self._names) for record in records).encode()
         with self.path.open("ab") as file:
             file.write(text)
@@ -428,21 +424,21 @@ class track(Hook):
         self.also = also
         self._open = self._configured = False
         self._first_step = 0  # of the run
-        self._known = 0  # the number of records that were sent, or are not to be sent
-        self._last: Record | None = None  # of those
 
     def __repr__(self) -> str:
         return repr(self._call)
 
     def begin(self, state: TrainState) -> TrainState:
-        """Note which records were made before this run."""
+        """Note where this run begins."""
         self._first_step = state.step
-        self._note(state)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
         if state.backend.rank == 0:
-            records = self._new_records(state)
+            # Those of this boundary, and those made before the first update: where `every` has
+            # skipped the hook, it has skipped the records too.
+            steps = (state.step, self._first_step)
+            records = [record for record in self.new_records(state) if record.step in steps]
             if not self._open:
                 self._start(min([state.step, *(record.step for record in records)]))
             self._send(state, records)
@@ -451,8 +447,7 @@ class track(Hook):
     def flush(self, state: TrainState) -> TrainState:
         """Send the closing record, if there is one."""
         if self._open:
-            closing = [record for record in self._new_records(state) if record.closing]
-            self._send(state, closing)
+            self._send(state, [record for record in self.new_records(state) if record.closing])
         return state
 
     def close(self) -> None:
@@ -464,35 +459,15 @@ class track(Hook):
             except Exception as error:
                 log.error("%r: could not be closed: %s", self, error)
 
-    def _new_records(self, state: TrainState) -> list[Record]:
-        """Return the records that this boundary made, and those made before the first update.
-
-        A boundary may make two. If ``every`` skips the hook, it skips the records too.
-        """
-        history, known = state.history, self._known
-        if known > len(history) or (known and history[known - 1] is not self._last):
-            known = 0  # a hook went back to a snapshot
-            first_steps: tuple[int, ...] = ()
-        else:
-            first_steps = (self._first_step,)
-        steps = (state.step, *first_steps)
-        return [record for record in records_since(history, known) if record.step in steps]
-
     def _send(self, state: TrainState, records: list[Record]) -> None:
         for record in records:
             self._tracker.log(record.metrics, record.step)
-        self._note(state)
         if records and self.also is not None:
             try:
                 self.also(self._tracker.client, state)
             except Exception as error:
                 error.add_note(f"while in {name_of(self.also)}(client, state) of {self!r}")
                 raise
-
-    def _note(self, state: TrainState) -> None:
-        """Note the records so far as known."""
-        self._known = len(state.history)
-        self._last = state.history[-1] if self._known else None
 
     def _start(self, step: int) -> None:
         self._tracker.start(step)

@@ -24,7 +24,7 @@ from fnloop._data.source import Source
 from fnloop._display.checks import join_names
 from fnloop._display.screen import log
 from fnloop._display.tables import format_count
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import Hook, begin_records
 from fnloop._loop.errors import check_returned, explain, warn_on_main
 from fnloop._loop.plan import Plan
 from fnloop._middleware.metric import unseen_metrics
@@ -104,6 +104,7 @@ def _begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:
     __tracebackhide__ = True
     run = state.run
     for hook in hooks:
+        begin_records(hook, state)
         try:
             new = check_returned(hook, hook.begin(state), "begin")
             _check_position(hook, state, new)

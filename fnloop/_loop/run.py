@@ -95,8 +95,8 @@ def train_epochs(
     run, backend = Run(plan, state), state.backend
     window, source = plan.step.window, run.source
     batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
-    recent, stopwatch = plan.record_every is not None, run.info.stopwatch
-    with _closing(plan.hooks, stopwatch):
+    recent = plan.record_every is not None
+    with _closing(plan.hooks, run.stopwatch):
         while True:
             with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
                 with reusing_pages(backend.device), Survival(run):
@@ -110,7 +110,7 @@ def train_epochs(
                     over = run.only_ends() and not state.batch
                     if not over:
                         feed = windows(source, size, backend.device, *at, plan.prefetch)
-                        batch = stopwatch.next(feed, NONE_LEFT)
+                        batch = run.fetch(feed)
                         over = run.enter(seed, ended=batch is NONE_LEFT)
                         step = engine_of(run.state).read_from(source, plan.step.train, window)
                     while not over:
@@ -122,7 +122,7 @@ def train_epochs(
                         new, out = step(state, batch)
                         run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
                         run.phase, run.unfinished, run.left_out = LOADER, BOUNDARY, out.skip
-                        batch = stopwatch.next(feed, NONE_LEFT)
+                        batch = run.fetch(feed)
                         over = run.boundary(ended=batch is NONE_LEFT)
                     run.end_epoch(ended=batch is NONE_LEFT)
                 reached = detached_from_run(run.state)
@@ -208,9 +208,11 @@ class Run:
         self.asked_at = self.quiet_until = 0.0  # in between nothing is due, unless the epoch ends
         known = state.history[-1].seconds if len(state.history) else 0.0
         self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
-        self.info.stopwatch.begin(self.seconds)
+        self.stopwatch = self.info.stopwatch
+        self.stopwatch.begin(self.seconds)
         self.state = first_state(plan, attrs.evolve(state, run=self.info))
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
+        self._calls_always = bool(plan.hooks) or not is_alone(state)
 
     def is_over(self) -> bool:
         """Return whether the run is at its end."""
@@ -226,7 +228,7 @@ class Run:
             self.seconds = max(self.seconds, self.state.history[-1].seconds)
         if self._usr1_stops:
             self.interrupts.stop_on_usr1()
-        self.info.stopwatch.newest = None
+        self.stopwatch.newest = None
         if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
         self.first_batch, self.batches_in_epoch = self.state.batch, 0
@@ -240,8 +242,19 @@ class Run:
         )  # fmt: skip
         if self.plan.begins_before(self.state):
             self._start()
-        self.info.stopwatch.resume()
+        self.stopwatch.resumed = time.perf_counter()
         return fold_in(self.state.seed, COMPUTE, self.state.epoch)
+
+    def fetch(self, feed: Iterator[Any]) -> Any:
+        """Return the next batch or window, or ``NONE_LEFT``. Note how long it was waited for."""
+        __tracebackhide__ = True
+        watch, began = self.stopwatch, time.perf_counter()
+        fetched = next(feed, NONE_LEFT)
+        now = time.perf_counter()
+        watch.waited = now - began
+        watch.trained += now - watch.resumed
+        watch.resumed = now
+        return fetched
 
     def _count_windows(self) -> None:
         """Note how many batches an update takes in this epoch, and so how many updates it has."""
@@ -294,9 +307,7 @@ class Run:
         if ended and self.batches_in_epoch and self.state.backend.main:
             check_length(self.source, self.first_batch, self.batches_in_epoch)
         made = self.state.step + self.state.skipped - self.first_update
-        suggest_fused(
-            self.plan.step.pipeline.middleware, self.state, self.info.stopwatch.trained, made
-        )
+        suggest_fused(self.plan.step.pipeline.middleware, self.state, self.stopwatch.trained, made)
         order = self.source.order if ended else 0
         self.peers.barrier(self.state, self.interrupts, order)
         self.state = self.interrupts.apply(self.state)
@@ -353,14 +364,15 @@ class Run:
             self._carry_out(due("boundary", state, self._ask(state), self.evaluated), state)
         else:  # nothing is due but the hooks
             self.state, self.unfinished = state, None
-            self._call("boundary")
+            if self._calls_always or state.stop is not None:
+                self._call("boundary")
         if self.interrupts.stop is not None:  # a signal may have come during the hooks
             self.state = self.interrupts.apply(self.state)
         if self.interrupts.save:
             self.flush_hooks()
         stopped = self.state.stop is not None or self.state.step >= self.last_step
         over = ended or self.rolled_back or stopped
-        self.info.stopwatch.resume()
+        self.stopwatch.resumed = time.perf_counter()
         return self._end_epoch_early(over) if self.state.ends is not None else over
 
     def _end_epoch_early(self, over: bool) -> bool:
@@ -496,7 +508,7 @@ class Run:
         for loader in action.loaders:
             report |= self._evaluate(state, loader)
         self.phase = "the record"
-        seconds = max(self.info.stopwatch.spent(), self.seconds)  # another process may be ahead
+        seconds = max(self.stopwatch.spent(), self.seconds)  # another process may be ahead
         if not is_alone(state):
             report["seconds"] = Max(seconds)
         if action.loaders:
@@ -506,9 +518,9 @@ class Run:
         if not (values or train or closing):
             return state  # since the last record, every update was skipped
         if action.loaders:
-            self.info.stopwatch.evaluated = values.pop("evaluated")
-            self.info.stopwatch.newest = None
-        self.info.stopwatch.recorded = True
+            self.stopwatch.evaluated = values.pop("evaluated")
+            self.stopwatch.newest = None
+        self.stopwatch.recorded = True
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         record = Record(state.epoch, state.step, values, seconds, closing)
         metrics = state.metrics if closing else without_recent(state.metrics)

@@ -94,10 +94,10 @@ def clip(
     label = _NORM if name == "clip" else f"{_NORM}/{name}"
 
     def gradient(step: Step) -> Step:
-        chosen = Chosen("clip", selectors)
+        of = parameters if selectors is None else Chosen("clip", selectors).of
 
         def scale(state: TrainState) -> Mapping[str, Metric]:
-            return {label: Mean(clip_to_norm_(chosen.of(state), max_norm, norm_type), 1)}
+            return {label: Mean(clip_to_norm_(of(state), max_norm, norm_type), 1)}
 
         return _measuring(step, "clip", scale)
 

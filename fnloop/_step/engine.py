@@ -714,9 +714,12 @@ class LossRoot:
 def stash_gradients(state: TrainState) -> list[Tensor | None] | None:
     """Set aside gradients left by an earlier call of the step within the same update, if any."""
     params = parameters(state)
-    gradients = [p.grad for p in params]
-    if all(gradient is None for gradient in gradients):
+    for p in params:
+        if p.grad is not None:
+            break
+    else:
         return None
+    gradients = [p.grad for p in params]
     for p in params:
         p.grad = None
     return gradients
@@ -724,7 +727,9 @@ def stash_gradients(state: TrainState) -> list[Tensor | None] | None:
 
 def restore_gradients(state: TrainState, stashed: list[Tensor | None] | None) -> None:
     """Add stashed gradients to the present ones."""
-    for p, gradient in zip(parameters(state), stashed or (), strict=False):
+    if stashed is None:
+        return
+    for p, gradient in zip(parameters(state), stashed, strict=False):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
 
@@ -839,7 +844,7 @@ class WeightedSum:
 
     def relative_weight(self, out: Output) -> Weight | None:
         """Return weight / reference, or None where that is 1."""
-        weight = self._weight_of(out)
+        weight = out.weight if out.weight.__class__ is int else self._weight_of(out)
         if self.reference is None:
             self.reference = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
         if isinstance(self.reference, Tensor) or isinstance(weight, Tensor):
@@ -871,7 +876,8 @@ class WeightedSum:
         if out.skip is not None:
             self._skipped = out
             return
-        loss, weight = out.loss.detach(), self._weight_of(out)
+        weight = out.weight if out.weight.__class__ is int else self._weight_of(out)
+        loss = out.loss.detach()
         if self._loss is None or self.weight is None:
             self._loss, self.weight = at_least_float32(loss) * weight, weight
         elif isinstance(weight, Tensor):
@@ -929,7 +935,7 @@ def divide(
     divisor = weight if reference is None else weight / reference
     if not isinstance(divisor, Tensor) and divisor in (0, 1):
         return
-    local = [local_part(gradient) for gradient in gradients if gradient is not None]
+    local = [g if g.__class__ is Tensor else local_part(g) for g in gradients if g is not None]
     if not local:
         return
     if isinstance(divisor, Tensor):

@@ -103,9 +103,9 @@ def update(
                 before.buffers.put_back(unseen=True)
             if applied:
                 give_up_ownership(new)  # until all of the parameters have changed
-                apply = _applying.apply
-                for optimizer in optimizers_in(new.optimizer).values():
-                    apply(optimizer)
+                apply, optimizer = _applying.apply, new.optimizer
+                for one in optimizer.values() if type(optimizer) is Optimizers else (optimizer,):
+                    apply(one)
         finally:
             for p in params:
                 p.grad = None

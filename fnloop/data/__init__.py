@@ -16,9 +16,10 @@ in batches: keep the batch size when you resume in the middle of an epoch. By it
 iterable, whose order torch's generator decides.
 """
 
+import typing as _typing
+
 from fnloop._data.loaders import even
 from fnloop._data.map_style import bucketed
-from fnloop._tools.tune import tune
 from fnloop.data._combine import (
     fixed,
     fraction,
@@ -29,6 +30,9 @@ from fnloop.data._combine import (
     zip_shortest,
 )
 from fnloop.data._pad import pad_collate
+
+if _typing.TYPE_CHECKING:
+    from fnloop._tools.tune import tune
 
 __docformat__ = "google"
 
@@ -45,6 +49,15 @@ __all__ = [
     "zip_cycle",
     "zip_shortest",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "tune":  # which nothing below it needs
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fnloop._tools.tune import tune
+
+    globals()[name] = tune
+    return tune
 
 
 def __dir__() -> list[str]:
