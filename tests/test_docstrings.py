@@ -10,17 +10,9 @@ import textwrap
 
 import attrs
 import pytest
+from public_names import MODULES, values
 
-import fnloop
-from fnloop import data, debug, schedules, testing
-
-MODULES = (fnloop, data, debug, schedules, testing)
-PUBLIC = {
-    f"{module.__name__}.{name}": getattr(module, name)
-    for module in MODULES
-    for name in module.__all__
-    if not inspect.ismodule(getattr(module, name))
-}
+PUBLIC = values(*MODULES)
 DESCRIBED = {
     name: value
     for name, value in PUBLIC.items()
@@ -88,33 +80,32 @@ def raises(function):
     return False
 
 
-@pytest.mark.parametrize("name", PUBLIC | METHODS)
-def test_the_first_line_says_what_it_does(name):
-    first, *rest = (inspect.getdoc((PUBLIC | METHODS)[name]) or "").splitlines() or [""]
-    assert re.search(r"[.:]$", first), f"{name} has no summary of one line: {first!r}"
+def each(found):
+    return pytest.mark.parametrize("value", found.values(), ids=found)
+
+
+@each(PUBLIC | METHODS)
+def test_the_first_line_says_what_it_does(value):
+    first, *rest = (inspect.getdoc(value) or "").splitlines() or [""]
+    assert re.search(r"[.:]$", first), f"there is no summary of one line: {first!r}"
     assert not rest or not rest[0] or first.endswith(":") or not rest[0][0].islower(), (
-        f"{name}: the summary has more than one line"
+        "the summary has more than one line"
     )
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_every_parameter_is_described_and_no_other(name):
-    value = DESCRIBED[name]
+@each(DESCRIBED)
+def test_every_parameter_is_described_and_no_other(value):
     assert names_in(section(value, "Args")) == parameters(value)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, value in DESCRIBED.items() if inspect.isfunction(value)]
-)
-def test_the_return_value_is_described(name):
-    value = DESCRIBED[name]
+@each({name: value for name, value in DESCRIBED.items() if inspect.isfunction(value)})
+def test_the_return_value_is_described(value):
     nothing = inspect.signature(value).return_annotation in (None, "None")
     assert bool(section(value, "Returns").strip()) is not nothing
 
 
-@pytest.mark.parametrize("name", DESCRIBED | METHODS)
-def test_exceptions_are_described(name):
-    value = (DESCRIBED | METHODS)[name]
+@each(DESCRIBED | METHODS)
+def test_exceptions_are_described(value):
     made = (
         [function for method in MADE_BY if (function := vars(value).get(method))]
         if inspect.isclass(value)
@@ -126,13 +117,13 @@ def test_exceptions_are_described(name):
         if inspect.getsourcefile(function) == inspect.getsourcefile(value)
     ):
         assert re.search(r"^    \w+(, \w+)*: \S", section(value, "Raises"), re.M), (
-            f"{name} raises, but has no section Raises"
+            "it raises, but has no section Raises"
         )
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_there_is_an_example(name):
-    assert ">>> " in section(DESCRIBED[name], "Example")
+@each(DESCRIBED)
+def test_there_is_an_example(value):
+    assert ">>> " in section(value, "Example")
 
 
 # --- tests of the helpers

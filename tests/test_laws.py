@@ -3,11 +3,13 @@
 import math
 import pickle
 import sys
+from pathlib import Path
 
 import attrs
 import pytest
 import several
 import torch
+from public_names import MODULES, returning
 from sample_middleware import (
     decay,
     double_loss,
@@ -191,6 +193,23 @@ def test_guards_keep_the_laws_in_turns_and_with_several_optimizers(pipe):
     each = several.alternating(matrices=pipe.middleware, rest=(*pipe.middleware, fl.clip(0.1)))
     law_fold(fl.pipeline(), each)
     law_purity(fl.pipeline(), each)
+
+
+ELSEWHERE = {  # where the laws need another problem, or hold but for the times: the file with them
+    "cuda_graph": "_graphs/test_same_numbers.py",
+    "device_memory": "_middleware/test_device_memory.py",
+    "tbptt": "_middleware/test_tbptt.py",
+    "throughput": "_middleware/test_times.py",
+    "timings": "_middleware/test_times.py",
+}
+
+
+def test_every_middleware_is_in_the_table():
+    rows = [member for pipe in (*COMBINATIONS, *GUARDS, *SPIKES) for member in pipe.middleware]
+    found = {repr(member).partition("(")[0] for member in rows}
+    assert returning("Middleware", *MODULES) - found == set(ELSEWHERE), "add a row for it"
+    for name, file in ELSEWHERE.items():
+        assert f"fl.{name}(" in (Path(__file__).parent / file).read_text()
 
 
 # --- the same with several optimizers

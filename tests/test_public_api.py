@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import inspect
 import pkgutil
 import pydoc
 import re
@@ -13,9 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from public_names import MODULES
 
 import fnloop
-from fnloop import data, debug, schedules, testing
 
 ROOT = Path(fnloop.__file__).parent
 # A room imports only from the rooms before it.
@@ -27,7 +26,7 @@ OPTIONAL = {
     *("matplotlib", "pandas", "torchmetrics", "IPython", "ipykernel", "nbclient", "nbformat"),
     *("mlxtend", "sklearn", "accelerate", "tensorboard", "wandb", "mlflow"),
 }
-CONTRACT = {
+CONTRACT = {  # names that stay; a new one need not be here
     *("TrainState", "RunInfo", "Phase", "fork", "freeze", "unfreeze", "layers", "StaleStateError"),
     *("snapshot", "unwrap"),
     *("pipeline", "Output", "Middleware", "middleware", "supervised"),
@@ -124,11 +123,14 @@ def import_graph(when_imported: bool = False):
     }
 
 
-def test_the_public_names_are_those_of_the_contract():
-    assert set(fnloop.__all__) == CONTRACT
-    assert all(hasattr(fnloop, name) for name in CONTRACT)  # which imports what is imported late
+def test_the_names_of_the_contract_are_public():
+    assert set(fnloop.__all__) >= CONTRACT
+
+
+def test_what_can_be_imported_is_public():
+    assert all(hasattr(fnloop, name) for name in fnloop.__all__)  # imports what is imported late
     public = {name for name in vars(fnloop) if not name.startswith("_")} - {"testing"}
-    assert public == CONTRACT, "__all__ and the importable names differ"
+    assert public == set(fnloop.__all__), "__all__ and the importable names differ"
     with pytest.raises(AttributeError, match="module 'fnloop' has no attribute 'Trainer'"):
         _ = fnloop.Trainer
 
@@ -147,12 +149,23 @@ def test_what_a_run_does_without_is_not_imported():
     assert out.splitlines() == ["[]", "replay tune track"]
 
 
-@pytest.mark.parametrize("module", [fnloop, data, debug, schedules, testing])
+@pytest.mark.parametrize("module", MODULES)
 def test_a_module_lists_its_public_names_and_no_others(module):
     assert sorted(name for name in dir(module) if not name.startswith("__")) == sorted(
         module.__all__
     )
     assert {"__all__", "__doc__", "__name__"} <= set(dir(module))
+
+
+def on_front_page(module) -> list[str]:
+    """Return the names that the docstring of a module lists, by subject, in backticks."""
+    subjects = re.findall(r"^- .*\n(?:  .*\n)*", module.__doc__ + "\n", re.M)
+    return [name for text in subjects for name in re.findall(r"`(?:\w+\.)?(\w+)`", text)]
+
+
+def test_the_front_page_is_one_screen_with_each_public_name_once_under_its_subject():
+    assert len(fnloop.__doc__.splitlines()) <= 40
+    assert sorted(on_front_page(fnloop)) == sorted([*fnloop.__all__, "testing"])
 
 
 def test_help_shows_what_is_public():
@@ -183,6 +196,22 @@ def test_an_import_that_fails_leaves_garbage_collection_on():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert out.strip() == "True"
+
+
+def test_contributing_has_each_room_and_no_path_that_is_not_there():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    assert len(text.splitlines()) <= 60
+    trees = {name_of(path): tree for path, tree in modules()}
+    said = {
+        room: ast.get_docstring(trees[f"fnloop.{room}"]).split("\n")[0] for room in ROOMS.split()
+    }
+    assert re.findall(r"^\| (`.*) \|$", text, re.M) == [
+        f"`{room}` | {line.replace('``', '`')}" for room, line in said.items()
+    ]
+    paths = re.findall(r"`([\w./]+/(?:\w+\.py)?)`|\]\((.+?)\)", text)
+    assert len(paths) > 10
+    for path in filter(None, [part for pair in paths for part in pair]):
+        assert (ROOT.parent / path).exists() or (ROOT / path).exists(), path
 
 
 def test_imports_only_point_down():
@@ -347,28 +376,6 @@ def test_import_pulls_in_nothing_optional():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert out.strip() == "[]"
-
-
-def everything_public():
-    for name in fnloop.__all__:
-        value = getattr(fnloop, name)
-        yield f"fnloop.{name}", value
-        if inspect.isclass(value):
-            for method, function in vars(value).items():
-                function = getattr(function, "__func__", function)
-                if not method.startswith("_") and inspect.isfunction(function):
-                    yield f"fnloop.{name}.{method}", function
-    yield from ((f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__)
-    yield from ((f"data.{name}", getattr(data, name)) for name in data.__all__)
-    yield from ((f"debug.{name}", getattr(debug, name)) for name in debug.__all__)
-    yield from ((f"testing.{name}", getattr(testing, name)) for name in testing.__all__)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [pytest.param(n, v, id=n) for n, v in everything_public()]
-)
-def test_every_public_name_is_documented(name, value):
-    assert (value.__doc__ or "").strip(), f"{name} has no docstring"
 
 
 def test_every_module_has_a_docstring():

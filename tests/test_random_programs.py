@@ -50,7 +50,7 @@ def test_a_program_is_a_function_of_its_two_numbers():
 def test_another_process_draws_the_same_programs():
     script = "from random_programs import draw; print([draw(7, n) for n in range(50)])"
     asked = [sys.executable, "-c", script]
-    there = Path(__file__).parent
+    there = Path(__file__).parent / "helpers"
     found = subprocess.run(asked, cwd=there, check=True, capture_output=True, text=True).stdout
     assert found == f"{[draw(7, n) for n in range(50)]}\n"
 

@@ -46,8 +46,3 @@ def test_the_links_lead_somewhere():
 def test_the_pictures_are_small():
     pictures = [README.parent / path for path in re.findall(r'src="([^"]+)"', README.read_text())]
     assert len(pictures) == 3 and max(path.stat().st_size for path in pictures) < 60_000
-
-
-def test_every_public_name_is_in_the_readme_or_on_the_front_page_of_the_reference():
-    text = README.read_text() + fnloop.__doc__
-    assert [name for name in fnloop.__all__ if not re.search(rf"\b{name}\b", text)] == []

@@ -5,20 +5,29 @@ raises, with a message that names the function or the argument. It is wrong if i
 of Python's or of torch's: if the frame that raised is not one of fnloop's, or the statement there
 is not a ``raise``.
 
-Not in the table: errors of Python itself (a missing argument), records that only the library makes
-(``Output``, ``RunInfo``, ``TrainState(...)`` itself), exceptions, arguments that accept every value
-(``gather(tree)``, ``broadcast(tree)``), and batches, whose form a loader and a loss function
-agree on.
+The table says for an argument which values are accepted on purpose. An argument that is not in the
+table is found by the signature of its function, and given the same values within the example of the
+docstring, in the place of what the example gives. What is accepted then has to fit the annotation.
+
+Not tried: errors of Python itself (a missing argument), records that only the library makes
+(``Output``, ``RunInfo``, ``TrainState(...)`` itself), exceptions, what a step passes on in every
+update (to ``decide``), and batches, whose form a loader and a loss function agree on.
 """
 
+import contextlib
 import dis
+import doctest
 import importlib.util
+import inspect
+import io
 import itertools
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from public_names import MODULES
 from torch import nn
 
 import fnloop as fl
@@ -369,8 +378,8 @@ HOOKS = {
     "track(config)": Entry(lambda v: fl.track("tensorboard", "x", v), "None {}"),
     "track(project)": Entry(lambda v: fl.track("tensorboard", "x", project=v), "None 'x'"),
     "track(also)": Entry(lambda v: fl.track("tensorboard", "x", also=v), "None"),
-    "to_csv(file)": Entry(fl.to_csv, "'x' path"),
-    "to_jsonl(file)": Entry(fl.to_jsonl, "'x' path"),
+    "to_csv(path)": Entry(fl.to_csv, "'x' path"),
+    "to_jsonl(path)": Entry(fl.to_jsonl, "'x' path"),
 }
 
 CHECKPOINTS = {
@@ -556,8 +565,8 @@ class Outcome(NamedTuple):
     text: str
 
 
-def outcome(name, entry, make):
-    """Call, and return how it ended."""
+def outcome(name, entry, make, root=ROOT):
+    """Call, and return how it ended. ``root`` is the folder whose statements may raise."""
     try:
         entry.call(make())
     except Exception as error:
@@ -567,7 +576,7 @@ def outcome(name, entry, make):
         code = trace.tb_frame.f_code
         text = f"{type(error).__name__}: {error}"
         if (
-            not code.co_filename.startswith(ROOT)
+            not code.co_filename.startswith(root)
             or code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
         ):
             return Outcome("theirs", text)
@@ -591,9 +600,109 @@ def test_a_wrong_argument_raises_an_error_that_names_it(name, tmp_path, monkeypa
     ]
 
 
+# --- arguments that are not in the table
+
+NOT_TRIED = ("decide", "toy_loss")  # they are called in every update
+WORDS = {  # other words in messages
+    "bisect(b)": "checkpoint",
+    "bisect(loaders)": "record",
+    "check_script(loaders)": "loss of",
+    "diff(b)": "checkpoint",
+    "replay(folder)": "checkpoint",
+    "tune(loader)": "loss of",
+}
+FIT = {  # which values fit a part of an annotation
+    "None": "None",
+    "bool": "True",
+    "int": "-1 0",
+    "float": f"{NUMBERS} nan inf",
+    "str": "'' 'x'",
+    "str | os.PathLike[str]": "'x' path",
+}
+
+
+def arguments(*modules):
+    """Yield each argument of a public function that is not in the table: module, function, name."""
+    for module in modules:
+        for name in module.__all__:
+            function = getattr(module, name)
+            if not inspect.isfunction(function) or name in NOT_TRIED:
+                continue
+            for parameter in inspect.signature(function).parameters.values():
+                row = re.compile(rf"(schedules\.)?{name}\({parameter.name}[):]")
+                if parameter.annotation != "Batch" and not any(map(row.match, ENTRIES)):
+                    yield module, name, parameter
+
+
+class ItHasBeenCalled(BaseException):
+    """Ends the example of a function after the call that was tried."""
+
+
+def call_in_example(module, name, parameter, value):
+    """Run the example of a function up to its first call, and make that with another argument."""
+    function = getattr(module, name)
+
+    def call(*args, **kwargs):
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        given = value
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            given = (value,)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given = dict.fromkeys(bound.arguments.get(parameter.name, ("setting",)), value)
+        bound.arguments[parameter.name] = given
+        result = function(*bound.args, **bound.kwargs)
+        raise ItHasBeenCalled(list(result) if inspect.isgenerator(result) else result)
+
+    names = vars(inspect.getmodule(function)) | {name: call, "__name__": "example"}
+    examples = doctest.DocTestParser().get_examples(function.__doc__)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(module, name, call)
+        with contextlib.suppress(ItHasBeenCalled):
+            for example in examples:
+                exec(compile(example.source, f"<example of {name}>", "single"), names)
+            pytest.fail(f"the example of {name} does not call it")
+
+
+def fitting(annotation: str) -> set[str] | None:
+    """Return the values that fit an annotation, or None if that is not known."""
+    if annotation in ("object", "Any"):
+        return set(VALUES)
+    parts = [annotation] if annotation in FIT else annotation.split(" | ")
+    known = all(part in FIT for part in parts)
+    return {value for part in parts for value in FIT[part].split()} if known else None
+
+
+def check_argument(module, name, parameter, root=ROOT):
+    """Give an argument every value, within the example of the docstring of its function."""
+    call = f"{name}({parameter.name})"
+    words = parameter.name.removesuffix("s"), WORDS.get(call, "")
+    entry = Entry(lambda value: call_in_example(module, name, parameter, value), words=words)
+    found = {value: outcome(call, entry, make, root) for value, make in VALUES.items()}
+    wrong = {value: end for value, end in found.items() if end.kind in ("theirs", "unnamed")}
+    assert not wrong
+    accepted, fit = {v for v in found if found[v].kind == "accepted"}, fitting(parameter.annotation)
+    assert "object" not in accepted if fit is None else accepted <= fit
+
+
+def slow_if_it_trains(module, name, parameter):
+    marks = [pytest.mark.slow] * (name in ("bisect", "check_script", "replay", "tune"))
+    return pytest.param(module, name, parameter, id=f"{name}({parameter.name})", marks=marks)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("module", "name", "parameter"),
+    [slow_if_it_trains(*found) for found in arguments(*MODULES)],
+)
+def test_an_argument_that_is_not_in_the_table_raises_such_errors_too(
+    module, name, parameter, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    check_argument(module, name, parameter)
+
+
 if __name__ == "__main__":  # print the count of all outcomes
     import collections
-    import contextlib
     import sys
     import tempfile
     import warnings

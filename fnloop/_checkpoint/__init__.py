@@ -1,1 +1,1 @@
-"""Checkpoints: the file format, saving, restoring, and which ones are kept."""
+"""A state on a disk, whole or not at all: its format, saving, restoring, what is kept."""

@@ -511,7 +511,11 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
     One line makes a training script restartable:
     ``state = resume("runs/a", TrainState.create(model, optimizer))``. Partial checkpoints, saved
-    with ``only=...``, are skipped.
+    with ``only=...``, are skipped, and so are damaged ones, with a warning.
+
+    The run continues with the next batch, and its result is bit for bit what it would have been
+    without the interruption. You may change the batch size or the number of workers: exactly the
+    remaining samples are trained.
 
     Args:
         folder: what the hook ``checkpoint(folder)`` writes to.

@@ -66,12 +66,24 @@ def save(
 ) -> Path:
     """Write a checkpoint: a folder that is either complete or absent.
 
+    It is written to a temporary folder, flushed, and renamed. It has tensors in safetensors files
+    (``model``, ``optimizer`` by parameter name, ``slots``), ``state.json``, and a manifest with
+    checksums. There is no pickle in it, so loading it cannot execute code. Besides the module's
+    state and the optimizer, it holds which parameters are frozen and which submodules are in
+    evaluation mode, slots, running metrics, history, counters, generators, and ``state.extra``, for
+    your own plain data. A slot may be plain data, tensors, an attrs record, or an object with a
+    ``state_dict``. The records of a long history are written once, in the folder ``.records``
+    beside the checkpoints.
+
     With several processes, all of them must call it, and the main process writes. If the model is
     sharded over them (``fully_shard``), or each process keeps the optimizer's state of its own
     parameters (ZeRO-1, distributed Muons), each process writes its own part.
 
     ``model.safetensors`` has the weights that an evaluation uses. Of a schedule-free optimizer
-    those of training are others, which are in ``training.safetensors``.
+    those of training are others, which are in ``training.safetensors``. An average of the weights
+    has its own file, such as ``ema.safetensors``, which loads into the plain module too. Of a
+    sharded model, ``index.json`` says for each tensor which parts to concatenate along which
+    dimension.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.

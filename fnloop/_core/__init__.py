@@ -1,1 +1,1 @@
-"""The values: states, metrics, histories, generators, and their types."""
+"""The values: states, metrics, histories, averages, generators, and what is frozen."""

@@ -204,7 +204,7 @@ def _with_modes(state: TrainState, found: Selected, keep: bool | None) -> TrainS
 
 def _taking(named: Mapping[str, Optimizer], name: str | None, added: list[str]) -> Optimizer | None:
     """Return the optimizer that takes parameters that none has; None if there are no such."""
-    if name is not None and (name not in named or "" in named):
+    if name is not None and (name not in [*named] or "" in named):  # it may have no hash
         known = checks.join_names([*named], 5)
         if "" in named:
             known = "one optimizer, without a name: leave out optimizer="

@@ -135,6 +135,8 @@ class Reduced:
 class Mean(Reduced):
     """A weighted mean: ``total / weight``, exact over batches of any size.
 
+    As every metric, it is made for a batch, combined over batches and processes, and computed once.
+
     Args:
         total: the sum of value × weight, a float or a scalar tensor.
         weight: the sum of weights, a number or a scalar tensor.

@@ -161,7 +161,8 @@ class TrainState:
     """Everything that a run depends on. Make one with :meth:`create`.
 
     Change a value with ``attrs.evolve(state, stop=None)``. The newest state owns the model, the
-    optimizer, and the tensors in ``slots`` and ``metrics``.
+    optimizer, and the tensors in ``slots`` and ``metrics``, which a step updates in place. All else
+    in it is a value.
 
     Args:
         model: the module.
@@ -256,10 +257,13 @@ class TrainState:
                 device of its process; a model sharded with ``fully_shard`` stays as it is.
             optimizer: a torch.optim optimizer of its parameters; or a mapping of several by name,
                 each with parameters of its own, which update in the order given. Together they must
-                have every parameter that is not frozen. A warning names those with others, which
-                are trained, but not saved. A parameter group may have a name of its own, such as
-                ``{"params": ..., "name": "head"}``: its rate is "train/lr/head" in records. Groups
-                without one keep "train/lr", of the first, and "train/lr/1", ...
+                have every parameter that is not frozen. ``clip`` is over all of these, and an
+                overflow in one optimizer skips the update of all. ``state.optimizer["rest"]`` is
+                one of them, and "train/lr/rest" its rate in records. A warning names optimizers
+                with other parameters, which are trained, but not saved. A parameter group may have
+                a name of its own, such as ``{"params": ..., "name": "head"}``: its rate is
+                "train/lr/head" in records. Groups without one keep "train/lr", of the first, and
+                "train/lr/1", ...
             seed: determines the order of the data and the random draws. By default it is drawn from
                 torch's generator, so that ``torch.manual_seed`` decides it. With several processes,
                 the seed of the main process is used.
@@ -270,8 +274,12 @@ class TrainState:
                 The gradients of its batches are summed in a tree that depends on their number
                 alone, and random draws follow the batch. It cannot hold on other hardware, with
                 another number of threads (``OMP_NUM_THREADS``) or library versions, with batches of
-                other samples, nor if the loss function is not deterministic on one process.
-                ``state.metrics`` are those of all processes: do not ``reduce`` them.
+                other samples, nor if the loss function is not deterministic on one process, or a
+                hook draws from the generators of Python or NumPy. Refused are layers with running
+                statistics, sharded models, sparse gradients, loss functions that exchange
+                something, ``sharded``, ``alternate``, ``raw``, ``tbptt``, ``cuda_graph``,
+                ``retry_on_oom`` and ``closure(create_graph=True)``. ``state.metrics`` are those of
+                all processes: do not ``reduce`` them.
 
         Returns:
             A state at step 0.

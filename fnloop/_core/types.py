@@ -19,17 +19,8 @@ from fnloop._display import checks, tables
 # The vocabulary: what a loss function, a step, an output and a metric are.
 #
 # A *step* is `(state, batch) -> (state, Output)` at every layer. A *middleware* wraps a step and
-# returns a step. Its *ring* decides which steps it wraps, and `pipeline` keeps the listed order
-# within a ring:
-#
-#     ring       wraps                                          sees
-#     forward    the loss function, in training and evaluation  the batch; then loss, aux, metrics
-#     evaluation forward, in evaluation only                    the same
-#     loss       forward, in training only                      the scalar that backward starts from
-#     gradient   backward                                       gradients, in the parameters' .grad
-#     update     the optimizer's step                           the new parameters
-#     device     all of the above                               only device work, no host values
-#     step       everything                                     counters, the host
+# returns a step. Its *ring* decides which steps it wraps (the table is in `Middleware`), and
+# `pipeline` keeps the listed order within a ring.
 #
 # This module knows nothing about states or models. `state` defines the record, `_step.pipeline` the
 # composition.
@@ -113,7 +104,8 @@ class Output:
             device.
         aux: what the loss function returned besides the loss; for a window, that of its last batch.
         metrics: name to metric.
-        skip: why this update is to be skipped, or None. A middleware sets it.
+        skip: why this update is to be skipped, or None. A middleware sets it. Such an update
+            counts in ``state.skipped``, and changes no other counter.
 
     Example:
         >>> import torch
@@ -177,7 +169,18 @@ class Middleware:
 
     Most are made with the decorator :func:`middleware`. Write the record itself for a middleware
     that acts in several rings, keeps something in ``state.slots[name]``, or takes several batches
-    at once.
+    at once. What it keeps between updates is in this slot, never in a closure, which a snapshot
+    would not copy and a checkpoint would not save.
+
+    | ring | wraps | sees |
+    |---|---|---|
+    | `forward` | the loss function, in both phases | the batch; then loss, aux, metrics |
+    | `evaluation` | the forward ring, in evaluation only | the same |
+    | `loss` | the forward ring, in training only | the scalar that backward starts from |
+    | `gradient` | backward | gradients, in `.grad` |
+    | `update` | the optimizer's step | the new parameters |
+    | `device` | all of the above | only device work, no host values |
+    | `step` | everything | counters, the host |
 
     Args:
         name: the name of its slot, used in errors too; it must be unique in a pipeline.

@@ -1,1 +1,1 @@
-"""Batches from a position: loaders opened, dealt to processes, fetched ahead."""
+"""Batches as a function of seed and position: read, dealt to processes, and fetched ahead."""

@@ -1,1 +1,1 @@
-"""What users read: reprs as text and HTML, figures, the log, and errors about arguments."""
+"""What people read: tables, figures, HTML, the terminal, and errors about arguments."""

@@ -1,1 +1,1 @@
-"""Updates captured as CUDA graphs."""
+"""Updates captured as CUDA graphs, and what guards them."""

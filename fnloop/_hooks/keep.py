@@ -75,8 +75,10 @@ class checkpoint(Hook):
     newest. With several processes the main process writes; of a sharded model each process writes
     its own part.
 
-    A folder belongs to one run. A run that was not resumed from it is refused before its first
-    update, and nothing in the folder is touched.
+    A folder belongs to one run (``state.run_id``). A run that was not resumed from it is refused
+    before its first update, and nothing in the folder is touched. Before this update, a tiny copy
+    of an optimizer that is not torch's is saved, restored and updated; one that does not resume
+    exactly is refused. Where that cannot be tried, a warning says so.
 
     Args:
         folder: where to save; created if it does not exist. It is made absolute at once, with ``~``

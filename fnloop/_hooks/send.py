@@ -50,10 +50,11 @@ def to_csv(path: _Path) -> TableWriter:
     Each record is written at once, so a kill loses none. The file equals ``state.history``: a run
     that is resumed from an earlier checkpoint cuts off the rows after it, and one that is started
     again after a power failure writes the rows that the disk has lost. A file belongs to one
-    run; another run is refused before its first update, and the file is not touched. A closing
-    record has 1 in the column ``closing``, which exists only if there is such a record. If a record
-    lacks a metric, its cell is empty. NaN and the infinities are ``nan``, ``inf`` and ``-inf``,
-    which pandas can read. When there are several processes, the first one writes.
+    run, whose identity is in a hidden file beside it (``.a.csv.run`` for ``a.csv``). Another run is
+    refused before its first update, and the file is not touched. A closing record has 1 in the
+    column ``closing``, which exists only if there is such a record. If a record lacks a metric, its
+    cell is empty. NaN and the infinities are ``nan``, ``inf`` and ``-inf``, which pandas can read.
+    When there are several processes, the first one writes.
 
     Args:
         path: the file, one for each run. It is made absolute at once, with ``~`` expanded. Missing

@@ -1,1 +1,1 @@
-"""The loop: fit, its boundaries, signals, evaluation and prediction."""
+"""The fold of a step over batches: plan, boundaries, signals, evaluation, prediction."""

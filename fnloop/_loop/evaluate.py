@@ -118,7 +118,9 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
     """Evaluate every batch of a loader once, with the step's pipeline up to its forward ring.
 
     The state stays unchanged: its parameters, buffers, history and training flags, and all
-    generators. Buffers that the model updates in evaluation mode are put back.
+    generators. Buffers that the model updates in evaluation mode are put back. There are no
+    gradients; a loss function that needs them, such as that of a gradient penalty, switches them
+    on: ``with torch.enable_grad():``.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.

@@ -54,6 +54,13 @@ def fit(
 ) -> TrainState:
     """Train: fold a step over batches until a target is reached.
 
+    The order of a shuffling map-style DataLoader, the augmentation in its dataset and the random
+    draws of torch are a function of (seed, epoch, position). They do not depend on the number of
+    workers, on evaluation, or on where a run was resumed. What the loss function draws from the
+    generators of Python and NumPy is the same after a resume too, provided the run does not switch
+    between zero and more workers. The global random state, which threads share, is restored after a
+    run.
+
     On the CPU, glibc keeps up to 1 GiB of freed memory for the next update, in tensors of up to
     32 MiB. MALLOC_TRIM_THRESHOLD_ in the environment prevents it.
 
@@ -63,9 +70,11 @@ def fit(
         loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable
             of batches. Every loader but "train" is evaluated, and its name is the prefix of its
             metrics. A loader is a DataLoader, a list, any other iterable, or a function that
-            returns one; it may take (epoch, batch), where to begin. The order of a shuffling
-            map-style DataLoader is a function of (seed, epoch). One with ``state_dict`` and
-            ``load_state_dict`` continues in mid-epoch where it was.
+            returns one; it may take (epoch, batch), where to begin. One with ``state_dict`` and
+            ``load_state_dict`` (torchdata's ``StatefulDataLoader``), or such a dataset in a
+            DataLoader without workers (Hugging Face's), continues in mid-epoch where it was, and
+            reads nothing again. Any other stream is read again up to there. A ``TensorDataset``,
+            an array, or a subset of one, is read a batch at a time.
         epochs: train until ``state.epoch`` is this. It is absolute: a second call does nothing.
         steps: train until ``state.step`` is this; absolute too. The smaller of the two wins. With
             neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.
@@ -83,8 +92,9 @@ def fit(
             the learning rate of the last update ("train/lr/1", ... of further parameter groups, and
             "train/lr/head" of one with ``"name": "head"``). If the run ends between two records, at
             its target or because a hook stops it, it appends a closing record, with an evaluation
-            unless ``evaluate_every`` is None. What is evaluated only because the run ends
-            (``at_end()``) is in a closing record too.
+            unless ``evaluate_every`` is None. Ctrl-C and signals make none. What is evaluated only
+            because the run ends (``at_end()``) is in a closing record too. If the run continues,
+            closing records stay, and hooks such as ``early_stop`` ignore them.
         record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
             Each record of the run then has "recent/..." metrics too: the means since the record
             before it, weighted by the items of the batches. A record costs one read from the
@@ -104,8 +114,9 @@ def fit(
     Returns:
         The state reached. If the run ended before its target, ``state.stop`` says why: the reason
         that a hook gave, or "interrupted" after Ctrl-C, which stops the run after the current
-        update. The model keeps its training flags, except that a model in evaluation mode as a
-        whole is put into training mode.
+        update, or "SIGTERM". A signal abandons an evaluation, which a run that continues makes. The
+        model keeps its training flags, except that a model in evaluation mode as a whole is put
+        into training mode.
 
     Raises:
         StaleStateError: the state has been advanced already.
@@ -117,12 +128,15 @@ def fit(
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
         Exception: any exception of the loss function, a loader or a hook, with a note of where in
-            the run it happened, and with the last consistent state as its attribute ``state``. An
-            update that failed may have changed buffers of the model, such as the statistics of
-            BatchNorm. The hooks after one that raised do not see that boundary, also not in a run
-            that continues. If it was the last one, the run that continues still makes the end: the
-            hooks ``at_end()`` and the last save. If ``optimizer.step()`` itself failed, the weights
-            are between two updates, and there is no such attribute.
+            the run it happened, and with the last consistent state as its attribute ``state``. If
+            an evaluation failed, a run that continues from it repeats the evaluation. An update
+            that failed may have changed buffers of the model, such as the statistics of BatchNorm.
+            The hooks after one that raised do not see that boundary, also not in a run that
+            continues. If it was the last one, the run that continues still makes the end: the hooks
+            ``at_end()`` and the last save. If ``optimizer.step()`` itself failed, the weights are
+            between two updates, the states of the model are stale, and there is no such attribute.
+            Notebooks and pytest show your frames of the traceback, and not those of fnloop;
+            ``%xmode Plain`` shows all.
 
     Example:
         >>> import fnloop as fl, torch

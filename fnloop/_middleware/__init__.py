@@ -1,1 +1,1 @@
-"""One file for each idea; the public names are in ``fnloop``."""
+"""The middleware, one file for each subject."""

@@ -1,1 +1,1 @@
-"""One update: the loss function, backward, the optimizer, and the pipeline around them."""
+"""One update: the pipeline, the loss function, backward, the optimizer, and its engines."""

@@ -123,15 +123,22 @@ class Pipeline:
 def pipeline(*middleware: Middleware) -> Pipeline:
     """Compose middleware, innermost first.
 
-    Each acts in its rings (see ``fnloop._core.types``); within a ring the listed order is kept. So
+    Each acts in its rings (see ``Middleware``); within a ring the listed order is kept. So
     ``pipeline(accumulate(4), clip(1.0))`` clips once per update, and ``pipeline(clip(1.0),
     accumulate(4))`` clips every micro-batch, then averages.
+
+    The loss function takes the module and a batch, and returns the mean loss, or ``(loss, aux)``,
+    where metrics find what else they need in the mapping ``aux``. If the loss is not the mean over
+    the leading dimension of the batch, ``aux["weight"]`` is the number of items that it is the mean
+    of, such as a token count on the device. Losses, gradients and metrics are averaged by this
+    weight. For a batch to leave out, the loss function returns ``skip(reason)``.
 
     Args:
         *middleware: what ``accumulate(4)``, ``clip(1.0)``, ... return.
 
     Returns:
-        A function from a loss function to a step.
+        A function from a loss function to a step. Its repr is the code that made it; it can be
+        compared and pickled.
 
     Raises:
         TypeError: something is not a middleware.

@@ -1,1 +1,1 @@
-"""What tries a run rather than runs it. Nothing below knows of these."""
+"""What tries a run: ``dry_run``, ``summary``, ``find_lr``, ``find_batch_size``, ``tune``."""

@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize(("moment", "attempts"), [("training", 5), ("evaluation", 2)])
 def test_a_run_with_workers_is_saved_if_it_is_terminated_twice(moment, attempts, tmp_path):
     """All processes of the run get both signals. The second kills its workers as it saves."""
-    script = Path(__file__).parents[1] / "terminated.py"
+    script = Path(__file__).parents[1] / "helpers" / "terminated.py"
     out = subprocess.run(
         [sys.executable, str(script), str(tmp_path), moment, str(attempts)],
         stdout=subprocess.PIPE,

@@ -4,6 +4,7 @@ import attrs
 import pytest
 import torch
 from composed_cases import ALWAYS_THE_SAME, CASES, contents, read, samples
+from public_names import MODULES, returning
 
 import fnloop as fl
 from fnloop import schedules
@@ -13,6 +14,11 @@ from fnloop.testing import assert_same, toy, toy_loss
 EPOCHS = (0, 1, 2)
 
 table = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+def test_every_loader_of_loaders_is_in_the_table():
+    found = {name.partition(" ")[0] for name in CASES}
+    assert returning("Composed", *MODULES) - found == set(), "add a row to composed_cases.py"
 
 
 @table

@@ -1,8 +1,8 @@
 """Random programs, each cut at random places and compared with itself uncut, bit for bit.
 
-    python tests/random_programs.py --seed 7 --programs 500
-    python tests/random_programs.py --seed 7 --minutes 60      # then seed 8, 9, ...
-    python tests/random_programs.py --seed 7 --only 221        # one program, as a report names it
+    python tests/helpers/random_programs.py --seed 7 --programs 500
+    python tests/helpers/random_programs.py --seed 7 --minutes 60      # then seed 8, 9, ...
+    python tests/helpers/random_programs.py --seed 7 --only 221  # one program, as a report names it
 
 A program is plain data: a model, an optimizer, loaders, a pipeline, hooks, moments and targets, as
 the source text that makes them. It is run whole. Then it is run again with cuts, and continued
@@ -1386,7 +1386,8 @@ class Found:
         return (
             f"program {self.number} of seed {self.seed}: "
             f"{type(self.error).__name__}: {self.error} {notes} {' '.join(where[-3:])}\n"
-            f"  repeat: python tests/random_programs.py --seed {self.seed} --only {self.number}\n"
+            "  repeat: python tests/helpers/random_programs.py "
+            f"--seed {self.seed} --only {self.number}\n"
             f"  paste (in tests/): from random_programs import *\n"
             f"  check({self.program!r}, {self.cuts!r})"
         )
