@@ -301,6 +301,7 @@ class Last(_Value):
 
 def accumulator_of(metric: Any) -> Metric:
     """Return what further parts are combined into, in place where the metric can."""
+    __tracebackhide__ = True
     return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
 
 
