@@ -1,0 +1,396 @@
+"""What fnloop costs beside the same by hand: an update, a call, an import, a save.
+
+    python tests/benchmarks/costs.py                       # all cases
+    python tests/benchmarks/costs.py --only update         # those of a name
+    python tests/benchmarks/costs.py --tree ../before      # and another checkout beside this one
+
+How it is measured is in ``apart.py``. The model is tiny (784-128-64-10, batches of 32, SGD with
+momentum, one thread), so that what is not the model shows. By hand means: the fewest lines of torch
+that do the same, without fnloop imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import apart
+
+ROUNDS = 200  # batches in a turn of an update
+WINDOW, MAX_NORM = 4, 1.0
+State = tuple[Any, Any]  # model, optimizer
+
+
+def make() -> State:
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def batches(number: int) -> list[Any]:
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(32, 784, generator=draw), torch.randint(0, 10, (32,), generator=draw))
+        for _ in range(number)
+    ]
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    from torch.nn.functional import cross_entropy
+
+    x, y = batch
+    return cross_entropy(model(x), y)
+
+
+# --- updates
+
+
+def update_by_hand() -> apart.Once:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    (model, optimizer), data = make(), batches(ROUNDS)
+
+    def once() -> None:
+        model.train()
+        total = torch.zeros(())
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach() * len(y)
+        total.item()
+
+    return once
+
+
+def accumulate_by_hand() -> apart.Once:
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.nn.utils import clip_grad_norm_
+
+    (model, optimizer), data = make(), batches(ROUNDS)
+
+    def once() -> None:
+        model.train()
+        total = torch.zeros(())
+        for i in range(0, len(data), WINDOW):
+            optimizer.zero_grad()
+            for x, y in data[i : i + WINDOW]:
+                loss = cross_entropy(model(x), y)
+                (loss / WINDOW).backward()
+                total += loss.detach() * len(y)
+            clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+        total.item()
+
+    return once
+
+
+def fitted(
+    middleware: Callable[[Any], tuple[Any, ...]] = lambda fl: (),
+    hooks: Callable[[Any], tuple[Any, ...]] = lambda fl: (),
+    number: int = ROUNDS,
+    valid: int = 0,
+) -> Callable[[], apart.Once]:
+    def set_up() -> apart.Once:
+        import fnloop as fl
+
+        data = batches(number)
+        loaders = (data, batches(valid)) if valid else data
+        step = fl.pipeline(*middleware(fl))(loss_fn)
+        state = fl.TrainState.create(*make(), seed=0)
+        own = hooks(fl)
+
+        def once() -> None:
+            nonlocal state
+            state = fl.fit(step, state, loaders, hooks=own)
+
+        return once
+
+    return set_up
+
+
+def default_hooks(fl: Any) -> tuple[Any, ...]:
+    nowhere = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    return fl.progress(file=nowhere), fl.halt_on_nonfinite()
+
+
+def recorded() -> apart.Once:
+    import fnloop as fl
+
+    data, step = batches(ROUNDS), fl.pipeline()(loss_fn)
+    state = fl.TrainState.create(*make(), seed=0)
+
+    def once() -> None:
+        nonlocal state
+        state = fl.fit(step, state, data, hooks=(), record_every=fl.every(steps=50))
+
+    return once
+
+
+# --- single calls
+
+
+def one_update_by_hand(valid: int) -> Callable[[], apart.Once]:
+    def set_up() -> apart.Once:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        (model, optimizer), ((x, y), *rest) = make(), batches(1 + valid)
+
+        def once() -> None:
+            model.train()
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            loss.item()
+            if valid:
+                model.eval()
+                with torch.no_grad():
+                    sum(cross_entropy(model(a), b) for a, b in rest).item()
+
+        return once
+
+    return set_up
+
+
+def evaluation_by_hand() -> apart.Once:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    (model, _), data = make(), batches(ROUNDS)
+
+    def once() -> None:
+        model.eval()
+        total, items = torch.zeros(()), 0
+        with torch.no_grad():
+            for x, y in data:
+                total += cross_entropy(model(x), y) * len(y)
+                items += len(y)
+        (total / items).item()
+
+    return once
+
+
+def evaluation() -> apart.Once:
+    import fnloop as fl
+
+    data, step = batches(ROUNDS), fl.pipeline()(loss_fn)
+    state = fl.TrainState.create(*make(), seed=0)
+    return lambda: fl.evaluate(step, state, data) and None
+
+
+def prediction_by_hand() -> apart.Once:
+    import torch
+
+    (model, _), data = make(), batches(ROUNDS)
+
+    def once() -> None:
+        model.eval()
+        with torch.no_grad():
+            torch.cat([model(x) for x, _ in data])
+
+    return once
+
+
+def prediction() -> apart.Once:
+    import torch
+
+    import fnloop as fl
+
+    data = batches(ROUNDS)
+    state = fl.TrainState.create(*make(), seed=0)
+
+    def once() -> None:
+        torch.cat(list(fl.predict(lambda model, batch: model(batch[0]), state, data)))
+
+    return once
+
+
+def trained() -> Any:
+    import fnloop as fl
+
+    step = fl.pipeline()(loss_fn)
+    return fl.fit(step, fl.TrainState.create(*make(), seed=0), batches(3), hooks=())
+
+
+def trained_by_hand() -> State:
+    model, optimizer = make()
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def snapshot_by_hand() -> apart.Once:
+    state = trained_by_hand()
+    return lambda: copy.deepcopy(state) and None
+
+
+def snapshot() -> apart.Once:
+    import fnloop as fl
+
+    state = trained()
+    return lambda: fl.snapshot(state) and None
+
+
+def tensors_of(model: Any, optimizer: Any) -> dict[str, dict[str, Any]]:
+    momentum = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
+    return {"model": dict(model.state_dict()), "optimizer": momentum}
+
+
+def write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
+def save_by_hand() -> apart.Once:
+    """With the same guarantees: files flushed, sums written last, the folder renamed."""
+    import torch
+    from safetensors.torch import save
+
+    model, optimizer = trained_by_hand()
+    folder = Path(tempfile.mkdtemp())
+
+    def once() -> None:
+        made, path = folder / ".new", folder / "a"
+        made.mkdir()
+        sums = {}
+        contents = {k: save(v) for k, v in tensors_of(model, optimizer).items()}
+        contents["rng"] = save({"rng": torch.get_rng_state()})
+        contents["state"] = json.dumps({"step": 3, "groups": [{"lr": 0.01}]}).encode()
+        for name, content in contents.items():
+            write(made / name, content)
+            sums[name] = hashlib.sha256(content).hexdigest()
+        write(made / "manifest.json", json.dumps(sums).encode())
+        sync_folder(made)
+        if path.exists():
+            path.rename(folder / ".old")
+        made.rename(path)
+        sync_folder(folder)
+        shutil.rmtree(folder / ".old", ignore_errors=True)
+
+    return once
+
+
+def saving() -> apart.Once:
+    import fnloop as fl
+
+    state, path = trained(), Path(tempfile.mkdtemp(), "a")
+    return lambda: fl.save(state, path) and None
+
+
+def restore_by_hand() -> apart.Once:
+    from safetensors.torch import load, save
+
+    model, optimizer = trained_by_hand()
+    folder = Path(tempfile.mkdtemp())
+    sums = {}
+    for name, tensors in tensors_of(model, optimizer).items():
+        (folder / name).write_bytes(content := save(tensors))
+        sums[name] = hashlib.sha256(content).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(sums))
+
+    def once() -> None:
+        import torch
+
+        known = json.loads((folder / "manifest.json").read_text())
+        found = {}
+        for name, right in known.items():
+            content = (folder / name).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == right
+            found[name] = load(content)
+        model.load_state_dict(found["model"])
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                optimizer.state[p]["momentum_buffer"].copy_(found["optimizer"][name])
+
+    return once
+
+
+def restoring() -> apart.Once:
+    import fnloop as fl
+
+    path = fl.save(trained(), Path(tempfile.mkdtemp(), "a"))
+
+    def once() -> float:
+        fresh = fl.TrainState.create(*make(), seed=0)  # a state is restored once
+        began = time.perf_counter()
+        fl.restore(path, fresh)
+        return time.perf_counter() - began
+
+    return once
+
+
+def importing(line: str) -> Callable[[], apart.Once]:
+    """Import in a new process, after torch, from compiled files."""
+    code = f"import time, torch; t = time.perf_counter(); {line}; print(time.perf_counter() - t)"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+
+    def once() -> float:
+        command = [sys.executable, "-c", code]
+        return float(subprocess.check_output(command, env=environment, text=True))
+
+    return lambda: once
+
+
+def contenders() -> Iterator[tuple[str, Callable[[], apart.Once]]]:
+    clipped = lambda fl: (fl.accumulate(WINDOW), fl.clip(MAX_NORM))
+    yield "200 updates: by hand", update_by_hand
+    yield "200 updates: fnloop", fitted()
+    yield "200 updates: default hooks", fitted(hooks=default_hooks)
+    yield "200 updates: record_every 50", recorded
+    yield "200 batches, accumulate and clip: by hand", accumulate_by_hand
+    yield "200 batches, accumulate and clip: fnloop", fitted(clipped)
+    yield "fit of one batch: by hand", one_update_by_hand(0)
+    yield "fit of one batch: fnloop", fitted(number=1)
+    yield "fit of one batch, two to evaluate: by hand", one_update_by_hand(2)
+    yield "fit of one batch, two to evaluate: fnloop", fitted(number=1, valid=2)
+    yield "evaluate 200 batches: by hand", evaluation_by_hand
+    yield "evaluate 200 batches: fnloop", evaluation
+    yield "predict 200 batches: by hand", prediction_by_hand
+    yield "predict 200 batches: fnloop", prediction
+    yield "snapshot: by hand", snapshot_by_hand
+    yield "snapshot: fnloop", snapshot
+    yield "save: by hand", save_by_hand
+    yield "save: fnloop", saving
+    yield "restore: by hand", restore_by_hand
+    yield "restore: fnloop", restoring
+    yield "import: by hand", importing("import attr, toolz, safetensors.torch")
+    yield "import: fnloop", importing("import fnloop")
+
+
+CONTENDERS = dict(contenders())
+
+if __name__ == "__main__":
+    apart.main(CONTENDERS, base="by hand")
