@@ -30,15 +30,7 @@ from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
 from fnloop._data.source import batch_size_of, open_source, windows
 from fnloop._display import tables
 from fnloop._display.checks import join_names
-from fnloop._display.tables import (
-    UNLIMITED,
-    Cell,
-    Column,
-    shorten,
-    table_html,
-    table_lines,
-    terminal_width,
-)
+from fnloop._display.tables import Column, Table, shorten
 from fnloop._graphs.capture import make_capturable, signature
 from fnloop._graphs.guards import CaptureError, HostReads
 from fnloop._hooks.hook import Hook, HookFn, Trigger, Wrapper, every, layers, unwrap_hook
@@ -115,21 +107,19 @@ class Report:
         )
         return f"{self.title}: {found}"
 
-    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
-        rows = [(f.kind, f.name, ("! " if f.problem else "") + f.text) for f in self.findings]
-        columns = [
-            Column(title, "", max(len(row[i]) for row in rows), left=True)
-            for i, title in enumerate(("what", "name", "seen"))
+    def _table(self) -> Table[Finding]:
+        columns: list[Column[Finding]] = [
+            Column("what", lambda f: f.kind, left=True),
+            Column("name", lambda f: f.name, left=True),
+            Column("seen", lambda f: f"{'! ' * f.problem}{f.text}", left=True),
         ]
-        return columns, [[Cell(text) for text in row] for row in rows]
+        return Table(columns, self.findings)
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [self._title(), *table_lines(*self._table(), width=terminal_width(UNLIMITED))]
-        )
+        return f"{self._title()}\n{self._table().text()}"
 
     def _repr_html_(self) -> str:
-        return tables.stack(tables.line(self._title()), table_html(*self._table()))
+        return tables.stack(tables.line(self._title()), self._table().html())
 
 
 def dry_run(

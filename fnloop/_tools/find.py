@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import is_out_of_memory
-from fnloop._core.history import number_form
 from fnloop._core.optimizers import Group, groups_in, initial_value
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.source import batch_size_of
 from fnloop._display import checks, figures, tables
-from fnloop._display.tables import Cell, Column, printable, table_html, table_lines
+from fnloop._display.tables import Column, Table, column_form, printable
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
 from fnloop._step.alternate import AlternateStep
@@ -100,30 +99,25 @@ class LrRange:
         times = self.suggestion / self.initial
         return f"LrRange: suggestion lr={self.suggestion:.2g}, {times:.2g} × the initial rate"
 
-    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
+    def _table(self) -> Table[int]:
         every = -(-len(self.rates) // SHOWN) or 1
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
-        form = number_form("loss", (*self.losses, *self.smoothed))
-        rows = [
-            [
-                Cell(f"{self.rates[i]:.2e}", best=i == found),
-                *(Cell(format(x[i], form)) for x in (self.losses, self.smoothed)),
-            ]
-            for i in range(len(self.rates))
-            if i % every == 0 or i == found
+        form = column_form("loss", (*self.losses, *self.smoothed), "min")
+        columns: list[Column[int]] = [
+            Column("lr", lambda i: f"{self.rates[i]:.2e}", best=lambda i: i == found),
+            Column("loss", lambda i: format(self.losses[i], form)),
+            Column("smoothed", lambda i: format(self.smoothed[i], form)),
         ]
-        widths = [max((len(row[k].text) for row in rows), default=1) for k in range(3)]
-        titles = ("lr", "loss", "smoothed")
-        columns = [Column(title, "", w) for title, w in zip(titles, widths, strict=True)]
-        return [attrs.evolve(columns[0], marks=True), *columns[1:]], rows
+        rows = [i for i in range(len(self.rates)) if i % every == 0 or i == found]
+        return Table(columns, rows, self.note)
 
     def __repr__(self) -> str:
-        lines = table_lines(*self._table(), self.note) if self.rates else [self.note]
-        return printable("\n".join([self._title(), *lines]))
+        shown = self._table().text() if self.rates else self.note
+        return printable(f"{self._title()}\n{shown}")
 
     def _repr_html_(self) -> str:
-        table = table_html(*self._table(), self.note) if self.rates else tables.faint(self.note)
-        return tables.stack(tables.line(self._title()), table)
+        shown = self._table().html() if self.rates else tables.faint(self.note)
+        return tables.stack(tables.line(self._title()), shown)
 
 
 def find_lr(
