@@ -60,15 +60,12 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
         for key in keys:
             (owner, metric), having, best = of[key], series[key], None
             wanted = _mode_of(metric, groups[title], mode)
-            if wanted is not None and key in evaluated:
-                finite = [record for record in having if math.isfinite(record.metrics[key])]
-                if finite:
-                    record = best_record(finite, key, wanted)
-                    value = record.metrics[key]
-                    label = f"{_label(owner, metric)} {best_label(record, key, records)}"
-                    if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
-                        label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
-                    best = place(record), value, label
+            if key in evaluated and (record := _best_finite(having, key, wanted)):
+                value = record.metrics[key]
+                label = f"{_label(owner, metric)} {best_label(record, key, records)}"
+                if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
+                    label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
+                best = place(record), value, label
             points = [(place(record), record.metrics[key]) for record in having]
             thin = owner == "recent"
             curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
@@ -79,6 +76,12 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     if crowded:
         figures.add_legend_below(figure, axes[0])
     return figure
+
+
+def _best_finite(records: Iterable[Record], key: str, mode: str | None) -> Record | None:
+    """Return the record with the best finite value; None if there is none, or no mode."""
+    finite = [record for record in records if math.isfinite(record.metrics[key])]
+    return best_record(finite, key, mode) if finite and mode else None
 
 
 def _spans_decades(curves: Iterable[figures.Curve]) -> bool:
@@ -264,13 +267,8 @@ def _short_names(names: Sequence[str]) -> Sequence[str]:
 def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
     """Return the best record of each run that has an evaluated metric, unless none is finite."""
     mode = mode_by_name(key) if is_evaluated(key) else None
-    if mode is None:
-        return {}
-    finite = {
-        name: [record for record in found.get(key, ()) if math.isfinite(record.metrics[key])]
-        for name, found in series.items()
-    }
-    return {name: best_record(having, key, mode) for name, having in finite.items() if having}
+    best = {name: _best_finite(found.get(key, ()), key, mode) for name, found in series.items()}
+    return {name: record for name, record in best.items() if record}
 
 
 def _run_label(

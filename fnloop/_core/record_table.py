@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
@@ -21,15 +21,8 @@ from fnloop._core.history import (
     mode_by_name,
     update_best,
 )
-from fnloop._display.tables import (
-    Column,
-    Table,
-    column_form,
-    fit_number,
-    format_clock,
-    format_count,
-    is_learning_rate,
-)
+from fnloop._display import tables
+from fnloop._display.tables import Column, Table
 
 LONG = 100.0  # seconds, from which on a column has times such as 1:40
 
@@ -97,10 +90,8 @@ def table(
     *,
     width: float = math.inf,
     most: int = 40,
-    before: Record | None = None,
-    best: Mapping[str, Record] | None = None,
 ) -> Table[Row]:
-    """Return a table of records.
+    """Return a table of records, with the best of them marked.
 
     Records with nothing but ``recent/...`` are left out, unless all others are closing records.
 
@@ -109,8 +100,6 @@ def table(
         names: the metrics to show; by default all of them.
         width: how many characters a line may have.
         most: how many rows to show; if there are more, the middle is cut, but for the best rows.
-        before: the record before the first one, for the time that passed between them.
-        best: the record to mark for each metric; by default the best of these records.
 
     Example:
         >>> print(table([Record(1, 10, {"loss": 0.5}, 2.0)]).text(80))
@@ -124,12 +113,13 @@ def table(
     names = [*(metric_names(records) if names is None else names)]
     if hidden:  # the few values of ``recent`` in the other rows would tell nothing
         names = [name for name in names if not name.startswith("recent/")]
-    best = functools.reduce(update_best, shown, {}) if best is None else best
+    best: dict[str, Record] = functools.reduce(update_best, shown, {})
     rows = [
         Row(record, _passed(record, above), {name for name in best if best[name] is record})
-        for above, record in zip([before, *shown], shown, strict=False)
+        for above, record in zip([None, *shown], shown, strict=False)
     ]
-    remark = f"not shown: {format_count(hidden, 'record')} with recent/... only" if hidden else ""
+    count = tables.format_count(hidden, "record")
+    remark = f"not shown: {count} with recent/... only" if hidden else ""
     return attrs.evolve(table_of(rows, names, width, most), remark=remark)
 
 
@@ -183,7 +173,7 @@ def _time(rows: Sequence[Row]) -> Column[Row]:
             return ""
         # A later row may have taken longer than its column has room for.
         is_clock = is_long or row.seconds >= 10 * LONG
-        return format_clock(row.seconds) if is_clock else f"{row.seconds:.1f}s"
+        return tables.format_clock(row.seconds) if is_clock else f"{row.seconds:.1f}s"
 
     width = max([4, *(len(text(row)) for row in rows)])
     return Column("time", text, width=width, rank=(5, 0))
@@ -192,14 +182,14 @@ def _time(rows: Sequence[Row]) -> Column[Row]:
 def _metric(records: Sequence[Record], name: str, least: int, place: int) -> Column[Row]:
     values = [record.metrics[name] for record in records if name in record.metrics]
     mode, group = mode_by_name(name), _group_of(name)
-    form = column_form(name, values, mode)
+    form = tables.column_form(name, values, mode)
     title = name[len(group) + 1 :] if group else name
     width = max([least, *(len(format(value, form)) for value in values)])
     room = max(width, len(title))
 
     def text(row: Row) -> str:
         value = row.record.metrics.get(name)
-        return "" if value is None else fit_number(value, form, room)
+        return "" if value is None else tables.fit_number(value, form, room)
 
     best = (lambda row: name in row.best) if is_evaluated(name) and mode is not None else None
     rank = (_importance(name), place)
@@ -225,7 +215,7 @@ def _importance(name: str) -> int:
         return 13
     if name.startswith("recent/"):
         return 12
-    if is_learning_rate(name):
+    if tables.is_learning_rate(name):
         return 9 if title == "lr" else 11
     if "grad_norm" in title:
         return 10

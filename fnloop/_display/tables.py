@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, Protocol, TextIO, TypeVar
+from typing import Generic, TextIO, TypeVar
 
 import attrs
 from tqdm.utils import disp_len
@@ -217,9 +217,14 @@ class Column(Generic[R]):
         """Return whether its cell of a row is marked."""
         return row is not None and self.best is not None and self.best(row)
 
-    def with_mark(self, text: str, mark: str = " ") -> str:
-        """Return the text of a cell, or the title, and a mark if the column has room for one."""
-        return text if self.best is None else f"{text}{mark}"
+    @property
+    def room(self) -> int:
+        """How many characters it has in a line, with a mark."""
+        return self.width + (self.best is not None)
+
+    def pad(self, text: str, mark: str = " ") -> str:
+        """Return a text as wide as the column, with a mark if cells can have one."""
+        return _pad(text if self.best is None else f"{text}{mark}", self.room, self.left)
 
 
 @attrs.frozen
@@ -253,47 +258,48 @@ class Table(Generic[R]):
         left_out = f"left out: {join_names(self.left_out, NAMED)}" if self.left_out else ""
         return "; ".join(filter(None, (left_out, self.remark)))
 
-    @property
-    def width(self) -> int:
-        """How many characters a line has."""
-        return len(self._blank())
-
     def fit(self, width: float = math.inf) -> Table[R]:
         """Return the table without the columns for which a line of some width has no room.
 
-        The others are as wide as the rows need. Lines of later rows have the same widths.
+        The others are as wide as their rows and groups need. ``head`` and ``line`` are those of a
+        table that was fitted; later rows may be shown in the same columns.
         """
-        table, gone = self, []
-        if self.rows:
-            widths = [max(disp_len(each.cell(row)) for row in self.rows) for each in self.columns]
-            pairs = zip(self.columns, widths, strict=True)
-            columns = [attrs.evolve(each, width=max(each.width, least)) for each, least in pairs]
-            table = attrs.evolve(self, columns=columns)
-        while len(table.columns) > 2 and table.width > width:
-            worst = max(table.columns, key=lambda column: column.rank)
+        columns, gone, fitted = [], [], []
+        for column in self.columns:
+            texts = (column.title, *map(column.cell, self.rows))
+            columns.append(attrs.evolve(column, width=max(column.width, *map(disp_len, texts))))
+        while len(columns) > 2 and attrs.evolve(self, columns=columns).width > width:
+            worst = max(columns, key=lambda column: column.rank)
             if worst.rank[0] == 0:
                 break
+            columns.remove(worst)
             gone.append(worst)
-            kept = [column for column in table.columns if column is not worst]
-            table = attrs.evolve(table, columns=kept)
+        for *others, last in _groups(columns):
+            name, room = disp_len(last.group), _room([*others, last])
+            fitted += [*others, attrs.evolve(last, width=last.width + max(name - room, 0))]
         gone.sort(key=lambda column: (bool(column.name), column.rank[1]))
         names = (c.name or (f"{c.title} ({c.group})" if c.group else c.title) for c in gone)
-        return attrs.evolve(table, left_out=(*self.left_out, *names))
+        return attrs.evolve(self, columns=fitted, left_out=(*self.left_out, *names))
+
+    @property
+    def width(self) -> int:
+        """How many characters a line has."""
+        groups = _groups(self.columns)
+        rooms = (max(_room(group), disp_len(group[0].group)) for group in groups)
+        return sum(rooms) + len(_RULE) * (len(groups) - 1)
 
     def head(self) -> list[str]:
         """Return the lines above the rows: the groups, if there are any, and the titles."""
-        titles = self._line([column.with_mark(column.title) for column in self.columns])
-        if not any(column.group for column in self.columns):
-            return [titles]
-        parts = zip(self._groups(), self._blank().split(_RULE), strict=True)
-        groups = [_pad(group, len(blank), left=True) for (group, _), blank in parts]
-        return [_RULE.join(groups).rstrip(_RULE), titles]
+        groups = [_pad(group[0].group, _room(group), left=True) for group in _groups(self.columns)]
+        lines = [_RULE.join(groups).rstrip(_RULE), self._line(lambda c: c.pad(c.title))]
+        return lines if any(column.group for column in self.columns) else lines[1:]
 
     def line(self, row: R | None) -> str:
         """Return a row as a line of text. The best cell of a column has a star."""
-        return self._line(
-            [c.with_mark(c.cell(row), "*" if c.is_best(row) else " ") for c in self.columns]
-        )
+        return self._line(lambda c: c.pad(c.cell(row), "*" if c.is_best(row) else " "))
+
+    def _line(self, show: Callable[[Column[R]], str]) -> str:
+        return _RULE.join("  ".join(map(show, group)) for group in _groups(self.columns)).rstrip()
 
     def text(self, width: int | None = None) -> str:
         """Return the table for sys.stdout. The note is wrapped, and words of the last column.
@@ -307,68 +313,48 @@ class Table(Generic[R]):
 
     def html(self) -> str:
         """Return the table for a notebook, with all columns. The best cells are bold."""
-        groups = self._groups()
-        begins = {indices[0] for _, indices in groups[1:]}  # the columns with a rule to their left
+        groups = _groups(self.columns)
+        begins = {group[0] for group in groups[1:]}  # the columns with a rule to their left
 
-        def style(i: int, left: bool = False) -> str:
-            words = self.columns[i].left
-            align, space = "left" if words or left else "right", "pre" if words else "nowrap"
-            rule = f";border-left:{_LINE}" if i in begins else ""
+        def style(column: Column[R], left: bool = False) -> str:
+            align = "left" if column.left or left else "right"
+            space = "pre" if column.left else "nowrap"
+            rule = f";border-left:{_LINE}" if column in begins else ""
             return f'style="text-align:{align};white-space:{space}{rule}"'
 
-        head = "".join(
-            f'<th colspan="{len(indices)}" {style(indices[0], True)}>{_escape(group)}</th>'
-            for group, indices in groups
-        )
-        rows = [head] if any(column.group for column in self.columns) else []
-        columns = [*enumerate(self.columns)]
-        rows.append(
-            "".join(f"<th {style(i)}>{_escape(column.title)}</th>" for i, column in columns)
-        )
+        def cell(column: Column[R], row: R | None) -> str:
+            text = _escape(column.cell(row))
+            return f"<b>{text}</b>" if column.is_best(row) else text
+
+        names = [
+            f'<th colspan="{len(group)}" {style(group[0], True)}>{_escape(group[0].group)}</th>'
+            for group in groups
+        ]
+        lines = [names] if any(column.group for column in self.columns) else []
+        lines.append([f"<th {style(c)}>{_escape(c.title)}</th>" for c in self.columns])
         for row in self.rows:
-            texts = ((i, _escape(each.cell(row)), each.is_best(row)) for i, each in columns)
-            cells = ((i, f"<b>{text}</b>" if best else text) for i, text, best in texts)
-            rows.append("".join(f"<td {style(i)}>{text}</td>" for i, text in cells))
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
+            lines.append([f"<td {style(c)}>{cell(c, row)}</td>" for c in self.columns])
+        body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
         shown = f'<table style="font-variant-numeric:tabular-nums">{body}</table>'
         below = faint(self.note) if self.note else ""
         return f'<div style="overflow-x:auto">{shown}</div>{below}'
 
-    def _groups(self) -> list[tuple[str, list[int]]]:
-        """Return the name of each group, and the indices of its columns."""
-        found = itertools.groupby(range(len(self.columns)), lambda i: self.columns[i].group)
-        return [(group, [*indices]) for group, indices in found]
-
-    def _widths(self) -> list[int]:
-        """Return how many characters each column has, with a mark.
-
-        The last column of a group has room for the group's name.
-        """
-        widths = [max(c.width, disp_len(c.title)) + (c.best is not None) for c in self.columns]
-        for group, indices in self._groups():
-            room = sum(widths[i] for i in indices) + 2 * (len(indices) - 1)
-            widths[indices[-1]] += max(disp_len(group) - room, 0)
-        return widths
-
-    def _blank(self) -> str:
-        """Return a line of empty cells."""
-        return self._join([" " * width for width in self._widths()])
-
-    def _line(self, texts: Sequence[str]) -> str:
-        cells = zip(texts, self._widths(), self.columns, strict=True)
-        return self._join(
-            [_pad(text, width, column.left) for text, width, column in cells]
-        ).rstrip()
-
     def _wrapped_line(self, row: R | None, width: int) -> list[str]:
         """Return a row as one line, or as several if its last column has words that do not fit."""
-        line, indent = self.line(row), self.width - self._widths()[-1]
-        if disp_len(line) <= width or not self.columns[-1].left or indent > width // 2:
+        line, last = self.line(row), self.columns[-1]
+        indent = self.width - last.room
+        if disp_len(line) <= width or not last.left or indent > width // 2:
             return [line]
         return _wrap(line, width, " " * indent)
 
-    def _join(self, texts: Sequence[str]) -> str:
-        return _RULE.join("  ".join(texts[i] for i in indices) for _, indices in self._groups())
+
+def _groups(columns: Sequence[Column[R]]) -> list[list[Column[R]]]:
+    return [[*group] for _, group in itertools.groupby(columns, lambda column: column.group)]
+
+
+def _room(group: Sequence[Column[R]]) -> int:
+    """Return how many characters columns of a group have, with two spaces between them."""
+    return sum(column.room for column in group) + 2 * (len(group) - 1)
 
 
 def _pad(text: str, room: int, left: bool) -> str:
@@ -518,6 +504,22 @@ def stack(*parts: str) -> str:
     return f"<div>{''.join(parts)}</div>"
 
 
+class Shown:
+    """A value whose repr is lines of text and tables, which ``_parts`` returns."""
+
+    __slots__ = ()
+
+    def _parts(self) -> Sequence[str | Table]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        parts = (each if isinstance(each, str) else each.text() for each in self._parts())
+        return printable("\n".join(parts))
+
+    def _repr_html_(self) -> str:
+        return stack(*(line(e) if isinstance(e, str) else e.html() for e in self._parts()))
+
+
 @attrs.frozen
 class Rendered:
     """The output of a cell: HTML, and a text for front ends that show no HTML."""
@@ -532,24 +534,20 @@ class Rendered:
         return self.text
 
 
-class _Handle(Protocol):
-    def update(self, value: object, /) -> None: ...
-
-
 class Display:
     """One output of a cell, redrawn in place."""
 
-    def __init__(self) -> None:
-        self._handle: _Handle | None = None
+    _update: Callable[[object], object] | None = None
 
     def show(self, value: object) -> None:
         """Show a value: at first below the other outputs of the cell, then in the same place."""
         from IPython.display import display
 
-        if self._handle is None:
-            self._handle = display(value, display_id=True)
+        if self._update is None:
+            handle = display(value, display_id=True)
+            self._update = handle and handle.update
         else:
-            self._handle.update(value)
+            self._update(value)
 
 
 def in_notebook() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -38,19 +39,7 @@ from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
 from fnloop._display import checks, tables
 from fnloop._display.screen import Screen, columns_of, has_colors, paint
-from fnloop._display.tables import (
-    HTML_WIDTH,
-    Table,
-    format_count,
-    format_count_of,
-    format_duration,
-    format_left,
-    format_metric,
-    format_rate,
-    printable,
-    shorten,
-    terminal_width,
-)
+from fnloop._display.tables import Table, format_count, format_duration, format_metric, printable
 from fnloop._hooks.hook import Hook
 
 
@@ -180,10 +169,10 @@ LONGEST_REASON = 100  # characters of an error in the last line
 
 def describe_start(state: TrainState) -> list[str]:
     """Return what a run works with, and what it is going to do, in parts of a sentence."""
-    run, backend = state.run, state.backend
+    backend = state.backend
     parameters = count_parameters(state.model)
     parts = [f"{type(state.model).__name__} on {backend.device}", *parameters.split(", ")]
-    if precision := backend.precision if run is None else run.precision:
+    if precision := backend.precision if state.run is None else state.run.precision:
         parts.append(f"amp {precision}")
     else:
         parts += sorted({str(p.dtype).removeprefix("torch.") for p in state.model.parameters()})
@@ -193,23 +182,19 @@ def describe_start(state: TrainState) -> list[str]:
 
 
 def _describe_targets(state: TrainState) -> list[str]:
-    run, parts = state.run, []
-    if run is None:
-        return parts
-    phase = unfinished(state.phases)
+    run, phase, parts = _run(state), unfinished(state.phases), []
     if phase is not None:
         parts.append(f"phase {phase.name}")
     left = (run.epochs or 0) - (0 if phase is None else phase.epoch)
-    epochs = format_count(left, "epoch") if left else ""
+    epochs, each = format_count(left, "epoch"), format_count(run.steps_per_epoch or 0, "update")
     updates = (run.total_steps or 0) - run.first_step
-    if not epochs and run.steps_per_epoch:
-        parts.append(f"{format_count(run.steps_per_epoch, 'update')} per epoch")
-    elif epochs and run.steps_per_epoch and updates == left * run.steps_per_epoch:
-        parts.append(f"{epochs} of {format_count(run.steps_per_epoch, 'update')}")
-    elif epochs:  # of different lengths, or of an unknown one
-        parts.append(epochs)
+    if not left:
+        parts += [f"{each} per epoch"] if run.steps_per_epoch else []
+    elif run.steps_per_epoch and updates == left * run.steps_per_epoch:
+        parts.append(f"{epochs} of {each}")
+    else:  # of different lengths, or of an unknown one
         known = run.steps_per_epoch and updates > 0
-        parts += [f"{format_count(updates, 'update')} in all"] if known else []
+        parts += [epochs, *([f"{format_count(updates, 'update')} in all"] if known else [])]
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.evaluated:
@@ -229,7 +214,7 @@ def describe_failure(error: BaseException | None) -> str:
     if not isinstance(error, Exception):
         return "interrupted at once" if isinstance(error, KeyboardInterrupt) else "ended early"
     first, *_ = [*str(error).splitlines(), ""]
-    first = shorten(first, LONGEST_REASON)
+    first = tables.shorten(first, LONGEST_REASON)
     return f"failed: {type(error).__name__}" + (f": {first}" if first else "")
 
 
@@ -237,7 +222,7 @@ def describe_end(
     reason: str, position: Position, seconds: float, best: Mapping[str, Record], run: RunInfo
 ) -> str:
     """Return the last line: why a run has ended, where, and what was best."""
-    parts = [position.of_epochs, f"step {position.step:,}", position.and_skipped]
+    parts = [position.epoch_text, position.step_text, position.skipped_text]
     where = ", ".join([*filter(None, parts), f"after {format_duration(seconds)}"])
     return f"{reason}{';' if ':' in reason else ':'} {where}{_describe_best(best, run)}"
 
@@ -256,7 +241,7 @@ def _describe_best(best: Mapping[str, Record], run: RunInfo) -> str:
     return f"; best {name} {format_metric(name, record.metrics[name])} at step {record.step:,}"
 
 
-def running_values(state: TrainState) -> dict[str, float]:
+def describe_values(state: TrainState) -> list[str]:
     """Return "loss" and "lr": those of a record of this boundary, or else the running ones.
 
     With several optimizers the rates are "lr/matrices", ...; those of further groups are left out.
@@ -267,8 +252,7 @@ def running_values(state: TrainState) -> dict[str, float]:
         f"lr/{name}" if name else "lr": Last(one.param_groups[0]["lr"])
         for name, one in optimizers_in(state.optimizer).items()
     }
-    turns = () if state.run is None else state.run.turns
-    losses = [f"{turn}/loss" for turn in turns] or ["loss"]
+    losses = [f"{turn}/loss" for turn in _run(state).turns] or ["loss"]
     if RECORD in state.events:
         metrics = state.history[-1].metrics
         values = {
@@ -277,18 +261,13 @@ def running_values(state: TrainState) -> dict[str, float]:
             for group in ("train", "recent")
             if f"{group}/{name}" in metrics
         }
-        for name, rate in rates.items():
-            if name not in values and not isinstance(rate.value, Tensor):
-                values[name] = rate.compute()
-        return values
-    of = {name: state.metrics.get(f"recent/{name}", state.metrics.get(name)) for name in losses}
-    return read({name: metric for name, metric in of.items() if metric is not None} | rates)
-
-
-def describe_values(state: TrainState) -> list[str]:
-    """Return the running values as texts."""
-    values = running_values(state).items()
-    return [f"{name} {format_metric(name, value)}" for name, value in values]
+        known = {n: r.compute() for n, r in rates.items() if not isinstance(r.value, Tensor)}
+        values |= {name: rate for name, rate in known.items() if name not in values}
+    else:
+        running = state.metrics
+        of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
+        values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
+    return [f"{name} {format_metric(name, value)}" for name, value in values.items()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,28 +299,33 @@ class Position:
     skipped: int = 0
 
     @property
-    def of_epochs(self) -> str:
+    def epoch_text(self) -> str:
         """The number of the epoch and of the last one, in words."""
         return f"epoch {self.epoch}" + (f"/{self.epochs}" if self.epochs else "")
 
     @property
-    def count(self) -> str:
-        """How many updates, or batches, of how many."""
-        return format_count_of(self.done, self.total)
+    def step_text(self) -> str:
+        """The updates applied, in words."""
+        return f"step {self.step:,}"
 
     @property
-    def and_skipped(self) -> str:
+    def count_text(self) -> str:
+        """How many updates, or batches, of how many."""
+        return tables.format_count_of(self.done, self.total)
+
+    @property
+    def skipped_text(self) -> str:
         """How many updates were skipped, in words; "" if none was."""
         return f"{self.skipped:,} skipped" if self.skipped else ""
 
     @property
-    def time_left(self) -> str:
+    def left_text(self) -> str:
         """The time left, in words; "" if it is unknown."""
-        return "" if self.left is None else format_left(self.left)
+        return "" if self.left is None else tables.format_left(self.left)
 
-    def speed(self, unit: str = "step") -> str:
+    def rate_text(self, unit: str = "step") -> str:
         """Return the rate in words; "" if it is unknown."""
-        return format_rate(self.rate, unit) if self.rate else ""
+        return tables.format_rate(self.rate, unit) if self.rate else ""
 
 
 @attrs.frozen
@@ -581,9 +565,8 @@ class _View(ABC):
 
     def __init__(self, state: TrainState, since: str) -> None:
         self.pace, self.state, self.is_stream = Pace(state), state, is_stream(state)
-        self.best: dict[str, Record] = {}  # of each evaluated metric so far
-        for record in records_since(state.history, first_record(state.phases, since)):
-            self.best = update_best(self.best, record)
+        before = records_since(state.history, first_record(state.phases, since))
+        self.best: dict[str, Record] = functools.reduce(update_best, before, {})  # of each metric
         self.position = self.pace.look(attrs.evolve(state, events=frozenset()))
         self.looked = self.evaluation_began = time.monotonic()
         self.quiet = 0.0  # until when nothing is shown of an evaluation
@@ -671,8 +654,8 @@ class _View(ABC):
     def parts_of_epoch(self, state: TrainState) -> list[str]:
         """Return what stands beside the bar of an epoch, the most important first."""
         values, turns = describe_values(state), len(_run(state).turns)
-        rate, skipped = self.position.speed(), self.position.and_skipped
-        return [self.position.count, *values[:turns], rate, skipped, *values[turns:]]
+        rate, skipped = self.position.rate_text(), self.position.skipped_text
+        return [self.position.count_text, *values[:turns], rate, skipped, *values[turns:]]
 
     def with_column(self, names: Iterable[str]) -> list[str]:
         """Return the metrics that have a column: the means of intervals only of a stream."""
@@ -719,7 +702,7 @@ class _Terminal(_View):
         lines = [short for line in lines for short in textwrap.wrap(line, width)]
         self.print(*(self.paint(line, "dim") for line in lines))
         # From here on there is a bar, also before a loader forks workers that may print.
-        self.draw(self.position, [self.position.count])
+        self.draw(self.position, [self.position.count_text])
 
     def add(self, row: Row) -> None:
         if faint := not is_row(row.record) and not self.is_stream:
@@ -762,7 +745,7 @@ class _Terminal(_View):
         return self.next
 
     def show_evaluation(self, loader: str, position: Position) -> None:
-        self.draw(position, [position.count, position.speed("batch")], f"  {loader}")
+        self.draw(position, [position.count_text, position.rate_text("batch")], f"  {loader}")
 
     def draw(self, position: Position, parts: list[str], loader: str = "") -> None:
         """Draw a bar and what stands beside it. What does not fit goes, the last first.
@@ -770,8 +753,8 @@ class _Terminal(_View):
         First the bar is made shorter. The time left stays longest.
         """
         width = columns_of(self.screen.file) - SPARE
-        label, parts = f"{position.of_epochs}{loader}", [*filter(None, parts)]
-        left = [position.time_left] if position.time_left else []
+        label, parts = f"{position.epoch_text}{loader}", [*filter(None, parts)]
+        left = [position.left_text] if position.left_text else []
         beside = disp_len("  ".join([label, " 100% ", *parts, *left]))
         bar = self.bar(position.done, position.total, width - max(NUMBERS, beside))
         while parts and disp_len("  ".join([label, bar, *parts, *left])) > width:
@@ -799,7 +782,7 @@ class _Terminal(_View):
 
     def close(self, newest: TrainState | None, reason: str) -> None:
         super().close(newest, reason)
-        self.screen.close()
+        self.screen.close()  # an evaluation after the last line has drawn a bar again
 
     def paint(self, text: str, *styles: str) -> str:
         return paint(text, *styles) if self.colors else text
@@ -834,7 +817,6 @@ class _Notebook(_View):
         self.refresh, self.output, self.facts = refresh, tables.Display(), ""
         self.rows: list[Row] = []
         self.best_rows: dict[str, Row] = {}  # of each metric, if it is one of this run
-        self.bar: tuple[int, int | None, str] | None = None  # done, the total, and a text
         self.drawn = self.next = 0.0  # when it was drawn, and when to draw an epoch again
 
     def start(self, parts: list[str]) -> None:
@@ -857,12 +839,12 @@ class _Notebook(_View):
 
     def show_evaluation(self, loader: str, position: Position) -> None:
         if time.monotonic() >= self.drawn + self.refresh:
-            self.draw(position, [loader, position.count, position.speed("batch")])
+            self.draw(position, [loader, position.count_text, position.rate_text("batch")])
 
     def draw(self, position: Position, parts: list[str]) -> None:
         """Draw everything again."""
         self.drawn = time.monotonic()
-        beside = filter(None, [position.of_epochs, *parts, position.time_left])
+        beside = filter(None, [position.epoch_text, *parts, position.left_text])
         text = " · ".join(beside)
         self.show_parts(tables.bar(position.done, position.total, text), text)
 
@@ -877,9 +859,9 @@ class _Notebook(_View):
             best = self.best_rows.items()
             rows = [attrs.evolve(r, best={name for name, b in best if b is r}) for r in self.rows]
             names = self.with_column(metric_names(row.record for row in rows))
-            table = table_of(rows, names, HTML_WIDTH, ROWS)
+            table = table_of(rows, names, tables.HTML_WIDTH, ROWS)
             parts.append(table.html())
-            text.append(table.text(terminal_width()))
+            text.append(table.text(tables.terminal_width()))
         shown = tables.stack(*parts, last)
         self.output.show(tables.Rendered(shown, "\n".join([*text, last_text])))
 
@@ -916,30 +898,31 @@ class _Log(_View):
             f"{name} {format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
             for name in ordered
         )
-        position = attrs.evolve(self.at(self.state), epoch=row.number)
+        at = attrs.evolve(self.at(self.state), epoch=row.number, step=row.record.step)
         passed = format_duration(row.seconds or 0.0)
-        step = f"step {row.record.step:,}"
-        self.write(position.of_epochs, step, *values, position.and_skipped, passed)
+        self.write(at.epoch_text, at.step_text, *values, at.skipped_text, passed)
 
     def show(self, state: TrainState) -> float:
         """Write how far the run is, if it is time to."""
         position, pause = self.position, RECENT if RECORD in state.events else HEARTBEAT
         if time.monotonic() >= self.written + pause:
             part = f"{position.done * 100 // position.total}%" if position.total else ""
-            values = [position.and_skipped, *describe_values(state), position.speed()]
-            step = f"step {position.step:,}"
-            self.write(position.of_epochs, part, step, *values, position.time_left)
+            values = [position.skipped_text, *describe_values(state), position.rate_text()]
+            self.write_at(position, part, position.step_text, *values)
         return self.written + HEARTBEAT
 
     def show_evaluation(self, loader: str, position: Position) -> None:
         """Write how far an evaluation is, if it is time to."""
         if time.monotonic() >= self.written + HEARTBEAT:
-            evaluated, speed = f"{loader} {position.count.strip()}", position.speed("batch")
-            step = f"step {position.step:,}"
-            self.write(position.of_epochs, step, evaluated, speed, position.time_left)
+            evaluated = f"{loader} {position.count_text.strip()}"
+            self.write_at(position, position.step_text, evaluated, position.rate_text("batch"))
 
     def end(self, text: str) -> None:
         self.write(text)
+
+    def write_at(self, position: Position, *parts: str) -> None:
+        """Write where a run is, and parts of a line."""
+        self.write(position.epoch_text, *parts, position.left_text)
 
     def write(self, *parts: str) -> None:
         """Write a line."""

@@ -30,7 +30,7 @@ from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
 from fnloop._data.source import batch_size_of, open_source, windows
 from fnloop._display import tables
 from fnloop._display.checks import join_names
-from fnloop._display.tables import Column, Table, shorten
+from fnloop._display.tables import Column, Shown, Table, shorten
 from fnloop._graphs.capture import make_capturable, signature
 from fnloop._graphs.guards import CaptureError, HostReads
 from fnloop._hooks.hook import Hook, HookFn, Trigger, Wrapper, every, layers, unwrap_hook
@@ -83,7 +83,7 @@ class Finding:
 
 
 @attrs.frozen(repr=False)
-class Report:
+class Report(Shown):
     """What :func:`dry_run` has seen: a table as text, and in a notebook as HTML.
 
     Args:
@@ -101,25 +101,15 @@ class Report:
         by_name = ("loader", "metric", "hook")
         return tuple(f"{f.kind}{f' {f.name}' * (f.kind in by_name)}: {f.text}" for f in found)
 
-    def _title(self) -> str:
-        found = (
-            tables.format_count(len(self.problems), "problem") if self.problems else "no problem"
-        )
-        return f"{self.title}: {found}"
-
-    def _table(self) -> Table[Finding]:
+    def _parts(self) -> list[str | Table[Finding]]:
         columns: list[Column[Finding]] = [
             Column("what", lambda f: f.kind, left=True),
             Column("name", lambda f: f.name, left=True),
             Column("seen", lambda f: f"{'! ' * f.problem}{f.text}", left=True),
         ]
-        return Table(columns, self.findings)
-
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{self._table().text()}"
-
-    def _repr_html_(self) -> str:
-        return tables.stack(tables.line(self._title()), self._table().html())
+        count = len(self.problems)
+        found = tables.format_count(count, "problem") if count else "no problem"
+        return [f"{self.title}: {found}", Table(columns, self.findings)]
 
 
 def dry_run(

@@ -16,8 +16,8 @@ from fnloop._core.optimizers import Group, groups_in, initial_value
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.source import batch_size_of
-from fnloop._display import checks, figures, tables
-from fnloop._display.tables import Column, Table, column_form, printable
+from fnloop._display import checks, figures
+from fnloop._display.tables import Column, Shown, Table, column_form
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
 from fnloop._step.alternate import AlternateStep
@@ -40,7 +40,7 @@ SHOWN = 12  # rows of the table
 
 
 @attrs.frozen(repr=False)
-class LrRange:
+class LrRange(Shown):
     """What :func:`find_lr` has found: a table, also in a notebook; ``plot()`` draws it.
 
     Args:
@@ -93,14 +93,14 @@ class LrRange:
             axis.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
         return figure
 
-    def _title(self) -> str:
-        if self.suggestion is None:
-            return "LrRange: no suggestion"
-        times = self.suggestion / self.initial
-        return f"LrRange: suggestion lr={self.suggestion:.2g}, {times:.2g} × the initial rate"
-
-    def _table(self) -> Table[int]:
-        every = -(-len(self.rates) // SHOWN) or 1
+    def _parts(self) -> list[str | Table[int]]:
+        title = "LrRange: no suggestion"
+        if self.suggestion is not None:
+            times = self.suggestion / self.initial
+            title = f"LrRange: suggestion lr={self.suggestion:.2g}, {times:.2g} × the initial rate"
+        if not self.rates:
+            return [title, self.note]
+        every = -(-len(self.rates) // SHOWN)
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
         form = column_form("loss", (*self.losses, *self.smoothed), "min")
         columns: list[Column[int]] = [
@@ -109,15 +109,7 @@ class LrRange:
             Column("smoothed", lambda i: format(self.smoothed[i], form)),
         ]
         rows = [i for i in range(len(self.rates)) if i % every == 0 or i == found]
-        return Table(columns, rows, self.note)
-
-    def __repr__(self) -> str:
-        shown = self._table().text() if self.rates else self.note
-        return printable(f"{self._title()}\n{shown}")
-
-    def _repr_html_(self) -> str:
-        shown = self._table().html() if self.rates else tables.faint(self.note)
-        return tables.stack(tables.line(self._title()), shown)
+        return [title, Table(columns, rows, self.note)]
 
 
 def find_lr(

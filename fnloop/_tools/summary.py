@@ -13,7 +13,7 @@ from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._core.types import Batch
 from fnloop._display import checks
-from fnloop._display.tables import Column, Table, format_bytes
+from fnloop._display.tables import Column, Shown, Table, format_bytes
 from fnloop._step.engine import evaluating
 
 SHAPES = 2  # outputs of a module that are shown
@@ -56,7 +56,7 @@ class ModuleRow:
 
 
 @attrs.frozen(repr=False)
-class Summary:
+class Summary(Shown):
     """What :func:`summary` returns: a table as text, and in a notebook as HTML.
 
     Args:
@@ -69,18 +69,12 @@ class Summary:
     tied: Mapping[str, str]
     depth: int
 
-    def _table(self) -> Table[ModuleRow]:
+    def _parts(self) -> list[Table[ModuleRow]]:
         shown = [row for row in self.rows if row.depth <= self.depth]
         notes = [f"{other} is {name}, and counts once" for other, name in self.tied.items()]
         if hidden := len(self.rows) - len(shown):
             notes.append(f"{hidden} inner modules are not shown: give depth={self.depth + 1}")
-        return Table(_COLUMNS, shown, "; ".join(notes))
-
-    def __repr__(self) -> str:
-        return self._table().text()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
+        return [Table(_COLUMNS, shown, "; ".join(notes))]
 
 
 def _name(row: ModuleRow) -> str:

@@ -21,7 +21,7 @@ from fnloop._checkpoint.save import collect_contents
 from fnloop._core.history import History, Record
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables
-from fnloop._display.tables import Column, Table
+from fnloop._display.tables import Column, Shown, Table
 
 # --------------------------------------------------------------------------------------------------
 # The first difference between two states, checkpoints, histories or runs.
@@ -152,7 +152,7 @@ class Finding:
 
 
 @attrs.frozen(repr=False)
-class Difference:
+class Difference(Shown):
     """What differs, the first of each kind: a table. It is falsy if nothing does.
 
     Args:
@@ -196,25 +196,15 @@ class Difference:
         """The first tensor that differs, if one does."""
         return self._first("tensor")
 
-    def _title(self) -> str:
-        return f"{self.compared} {'differ' if self.findings else 'are equal, bit for bit'}"
-
-    def _table(self) -> Table[Finding]:
+    def _parts(self) -> list[str | Table[Finding]]:
+        title = f"{self.compared} {'differ' if self.findings else 'are equal, bit for bit'}"
         columns: list[Column[Finding]] = [
             Column("what", lambda f: f.kind, left=True),
             Column("name", lambda f: f.name, left=True),
             Column("difference", lambda f: f.text, left=True),
         ]
         others = f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
-        return Table(columns, self.findings, others)
-
-    def __repr__(self) -> str:
-        shown = [self._table().text()] if self.findings else []
-        return "\n".join([self._title(), *shown])
-
-    def _repr_html_(self) -> str:
-        shown = [self._table().html()] if self.findings else []
-        return tables.stack(tables.line(self._title()), *shown)
+        return [title, Table(columns, self.findings, others)] if self.findings else [title]
 
 
 # --- records

@@ -10,7 +10,7 @@ from tqdm.utils import disp_len
 from fnloop import History, Record
 from fnloop._core import record_table
 from fnloop._core.history import is_evaluated, is_row, update_best
-from fnloop._core.record_table import Row, table
+from fnloop._core.record_table import Row, table, table_of
 
 NAN, INF = math.nan, math.inf
 METRICS = {
@@ -170,7 +170,7 @@ def test_the_time_is_that_of_each_row_and_not_the_sum():
 def test_the_time_of_the_first_row_of_a_later_part_is_unknown_without_the_record_before():
     first, second = (Record(i, i, {"a": 1.0}, 30.0 * i) for i in (1, 2))
     assert lines(second)[1].split() == ["2", "2", "1"]
-    assert lines(second, before=first)[1].split() == ["2", "2", "1", "30.0s"]
+    assert lines(first, second)[2].split() == ["2", "2", "1", "30.0s"]
 
 
 # --- marks
@@ -270,7 +270,8 @@ def test_the_best_row_of_a_long_table_is_not_cut():
     made = lines(*rise, most=4)
     assert [row.split()[0] for row in made[2:]] == ["1", "2", "…", "25", "…", "49", "50"]
     assert [row.split()[0] for row in made if "*" in row] == ["25"]
-    marked = table(rise, width=80, most=4, best={"valid/loss": rise[0]}).text(80).splitlines()
+    marks = [Row(record, best={"valid/loss"} if record is rise[0] else ()) for record in rise]
+    marked = table_of(marks, ["valid/loss"], most=4).text(80).splitlines()
     assert [row.split()[0] for row in marked[2:]] == ["1", "2", "…", "49", "50"]
     assert [row.split()[0] for row in marked if "*" in row] == ["1"]
 
