@@ -256,14 +256,14 @@ class History:
         from fnloop._core.record_table import table
 
         width = tables.terminal_width()
-        return table(self._rows(), self.keys(), width=width).text(width)
+        return table(self._rows(), width).text(width)
 
     def _repr_html_(self) -> str:
         if not len(self):
             return "<code>History()</code>"
         from fnloop._core.record_table import table
 
-        return table(self._rows(), self.keys(), width=tables.HTML_WIDTH).html()
+        return table(self._rows(), tables.HTML_WIDTH).html()
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Figure:
         """Draw every metric: one axis per metric, one line per loader, the best evaluation marked.

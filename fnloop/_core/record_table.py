@@ -84,20 +84,13 @@ def lay_out(
     return Table([*_counters(rows, last_step), *metrics, _time(rows)]).fit(width)
 
 
-def table(
-    records: Iterable[Record],
-    names: Iterable[str] | None = None,
-    *,
-    width: float = math.inf,
-    most: int = 40,
-) -> Table[Row]:
+def table(records: Sequence[Record], width: float = math.inf, most: int = 40) -> Table[Row]:
     """Return a table of records, with the best of them marked.
 
     Records with nothing but ``recent/...`` are left out, unless all others are closing records.
 
     Args:
         records: the records.
-        names: the metrics to show; by default all of them.
         width: how many characters a line may have.
         most: how many rows to show; if there are more, the middle is cut, but for the best rows.
 
@@ -106,11 +99,10 @@ def table(
         epoch  step    loss  time
             1    10  0.5000  2.0s
     """
-    records = [*records]
     shown = [record for record in records if is_row(record)]
     shown = records if all(record.closing for record in shown) else shown
     hidden = len(records) - len(shown)
-    names = [*(metric_names(records) if names is None else names)]
+    names = [*metric_names(records)]
     if hidden:  # the few values of ``recent`` in the other rows would tell nothing
         names = [name for name in names if not name.startswith("recent/")]
     best: dict[str, Record] = functools.reduce(update_best, shown, {})

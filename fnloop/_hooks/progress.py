@@ -131,12 +131,11 @@ class progress(Hook):
     def __call__(self, state: TrainState) -> TrainState:
         self._newest = state
         if time.monotonic() < self._next and RECORD not in state.events:
-            return state  # what most updates cost
+            return state  # all that most updates cost
         if not state.backend.main:
             self._next = math.inf
             return state
-        # A hook in a wrapper such as ``every`` may be called without ``begin``.
-        view = self._view or self._follow(state)
+        view = self._view or self._follow(state)  # a call by hand comes without ``begin``
         self._next = view.pass_boundary(state)
         return state
 
@@ -594,7 +593,7 @@ class _View(ABC):
 
     def pass_boundary(self, state: TrainState) -> float:
         """Show a boundary, and return when to show the next one."""
-        self.finished = False  # a flush may have come in the middle of the run
+        self.finished = False
         self.read(state)
         self.position, self.looked = self.pace.look(state), time.monotonic()
         return self.show(state)
@@ -700,7 +699,7 @@ class _Terminal(_View):
             longer = f"{lines[-1]}, {part}"
             lines[-1:] = [longer] if len(longer) < width else [f"{lines[-1]},", part]
         lines = [short for line in lines for short in textwrap.wrap(line, width)]
-        self.print(*(self.paint(line, "dim") for line in lines))
+        self.screen.print(*(self.paint(line, "dim") for line in lines))
         # From here on there is a bar, also before a loader forks workers that may print.
         self.draw(self.position, [self.position.count_text])
 
@@ -719,7 +718,7 @@ class _Terminal(_View):
         for sign, styles in {"*": ("bold", "green"), "│": ("dim",)}.items():
             line = line if faint else line.replace(sign, self.paint(sign, *styles))
         line = self.paint(line, "dim") if faint else line
-        self.print(*(self.paint(title, "dim") for title in above), line)
+        self.screen.print(*(self.paint(title, "dim") for title in above), line)
 
     def suit(self, row: Row) -> Table[Row]:
         """Return the columns for a row: those of the lines above it, if it fits them."""
@@ -762,7 +761,7 @@ class _Terminal(_View):
         line = "  ".join(part for part in (label, bar, *parts, *left) if part)
         if disp_len(line) > width:
             line = "  ".join([label, *left])[:width]
-        self.screen.draw(printable(line, self.screen.file))
+        self.screen.draw(line)
 
     def bar(self, done: int, total: int | None, width: int) -> str:
         """Return a percentage and a bar; nothing if the total is not known."""
@@ -778,17 +777,14 @@ class _Terminal(_View):
         """Remove the bar, and write the last line."""
         self.screen.close()
         width = max(columns_of(self.screen.file) - 1, 1)
-        self.print(*textwrap.wrap(text, width, break_on_hyphens=False))
+        self.screen.print(*textwrap.wrap(text, width, break_on_hyphens=False))
 
     def close(self, newest: TrainState | None, reason: str) -> None:
         super().close(newest, reason)
-        self.screen.close()  # an evaluation after the last line has drawn a bar again
+        self.screen.close()  # an evaluation after the last line may have drawn a bar again
 
     def paint(self, text: str, *styles: str) -> str:
         return paint(text, *styles) if self.colors else text
-
-    def print(self, *lines: str) -> None:
-        self.screen.print(*(printable(line, self.screen.file) for line in lines))
 
 
 def _as_training(record: Record) -> Record:
