@@ -603,13 +603,15 @@ class _View(ABC):
         self.state = state
         for row in self.pace.read_records(state):
             self.best = update_best(self.best, row.record)
-            newest = {name for name, best in self.best.items() if best is row.record}
-            self.add(attrs.evolve(row, best={n for n in newest if not self.is_mean_of_turns(n)}))
+            self.add(self.marked(row))
 
-    def is_mean_of_turns(self, name: str) -> bool:
-        """Return whether a loss is a mean of losses that may oppose each other."""
-        (*groups, title), turns = name.split("/"), _run(self.state).turns
-        return bool(turns) and title == "loss" and not {*groups} & {*turns}
+    def marked(self, row: Row) -> Row:
+        """Return a row with the names of its metrics that are the best so far."""
+        best = {name for name, record in self.best.items() if record is row.record}
+        if turns := _run(self.state).turns:  # the mean of their losses, which may oppose each other
+            losses = (name for name in best if name.endswith("/loss"))
+            best -= {name for name in losses if not {*name.split("/")} & {*turns}}
+        return attrs.evolve(row, best=best)
 
     def pass_batch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Show how far an evaluation is."""
@@ -812,7 +814,6 @@ class _Notebook(_View):
         super().__init__(state, since)
         self.refresh, self.output, self.facts = refresh, tables.Display(), ""
         self.rows: list[Row] = []
-        self.best_rows: dict[str, Row] = {}  # of each metric, if it is one of this run
         self.drawn = self.next = 0.0  # when it was drawn, and when to draw an epoch again
 
     def start(self, parts: list[str]) -> None:
@@ -821,7 +822,6 @@ class _Notebook(_View):
     def add(self, row: Row) -> None:
         if is_row(row.record) or self.is_stream:
             self.rows.append(row)
-            self.best_rows |= dict.fromkeys(row.best, row)
         if self.is_stream and len(self.rows) > 2 * ROWS:
             del self.rows[ROWS]  # which is never shown
 
@@ -852,8 +852,7 @@ class _Notebook(_View):
         """Show the facts, the table and a last part, which is given as HTML and as text."""
         parts, text = [tables.faint(self.facts)], [self.facts]
         if self.rows:
-            best = self.best_rows.items()
-            rows = [attrs.evolve(r, best={name for name, b in best if b is r}) for r in self.rows]
+            rows = [self.marked(row) for row in self.rows]
             names = self.with_column(metric_names(row.record for row in rows))
             table = table_of(rows, names, tables.HTML_WIDTH, ROWS)
             parts.append(table.html())

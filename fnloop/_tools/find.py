@@ -16,7 +16,7 @@ from fnloop._core.optimizers import Group, groups_in, initial_value
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.source import batch_size_of
-from fnloop._display import checks, figures
+from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, column_form
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
@@ -70,6 +70,8 @@ class LrRange(Shown):
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
             ValueError: there is no loss to draw; the message says why.
         """
+        from fnloop._display import figures
+
         figures.require_matplotlib("LrRange.plot")
         if not self.rates:
             raise ValueError(f"there is nothing to plot: {self.note}")
@@ -81,12 +83,8 @@ class LrRange(Shown):
             marked = self.suggestion, height, f"suggestion {self.suggestion:.2g}"
         raw = figures.Curve([*zip(self.rates, self.losses, strict=True)], "loss", color, thin=True)
         points = [*zip(self.rates, self.smoothed, strict=True)]
-        figures.draw(
-            axis,
-            "loss",
-            "learning rate",
-            [raw, figures.Curve(points, "smoothed", color, best=marked)],
-        )
+        curves = [raw, figures.Curve(points, "smoothed", color, best=marked)]
+        figures.draw(axis, "loss", "learning rate", curves)
         axis.set_xscale("log")
         low, high = min(*self.smoothed, *self.losses), max(self.smoothed)
         if high > low:  # single losses may be far above
