@@ -18,6 +18,7 @@ from fnloop._core.history import (
     check_plot,
     is_evaluated,
     mode_by_name,
+    split_name,
 )
 from fnloop._display import checks, figures
 from fnloop._display.tables import shorten
@@ -218,7 +219,7 @@ def plot_runs(histories: Mapping[str, History], keys: Iterable[str] | None) -> F
     histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
     series = {name: curves_of(history) for name, history in histories.items()}
     keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
-    sizes = [panel_size(_metric_of(key), i) for i, key in enumerate(keys)]
+    sizes = [panel_size(split_name(key)[1], i) for i, key in enumerate(keys)]
     figure, axes = figures.panels("compare", sizes)
     colors = figures.palette("compare", len(series))
     crowded = len(series) > MOST_INSIDE or max(map(len, series)) > LONGEST_INSIDE
@@ -299,7 +300,7 @@ def _curves(
         return []
     mark = None if best is None else (best.step, best.metrics[key], "")
     curves = [figures.Curve(_points(series, key), label, color, key.startswith("recent/"), mark)]
-    recent = f"recent/{_metric_of(key)}"
+    recent = f"recent/{split_name(key)[1]}"
     if key.startswith("train/") and recent in series and recent not in keys:
         curves.append(figures.Curve(_points(series, recent), "", color, thin=True))
     return curves
@@ -320,7 +321,7 @@ def _shared_keys(series: Mapping[str, Series]) -> list[str]:
         raise ValueError(f"compare found no metric that all histories have; there are: {known}")
 
     def rank(key: str) -> tuple[object, ...]:
-        small, trained = panel_rank(_metric_of(key), [key])
+        small, trained = panel_rank(split_name(key)[1], [key])
         return small == 2, trained, small
 
     return sorted(keys, key=rank)
@@ -340,7 +341,3 @@ def _given_keys(series: Mapping[str, Series], keys: Iterable[str]) -> list[str]:
         if key not in known:
             raise KeyError(f"no metric {key!r} in these histories; there are: {', '.join(known)}")
     return keys
-
-
-def _metric_of(key: str) -> str:
-    return key.split("/", 1)[-1]

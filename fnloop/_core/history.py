@@ -483,10 +483,21 @@ def is_row(record: Record) -> bool:
     return not metrics or any(not name.startswith("recent/") for name in metrics)
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """Return the first part of the name of a metric, such as its loader, and the rest.
+
+    Example:
+        >>> split_name("valid/ema/loss"), split_name("loss")
+        (('valid', 'ema/loss'), ('', 'loss'))
+    """
+    group, _, title = name.partition("/")
+    return (group, title) if title else ("", name)
+
+
 def is_evaluated(name: str) -> bool:
     """Return whether the name of a metric is that of a loader that is evaluated."""
-    group, _, title = name.partition("/")
-    return bool(title) and group not in TRAINED and group not in COSTS
+    group, _ = split_name(name)
+    return group not in ("", *TRAINED, *COSTS)
 
 
 def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]:

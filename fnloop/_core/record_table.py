@@ -19,6 +19,7 @@ from fnloop._core.history import (
     is_row,
     metric_names,
     mode_by_name,
+    split_name,
     update_best,
 )
 from fnloop._display import tables
@@ -77,8 +78,8 @@ def lay_out(
     """
     records = [row.record for row in rows]
     names = [*(metric_names(records) if names is None else names)]
-    groups = list(dict.fromkeys(map(_group_of, names)))
-    ordered = sorted(names, key=lambda name: (_place(name), groups.index(_group_of(name))))
+    groups = list(dict.fromkeys(split_name(name)[0] for name in names))
+    ordered = sorted(names, key=lambda name: (_place(name), groups.index(split_name(name)[0])))
     least = 7 if last_step else 1  # characters: 2.0e-05
     metrics = [_metric(records, name, least, names.index(name)) for name in ordered]
     return Table([*_counters(rows, last_step), *metrics, _time(rows)]).fit(width)
@@ -123,13 +124,10 @@ def table_of(
     shown = {column.name for column in made.columns}
     first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
     kept: list[Row | None] = []
-    above = -1
-    for i, row in enumerate(rows):
-        if i < first or i >= last or not shown.isdisjoint(row.best):
-            between = rows[above + 1 : i]
-            kept += between if len(between) == 1 else [None] * bool(between)
-            kept.append(row)
-            above = i
+    stay = [not first <= i < last or not shown.isdisjoint(r.best) for i, r in enumerate(rows)]
+    for stays, pairs in itertools.groupby(zip(stay, rows, strict=True), lambda pair: pair[0]):
+        stretch = [row for _, row in pairs]
+        kept += stretch if stays or len(stretch) == 1 else [None]  # the sign takes a line too
     return attrs.evolve(made, rows=kept)
 
 
@@ -157,15 +155,10 @@ def _counters(rows: Sequence[Row], last_step: int) -> list[Column[Row]]:
 
 
 def _time(rows: Sequence[Row]) -> Column[Row]:
-    known = [row.seconds for row in rows if row.seconds is not None]
-    is_long = max(known, default=0.0) >= LONG
+    tenths = max((row.seconds or 0.0 for row in rows), default=0.0) < LONG
 
     def text(row: Row) -> str:
-        if row.seconds is None:
-            return ""
-        # A later row may have taken longer than its column has room for.
-        is_clock = is_long or row.seconds >= 10 * LONG
-        return tables.format_clock(row.seconds) if is_clock else f"{row.seconds:.1f}s"
+        return "" if row.seconds is None else tables.format_clock(row.seconds, tenths)
 
     width = max([4, *(len(text(row)) for row in rows)])
     return Column("time", text, width=width, rank=(5, 0))
@@ -173,9 +166,8 @@ def _time(rows: Sequence[Row]) -> Column[Row]:
 
 def _metric(records: Sequence[Record], name: str, least: int, place: int) -> Column[Row]:
     values = [record.metrics[name] for record in records if name in record.metrics]
-    mode, group = mode_by_name(name), _group_of(name)
+    mode, (group, title) = mode_by_name(name), split_name(name)
     form = tables.column_form(name, values, mode)
-    title = name[len(group) + 1 :] if group else name
     width = max([least, *(len(format(value, form)) for value in values)])
     room = max(width, len(title))
 
@@ -188,24 +180,19 @@ def _metric(records: Sequence[Record], name: str, least: int, place: int) -> Col
     return Column(title, text, group, best=best, width=width, rank=rank, name=name)
 
 
-def _group_of(name: str) -> str:
-    group, _, title = name.partition("/")
-    return group if title else ""
-
-
 def _place(name: str) -> int:
     """Return where the group of a metric stands: evaluated loaders, train, others, recent."""
     if is_evaluated(name):
         return 1
-    return {"": 0, "train": 2, "recent": 4}.get(_group_of(name), 3)
+    return {"": 0, "train": 2, "recent": 4}.get(split_name(name)[0], 3)
 
 
 def _importance(name: str) -> int:
     """Return the importance of a metric: 1 is the greatest."""
-    title = name.split("/", 1)[-1]
+    group, title = split_name(name)
     if title.startswith("watch/"):
         return 13
-    if name.startswith("recent/"):
+    if group == "recent":
         return 12
     if tables.is_learning_rate(name):
         return 9 if title == "lr" else 11
@@ -215,7 +202,7 @@ def _importance(name: str) -> int:
         return 8
     if is_evaluated(name):
         return 1 if title == "loss" else 3 if mode_by_name(name) else 4
-    if name.startswith("train/"):
+    if group == "train":
         nested = 4 if title.endswith("/loss") else 6 if mode_by_name(name) else 7
         return 2 if title == "loss" else nested
-    return 3 if "/" not in name else 8
+    return 8 if group else 3

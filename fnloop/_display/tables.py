@@ -28,6 +28,19 @@ def format_number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
+def format_short(value: float) -> str:
+    """Write a number of steps in few characters.
+
+    Example:
+        >>> format_short(20_000), format_short(1_250_000), format_short(0)
+        ('20k', '1.25M', '0')
+    """
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.10g}{letter}"
+    return f"{value:.10g}"
+
+
 def format_count(n: int, noun: str) -> str:
     """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
@@ -73,8 +86,18 @@ def format_duration(seconds: float) -> str:
     return f"{days}d {hours:02}h" if days else f"{hours}h {minutes:02}m"
 
 
-def format_clock(seconds: float) -> str:
-    """Format a time as ``1:02`` or ``1:02:03``, for a column."""
+def format_milliseconds(seconds: float) -> str:
+    """Format a short time, such as ``3.05 ms``."""
+    return f"{1000 * seconds:.3g} ms"
+
+
+def format_clock(seconds: float, tenths: bool) -> str:
+    """Format a time of a column: with tenths ``12.5s``, or else ``1:02`` and ``1:02:03``.
+
+    A time of 1000 seconds never has tenths: it may be in a column that has no room for them.
+    """
+    if tenths and seconds < 1000:
+        return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -30,7 +30,7 @@ from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
 from fnloop._data.source import batch_size_of, open_source, windows
 from fnloop._display import tables
 from fnloop._display.checks import join_names
-from fnloop._display.tables import Column, Shown, Table, shorten
+from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._graphs.capture import make_capturable, signature
 from fnloop._graphs.guards import CaptureError, HostReads
 from fnloop._hooks.hook import Hook, HookFn, Trigger, Wrapper, every, layers, unwrap_hook
@@ -276,7 +276,7 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
         why = NO_LENGTH if source.length == 0 else ""
         why = f" {source.why_empty()}" if source.drop_last and source.batch_size else why
         raise ValueError(f"the {name} loader gave no batch.{why}")
-    took = "first in " + ", next in ".join(map(_milliseconds, seconds))
+    took = "first in " + ", next in ".join(map(format_milliseconds, seconds))
     length = "unknown length"
     if source.length is not None:
         length = f"{source.length:,} batch{'es' * (source.length != 1)}"
@@ -312,10 +312,6 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
     elif weight == batch_size_of(batch):
         by = ", its leading dimension"
     return f"{tables.format_number(weight)} items{by}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
 
 
 # --- metrics and hooks that may raise
@@ -451,7 +447,7 @@ def _train(
         hooks=(end, *called), evaluate_every=every(epochs=1),
     )  # fmt: skip
     updates = [
-        Finding("update", str(i), f"{_milliseconds(after - before)}, with its batches")
+        Finding("update", str(i), f"{format_milliseconds(after - before)}, with its batches")
         for i, (before, after) in enumerate(itertools.pairwise(times), 1)
     ]
     if reached.skipped > state.skipped:
@@ -508,7 +504,10 @@ def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Pat
         save(half, folder / "checkpoint")
         saved = time.perf_counter()
         resumed = restore(folder / "checkpoint", at_start_of_epoch(state))
-        took = [_milliseconds(saved - began), _milliseconds(time.perf_counter() - saved)]
+        took = [
+            format_milliseconds(saved - began),
+            format_milliseconds(time.perf_counter() - saved),
+        ]
         resumed = advance_copy(step, resumed, train, UPDATES - 1, target)
     except CheckpointError as error:
         return [Finding("resume", "checkpoint", str(error), problem=True), *graph]
