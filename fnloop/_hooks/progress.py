@@ -566,6 +566,8 @@ class _View(ABC):
         self.pace, self.state, self.is_stream = Pace(state), state, is_stream(state)
         before = records_since(state.history, first_record(state.phases, since))
         self.best: dict[str, Record] = functools.reduce(update_best, before, {})  # of each metric
+        # A state that continues a run may have the events of its last boundary, such as the end of
+        # an epoch, which is not one of this run.
         self.position = self.pace.look(attrs.evolve(state, events=frozenset()))
         self.looked = self.evaluation_began = time.monotonic()
         self.quiet = 0.0  # until when nothing is shown of an evaluation
@@ -683,7 +685,8 @@ class _Terminal(_View):
         file: the terminal.
     """
 
-    # Which run wrote the last line of a table on each terminal. A run in a hook may have its own.
+    # Which run wrote the last line of a table on each terminal: a run in a hook has a table of its
+    # own, and below it this one needs its head again. Weak, or it would keep the state of a run.
     newest: ClassVar[WeakValueDictionary[int, _Terminal]] = WeakValueDictionary()
 
     def __init__(self, state: TrainState, since: str, refresh: float, file: TextIO) -> None:
@@ -736,12 +739,13 @@ class _Terminal(_View):
     def show(self, state: TrainState) -> float:
         """Draw the bar of the epoch, or that of the next one if it has ended."""
         now = time.monotonic()
+        # The values of a row are known, and cost no read.
         if now < self.next and not (RECORD in state.events and is_row(state.history[-1])):
             return self.next
         self.next = now + self.refresh
         if EPOCH not in state.events:
             self.draw(self.position, self.parts_of_epoch(state))
-        elif not is_over(state):
+        elif not is_over(state):  # nothing is known of the next epoch yet
             self.draw(attrs.evolve(self.position, epoch=self.position.epoch + 1, done=0), [])
         return self.next
 
@@ -757,6 +761,7 @@ class _Terminal(_View):
         label, parts = f"{position.epoch_text}{loader}", [*filter(None, parts)]
         left = [position.left_text] if position.left_text else []
         beside = disp_len("  ".join([label, " 100% ", *parts, *left]))
+        # NUMBERS, so that the bar keeps its length while what stands beside it changes.
         bar = self.bar(position.done, position.total, width - max(NUMBERS, beside))
         while parts and disp_len("  ".join([label, bar, *parts, *left])) > width:
             parts = parts[:-1]
