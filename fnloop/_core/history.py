@@ -1,23 +1,20 @@
-"""The history of a run: its records and phases, as a table and as curves."""
+"""The history of a run: its records and phases, and the metrics that hooks monitor."""
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, overload
 
 import attrs
-from toolz import groupby
 
 from fnloop._core.types import RECORD
-from fnloop._display import checks, figures, tables
+from fnloop._display import checks, tables
 from fnloop._display.checks import describe
-from fnloop._display.tables import Cell, Column, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -257,13 +254,17 @@ class History:
     def __repr__(self) -> str:
         if not len(self):
             return "History()"
+        from fnloop._core.record_table import table
+
         width = tables.terminal_width()
-        return table(self._rows(), self.keys(), width=width).text(width)
+        return table(self._rows(), width).text(width)
 
     def _repr_html_(self) -> str:
         if not len(self):
             return "<code>History()</code>"
-        return table(self._rows(), self.keys(), width=tables.HTML_WIDTH).html()
+        from fnloop._core.record_table import table
+
+        return table(self._rows(), tables.HTML_WIDTH).html()
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Figure:
         """Draw every metric: one axis per metric, one line per loader, the best evaluation marked.
@@ -295,6 +296,8 @@ class History:
             >>> [line.get_label() for line in figure.axes[0].lines]
             ['train', 'valid', 'valid best 1 (epoch 2)']
         """
+        from fnloop._core.curves import plot_records
+
         return plot_records(self.records, mode, x)
 
 
@@ -365,6 +368,9 @@ class Fold(Generic[T]):
 # Records: what was known at one report of a run.
 
 _FLOAT = {float}
+# First parts of names that are not those of evaluated loaders.
+TRAINED = ("train", "recent")
+COSTS = ("time", "throughput", "memory")
 
 
 class _FrozenDict(dict[str, float]):
@@ -481,6 +487,55 @@ def best_record(records: Iterable[Record], key: str, mode: str) -> Record:
         if better(record.metrics[key], winner.metrics[key], mode):
             winner = record
     return winner
+
+
+def is_row(record: Record) -> bool:
+    """Return whether a record is a row of a table: not if it has nothing but ``recent/...``.
+
+    Example:
+        >>> is_row(Record(0, 5, {"recent/loss": 0.5})), is_row(Record(1, 10, {"train/loss": 0.5}))
+        (False, True)
+    """
+    metrics = record.metrics
+    return not metrics or any(not name.startswith("recent/") for name in metrics)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the first part of the name of a metric, such as its loader, and the rest.
+
+    Example:
+        >>> split_name("valid/ema/loss"), split_name("loss")
+        (('valid', 'ema/loss'), ('', 'loss'))
+    """
+    group, _, title = name.partition("/")
+    return (group, title) if title else ("", name)
+
+
+def is_evaluated(name: str) -> bool:
+    """Return whether the name of a metric is that of a loader that is evaluated."""
+    group, _ = split_name(name)
+    return group not in ("", *TRAINED, *COSTS)
+
+
+def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]:
+    """Return the best record of each evaluated metric, given the best so far and one more record.
+
+    Only metrics whose names say whether lower or higher is better are included. Of equal values,
+    the oldest is the best.
+
+    Example:
+        >>> best = update_best({}, Record(1, 10, {"valid/loss": 2.0, "train/loss": 1.0}))
+        >>> {name: record.step for name, record in best.items()}
+        {'valid/loss': 10}
+    """
+    updated = dict(best)
+    for name, value in record.metrics.items():
+        mode = mode_by_name(name) if is_evaluated(name) else None
+        if mode is None or not math.isfinite(value):
+            continue
+        if name not in best or better(value, best[name].metrics[name], mode):
+            updated[name] = record
+    return updated
 
 
 # --------------------------------------------------------------------------------------------------
@@ -795,402 +850,9 @@ def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Records as a table: which columns it has, in which order and format, and what is marked.
-#
-# Whatever shows records in columns asks here, so that a terminal, a log and a notebook agree.
-
-# The first parts of names that are not those of evaluated loaders.
-_COSTS = ("time", "throughput", "memory")
-_OTHER_GROUPS = ("train", "recent", *_COSTS)
-NAMED = 8  # columns that are left out, in the note below a table; of more, their number is given
-
-
-@attrs.frozen
-class Field:
-    """A column, and how its cells are made of records.
-
-    Args:
-        name: the metric; "" for a column that is not one.
-        form: a format such as ".4f"; or "epoch", "step" or "time" for what it shows.
-        column: the column.
-        importance: the column with the greatest number is left out first.
-    """
-
-    name: str
-    form: str
-    column: Column
-    importance: tuple[int, int]
-
-
-@attrs.frozen
-class Layout:
-    """The columns of a table of records, in the order in which they stand. See :func:`lay_out`.
-
-    Args:
-        fields: the columns.
-        names: the metrics that were considered. A record with another one needs a new layout.
-        left_out: those that have no column, because the line would be too long.
-    """
-
-    fields: tuple[Field, ...]
-    names: frozenset[str]
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def columns(self) -> list[Column]:
-        """The columns, to be drawn by ``fnloop._display.tables``."""
-        return [field.column for field in self.fields]
-
-    def head(self) -> list[str]:
-        """Return the lines of the head: the loaders, if there are any, and the metrics."""
-        return tables.head_lines(self.columns)
-
-    def cells(
-        self, record: Record, seconds: float | None, best: Collection[str] = ()
-    ) -> list[Cell]:
-        """Return the cells of a record.
-
-        Args:
-            record: the record.
-            seconds: the time that passed since the one above it; None if that is unknown.
-            best: the names of the metrics to be marked.
-        """
-        return [
-            Cell(_text(field, record, seconds), field.name in best and field.column.marks)
-            for field in self.fields
-        ]
-
-    def line(self, record: Record, seconds: float | None, best: Collection[str] = ()) -> str:
-        """Return a record as a line of text; the arguments are those of ``cells``."""
-        return tables.row_line(self.columns, self.cells(record, seconds, best))
-
-
-@attrs.frozen
-class Table:
-    """A layout, and the rows of some records. ``note`` says what is left out, or is empty."""
-
-    layout: Layout
-    rows: Sequence[Sequence[Cell]]
-    note: str = ""
-
-    def text(self, width: int) -> str:
-        """Return the table for a terminal."""
-        return "\n".join(tables.table_lines(self.layout.columns, self.rows, self.note, width))
-
-    def html(self) -> str:
-        """Return the table for a notebook."""
-        return tables.table_html(self.layout.columns, self.rows, self.note)
-
-
-def is_row(record: Record) -> bool:
-    """Return whether a record is a row of a table: not if it has nothing but ``recent/...``.
-
-    Example:
-        >>> is_row(Record(0, 5, {"recent/loss": 0.5})), is_row(Record(1, 10, {"train/loss": 0.5}))
-        (False, True)
-    """
-    metrics = record.metrics
-    return not metrics or any(not name.startswith("recent/") for name in metrics)
-
-
-def is_evaluated(name: str) -> bool:
-    """Return whether the name of a metric is that of a loader that is evaluated."""
-    group, _, title = name.partition("/")
-    return bool(title) and group not in _OTHER_GROUPS
-
-
-def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]:
-    """Return the best record of each evaluated metric, given the best so far and one more record.
-
-    Only metrics whose names say whether lower or higher is better are included. Of equal values,
-    the oldest is the best.
-
-    Example:
-        >>> best = update_best({}, Record(1, 10, {"valid/loss": 2.0, "train/loss": 1.0}))
-        >>> {name: record.step for name, record in best.items()}
-        {'valid/loss': 10}
-    """
-    updated = dict(best)
-    for name, value in record.metrics.items():
-        mode = mode_by_name(name) if is_evaluated(name) else None
-        if mode is None or not math.isfinite(value):
-            continue
-        if name not in best or better(value, best[name].metrics[name], mode):
-            updated[name] = record
-    return updated
-
-
-def lay_out(
-    records: Sequence[Record],
-    names: Iterable[str] | None = None,
-    width: int | None = None,
-    last_step: int = 0,
-    passed: Sequence[float | None] | None = None,
-) -> Layout:
-    """Choose the columns for some records, and their formats.
-
-    The evaluated loaders come first, then ``train``, and ``recent`` last. If they do not fit, the
-    least important go: losses stay longest, and ``watch``, ``recent``, gradient norms and learning
-    rates go first. A later record may be shown with the same layout, if its names are in
-    ``layout.names``.
-
-    Args:
-        records: the rows so far.
-        names: the metrics to show; by default those of the records.
-        width: how many characters a line may have; None for any number.
-        last_step: the greatest step that is expected, if others follow; then there is more room.
-        passed: the seconds between each record and the one before it; by default as they say.
-
-    Example:
-        >>> records = [Record(1, 10, {"train/loss": 2.0, "valid/loss": 3.0}, 12.5)]
-        >>> layout = lay_out(records, width=80)
-        >>> print(*layout.head(), layout.line(records[0], 12.5, {"valid/loss"}), sep="\\n")
-                    │ valid   │ train
-        epoch  step │   loss  │   loss │  time
-            1    10 │ 3.0000* │ 2.0000 │ 12.5s
-    """
-    names = [*(metric_names(records) if names is None else names)]
-    least = 7 if last_step else 1  # characters: 2.0e-05
-    if passed is None:
-        passed = [_passed(r, records[i - 1] if i else None) for i, r in enumerate(records)]
-    fields = [*_counters(records, last_step), *_metrics(records, names, least), _times(passed)]
-    left_out: list[str] = []
-    while width is not None and tables.width_of([f.column for f in fields]) > width:
-        worst = max(fields, key=lambda field: field.importance)
-        if worst.importance[0] == 0 or len(fields) <= 2:
-            break
-        fields.remove(worst)
-        left_out.append(worst.name or worst.column.title)
-    kept = {field.name for field in fields}
-    ordered = [name for name in left_out if name not in names]
-    ordered += [name for name in names if name not in kept]
-    return Layout(tuple(fields), frozenset(names), tuple(ordered))
-
-
-def table(
-    records: Iterable[Record],
-    names: Iterable[str] | None = None,
-    *,
-    width: int | None = None,
-    most: int = 40,
-    before: Record | None = None,
-    best: Mapping[str, Record] | None = None,
-) -> Table:
-    """Return a table of records.
-
-    Records with nothing but ``recent/...`` are left out, unless all others are closing records.
-
-    Args:
-        records: the records.
-        names: the metrics to show; by default all of them.
-        width: how many characters a line may have; None for any number.
-        most: how many rows to show; if there are more, the middle is cut, but for the best rows.
-        before: the record before the first one, for the time that passed between them.
-        best: the record to mark for each metric; by default the best of these records.
-
-    Example:
-        >>> print(table([Record(1, 10, {"loss": 0.5}, 2.0)]).text(80))
-        epoch  step    loss  time
-            1    10  0.5000  2.0s
-    """
-    records = [*records]
-    rows = [record for record in records if is_row(record)]
-    rows = records if all(record.closing for record in rows) else rows
-    hidden = len(records) - len(rows)
-    names = [*(metric_names(records) if names is None else names)]
-    if hidden:  # the few values of ``recent`` in the other rows would tell nothing
-        names = [name for name in names if not name.startswith("recent/")]
-    layout = lay_out(rows, names, width)
-    if best is None:
-        best = {}
-        for record in rows:
-            best = update_best(best, record)
-    marked = [{name for name, other in best.items() if other is record} for record in rows]
-    shown_names = {field.name for field in layout.fields}
-    first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
-    shown = [i for i in range(len(rows)) if i < first or i >= last or marked[i] & shown_names]
-    lines, above = [], -1
-    for i in shown:
-        cut = i - above - 1
-        if cut > 1:  # a single row takes no more space than the sign
-            lines.append([Cell("…")] * len(layout.fields))
-        for j in range(i - (cut == 1), i + 1):
-            passed = _passed(rows[j], rows[j - 1] if j else before)
-            lines.append(layout.cells(rows[j], passed, marked[j]))
-        above = i
-    return Table(layout, lines, _note(layout, hidden))
-
-
-def _passed(record: Record, before: Record | None) -> float | None:
-    """Return the seconds between two records; None if that is unknown."""
-    if before is not None:
-        return max(record.seconds - before.seconds, 0.0)
-    return record.seconds if record.epoch <= 1 else None  # the first of a part of a history
-
-
-def _note(layout: Layout, hidden: int) -> str:
-    parts = []
-    if layout.left_out:
-        parts.append(f"left out: {checks.join_names(layout.left_out, NAMED)}")
-    if hidden:
-        records = f"{hidden:,} record{'s' * (hidden != 1)}"
-        parts.append(f"not shown: {records} with recent/... only")
-    return "; ".join(parts)
-
-
-# --- columns
-
-
-def _counters(records: Sequence[Record], last_step: int) -> list[Field]:
-    epoch = max((record.epoch for record in records), default=0)
-    step = max((last_step, *(record.step for record in records)))
-    # Within an epoch, only the step tells one record from the next.
-    within = any(a.epoch == b.epoch for a, b in itertools.pairwise(records))
-    within |= any(record.epoch == 0 < record.step for record in records)
-    return [
-        Field("", "epoch", Column("epoch", width=len(str(epoch))), (0, 0)),
-        Field("", "step", Column("step", width=len(f"{step}")), (2 if within else 8, 0)),
-    ]
-
-
-def _times(passed: Sequence[float | None]) -> Field:
-    most = max((seconds for seconds in passed if seconds is not None), default=0.0)
-    form = "time" if most < 100 else "clock"
-    widths = [len(format_time(seconds, form)) for seconds in (*passed, 0.0)]
-    return Field("", form, Column("time", width=max(widths)), (5, 0))
-
-
-def _metrics(records: Sequence[Record], names: Sequence[str], least: int) -> list[Field]:
-    """Return the columns of metrics, group by group."""
-    groups = list(dict.fromkeys(map(_group_of, names)))
-    ordered = sorted(names, key=lambda name: (_rank(name), groups.index(_group_of(name))))
-    return [_metric(records, name, least, names.index(name)) for name in ordered]
-
-
-def _metric(records: Sequence[Record], name: str, least: int, place: int) -> Field:
-    values = [record.metrics[name] for record in records if name in record.metrics]
-    form = number_form(name, values)
-    group = _group_of(name)
-    title = name[len(group) + 1 :] if group else name
-    width = max([least, *(len(format(value, form)) for value in values)])
-    marks = is_evaluated(name) and mode_by_name(name) is not None
-    return Field(name, form, Column(title, group, width, marks), (_importance(name), place))
-
-
-def _group_of(name: str) -> str:
-    group, _, title = name.partition("/")
-    return group if title else ""
-
-
-def _rank(name: str) -> int:
-    """Return where the group of a metric stands: evaluated loaders, train, others, recent."""
-    if is_evaluated(name):
-        return 1
-    group = _group_of(name)
-    return {"": 0, "train": 2, "recent": 4}.get(group, 3)
-
-
-def _importance(name: str) -> int:
-    """Return the importance of a metric: 1 is the greatest."""
-    title = name.split("/", 1)[-1]
-    if title.startswith("watch/"):
-        return 13
-    if name.startswith("recent/"):
-        return 12
-    if title == "lr" or title.startswith("lr/"):
-        return 9 if title == "lr" else 11
-    if "grad_norm" in title:
-        return 10
-    if title.partition("/")[0] in _COSTS:
-        return 8
-    if is_evaluated(name):
-        return 1 if title == "loss" else 3 if mode_by_name(name) else 4
-    if name.startswith("train/"):
-        nested = 4 if title.endswith("/loss") else 6 if mode_by_name(name) else 7
-        return 2 if title == "loss" else nested
-    return 3 if "/" not in name else 8
-
-
-def _text(field: Field, record: Record, seconds: float | None) -> str:
-    if field.form == "epoch":
-        return str(record.epoch)
-    if field.form == "step":
-        return str(record.step)
-    if field.form in ("time", "clock"):
-        return format_time(seconds, field.form)
-    if field.name not in record.metrics:
-        return ""
-    width = max(field.column.width, len(field.column.title))
-    return fit_number(record.metrics[field.name], field.form, width)
-
-
-# --------------------------------------------------------------------------------------------------
-# Numbers in a table of records: one format for a column, and another for what does not suit it.
-
-DIGITS = 3  # significant ones that every value has, if there is room
-MOST_DECIMALS, LONGEST = 6, 10  # of a value that is not written as 2.00e-05; its characters
-
-
-def number_form(name: str, values: Sequence[float]) -> str:
-    """Return the format of a column: the same number of decimals for all its values."""
-    title = name.split("/", 1)[-1]
-    if title == "lr" or title.startswith("lr/"):
-        return ".1e"
-    sizes = [abs(value) for value in values if math.isfinite(value)]
-    largest, smallest = max(sizes, default=0.0), min((s for s in sizes if s), default=1.0)
-    mode = mode_by_name(name)
-    if largest >= 1e9 or (largest and largest < 1e-3):
-        return ".2e"
-    if mode is None and sizes and all(size.is_integer() for size in sizes) and largest >= 1:
-        return ",.0f"
-    decimals = 4 if largest < 100 else 2 if largest < 10_000 else 0
-    if mode == "max":
-        return f",.{decimals}f"
-    wanted = max(decimals, DIGITS - 1 - math.floor(math.log10(smallest)))
-    if wanted <= MOST_DECIMALS and len(f"{largest:,.{wanted}f}") <= LONGEST:
-        return f",.{wanted}f"
-    return ".2e" if mode == "min" else f",.{decimals}f"  # others may come near to 0 by chance
-
-
-def fit_number(value: float, form: str, width: int) -> str:
-    """Format a value; if the format does not suit it, in another one that fits the width."""
-    value += 0.0  # -0.0 is 0.0
-    decimals = (4, *range(5, MOST_DECIMALS + 1), *range(3, -1, -1)) if form.endswith("f") else ()
-    forms = [form, *(f",.{n}f" for n in decimals), ".2e", ".1e", ".0e"]
-    fitting = [text for text in (format(value, each) for each in forms) if len(text) <= width]
-    exact = (text for text in fitting if _error(value, text) <= 0.501 * 10 ** (1 - DIGITS))
-    nearest = min(fitting, key=lambda text: _error(value, text), default=format(value, form))
-    return next(exact, nearest)
-
-
-def _error(value: float, text: str) -> float:
-    """Return how far a text is from a value, in units of the value's first digit."""
-    if abs(value) < 1e-300 or not math.isfinite(value):
-        return 0.0
-    unit = 10.0 ** math.floor(math.log10(abs(value)))
-    return abs(float(text.replace(",", "")) - value) / unit
-
-
-def format_time(seconds: float | None, form: str) -> str:
-    """Format a duration: ``12.5s``, or ``1:02`` and ``1:02:03``, by the longest of its column."""
-    if seconds is None:
-        return ""
-    if form == "time" and seconds < 1000:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-# --------------------------------------------------------------------------------------------------
-# The curves of a history as a figure.
+# Histories as figures, which curves.py draws.
 
 Mode = Mapping[str, str] | str | None
-MOST_LABELS = 8  # of a legend within the first axis; a longer one is below the figure
-MOST_NAMED, MOST_SHOWN = 2, 4  # best points of another axis: with their names, or just the values
-HUGE = 1e100  # matplotlib fails on an axis of some more
-DECADES = 1000.0  # from the lowest to the highest value of a logarithmic axis, at least
-TRAINED = ("train", "recent")  # names that are not those of evaluated loaders
 
 
 def check_plot(mode: Mode, x: str) -> None:
@@ -1200,180 +862,6 @@ def check_plot(mode: Mode, x: str) -> None:
     modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
     for given in modes:
         better(0.0, 0.0, given)  # raises if it is not a mode
-
-
-def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
-    """Draw every metric; the arguments are those of ``History.plot``."""
-    check_plot(mode, x)
-    figures.require_matplotlib("History.plot")
-    series = curves_of(records)
-    if not series:
-        empty = "has no metric" if records else "is empty"
-        raise ValueError(f"there is nothing to plot: the history {empty}")
-    of = {key: _split(key, series) for key in series}
-    groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
-    titles = sorted(groups, key=lambda title: panel_rank(title, groups[title]))
-    colors = _colors(owner for owner, _ in of.values())
-    if not any(record.epoch for record in records):
-        x = "step"  # no epoch has ended, and its length is unknown
-    place = epochs_of(records) if x == "epoch" else lambda record: record.step
-    sizes = [panel_size(title, i) for i, title in enumerate(titles)]
-    figure, axes = figures.panels("History.plot", sizes)
-    known: set[str] = set()  # labels in a legend
-    crowded = False  # whether the legend of the first axis is below the figure
-    for axis, title in zip(axes, titles, strict=True):
-        curves, keys = [], sorted(groups[title], key=lambda key: _order(of[key][0]))
-        evaluated = [key for key in keys if of[key][0] not in TRAINED]
-        crowded |= axis is axes[0] and len(keys) + len(evaluated) > MOST_LABELS
-        for key in keys:
-            (owner, metric), having, best = of[key], series[key], None
-            wanted = _mode_of(metric, groups[title], mode)
-            if wanted is not None and key in evaluated:
-                finite = [record for record in having if math.isfinite(record.metrics[key])]
-                if finite:
-                    record = best_record(finite, key, wanted)
-                    value = record.metrics[key]
-                    label = f"{_label(owner, metric)} {best_label(record, key, records)}"
-                    if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
-                        label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
-                    best = place(record), value, label
-            points = [(place(record), record.metrics[key]) for record in having]
-            thin = owner == "recent"
-            curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
-        figures.draw(axis, title, x, curves, None if crowded and axis is axes[0] else known)
-        if _mode_of(title, groups[title], mode) == "min" and _spans_decades(curves):
-            axis.set_yscale("log")
-        known |= {curve.label for curve in curves}
-    if crowded:
-        figures.add_legend_below(figure, axes[0])
-    return figure
-
-
-def _spans_decades(curves: Iterable[figures.Curve]) -> bool:
-    """Return whether curves span decades, so that a linear axis would show a flat line."""
-    values = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
-    if not values or min(values) <= 0:
-        return False
-    return DECADES <= max(values) / min(values) < HUGE
-
-
-def curves_of(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Return, for each metric, the records that have it."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        for name in record.metrics:
-            found.setdefault(name, []).append(record)
-    return found
-
-
-def panel_rank(title: str, keys: Sequence[str]) -> tuple[int, int]:
-    """Return where the axis of a metric stands: the loss first, and what is small last."""
-    small = panel_size(title, 1) == figures.SMALL
-    kind = 0 if title == "loss" else 2 if small else 1
-    return kind, 0 if any(map(is_evaluated, keys)) else 1
-
-
-def panel_size(title: str, place: int) -> str:
-    """Return the size of the axis of a metric: the first one is large."""
-    if place == 0:
-        return figures.LARGE
-    name = title.rsplit("/", 1)[-1]
-    first = title.split("/", 1)[0]
-    small = name in ("lr", "grad_norm") or first in ("lr", "grad_norm", "time", "memory", "watch")
-    return figures.SMALL if small or first == "throughput" else figures.MEDIUM
-
-
-def best_label(record: Record, key: str, records: Iterable[Record]) -> str:
-    """Return the label of the best point of some records: ``best 0.6056 (epoch 7)``."""
-    ended = record.epoch and epochs_of(records)(record) == record.epoch
-    where = f"epoch {record.epoch}" if ended else f"step {record.step}"
-    return f"best {record.metrics[key]:.4g} ({where})"
-
-
-def _split(key: str, keys: Container[str]) -> tuple[str, str]:
-    """Return whose curve a metric is, a loader's or that of an average, and what it shows.
-
-    An average of the weights is evaluated beside the model, and never in training.
-
-    Example:
-        >>> keys = ("train/loss", "valid/loss", "valid/ema/loss")
-        >>> _split("valid/loss", keys), _split("valid/ema/loss", keys)
-        (('valid', 'loss'), ('valid ema', 'loss'))
-    """
-    loader, metric = key.split("/", 1)[0], key.split("/", 1)[-1]
-    name, _, beside = metric.partition("/")
-    averaged = f"{loader}/{beside}" in keys and f"train/{metric}" not in keys
-    if beside and averaged and loader not in TRAINED:
-        return f"{loader} {name}", beside
-    return loader, metric
-
-
-def _colors(owners: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each loader and of each average, the same in all axes."""
-    others = [owner for owner in dict.fromkeys(owners) if owner not in TRAINED]
-    others.sort(key=lambda owner: " " in owner)  # an average changes no colour of a loader
-    trained, *colors = figures.palette("History.plot", 1 + len(others))
-    return {"train": trained, "recent": trained, **dict(zip(others, colors, strict=True))}
-
-
-def _order(owner: str) -> int:
-    """Return where a curve stands in the legend."""
-    return {"train": 0, "recent": 1}.get(owner, 2)
-
-
-def _panel_of(metric: str) -> str:
-    """Return the title of the axis of a metric. Those of parameter groups are in one axis.
-
-    So are those of all modules that ``watch`` reports.
-    """
-    first = metric.split("/", 1)[0]
-    if first == "watch":
-        return f"{first}/{metric.rpartition('/')[2]}"
-    return first if first in ("lr", "grad_norm") else metric
-
-
-def _label(owner: str, metric: str) -> str:
-    """Return the name of a curve in a legend: its owner, and its group if it has one."""
-    return " ".join((owner, *metric.split("/")[1:])) if _panel_of(metric) != metric else owner
-
-
-def epochs_of(records: Iterable[Record]) -> Callable[[Record], float]:
-    """Return a function that gives how many epochs had passed at a record, also within an epoch.
-
-    The first record that counts an epoch was made at its end. Before there is one, the length of an
-    epoch is unknown.
-    """
-    ends = [(0, 0)]  # (step, epoch)
-    for r in records:
-        if r.epoch > ends[-1][1] and r.step > ends[-1][0]:
-            ends.append((r.step, r.epoch))
-
-    def interpolate(record: Record) -> float:
-        if len(ends) == 1:
-            return float(record.epoch)
-        i = min(max(bisect.bisect_left(ends, (record.step, 0)), 1), len(ends) - 1)
-        (start, epoch), (end, next_epoch) = ends[i - 1], ends[i]
-        return epoch + (record.step - start) * (next_epoch - epoch) / (end - start)
-
-    return interpolate
-
-
-def _mode_of(metric: str, keys: Iterable[str], mode: Mode) -> str | None:
-    """Return the given mode of a metric, or the one that its name suggests, or None."""
-    if isinstance(mode, Mapping):
-        mode = next((mode[name] for name in (*keys, metric) if name in mode), None)
-    return mode_by_name(f"/{metric}") if mode is None else mode
-
-
-# --------------------------------------------------------------------------------------------------
-# Several histories in one figure.
-
-MOST_INSIDE = 6  # runs in the legend of the first axis; of more, it stands below the figure
-LONGEST_INSIDE = 24  # characters of a name there
-LONGEST_BESIDE = 12  # of one next to a title
-LONGEST_NAME = 48  # of a longer one, the middle is left out
-MOST_VALUES = 4  # best values next to the title of another axis; of more, only the best one
-Series = Mapping[str, list[Record]]  # the records that have a metric
 
 
 def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None) -> Figure:
@@ -1405,139 +893,6 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
         >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
         ['lr 0.1: best 2 (epoch 1)', 'lr 0.01: best 1.5 (epoch 1)']
     """
-    figures.require_matplotlib("compare")
-    _check(histories)
-    histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
-    series = {name: curves_of(history) for name, history in histories.items()}
-    keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
-    sizes = [panel_size(_metric_of(key), i) for i, key in enumerate(keys)]
-    figure, axes = figures.panels("compare", sizes)
-    colors = figures.palette("compare", len(series))
-    crowded = len(series) > MOST_INSIDE or max(map(len, series)) > LONGEST_INSIDE
-    explained: set[str] = set()  # the names of the runs in the legend of the first axis
-    for place, (axis, key) in enumerate(zip(axes, keys, strict=True)):
-        best = _best_records(series, key)
-        named, short = best, place > 0
-        if place > 0 and len(best) > MOST_VALUES:
-            named, short = _best_of_all(best, key), False
-        curves = []
-        for color, (name, history) in zip(colors, histories.items(), strict=True):
-            new, label = name not in explained, name
-            if name in named:
-                label = _run_label(name, best[name], key, history, short and not new, not new)
-            curves += _curves(series[name], key, keys, label, color, best.get(name))
-        known = explained if place else None if crowded else ()
-        explained = explained or {name for name, found in series.items() if key in found}
-        figures.draw(axis, key, "step", curves, known)
-    if crowded:
-        figures.add_legend_below(figure, axes[0])
-    return figure
+    from fnloop._core.curves import plot_runs
 
-
-def _check(histories: Mapping[str, History]) -> None:
-    checks.mapping("compare", "histories", histories, 'such as {"a": history_a, "b": history_b}')
-    if not histories:
-        raise ValueError("compare expects at least one history; got none")
-    for name, history in histories.items():
-        checks.text("compare", "histories", name, "names of runs")
-        if not isinstance(history, History):
-            raise TypeError(
-                f"compare expects a History for {name!r}, such as state.history; "
-                f"got {checks.describe(history)}"
-            )
-        if not history.keys():
-            empty = "has no metric" if len(history) else "is empty"
-            raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")
-
-
-def _short_names(names: Sequence[str]) -> Sequence[str]:
-    """Return names of runs that fit a legend, unless some would be the same."""
-    short = [shorten(name, LONGEST_NAME) for name in names]
-    return short if len({*short}) == len(names) else names
-
-
-def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
-    """Return the best record of each run that has an evaluated metric, unless none is finite."""
-    mode = mode_by_name(key) if is_evaluated(key) else None
-    if mode is None:
-        return {}
-    finite = {
-        name: [record for record in found.get(key, ()) if math.isfinite(record.metrics[key])]
-        for name, found in series.items()
-    }
-    return {name: best_record(having, key, mode) for name, having in finite.items() if having}
-
-
-def _run_label(
-    name: str, best: Record, key: str, history: History, short: bool, known: bool
-) -> str:
-    """Return the label of a run; a short one where its colour says which run it is.
-
-    ``known`` is whether the first axis explains the colour.
-    """
-    if short:
-        return f"{best.metrics[key]:.4g}"
-    value = best_label(best, key, history)
-    return value if known and len(name) > LONGEST_BESIDE else f"{name}: {value}"
-
-
-def _best_of_all(best: Mapping[str, Record], key: str) -> dict[str, Record]:
-    """Return the best of the best records of some runs."""
-    winner = best_record(best.values(), key, mode_by_name(key) or "min")
-    name = next(name for name, record in best.items() if record is winner)
-    return {name: winner}
-
-
-def _curves(
-    series: Series, key: str, keys: list[str], label: str, color: str, best: Record | None
-) -> list[figures.Curve]:
-    """Return the curves of a run in the axis of a metric."""
-    if key not in series:
-        return []
-    mark = None if best is None else (best.step, best.metrics[key], "")
-    curves = [figures.Curve(_points(series, key), label, color, key.startswith("recent/"), mark)]
-    recent = f"recent/{_metric_of(key)}"
-    if key.startswith("train/") and recent in series and recent not in keys:
-        curves.append(figures.Curve(_points(series, recent), "", color, thin=True))
-    return curves
-
-
-def _points(series: Series, key: str) -> figures.Points:
-    return [(record.step, record.metrics[key]) for record in series[key]]
-
-
-def _shared_keys(series: Mapping[str, Series]) -> list[str]:
-    """Return the metrics that all histories have, in the order of their axes."""
-    first, *others = series.values()
-    shared = [key for key in first if all(key in other for other in others)]
-    # The intervals of ``recent`` are drawn in the axes of ``train``.
-    keys = [key for key in shared if not key.startswith("recent/")] or shared
-    if not keys:
-        known = "; ".join(f"{name}: {', '.join(found)}" for name, found in series.items())
-        raise ValueError(f"compare found no metric that all histories have; there are: {known}")
-
-    def rank(key: str) -> tuple[object, ...]:
-        small, trained = panel_rank(_metric_of(key), [key])
-        return small == 2, trained, small
-
-    return sorted(keys, key=rank)
-
-
-def _given_keys(series: Mapping[str, Series], keys: Iterable[str]) -> list[str]:
-    if isinstance(keys, str) or not isinstance(keys, Iterable):
-        raise TypeError(
-            'compare expects keys as a list of metrics, such as ["valid/loss"]; '
-            f"got {checks.describe(keys)}"
-        )
-    keys = list(dict.fromkeys(checks.metric_name("compare", "keys", key) for key in keys))
-    known = list(dict.fromkeys(key for found in series.values() for key in found))
-    if not keys:
-        raise ValueError("compare expects at least one key; got none")
-    for key in keys:
-        if key not in known:
-            raise KeyError(f"no metric {key!r} in these histories; there are: {', '.join(known)}")
-    return keys
-
-
-def _metric_of(key: str) -> str:
-    return key.split("/", 1)[-1]
+    return plot_runs(histories, keys)

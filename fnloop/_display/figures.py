@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from fnloop._display.tables import shorten
+from fnloop._display.tables import format_short, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,26 +183,13 @@ def draw(
     axis.set_xlabel(x)
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     if places and max(places) >= LONG_STEPS:
-        axis.xaxis.set_major_formatter(_short_number)
+        axis.xaxis.set_major_formatter(lambda value, _: format_short(value))
     if not any(math.isfinite(y) for curve in curves for _, y in curve.points):
         axis.text(0.5, 0.5, "no finite value", transform=axis.transAxes, ha="center", color=GREY)
         axis.set(xticks=[], yticks=[])
     if known is not None:
         _add_legend(axis, known)
     _suit_any_page(axis)
-
-
-def _short_number(value: float, place: object = None) -> str:
-    """Write a number of steps in few characters.
-
-    Example:
-        >>> _short_number(20_000), _short_number(1_250_000), _short_number(0)
-        ('20k', '1.25M', '0')
-    """
-    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:.10g}{letter}"
-    return f"{value:.10g}"
 
 
 def _draw_curve(axis: Axes, curve: Curve, style: str, order: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
-from fnloop._display.tables import terminal_width
+from fnloop._display.tables import printable, terminal_width
 
 # --------------------------------------------------------------------------------------------------
 # The bottom line of a terminal, which tqdm draws, and what is printed above it.
@@ -71,12 +71,12 @@ class Screen:
                 self._bar = _Bar(self.file)
                 for name in ("stdout", "stderr"):
                     self._redirect(name, self._bar)
-            self._bar.set_description_str(line)
+            self._bar.set_description_str(printable(line, self.file))
 
     def print(self, *lines: str) -> None:
         """Write lines above the bottom line."""
         with contextlib.suppress(OSError):  # the terminal is gone, which must not end a run
-            tqdm.write("\n".join(lines), file=self.file)
+            tqdm.write(printable("\n".join(lines), self.file), file=self.file)
             self.file.flush()
 
     def close(self) -> None:

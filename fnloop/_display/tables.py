@@ -1,4 +1,4 @@
-"""Tables and reprs: as lines of text, as HTML, and in the signs that a console has."""
+"""What reprs are made of: numbers, tables, and text as HTML; and the signs that a console has."""
 
 from __future__ import annotations
 
@@ -8,225 +8,19 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, TextIO, TypeVar
 
 import attrs
 from tqdm.utils import disp_len
 
-# --------------------------------------------------------------------------------------------------
-# Tables whose columns stand in groups: as lines of text and as HTML.
-#
-# A table is made of columns and of rows of cells. Its head has two lines: the groups, and the
-# titles of the columns.
-
-UNLIMITED = 10_000  # the width of what is not a terminal, for a table that may be long
-HTML_WIDTH = 100  # characters of a row that fits a cell of a notebook
-LONGEST_TITLE = 32
-_RULE = "border-left:1px solid color-mix(in srgb, currentColor 30%, transparent)"
-_FAINT = "opacity:.6"
-
-
-@attrs.frozen
-class Cell:
-    """The text of a cell, and whether it is marked as the best of its column."""
-
-    text: str
-    best: bool = False
-
-
-@attrs.frozen
-class Column:
-    """A column of numbers.
-
-    Args:
-        title: its name within its group.
-        group: the name of its group; "" for none. Columns of one group stand side by side.
-        width: how many characters its widest cell has, without a mark.
-        marks: whether a cell may be marked, which needs another character.
-        left: whether its cells are words, which begin at its left edge and may be indented.
-    """
-
-    title: str
-    group: str = ""
-    width: int = 1
-    marks: bool = False
-    left: bool = False
-
-
-def terminal_width(unknown: int = 80) -> int:
-    """Return how many characters a line of the terminal has now, or a width if that is unknown."""
-    return shutil.get_terminal_size((unknown, 24)).columns
-
-
-def shorten(title: str, most: int = LONGEST_TITLE) -> str:
-    """Leave out the middle of a title, or of the name of a group, that is too long."""
-    if disp_len(title) <= most:
-        return title
-    half = (most - 1) // 2
-    while disp_len(short := f"{title[:half]}…{title[-half:]}") > most:
-        half -= 1
-    return short
-
-
-def width_of(columns: Sequence[Column]) -> int:
-    """Return how many characters a line of a table has."""
-    return disp_len(_join(columns, [" " * width for width in _widths(columns)]))
-
-
-def head_lines(columns: Sequence[Column]) -> list[str]:
-    """Return the lines above the rows: the groups, if there are any, and the titles.
-
-    Example:
-        >>> columns = [Column("epoch", "", 5), Column("loss", "valid", 6), Column("f1", "valid", 6)]
-        >>> print(*head_lines(columns), sep="\\n")
-              │ valid
-        epoch │   loss      f1
-    """
-    widths = _widths(columns)
-    titles = [
-        _aligned(column, shorten(column.title), width) + " " * column.marks
-        for column, width in zip(columns, widths, strict=True)
-    ]
-    lines = [_join(columns, titles).rstrip()]
-    if any(column.group for column in columns):
-        groups = []
-        for group, indices in _groups(columns):
-            room = sum(widths[i] for i in indices) + 2 * (len(indices) - 1)
-            groups.append(_padded(shorten(group), room, left=True))
-        lines.insert(0, " │ ".join(groups).rstrip(" │") if groups else "")
-    return lines
-
-
-def row_line(columns: Sequence[Column], cells: Sequence[Cell]) -> str:
-    """Return a row as a line of text. The best cell of a column has a star.
-
-    Example:
-        >>> columns = [Column("epoch", "", 5), Column("loss", "valid", 6, marks=True)]
-        >>> row_line(columns, [Cell("1"), Cell("0.5000", best=True)])
-        '    1 │ 0.5000*'
-    """
-    texts = [
-        _aligned(column, cell.text, width) + ("*" if cell.best else " " * column.marks)
-        for column, cell, width in zip(columns, cells, _widths(columns), strict=True)
-    ]
-    return _join(columns, texts).rstrip()
-
-
-def table_lines(
-    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "", width: int = 80
-) -> list[str]:
-    """Return a table as lines of text for sys.stdout, with a note below it.
-
-    The note is wrapped to a width, and so are the words of the last column.
-    """
-    rows_text = [line for cells in rows for line in _row_lines(columns, cells, width)]
-    notes = textwrap.wrap(note, width, break_on_hyphens=False, break_long_words=False)
-    return [*map(printable, [*head_lines(columns), *rows_text, *notes])]
-
-
-def _row_lines(columns: Sequence[Column], cells: Sequence[Cell], width: int) -> list[str]:
-    """Return a row as one line, or as several if its last column has words that do not fit."""
-    line = row_line(columns, cells)
-    indent = disp_len(row_line(columns, [*cells[:-1], Cell("x")])) - 1
-    if disp_len(line) <= width or not columns[-1].left or indent > width // 2:
-        return [line]
-    return textwrap.wrap(
-        line,
-        width,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-
-
-def table_html(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], note: str = "") -> str:
-    """Return a table as HTML. The best cells are bold."""
-    groups = _groups(columns)
-    begins = {indices[0] for _, indices in groups[1:]}  # the columns with a rule to their left
-
-    def style(i: int, align: str = "") -> str:
-        words = columns[i].left
-        align, space = align or ("left" if words else "right"), "pre" if words else "nowrap"
-        return f"text-align:{align};white-space:{space}" + (f";{_RULE}" if i in begins else "")
-
-    head = ""
-    if any(column.group for column in columns):
-        head = "".join(
-            f'<th colspan="{len(indices)}" style="{style(indices[0], "left")}">'
-            f"{html.escape(shorten(group))}</th>"
-            for group, indices in groups
-        )
-        head = f"<tr>{head}</tr>"
-    head += _html_row(
-        f'<th style="{style(i)}">{html.escape(shorten(column.title))}</th>'
-        for i, column in enumerate(columns)
-    )
-    body = "".join(
-        _html_row(f'<td style="{style(i)}">{_html_cell(cell)}</td>' for i, cell in enumerate(cells))
-        for cells in rows
-    )
-    below = f'<div style="{_FAINT}"><small>{html.escape(note)}</small></div>' if note else ""
-    numbers = "font-variant-numeric:tabular-nums"
-    return (
-        f'<div style="overflow-x:auto"><table style="{numbers}">{head}{body}</table></div>{below}'
-    )
-
-
-def _aligned(column: Column, text: str, width: int) -> str:
-    room = width - column.marks
-    return _padded(text, room, column.left)
-
-
-def _padded(text: str, room: int, left: bool) -> str:
-    """Return a text with spaces beside it. Some signs take two columns of a terminal."""
-    spaces = " " * max(room - disp_len(text), 0)
-    return f"{text}{spaces}" if left else f"{spaces}{text}"
-
-
-def _html_row(cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _html_cell(cell: Cell) -> str:
-    text = html.escape(cell.text)
-    return f"<b>{text}</b>" if cell.best else text
-
-
-def _groups(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
-    """Return the name of each group, and the indices of its columns."""
-    found = itertools.groupby(range(len(columns)), lambda i: columns[i].group)
-    return [(group, [*indices]) for group, indices in found]
-
-
-def _widths(columns: Sequence[Column]) -> list[int]:
-    """Return how many characters each column has; the last of a group has room for its name."""
-    widths = [
-        max(column.width, disp_len(shorten(column.title))) + column.marks for column in columns
-    ]
-    for group, indices in _groups(columns):
-        room = sum(widths[i] for i in indices) + 2 * (len(indices) - 1)
-        widths[indices[-1]] += max(disp_len(shorten(group)) - room, 0)
-    return widths
-
-
-def _join(columns: Sequence[Column], texts: Sequence[str]) -> str:
-    return " │ ".join("  ".join(texts[i] for i in indices) for _, indices in _groups(columns))
-
+from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
-# Text for terminals and HTML for notebooks.
-#
-# All HTML is built here, and all values from outside are escaped here. It has no scripts, no assets
-# and no colours of its own: lines are a lighter shade of the text's colour, which suits dark themes
-# too.
+# Numbers.
 
-WIDTH = 100  # characters per line of text
-_LINE = "1px solid color-mix(in srgb, currentColor 30%, transparent)"
-_SOFT = "opacity:.6"
-
-
-# --- text
+DIGITS = 3  # significant ones that every value of a column has, if there is room
+MOST_DECIMALS, LONGEST = 6, 10  # of a value that is not written as 2.00e-05; its characters
 
 
 def format_number(value: float) -> str:
@@ -234,9 +28,30 @@ def format_number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
+def format_short(value: float) -> str:
+    """Write a number of steps in few characters.
+
+    Example:
+        >>> format_short(20_000), format_short(1_250_000), format_short(0)
+        ('20k', '1.25M', '0')
+    """
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.10g}{letter}"
+    return f"{value:.10g}"
+
+
 def format_count(n: int, noun: str) -> str:
     """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def format_count_of(done: int, total: int | None) -> str:
+    """Format how many of how many, aligned; or, without a total, how many."""
+    if total is None:
+        return f"{done:,}"
+    of = f"{total:,}"
+    return f"{done:{len(of)},}/{of}"
 
 
 def format_bytes(n: int) -> str:
@@ -250,6 +65,348 @@ def format_bytes(n: int) -> str:
         if n >= 1024**power:
             return f"{n / 1024**power:.4g} {unit}"
     return f"{n} B"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a time in at most seven characters.
+
+    Example:
+        >>> [format_duration(s) for s in (2.04, 41.6, 187.0, 4320.0, 190_000.0)]
+        ['2.0s', '42s', '3m 07s', '1h 12m', '2d 04h']
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest}s"
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes}m {rest:02}s"
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02}h" if days else f"{hours}h {minutes:02}m"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Format a short time, such as ``3.05 ms``."""
+    return f"{1000 * seconds:.3g} ms"
+
+
+def format_clock(seconds: float, tenths: bool) -> str:
+    """Format a time of a column: with tenths ``12.5s``, or else ``1:02`` and ``1:02:03``.
+
+    A time of 1000 seconds never has tenths: it may be in a column that has no room for them.
+    """
+    if tenths and seconds < 1000:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_left(seconds: float) -> str:
+    """Format an estimate of the time left, which is not exact to a tenth of a second."""
+    return f"{format_duration(seconds) if seconds >= 9.95 else f'{math.ceil(seconds)}s'} left"
+
+
+def format_rate(rate: float, unit: str = "step") -> str:
+    """Format a rate: per second, or, if it is below 1, the seconds of each.
+
+    Example:
+        >>> format_rate(1234.5), format_rate(12.345), format_rate(0.25, "batch")
+        ('1,234 step/s', '12.3 step/s', '4.00 s/batch')
+    """
+    value, of = (rate, f"{unit}/s") if rate >= 1 else (1 / rate, f"s/{unit}")
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {of}"
+
+
+def is_learning_rate(name: str) -> bool:
+    """Return whether a metric is a learning rate, which is written like ``3.0e-04``."""
+    return "lr" in name.split("/")
+
+
+def format_metric(name: str, value: float) -> str:
+    """Format a metric that stands alone: four decimals, or two of a large one.
+
+    Example:
+        >>> format_metric("loss", 0.5), format_metric("loss", 1234.5), format_metric("lr", 3e-4)
+        ('0.5000', '1,234.50', '3.0e-04')
+    """
+    if is_learning_rate(name):
+        return f"{value:.1e}"
+    small = value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e6
+    return f"{value:.2e}" if small else f"{value:,.4f}" if abs(value) < 100 else f"{value:,.2f}"
+
+
+def column_form(name: str, values: Iterable[float], mode: str | None) -> str:
+    """Return the format of a column of a metric: the same number of decimals for all its values.
+
+    Args:
+        name: the metric.
+        values: its values.
+        mode: "min" or "max" if lower or higher values are better, or None.
+    """
+    if is_learning_rate(name):
+        return ".1e"
+    sizes = [abs(value) for value in values if math.isfinite(value)]
+    largest, smallest = max(sizes, default=0.0), min((s for s in sizes if s), default=1.0)
+    if largest >= 1e9 or (largest and largest < 1e-3):
+        return ".2e"
+    if mode is None and sizes and all(size.is_integer() for size in sizes) and largest >= 1:
+        return ",.0f"
+    decimals = 4 if largest < 100 else 2 if largest < 10_000 else 0
+    if mode == "max":
+        return f",.{decimals}f"
+    wanted = max(decimals, DIGITS - 1 - math.floor(math.log10(smallest)))
+    if wanted <= MOST_DECIMALS and len(f"{largest:,.{wanted}f}") <= LONGEST:
+        return f",.{wanted}f"
+    return ".2e" if mode == "min" else f",.{decimals}f"  # others may come near to 0 by chance
+
+
+def fit_number(value: float, form: str, width: int) -> str:
+    """Format a value; if the format does not suit it, in another one that fits the width."""
+    value += 0.0  # -0.0 is 0.0
+    decimals = (4, *range(5, MOST_DECIMALS + 1), *range(3, -1, -1)) if form.endswith("f") else ()
+    forms = [form, *(f",.{n}f" for n in decimals), ".2e", ".1e", ".0e"]
+    fitting = [text for text in (format(value, each) for each in forms) if len(text) <= width]
+    exact = (text for text in fitting if _error(value, text) <= 0.501 * 10 ** (1 - DIGITS))
+    nearest = min(fitting, key=lambda text: _error(value, text), default=format(value, form))
+    return next(exact, nearest)
+
+
+def _error(value: float, text: str) -> float:
+    """Return how far a text is from a value, in units of the value's first digit."""
+    if abs(value) < 1e-300 or not math.isfinite(value):
+        return 0.0
+    unit = 10.0 ** math.floor(math.log10(abs(value)))
+    return abs(float(text.replace(",", "")) - value) / unit
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables: columns, which stand in groups, and rows, which are any values. A column says what its
+# cell of a row is. A table writes itself as text or as HTML; a terminal, where rows are added one
+# at a time, asks for its head and for a line for each row.
+
+UNLIMITED = 10_000  # the width of what is not a terminal, for a table that may be long
+HTML_WIDTH = 100  # characters of a row that fits a cell of a notebook
+LONGEST_TITLE = 32
+NAMED = 8  # columns that are left out, in the note below a table; of more, their number is given
+_RULE = " │ "  # between two groups
+
+R = TypeVar("R")
+
+
+def shorten(title: str, most: int = LONGEST_TITLE) -> str:
+    """Leave out the middle of a title, or of the name of a group, that is too long."""
+    if disp_len(title) <= most:
+        return title
+    half = (most - 1) // 2
+    while disp_len(short := f"{title[:half]}…{title[-half:]}") > most:
+        half -= 1
+    return short
+
+
+@attrs.frozen(eq=False)
+class Column(Generic[R]):
+    """A column.
+
+    Args:
+        title: its name within its group.
+        text: the text of its cell of a row.
+        group: the name of its group; "" for none. Columns of one group stand side by side.
+        left: whether its cells are words, which begin at its left edge and may be indented.
+        best: whether its cell of a row is marked as the best; None if none ever is. A mark needs
+            another character.
+        width: how many characters its cells have at least, without a mark.
+        rank: where there is no room for all columns, the one with the greatest rank is left out
+            first, and never one whose rank begins with 0. Notes are in the order of the second
+            numbers, and begin with columns without a name.
+        name: what notes call it; by default its title, and its group if it has one.
+    """
+
+    title: str = attrs.field(converter=shorten)
+    text: Callable[[R], str]
+    group: str = attrs.field(default="", converter=shorten)
+    left: bool = False
+    best: Callable[[R], bool] | None = None
+    width: int = 1
+    rank: tuple[int, int] = (0, 0)
+    name: str = ""
+
+    def cell(self, row: R | None) -> str:
+        """Return the text of its cell of a row, which is a sign where rows are cut."""
+        return "…" if row is None else self.text(row)
+
+    def is_best(self, row: R | None) -> bool:
+        """Return whether its cell of a row is marked."""
+        return row is not None and self.best is not None and self.best(row)
+
+    @property
+    def room(self) -> int:
+        """How many characters it has in a line, with a mark."""
+        return self.width + (self.best is not None)
+
+    def pad(self, text: str, mark: str = " ") -> str:
+        """Return a text as wide as the column, with a mark if cells can have one."""
+        return _pad(text if self.best is None else f"{text}{mark}", self.room, self.left)
+
+
+@attrs.frozen
+class Table(Generic[R]):
+    """Columns and rows.
+
+    Args:
+        columns: the columns.
+        rows: any values, of which the columns make texts; None where rows are cut.
+        remark: a note below the table.
+        left_out: the names of columns for which there was no room.
+
+    Example:
+        >>> columns = [Column("x", str), Column("square", lambda x: str(x * x), "of x")]
+        >>> print(Table(columns, [1, 20], "two rows").text(80))
+            │ of x
+         x  │ square
+         1  │      1
+        20  │    400
+        two rows
+    """
+
+    columns: Sequence[Column[R]]
+    rows: Sequence[R | None] = ()
+    remark: str = ""
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """What is left out, and the remark."""
+        left_out = f"left out: {join_names(self.left_out, NAMED)}" if self.left_out else ""
+        return "; ".join(filter(None, (left_out, self.remark)))
+
+    def fit(self, width: float = math.inf) -> Table[R]:
+        """Return the table without the columns for which a line of some width has no room.
+
+        The others are as wide as their rows and groups need. ``head`` and ``line`` are those of a
+        table that was fitted; later rows may be shown in the same columns.
+        """
+        columns, gone, fitted = [], [], []
+        for column in self.columns:
+            texts = (column.title, *map(column.cell, self.rows))
+            columns.append(attrs.evolve(column, width=max(column.width, *map(disp_len, texts))))
+        while len(columns) > 2 and attrs.evolve(self, columns=columns).width > width:
+            worst = max(columns, key=lambda column: column.rank)
+            if worst.rank[0] == 0:
+                break
+            columns.remove(worst)
+            gone.append(worst)
+        for *others, last in _groups(columns):
+            name, room = disp_len(last.group), _room([*others, last])
+            fitted += [*others, attrs.evolve(last, width=last.width + max(name - room, 0))]
+        gone.sort(key=lambda column: (bool(column.name), column.rank[1]))
+        names = (c.name or (f"{c.title} ({c.group})" if c.group else c.title) for c in gone)
+        return attrs.evolve(self, columns=fitted, left_out=(*self.left_out, *names))
+
+    @property
+    def width(self) -> int:
+        """How many characters a line has."""
+        groups = _groups(self.columns)
+        rooms = (max(_room(group), disp_len(group[0].group)) for group in groups)
+        return sum(rooms) + len(_RULE) * (len(groups) - 1)
+
+    def head(self) -> list[str]:
+        """Return the lines above the rows: the groups, if there are any, and the titles."""
+        groups = [_pad(group[0].group, _room(group), left=True) for group in _groups(self.columns)]
+        lines = [_RULE.join(groups).rstrip(_RULE), self._line(lambda c: c.pad(c.title))]
+        return lines if any(column.group for column in self.columns) else lines[1:]
+
+    def line(self, row: R | None) -> str:
+        """Return a row as a line of text. The best cell of a column has a star."""
+        return self._line(lambda c: c.pad(c.cell(row), "*" if c.is_best(row) else " "))
+
+    def _line(self, show: Callable[[Column[R]], str]) -> str:
+        return _RULE.join("  ".join(map(show, group)) for group in _groups(self.columns)).rstrip()
+
+    def text(self, width: int | None = None) -> str:
+        """Return the table for sys.stdout. The note is wrapped, and words of the last column.
+
+        By default it fits the terminal; where there is none, it may be wide.
+        """
+        width = terminal_width(UNLIMITED) if width is None else width
+        table = self.fit(width)
+        lines = [line for row in table.rows for line in table._wrapped_line(row, width)]
+        return printable("\n".join([*table.head(), *lines, *_wrap(table.note, width)]))
+
+    def html(self) -> str:
+        """Return the table for a notebook, with all columns. The best cells are bold."""
+        groups = _groups(self.columns)
+        begins = {group[0] for group in groups[1:]}  # the columns with a rule to their left
+
+        def style(column: Column[R], left: bool = False) -> str:
+            align = "left" if column.left or left else "right"
+            space = "pre" if column.left else "nowrap"
+            rule = f";border-left:{_LINE}" if column in begins else ""
+            return f'style="text-align:{align};white-space:{space}{rule}"'
+
+        def cell(column: Column[R], row: R | None) -> str:
+            text = _escape(column.cell(row))
+            return f"<b>{text}</b>" if column.is_best(row) else text
+
+        names = [
+            f'<th colspan="{len(group)}" {style(group[0], True)}>{_escape(group[0].group)}</th>'
+            for group in groups
+        ]
+        lines = [names] if any(column.group for column in self.columns) else []
+        lines.append([f"<th {style(c)}>{_escape(c.title)}</th>" for c in self.columns])
+        for row in self.rows:
+            lines.append([f"<td {style(c)}>{cell(c, row)}</td>" for c in self.columns])
+        body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
+        shown = f'<table style="font-variant-numeric:tabular-nums">{body}</table>'
+        below = faint(self.note) if self.note else ""
+        return f'<div style="overflow-x:auto">{shown}</div>{below}'
+
+    def _wrapped_line(self, row: R | None, width: int) -> list[str]:
+        """Return a row as one line, or as several if its last column has words that do not fit."""
+        line, last = self.line(row), self.columns[-1]
+        indent = self.width - last.room
+        if disp_len(line) <= width or not last.left or indent > width // 2:
+            return [line]
+        return _wrap(line, width, " " * indent)
+
+
+def _groups(columns: Sequence[Column[R]]) -> list[list[Column[R]]]:
+    return [[*group] for _, group in itertools.groupby(columns, lambda column: column.group)]
+
+
+def _room(group: Sequence[Column[R]]) -> int:
+    """Return how many characters columns of a group have, with two spaces between them."""
+    return sum(column.room for column in group) + 2 * (len(group) - 1)
+
+
+def _pad(text: str, room: int, left: bool) -> str:
+    """Return a text with spaces beside it. Some signs take two columns of a terminal."""
+    spaces = " " * max(room - disp_len(text), 0)
+    return f"{text}{spaces}" if left else f"{spaces}{text}"
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def terminal_width(unknown: int = 80) -> int:
+    """Return how many characters a line of the terminal has now, or a width if that is unknown."""
+    return shutil.get_terminal_size((unknown, 24)).columns
+
+
+# --------------------------------------------------------------------------------------------------
+# Other reprs: text for terminals and HTML for notebooks.
+#
+# All HTML is built in this file, and all values from outside are escaped here. It has no scripts,
+# no assets and no colours of its own: lines are a lighter shade of the text's colour, which suits
+# dark themes too.
+
+WIDTH = 100  # characters per line of text
+_LINE = "1px solid color-mix(in srgb, currentColor 30%, transparent)"
+_SOFT = "opacity:.6"
 
 
 def summarize(value: object) -> str:
@@ -299,9 +456,6 @@ def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
         rails += "│ "
         lines += [f"{rails}{'':10}{line}" for line in more]
     return printable("\n".join([*lines, f"{rails}{core}"]))
-
-
-# --- HTML
 
 
 def _escape(value: object) -> str:
@@ -373,7 +527,20 @@ def stack(*parts: str) -> str:
     return f"<div>{''.join(parts)}</div>"
 
 
-# --- cells
+class Shown:
+    """A value whose repr is lines of text and tables, which ``_parts`` returns."""
+
+    __slots__ = ()
+
+    def _parts(self) -> Sequence[str | Table]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        parts = (each if isinstance(each, str) else each.text() for each in self._parts())
+        return printable("\n".join(parts))
+
+    def _repr_html_(self) -> str:
+        return stack(*(line(e) if isinstance(e, str) else e.html() for e in self._parts()))
 
 
 @attrs.frozen
@@ -390,24 +557,20 @@ class Rendered:
         return self.text
 
 
-class _Handle(Protocol):
-    def update(self, value: object, /) -> None: ...
-
-
 class Display:
     """One output of a cell, redrawn in place."""
 
-    def __init__(self) -> None:
-        self._handle: _Handle | None = None
+    _update: Callable[[object], object] | None = None
 
     def show(self, value: object) -> None:
         """Show a value: at first below the other outputs of the cell, then in the same place."""
         from IPython.display import display
 
-        if self._handle is None:
-            self._handle = display(value, display_id=True)
+        if self._update is None:
+            handle = display(value, display_id=True)
+            self._update = handle and handle.update
         else:
-            self._handle.update(value)
+            self._update(value)
 
 
 def in_notebook() -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
 import sys
 import textwrap
 import time
-from typing import ClassVar, Protocol, TextIO
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, TextIO
+from weakref import WeakValueDictionary
 
 import attrs
 from torch import Tensor
@@ -17,34 +21,26 @@ from tqdm.utils import disp_len
 
 from fnloop._core.history import (
     SINCE,
-    Layout,
     Record,
     first_record,
     is_evaluated,
     is_row,
-    lay_out,
     metric_names,
-    mode_by_name,
     number_of_epoch,
     records_since,
-    table,
     unfinished,
     update_best,
 )
 from fnloop._core.metrics import Last, read
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.record_table import Row, lay_out, table_of
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
 from fnloop._display import checks, tables
 from fnloop._display.screen import Screen, columns_of, has_colors, paint
-from fnloop._display.tables import HTML_WIDTH, printable, shorten, terminal_width, width_of
+from fnloop._display.tables import Table, format_count, format_duration, format_metric, printable
 from fnloop._hooks.hook import Hook
-
-# --------------------------------------------------------------------------------------------------
-# Show the progress of a run: in a log, a terminal or a notebook.
-
-BRIEFEST = 0.1  # seconds between two drawings of an evaluation, which reads nothing
 
 
 class progress(Hook):
@@ -111,7 +107,7 @@ class progress(Hook):
             )
         self.refresh, self.file = refresh, file
         self.since = checks.choice("progress", "since", since, SINCE)
-        self._following: _Following | None = None  # a run, on its main process
+        self._view: _View | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
         self._newest: TrainState | None = None  # the state at the newest boundary
 
@@ -127,281 +123,55 @@ class progress(Hook):
             self._follow(state)
         return state
 
-    def _follow(self, state: TrainState) -> _Following:
-        self._following = _Following(_make_view(self.file, self.refresh), state, self.since)
-        return self._following
+    def _follow(self, state: TrainState) -> _View:
+        self._view = _make_view(self.file, self.refresh, state, self.since)
+        self._view.start(describe_start(state))
+        return self._view
 
     def __call__(self, state: TrainState) -> TrainState:
         self._newest = state
         if time.monotonic() < self._next and RECORD not in state.events:
-            return state
+            return state  # all that most updates cost
         if not state.backend.main:
             self._next = math.inf
             return state
-        following = self._following or self._follow(state)
-        self._next = following.pass_boundary(state)
+        view = self._view or self._follow(state)  # a call by hand comes without ``begin``
+        self._next = view.pass_boundary(state)
         return state
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Show an evaluation."""
-        if self._following is not None:
-            self._following.evaluate(state, loader, done, total)
+        if self._view is not None:
+            self._view.pass_batch(state, loader, done, total)
 
     def flush(self, state: TrainState) -> TrainState:
         """Show why the run ended."""
-        if self._following is not None:
-            self._following.finish(state)
+        if self._view is not None:
+            self._view.finish(state)
         return state
 
     def close(self) -> None:
         """Leave the output in order."""
-        if self._following is not None:
+        if self._view is not None:
             error = sys.exc_info()[1]  # with which the run ends, if it does not end by itself
             reached = getattr(error, "state", None)
             newest = reached if isinstance(reached, TrainState) else self._newest
-            self._following.close(newest, describe_failure(error))
-        self._following, self._next, self._newest = None, -math.inf, None
-
-
-class _View(Protocol):
-    """A way to show a run."""
-
-    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
-        """Show what the run works with, and where it begins."""
-        ...
-
-    def add(self, entry: Entry, best: set[str]) -> None:
-        """Show a record, and mark its metrics that are the best so far."""
-        ...
-
-    def show(self, state: TrainState, position: Position) -> float:
-        """Show a boundary, if it is time to. Return when it is time again."""
-        ...
-
-    def evaluate(
-        self, position: Position, loader: str, done: int, total: int | None, rate: float | None
-    ) -> None:
-        """Show an evaluation, if it is time to."""
-        ...
-
-    def finish(self, text: str) -> None:
-        """Show why the run ended."""
-        ...
-
-
-class _Following:
-    """A run that is shown."""
-
-    def __init__(self, view: _View, state: TrainState, since: str) -> None:
-        self.view, self.pace, self.best = view, Pace(state), Best(state, since)
-        self.state = state  # as it was shown last, with its position
-        self.position = self.pace.look(attrs.evolve(state, events=frozenset()))
-        self.looked = self.evaluation_began = time.monotonic()
-        self.quiet = 0.0  # until when nothing is shown of an evaluation
-        self.finished = False
-        view.start(state, describe_start(state), self.position)
-
-    def pass_boundary(self, state: TrainState) -> float:
-        """Show a boundary, and return when to show the next one."""
-        self.finished = False
-        self.read(state)
-        self.position, self.looked = self.pace.look(state), time.monotonic()
-        self.state = state
-        return self.view.show(state, self.position)
-
-    def read(self, state: TrainState) -> None:
-        """Show the new records."""
-        for entry in self.pace.read_records(state):
-            self.view.add(entry, self.best.update(entry.record))
-
-    def evaluate(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
-        """Show an evaluation."""
-        now = time.monotonic()
-        if not done:
-            self.evaluation_began = now
-            self.pace.begin_evaluation(loader)
-        if now < self.quiet:
-            return
-        self.quiet = now + BRIEFEST
-        passed = now - self.evaluation_began
-        rate = done / passed if passed > 0 and done else None
-        rest = None if rate is None or total is None else (total - done) / rate
-        trained = self.evaluation_began - self.looked
-        left = self.pace.left_in_evaluation(state, loader, self.position, trained, passed, rest)
-        position = attrs.evolve(_place(self.position, state), left=left)
-        self.view.evaluate(position, loader, done, total, rate)
-
-    def finish(self, state: TrainState) -> None:
-        """Show why the run ended, if it has."""
-        self.read(state)
-        if is_over(state) and not self.finished:
-            self.finished = True
-            self.tell(state, f"stopped: {state.stop}" if state.stop else "done")
-
-    def close(self, newest: TrainState | None, reason: str) -> None:
-        """Say why the run ended, and where it was, if nothing has said it yet."""
-        if not self.finished:
-            self.tell(newest or self.state, reason)
-
-    def tell(self, state: TrainState, reason: str) -> None:
-        """Show the last line."""
-        seconds = time.monotonic() - self.pace.began
-        position = _place(self.position, state)
-        self.view.finish(describe_end(reason, position, seconds, self.best))
-
-
-def _place(position: Position, state: TrainState) -> Position:
-    """Return a position with the counters of a state."""
-    number = state.epoch + (EPOCH not in state.events)
-    return attrs.evolve(position, epoch=number, step=state.step, skipped=state.skipped)
-
-
-def _make_view(file: TextIO | None, refresh: float) -> _View:
-    if file is None and tables.in_notebook():
-        return NotebookView(refresh)
-    out: TextIO = file or sys.stderr
-    if out is None or getattr(out, "closed", False):  # as in a daemon
-        out = io.StringIO()
-    has_bar = out.isatty() and os.environ.get("TERM") != "dumb"  # it cannot redraw a line
-    return TerminalView(out, refresh) if has_bar else LogView(out)
+            self._view.close(newest, describe_failure(error))
+        self._view, self._next, self._newest = None, -math.inf, None
 
 
 # --------------------------------------------------------------------------------------------------
 # What a run says about itself, the same in a terminal, a log and a notebook.
 
 LONGEST_REASON = 100  # characters of an error in the last line
-RECENT = 10.0  # seconds between two lines, if there are records of ``record_every`` only
-
-
-class Best:
-    """The best record of each evaluated metric so far.
-
-    Args:
-        state: a state of the run, of before its first update.
-        since: whether the records of the "phase" count, or all of the "run".
-    """
-
-    def __init__(self, state: TrainState, since: str) -> None:
-        self.records: dict[str, Record] = {}
-        self.loaders = () if state.run is None else state.run.evaluated
-        self.turns = () if state.run is None else state.run.turns
-        for record in records_since(state.history, first_record(state.phases, since)):
-            self.records = update_best(self.records, record)
-
-    def update(self, record: Record) -> set[str]:
-        """Take a record into account, and return the names of its metrics that are the best now."""
-        self.records = update_best(self.records, record)
-        newest = {name for name, best in self.records.items() if best is record}
-        return {name for name in newest if not self._is_mean_of_turns(name)}
-
-    def _is_mean_of_turns(self, name: str) -> bool:
-        """Return whether a loss is a mean of losses that may oppose each other."""
-        *groups, title = name.split("/")
-        return bool(self.turns) and title == "loss" and not {*groups} & {*self.turns}
-
-
-# --- numbers
-
-
-def format_duration(seconds: float) -> str:
-    """Format a time in at most seven characters.
-
-    Example:
-        >>> [format_duration(s) for s in (2.04, 41.6, 187.0, 4320.0, 190_000.0)]
-        ['2.0s', '42s', '3m 07s', '1h 12m', '2d 04h']
-    """
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{rest}s"
-    hours, minutes = divmod(minutes, 60)
-    if not hours:
-        return f"{minutes}m {rest:02}s"
-    days, hours = divmod(hours, 24)
-    return f"{days}d {hours:02}h" if days else f"{hours}h {minutes:02}m"
-
-
-def format_left(seconds: float) -> str:
-    """Format an estimate of the time left, which is not exact to a tenth of a second."""
-    return f"{format_duration(seconds) if seconds >= 9.95 else f'{math.ceil(seconds)}s'} left"
-
-
-def format_rate(rate: float, unit: str = "step") -> str:
-    """Format a rate: per second, or, if it is below 1, the seconds of each.
-
-    Example:
-        >>> format_rate(1234.5), format_rate(12.345), format_rate(0.25, "batch")
-        ('1,234 step/s', '12.3 step/s', '4.00 s/batch')
-    """
-    value, of = (rate, f"{unit}/s") if rate >= 1 else (1 / rate, f"s/{unit}")
-    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {of}"
-
-
-def format_count_of(done: int, total: int | None) -> str:
-    """Format how many of how many, aligned; or, without a total, how many."""
-    if total is None:
-        return f"{done:,}"
-    of = f"{total:,}"
-    return f"{done:{len(of)},}/{of}"
-
-
-def format_value(name: str, value: float) -> str:
-    """Format a metric: four decimals, two of a large one, and a learning rate like ``3.0e-04``."""
-    if "lr" in name.split("/"):
-        return f"{value:.1e}"
-    small = value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e6
-    return f"{value:.2e}" if small else f"{value:,.4f}" if abs(value) < 100 else f"{value:,.2f}"
-
-
-def running_values(state: TrainState) -> dict[str, float]:
-    """Return "loss" and "lr": those of a record of this boundary, or else the running ones.
-
-    With several optimizers the rates are "lr/matrices", ...; those of further groups are left out.
-    With turns, the losses are "d/loss", ... in place of their mean.
-    The running ones are read from the device: one read.
-    """
-    rates = {
-        f"lr/{name}" if name else "lr": Last(one.param_groups[0]["lr"])
-        for name, one in optimizers_in(state.optimizer).items()
-    }
-    turns = () if state.run is None else state.run.turns
-    losses = [f"{turn}/loss" for turn in turns] or ["loss"]
-    if RECORD in state.events:
-        metrics = state.history[-1].metrics
-        values = {
-            name: metrics[f"{group}/{name}"]
-            for name in (*losses, *rates)
-            for group in ("train", "recent")
-            if f"{group}/{name}" in metrics
-        }
-        for name, rate in rates.items():
-            if name not in values and not isinstance(rate.value, Tensor):
-                values[name] = rate.compute()
-        return values
-    of = {name: state.metrics.get(f"recent/{name}", state.metrics.get(name)) for name in losses}
-    return read({name: metric for name, metric in of.items() if metric is not None} | rates)
-
-
-# --- sentences
-
-
-def format_epoch(position: Position | Entry) -> str:
-    """Return the number of the epoch, from 1, and of the last one."""
-    return f"epoch {position.epoch}" + (f"/{position.epochs}" if position.epochs else "")
-
-
-def format_skipped(position: Position | Entry) -> str:
-    """Return how many updates were skipped so far; "" if none was."""
-    return f"{position.skipped:,} skipped" if position.skipped else ""
 
 
 def describe_start(state: TrainState) -> list[str]:
     """Return what a run works with, and what it is going to do, in parts of a sentence."""
-    run, backend = state.run, state.backend
+    backend = state.backend
     parameters = count_parameters(state.model)
     parts = [f"{type(state.model).__name__} on {backend.device}", *parameters.split(", ")]
-    if precision := backend.precision if run is None else run.precision:
+    if precision := backend.precision if state.run is None else state.run.precision:
         parts.append(f"amp {precision}")
     else:
         parts += sorted({str(p.dtype).removeprefix("torch.") for p in state.model.parameters()})
@@ -411,23 +181,19 @@ def describe_start(state: TrainState) -> list[str]:
 
 
 def _describe_targets(state: TrainState) -> list[str]:
-    run, parts = state.run, []
-    if run is None:
-        return parts
-    phase = unfinished(state.phases)
+    run, phase, parts = _run(state), unfinished(state.phases), []
     if phase is not None:
         parts.append(f"phase {phase.name}")
     left = (run.epochs or 0) - (0 if phase is None else phase.epoch)
-    epochs = tables.format_count(left, "epoch") if left else ""
+    epochs, each = format_count(left, "epoch"), format_count(run.steps_per_epoch or 0, "update")
     updates = (run.total_steps or 0) - run.first_step
-    if not epochs and run.steps_per_epoch:
-        parts.append(f"{tables.format_count(run.steps_per_epoch, 'update')} per epoch")
-    elif epochs and run.steps_per_epoch and updates == left * run.steps_per_epoch:
-        parts.append(f"{epochs} of {tables.format_count(run.steps_per_epoch, 'update')}")
-    elif epochs:  # of different lengths, or of an unknown one
-        parts.append(epochs)
+    if not left:
+        parts += [f"{each} per epoch"] if run.steps_per_epoch else []
+    elif run.steps_per_epoch and updates == left * run.steps_per_epoch:
+        parts.append(f"{epochs} of {each}")
+    else:  # of different lengths, or of an unknown one
         known = run.steps_per_epoch and updates > 0
-        parts += [f"{tables.format_count(updates, 'update')} in all"] if known else []
+        parts += [epochs, *([f"{format_count(updates, 'update')} in all"] if known else [])]
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.evaluated:
@@ -447,53 +213,64 @@ def describe_failure(error: BaseException | None) -> str:
     if not isinstance(error, Exception):
         return "interrupted at once" if isinstance(error, KeyboardInterrupt) else "ended early"
     first, *_ = [*str(error).splitlines(), ""]
-    first = shorten(first, LONGEST_REASON)
+    first = tables.shorten(first, LONGEST_REASON)
     return f"failed: {type(error).__name__}" + (f": {first}" if first else "")
 
 
-def describe_end(reason: str, position: Position, seconds: float, best: Best) -> str:
+def describe_end(
+    reason: str, position: Position, seconds: float, best: Mapping[str, Record], run: RunInfo
+) -> str:
     """Return the last line: why a run has ended, where, and what was best."""
-    parts = [format_epoch(position), f"step {position.step:,}", format_skipped(position)]
+    parts = [position.epoch_text, position.step_text, position.skipped_text]
     where = ", ".join([*filter(None, parts), f"after {format_duration(seconds)}"])
-    return f"{reason}{';' if ':' in reason else ':'} {where}{_describe_best(best)}"
+    return f"{reason}{';' if ':' in reason else ':'} {where}{_describe_best(best, run)}"
 
 
-def _describe_best(best: Best) -> str:
+def _describe_best(best: Mapping[str, Record], run: RunInfo) -> str:
     """Return the best loss of the first evaluated loader, or else its first other metric."""
-    place = {loader: i for i, loader in enumerate(best.loaders)}
+    place = {loader: i for i, loader in enumerate(run.evaluated)}
 
     def rank(name: str) -> tuple[bool, int]:
         return not name.endswith("/loss"), place.get(name.partition("/")[0], len(place))
 
-    names = sorted(best.records, key=rank)
-    if best.turns or not names or mode_by_name(names[0]) is None:
+    if run.turns or not best:  # a mean of losses that may oppose each other says nothing
         return ""
-    record = best.records[names[0]]
-    value = format_value(names[0], record.metrics[names[0]])
-    return f"; best {names[0]} {value} at step {record.step:,}"
+    name = min(best, key=rank)
+    record = best[name]
+    return f"; best {name} {format_metric(name, record.metrics[name])} at step {record.step:,}"
+
+
+def describe_values(state: TrainState) -> list[str]:
+    """Return "loss" and "lr": those of a record of this boundary, or else the running ones.
+
+    With several optimizers the rates are "lr/matrices", ...; those of further groups are left out.
+    With turns, the losses are "d/loss", ... in place of their mean.
+    The running ones are read from the device: one read.
+    """
+    rates = {
+        f"lr/{name}" if name else "lr": Last(one.param_groups[0]["lr"])
+        for name, one in optimizers_in(state.optimizer).items()
+    }
+    losses = [f"{turn}/loss" for turn in _run(state).turns] or ["loss"]
+    if RECORD in state.events:
+        metrics = state.history[-1].metrics
+        values = {
+            name: metrics[f"{group}/{name}"]
+            for name in (*losses, *rates)
+            for group in ("train", "recent")
+            if f"{group}/{name}" in metrics
+        }
+        known = {n: r.compute() for n, r in rates.items() if not isinstance(r.value, Tensor)}
+        values |= {name: rate for name, rate in known.items() if name not in values}
+    else:
+        running = state.metrics
+        of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
+        values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
+    return [f"{name} {format_metric(name, value)}" for name, value in values.items()]
 
 
 # --------------------------------------------------------------------------------------------------
 # How far a run is, how fast it is, and how long it will still take.
-
-
-@attrs.frozen
-class Entry:
-    """A new record.
-
-    Args:
-        record: the record.
-        epoch: the number, from 1, of its epoch; 0 before the first update.
-        epochs: the number of the last epoch, or None if there is no such target.
-        seconds: the time since the row above it, or since the run began.
-        skipped: updates skipped so far.
-    """
-
-    record: Record
-    epoch: int
-    epochs: int | None
-    seconds: float
-    skipped: int = 0
 
 
 @attrs.frozen
@@ -519,6 +296,35 @@ class Position:
     rate: float | None = None
     left: float | None = None
     skipped: int = 0
+
+    @property
+    def epoch_text(self) -> str:
+        """The number of the epoch and of the last one, in words."""
+        return f"epoch {self.epoch}" + (f"/{self.epochs}" if self.epochs else "")
+
+    @property
+    def step_text(self) -> str:
+        """The updates applied, in words."""
+        return f"step {self.step:,}"
+
+    @property
+    def count_text(self) -> str:
+        """How many updates, or batches, of how many."""
+        return tables.format_count_of(self.done, self.total)
+
+    @property
+    def skipped_text(self) -> str:
+        """How many updates were skipped, in words; "" if none was."""
+        return f"{self.skipped:,} skipped" if self.skipped else ""
+
+    @property
+    def left_text(self) -> str:
+        """The time left, in words; "" if it is unknown."""
+        return "" if self.left is None else tables.format_left(self.left)
+
+    def rate_text(self, unit: str = "step") -> str:
+        """Return the rate in words; "" if it is unknown."""
+        return tables.format_rate(self.rate, unit) if self.rate else ""
 
 
 @attrs.frozen
@@ -640,15 +446,14 @@ class Pace:
         between = self._count(state) - self._first or self._usual_length(state) or math.inf
         return left + rest + updates // between * (passed + rest)
 
-    def read_records(self, state: TrainState) -> list[Entry]:
-        """Return the new records. Call this before :meth:`look`."""
-        history, epochs = state.history, _run(state).epochs
+    def read_records(self, state: TrainState) -> list[Row]:
+        """Return the new records, with the numbers of their epochs, from 1. Call it before look."""
+        history, new = state.history, []
         self._known = min(self._known, len(history))  # a hook may have returned a snapshot
-        new = []
         for record in records_since(history, self._known):
             number = number_of_epoch(record, self._ended, self._ended_at)
             seconds = max(record.seconds - self._row_at, 0.0)
-            new.append(Entry(record, number, epochs, seconds, state.skipped))
+            new.append(Row(record, seconds, epoch=number))
             if record.epoch > self._ended:
                 self._ended, self._ended_at = record.epoch, record.step
             self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at
@@ -677,7 +482,7 @@ class Pace:
 
     def _total(self, state: TrainState, done: int) -> int | None:
         """Return the updates of the epoch, or those until the target, if it is reached before."""
-        run, length = _run(state), _run(state).steps_per_epoch or self._length
+        run, length = _run(state), self._usual_length(state)
         if run.total_steps is None:
             return length
         until = done + max(run.total_steps - state.step, 0)
@@ -699,8 +504,7 @@ class Pace:
 
     def _updates_left(self, state: TrainState, done: int) -> int | None:
         """Return how many updates the run will still make, if that is known."""
-        run, left = _run(state), []
-        length = run.steps_per_epoch or self._length
+        run, length, left = _run(state), self._usual_length(state), []
         if run.epochs is not None and length is not None:
             left.append((run.epochs - state.epoch) * length - done)
         if run.total_steps is not None:
@@ -732,133 +536,239 @@ def is_stream(state: TrainState) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Progress in a terminal: a table that grows above a bar.
+# A run that is shown. What it shows is the same everywhere; a terminal, a notebook and a log write
+# it, each in its own way.
+
+BRIEFEST = 0.1  # seconds between two drawings of an evaluation, which reads nothing
+RECENT = 10.0  # seconds between two lines, if there are records of ``record_every`` only
+
+
+def _make_view(file: TextIO | None, refresh: float, state: TrainState, since: str) -> _View:
+    if file is None and tables.in_notebook():
+        return _Notebook(state, since, refresh)
+    out: TextIO = file or sys.stderr
+    if out is None or getattr(out, "closed", False):  # as in a daemon
+        out = io.StringIO()
+    if out.isatty() and os.environ.get("TERM") != "dumb":  # which cannot redraw a line
+        return _Terminal(state, since, refresh, out)
+    return _Log(state, since, out)
+
+
+class _View(ABC):
+    """A run that is shown, by its main process.
+
+    Args:
+        state: a state of the run, of before its first update.
+        since: whether the records of the "phase" may be the best, or all of the "run".
+    """
+
+    def __init__(self, state: TrainState, since: str) -> None:
+        self.pace, self.state, self.is_stream = Pace(state), state, is_stream(state)
+        before = records_since(state.history, first_record(state.phases, since))
+        self.best: dict[str, Record] = functools.reduce(update_best, before, {})  # of each metric
+        # A state that continues a run may have the events of its last boundary, such as the end of
+        # an epoch, which is not one of this run.
+        self.position = self.pace.look(attrs.evolve(state, events=frozenset()))
+        self.looked = self.evaluation_began = time.monotonic()
+        self.quiet = 0.0  # until when nothing is shown of an evaluation
+        self.finished = False
+
+    @abstractmethod
+    def start(self, parts: list[str]) -> None:
+        """Show what the run works with, and where it begins."""
+
+    @abstractmethod
+    def add(self, row: Row) -> None:
+        """Show a record."""
+
+    @abstractmethod
+    def show(self, state: TrainState) -> float:
+        """Show a boundary, if it is time to. Return when it is time again."""
+
+    @abstractmethod
+    def show_evaluation(self, loader: str, position: Position) -> None:
+        """Show an evaluation, if it is time to: a position in the batches of a loader."""
+
+    @abstractmethod
+    def end(self, text: str) -> None:
+        """Show why the run ended."""
+
+    def pass_boundary(self, state: TrainState) -> float:
+        """Show a boundary, and return when to show the next one."""
+        self.finished = False
+        self.read(state)
+        self.position, self.looked = self.pace.look(state), time.monotonic()
+        return self.show(state)
+
+    def read(self, state: TrainState) -> None:
+        """Show the new records."""
+        self.state = state
+        for row in self.pace.read_records(state):
+            self.best = update_best(self.best, row.record)
+            self.add(self.marked(row))
+
+    def marked(self, row: Row) -> Row:
+        """Return a row with the names of its metrics that are the best so far."""
+        best = {name for name, record in self.best.items() if record is row.record}
+        if turns := _run(self.state).turns:  # the mean of their losses, which may oppose each other
+            losses = (name for name in best if name.endswith("/loss"))
+            best -= {name for name in losses if not {*name.split("/")} & {*turns}}
+        return attrs.evolve(row, best=best)
+
+    def pass_batch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
+        """Show how far an evaluation is."""
+        now = time.monotonic()
+        if not done:
+            self.evaluation_began = now
+            self.pace.begin_evaluation(loader)
+        if now < self.quiet:
+            return
+        self.quiet = now + BRIEFEST
+        passed = now - self.evaluation_began
+        rate = done / passed if passed > 0 and done else None
+        rest = None if rate is None or total is None else (total - done) / rate
+        trained = self.evaluation_began - self.looked
+        left = self.pace.left_in_evaluation(state, loader, self.position, trained, passed, rest)
+        position = attrs.evolve(self.at(state), done=done, total=total, rate=rate, left=left)
+        self.show_evaluation(loader, position)
+
+    def at(self, state: TrainState) -> Position:
+        """Return the position that was looked at last, with the counters of a state."""
+        number = state.epoch + (EPOCH not in state.events)
+        return attrs.evolve(self.position, epoch=number, step=state.step, skipped=state.skipped)
+
+    def finish(self, state: TrainState) -> None:
+        """Show why the run ended, if it has."""
+        self.read(state)
+        if is_over(state) and not self.finished:
+            self.finished = True
+            self.tell(state, f"stopped: {state.stop}" if state.stop else "done")
+
+    def close(self, newest: TrainState | None, reason: str) -> None:
+        """Say why the run ended, and where it was, if nothing has said it yet."""
+        if not self.finished:
+            self.tell(newest or self.state, reason)
+
+    def tell(self, state: TrainState, reason: str) -> None:
+        """Show the last line."""
+        seconds = time.monotonic() - self.pace.began
+        self.end(describe_end(reason, self.at(state), seconds, self.best, _run(self.state)))
+
+    def parts_of_epoch(self, state: TrainState) -> list[str]:
+        """Return what stands beside the bar of an epoch, the most important first."""
+        values, turns = describe_values(state), len(_run(state).turns)
+        rate, skipped = self.position.rate_text(), self.position.skipped_text
+        return [self.position.count_text, *values[:turns], rate, skipped, *values[turns:]]
+
+    def with_column(self, names: Iterable[str]) -> list[str]:
+        """Return the metrics that have a column: the means of intervals only of a stream."""
+        return [name for name in names if self.is_stream or not name.startswith("recent/")]
+
+
+# --------------------------------------------------------------------------------------------------
+# In a terminal: a table that grows above a bar.
 
 SPARE = 3  # columns at the end of the line, where a terminal writes "^C"
 SHORTEST, LONGEST = 10, 40  # bars, in columns
 NUMBERS = 68  # columns for what stands beside the bar
 
 
-class TerminalView:
+class _Terminal(_View):
     """A line per record, and below them the bar of what is running: an epoch or an evaluation.
 
     A record of ``record_every`` has its means in the columns of ``train``, and is faint. It has a
     line only some time after the line above it, unless there may be no other records.
 
     Args:
-        file: the terminal.
+        state, since: as above.
         refresh: the least time between two drawings that read from the device, in seconds.
+        file: the terminal.
     """
 
-    newest: ClassVar[dict[int, object]] = {}  # the table that got the last line of each terminal
+    # Which run wrote the last line of a table on each terminal: a run in a hook has a table of its
+    # own, and below it this one needs its head again. Weak, or it would keep the state of a run.
+    newest: ClassVar[WeakValueDictionary[int, _Terminal]] = WeakValueDictionary()
 
-    def __init__(self, file: TextIO, refresh: float) -> None:
-        self.screen, self.refresh, self.table = Screen(file), refresh, object()
-        self.colors = has_colors(file)
-        self.layout: Layout | None = None  # of the lines so far
-        self.names: dict[str, None] = {}  # of their metrics, in order
-        self.width = 0  # of the terminal that the layout was made for
-        self.last_step = 0  # the greatest that is expected
-        self.is_stream = False  # whether there may be no other records than those of intervals
+    def __init__(self, state: TrainState, since: str, refresh: float, file: TextIO) -> None:
+        super().__init__(state, since)
+        self.screen, self.refresh, self.colors = Screen(file), refresh, has_colors(file)
+        self.table: Table[Row] = Table(())  # the columns of the lines so far
+        self.made_for: tuple[int, list[str]] = 0, []  # the width of the terminal, and metrics
+        self.names: dict[str, None] = {}  # of all metrics so far, in order
         self.next = 0.0  # when to draw the bar of an epoch again
         self.written = time.monotonic()  # when the last line was
 
-    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
-        self.last_step = (state.run and state.run.total_steps) or 0
-        self.is_stream = is_stream(state)
+    def start(self, parts: list[str]) -> None:
         lines, width = [parts[0]], max(columns_of(self.screen.file) - 1, 1)
         for part in parts[1:]:  # broken between two parts, but for one that is longer than a line
             longer = f"{lines[-1]}, {part}"
             lines[-1:] = [longer] if len(longer) < width else [f"{lines[-1]},", part]
         lines = [short for line in lines for short in textwrap.wrap(line, width)]
-        self.print(*(self.paint(line, "dim") for line in lines))
+        self.screen.print(*(self.paint(line, "dim") for line in lines))
         # From here on there is a bar, also before a loader forks workers that may print.
-        count = [format_count_of(position.done, position.total)]
-        self.draw(format_epoch(position), position, count)
+        self.draw(self.position, [self.position.count_text])
 
-    def add(self, entry: Entry, best: set[str]) -> None:
-        if faint := not is_row(entry.record) and not self.is_stream:
+    def add(self, row: Row) -> None:
+        if faint := not is_row(row.record) and not self.is_stream:
             if time.monotonic() < self.written + RECENT:
                 return
-            entry = attrs.evolve(entry, record=_as_training(entry.record))
+            row = attrs.evolve(row, record=_as_training(row.record))
         self.written = time.monotonic()
-        record = attrs.evolve(entry.record, epoch=entry.epoch)
-        head = self.layout and self.layout.head()
-        layout = self.lay_out(entry, best)
-        line = layout.line(record, entry.seconds, best)
-        place = id(self.screen.file)
-        below_own = self.newest.get(place) is self.table  # not below the lines of a run in a hook
-        above = [] if layout.head() == head and below_own else layout.head()
-        self.newest[place] = self.table
+        head, place = self.table.head(), id(self.screen.file)
+        self.table = self.suit(row)
+        line, above = self.table.line(row), self.table.head()
+        if above == head and self.newest.get(place) is self:
+            above = []
+        self.newest[place] = self
         for sign, styles in {"*": ("bold", "green"), "│": ("dim",)}.items():
             line = line if faint else line.replace(sign, self.paint(sign, *styles))
         line = self.paint(line, "dim") if faint else line
-        self.print(*(self.paint(title, "dim") for title in above), line)
+        self.screen.print(*(self.paint(title, "dim") for title in above), line)
 
-    def lay_out(self, entry: Entry, best: set[str]) -> Layout:
-        """Return the columns for a record: those of the lines above it, if it fits them."""
-        record, layout = entry.record, self.layout
+    def suit(self, row: Row) -> Table[Row]:
+        """Return the columns for a row: those of the lines above it, if it fits them."""
         width = columns_of(self.screen.file) - 1
-        self.names.update(dict.fromkeys(record.metrics))
-        hidden = () if self.is_stream else ("recent/",)
-        names = [name for name in self.names if not name.startswith(hidden)]
-        if (
-            layout is None
-            or width != self.width
-            or not layout.names.issuperset(names)
-            or len(layout.line(record, entry.seconds, best)) > width_of(layout.columns)
-        ):
-            last, passed = max(self.last_step, record.step), [entry.seconds]
-            layout = lay_out([record], names, width, last, passed)
-            self.layout, self.width = layout, width
-        return layout
+        self.names.update(dict.fromkeys(row.record.metrics))
+        made_for = width, self.with_column(self.names)
+        if made_for == self.made_for and len(self.table.line(row)) <= self.table.width:
+            return self.table
+        self.made_for = made_for
+        last = max(_run(self.state).total_steps or 0, row.record.step)
+        return lay_out([row], made_for[1], width, last)
 
-    def show(self, state: TrainState, position: Position) -> float:
+    def show(self, state: TrainState) -> float:
         """Draw the bar of the epoch, or that of the next one if it has ended."""
         now = time.monotonic()
+        # The values of a row are known, and cost no read.
         if now < self.next and not (RECORD in state.events and is_row(state.history[-1])):
             return self.next
         self.next = now + self.refresh
-        if EPOCH in state.events:
-            if is_over(state):
-                return self.next
-            following = attrs.evolve(position, epoch=position.epoch + 1, done=0)
-            self.draw(format_epoch(following), following, [])
-            return self.next
-        parts = [format_count_of(position.done, position.total)]
-        rate = [format_rate(position.rate)] if position.rate else []
-        rate += [format_skipped(position)] if position.skipped else []
-        found = running_values(state).items()
-        values = [f"{name} {format_value(name, value)}" for name, value in found]
-        first = 0 if state.run is None else len(state.run.turns)  # their losses stay longest
-        parts += [*values[:first], *rate, *values[first:]]
-        self.draw(format_epoch(position), position, parts)
+        if EPOCH not in state.events:
+            self.draw(self.position, self.parts_of_epoch(state))
+        elif not is_over(state):  # nothing is known of the next epoch yet
+            self.draw(attrs.evolve(self.position, epoch=self.position.epoch + 1, done=0), [])
         return self.next
 
-    def evaluate(
-        self, position: Position, loader: str, done: int, total: int | None, rate: float | None
-    ) -> None:
-        """Draw the bar of an evaluation."""
-        parts = [format_count_of(done, total)]
-        parts += [format_rate(rate, "batch")] if rate else []
-        position = attrs.evolve(position, done=done, total=total)
-        self.draw(f"{format_epoch(position)}  {loader}", position, parts)
+    def show_evaluation(self, loader: str, position: Position) -> None:
+        self.draw(position, [position.count_text, position.rate_text("batch")], f"  {loader}")
 
-    def draw(self, label: str, position: Position, parts: list[str]) -> None:
+    def draw(self, position: Position, parts: list[str], loader: str = "") -> None:
         """Draw a bar and what stands beside it. What does not fit goes, the last first.
 
         First the bar is made shorter. The time left stays longest.
         """
         width = columns_of(self.screen.file) - SPARE
-        left = [] if position.left is None else [format_left(position.left)]
+        label, parts = f"{position.epoch_text}{loader}", [*filter(None, parts)]
+        left = [position.left_text] if position.left_text else []
         beside = disp_len("  ".join([label, " 100% ", *parts, *left]))
+        # NUMBERS, so that the bar keeps its length while what stands beside it changes.
         bar = self.bar(position.done, position.total, width - max(NUMBERS, beside))
         while parts and disp_len("  ".join([label, bar, *parts, *left])) > width:
             parts = parts[:-1]
         line = "  ".join(part for part in (label, bar, *parts, *left) if part)
         if disp_len(line) > width:
             line = "  ".join([label, *left])[:width]
-        self.screen.draw(printable(line, self.screen.file))
+        self.screen.draw(line)
 
     def bar(self, done: int, total: int | None, width: int) -> str:
         """Return a percentage and a bar; nothing if the total is not known."""
@@ -870,21 +780,18 @@ class TerminalView:
         drawn = self.paint("━" * filled, "cyan") + self.paint("─" * (length - filled), "dim")
         return f"{int(part * 100):3}% {drawn}"
 
-    def finish(self, text: str) -> None:
+    def end(self, text: str) -> None:
         """Remove the bar, and write the last line."""
         self.screen.close()
         width = max(columns_of(self.screen.file) - 1, 1)
-        self.print(*textwrap.wrap(text, width, break_on_hyphens=False))
+        self.screen.print(*textwrap.wrap(text, width, break_on_hyphens=False))
 
-    def close(self) -> None:
-        """Remove the bar."""
-        self.screen.close()
+    def close(self, newest: TrainState | None, reason: str) -> None:
+        super().close(newest, reason)
+        self.screen.close()  # an evaluation after the last line may have drawn a bar again
 
     def paint(self, text: str, *styles: str) -> str:
         return paint(text, *styles) if self.colors else text
-
-    def print(self, *lines: str) -> None:
-        self.screen.print(*(printable(line, self.screen.file) for line in lines))
 
 
 def _as_training(record: Record) -> Record:
@@ -895,168 +802,130 @@ def _as_training(record: Record) -> Record:
 
 
 # --------------------------------------------------------------------------------------------------
-# Progress in a notebook: one output of a cell, a table above a bar.
+# In a notebook: one output of a cell, a table above a bar.
 
 ROWS = 20  # of the table; the middle of a longer run is left out
 
 
-class NotebookView:
+class _Notebook(_View):
     """A table of this run's records, above the bar of what is running, redrawn in place.
 
     Args:
+        state, since: as above.
         refresh: the least time between two drawings, in seconds.
     """
 
-    def __init__(self, refresh: float) -> None:
-        self.refresh, self.output = refresh, tables.Display()
-        self.facts = ""
-        self.rows: list[Record] = []
-        self.best: dict[str, Record] = {}  # of each metric, the row that is the best
-        self.is_stream = False  # whether there may be no other records than those of intervals
-        self.before: Record | None = None  # the row before the first one
-        self.bar: tuple[int, int | None, str] | None = None  # done, the total, and a text
-        self.drawn = self.next = 0.0  # when it was drawn, and when to draw it again
+    def __init__(self, state: TrainState, since: str, refresh: float) -> None:
+        super().__init__(state, since)
+        self.refresh, self.output, self.facts = refresh, tables.Display(), ""
+        self.rows: list[Row] = []
+        self.drawn = self.next = 0.0  # when it was drawn, and when to draw an epoch again
 
-    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
-        self.facts, self.is_stream = ", ".join(parts), is_stream(state)
-        rows = (row for row in reversed(state.history) if self.is_stream or is_row(row))
-        self.before = next(rows, None)
+    def start(self, parts: list[str]) -> None:
+        self.facts = ", ".join(parts)
 
-    def add(self, entry: Entry, best: set[str]) -> None:
-        if not is_row(entry.record) and not self.is_stream:
-            return
-        self.rows.append(attrs.evolve(entry.record, epoch=entry.epoch))
-        self.best |= dict.fromkeys(best, self.rows[-1])
+    def add(self, row: Row) -> None:
+        if is_row(row.record) or self.is_stream:
+            self.rows.append(row)
         if self.is_stream and len(self.rows) > 2 * ROWS:
             del self.rows[ROWS]  # which is never shown
 
-    def show(self, state: TrainState, position: Position) -> float:
+    def show(self, state: TrainState) -> float:
         """Draw the bar of the epoch."""
         now = time.monotonic()
         if now >= self.next:
-            parts = [format_rate(position.rate)] if position.rate else []
-            parts += [format_skipped(position)] if position.skipped else []
-            values = running_values(state).items()
-            parts += [f"{name} {format_value(name, value)}" for name, value in values]
-            self.set_bar(position, format_epoch(position), parts)
-            self.drawn, self.next = now, now + self.refresh
-            self.draw()
+            self.next = now + self.refresh
+            self.draw(self.position, self.parts_of_epoch(state))
         return self.next
 
-    def evaluate(
-        self, position: Position, loader: str, done: int, total: int | None, rate: float | None
-    ) -> None:
-        """Draw the bar of an evaluation."""
-        now = time.monotonic()
-        if now >= self.drawn + self.refresh:
-            self.drawn = now
-            parts = [format_rate(rate, "batch")] if rate else []
-            where = attrs.evolve(position, done=done, total=total)
-            self.set_bar(where, f"{format_epoch(position)} · {loader}", parts)
-            self.draw()
+    def show_evaluation(self, loader: str, position: Position) -> None:
+        if time.monotonic() >= self.drawn + self.refresh:
+            self.draw(position, [loader, position.count_text, position.rate_text("batch")])
 
-    def set_bar(self, position: Position, label: str, parts: list[str]) -> None:
-        """Set what the bar shows."""
-        count = format_count_of(position.done, position.total)
-        left = [] if position.left is None else [format_left(position.left)]
-        self.bar = position.done, position.total, " · ".join([label, count, *parts, *left])
-
-    def finish(self, text: str) -> None:
-        """Show the reason of the end instead of the bar."""
-        self.bar = None
-        self.draw(text)
-
-    def close(self) -> None: ...
-
-    def draw(self, note: str = "") -> None:
+    def draw(self, position: Position, parts: list[str]) -> None:
         """Draw everything again."""
+        self.drawn = time.monotonic()
+        beside = filter(None, [position.epoch_text, *parts, position.left_text])
+        text = " · ".join(beside)
+        self.show_parts(tables.bar(position.done, position.total, text), text)
+
+    def end(self, text: str) -> None:
+        """Show the reason of the end instead of the bar."""
+        self.show_parts(tables.line(text), text)
+
+    def show_parts(self, last: str, last_text: str) -> None:
+        """Show the facts, the table and a last part, which is given as HTML and as text."""
         parts, text = [tables.faint(self.facts)], [self.facts]
         if self.rows:
-            hidden = () if self.is_stream else ("recent/",)
-            names = [name for name in metric_names(self.rows) if not name.startswith(hidden)]
-            shown = table(
-                self.rows, names, width=HTML_WIDTH, most=ROWS, before=self.before, best=self.best
-            )
-            parts.append(shown.html())
-            text.append(shown.text(terminal_width()))
-        if self.bar is not None:
-            parts.append(tables.bar(*self.bar))
-            text.append(self.bar[2])
-        if note:
-            parts.append(tables.line(note))
-            text.append(note)
-        self.output.show(tables.Rendered(tables.stack(*parts), "\n".join(text)))
+            rows = [self.marked(row) for row in self.rows]
+            names = self.with_column(metric_names(row.record for row in rows))
+            table = table_of(rows, names, tables.HTML_WIDTH, ROWS)
+            parts.append(table.html())
+            text.append(table.text(tables.terminal_width()))
+        shown = tables.stack(*parts, last)
+        self.output.show(tables.Rendered(shown, "\n".join([*text, last_text])))
 
 
 # --------------------------------------------------------------------------------------------------
-# Progress in a log: a line per record, and one from time to time in between.
+# In a log: a line per record, and one from time to time in between.
 
 HEARTBEAT = 30.0  # seconds between two lines, if there is no record
 
 
-class LogView:
+class _Log(_View):
     """Lines of plain text, each flushed.
 
     Args:
+        state, since: as above.
         file: the log.
     """
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, state: TrainState, since: str, file: TextIO) -> None:
+        super().__init__(state, since)
         self.file = file
         self.written = time.monotonic()  # when the last line was
 
-    def start(self, state: TrainState, parts: list[str], position: Position) -> None:
-        self.write([", ".join(parts)])
+    def start(self, parts: list[str]) -> None:
+        self.write(", ".join(parts))
 
-    def add(self, entry: Entry, best: set[str]) -> None:
-        if not is_row(entry.record):
+    def add(self, row: Row) -> None:
+        if not is_row(row.record):
             return
-        record = entry.record
-        names = [n for n in record.metrics if not n.startswith("recent/") and "/watch/" not in n]
-        fields = lay_out([record], names).fields
-        ordered = [field.name for field in fields if field.name]
-        epoch = format_epoch(entry)
-        values = (_format(name, record.metrics[name], name in best) for name in ordered)
-        step, skipped = f"step {record.step:,}", format_skipped(entry)
-        self.write([epoch, step, *values, skipped, format_duration(entry.seconds)])
+        metrics = row.record.metrics
+        names = [n for n in metrics if not n.startswith("recent/") and "/watch/" not in n]
+        ordered = [column.name for column in lay_out([row], names).columns if column.name]
+        values = (
+            f"{name} {format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
+            for name in ordered
+        )
+        at = attrs.evolve(self.at(self.state), epoch=row.number, step=row.record.step)
+        passed = format_duration(row.seconds or 0.0)
+        self.write(at.epoch_text, at.step_text, *values, at.skipped_text, passed)
 
-    def show(self, state: TrainState, position: Position) -> float:
+    def show(self, state: TrainState) -> float:
         """Write how far the run is, if it is time to."""
-        pause = RECENT if RECORD in state.events else HEARTBEAT
+        position, pause = self.position, RECENT if RECORD in state.events else HEARTBEAT
         if time.monotonic() >= self.written + pause:
-            values = running_values(state).items()
-            numbers = [_format(name, value) for name, value in values]
-            rate = format_rate(position.rate) if position.rate else ""
             part = f"{position.done * 100 // position.total}%" if position.total else ""
-            step = f"step {position.step:,}"
-            self.write_status(position, [part, step, format_skipped(position), *numbers, rate])
+            values = [position.skipped_text, *describe_values(state), position.rate_text()]
+            self.write_at(position, part, position.step_text, *values)
         return self.written + HEARTBEAT
 
-    def evaluate(
-        self, position: Position, loader: str, done: int, total: int | None, rate: float | None
-    ) -> None:
+    def show_evaluation(self, loader: str, position: Position) -> None:
         """Write how far an evaluation is, if it is time to."""
         if time.monotonic() >= self.written + HEARTBEAT:
-            speed = format_rate(rate, "batch") if rate else ""
-            evaluated = f"{loader} {format_count_of(done, total).strip()}"
-            self.write_status(position, [f"step {position.step:,}", evaluated, speed])
+            evaluated = f"{loader} {position.count_text.strip()}"
+            self.write_at(position, position.step_text, evaluated, position.rate_text("batch"))
 
-    def write_status(self, position: Position, parts: list[str]) -> None:
-        """Write where a run is."""
-        left = "" if position.left is None else format_left(position.left)
-        self.write([format_epoch(position), *parts, left])
+    def end(self, text: str) -> None:
+        self.write(text)
 
-    def finish(self, text: str) -> None:
-        self.write([text])
+    def write_at(self, position: Position, *parts: str) -> None:
+        """Write where a run is, and parts of a line."""
+        self.write(position.epoch_text, *parts, position.left_text)
 
-    def close(self) -> None: ...
-
-    def write(self, parts: list[str]) -> None:
+    def write(self, *parts: str) -> None:
         """Write a line."""
         self.written = time.monotonic()
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run
             print(printable("  ".join(filter(None, parts)), self.file), file=self.file, flush=True)
-
-
-def _format(name: str, value: float, is_best: bool = False) -> str:
-    return f"{name} {format_value(name, value)}{'*' if is_best else ''}"

@@ -25,9 +25,8 @@ from fnloop._core.types import END, RECORD, UPDATE, Call
 from fnloop._display import checks
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.screen import log
-from fnloop._display.tables import format_count
+from fnloop._display.tables import format_count, format_duration
 from fnloop._hooks.hook import Hook
-from fnloop._hooks.progress import format_duration
 from fnloop._step.engine import engine_of
 
 # --------------------------------------------------------------------------------------------------

@@ -30,15 +30,7 @@ from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
 from fnloop._data.source import batch_size_of, open_source, windows
 from fnloop._display import tables
 from fnloop._display.checks import join_names
-from fnloop._display.tables import (
-    UNLIMITED,
-    Cell,
-    Column,
-    shorten,
-    table_html,
-    table_lines,
-    terminal_width,
-)
+from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._graphs.capture import make_capturable, signature
 from fnloop._graphs.guards import CaptureError, HostReads
 from fnloop._hooks.hook import Hook, HookFn, Trigger, Wrapper, every, layers, unwrap_hook
@@ -91,7 +83,7 @@ class Finding:
 
 
 @attrs.frozen(repr=False)
-class Report:
+class Report(Shown):
     """What :func:`dry_run` has seen: a table as text, and in a notebook as HTML.
 
     Args:
@@ -109,27 +101,15 @@ class Report:
         by_name = ("loader", "metric", "hook")
         return tuple(f"{f.kind}{f' {f.name}' * (f.kind in by_name)}: {f.text}" for f in found)
 
-    def _title(self) -> str:
-        found = (
-            tables.format_count(len(self.problems), "problem") if self.problems else "no problem"
-        )
-        return f"{self.title}: {found}"
-
-    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
-        rows = [(f.kind, f.name, ("! " if f.problem else "") + f.text) for f in self.findings]
-        columns = [
-            Column(title, "", max(len(row[i]) for row in rows), left=True)
-            for i, title in enumerate(("what", "name", "seen"))
+    def _parts(self) -> list[str | Table[Finding]]:
+        columns: list[Column[Finding]] = [
+            Column("what", lambda f: f.kind, left=True),
+            Column("name", lambda f: f.name, left=True),
+            Column("seen", lambda f: f"{'! ' * f.problem}{f.text}", left=True),
         ]
-        return columns, [[Cell(text) for text in row] for row in rows]
-
-    def __repr__(self) -> str:
-        return "\n".join(
-            [self._title(), *table_lines(*self._table(), width=terminal_width(UNLIMITED))]
-        )
-
-    def _repr_html_(self) -> str:
-        return tables.stack(tables.line(self._title()), table_html(*self._table()))
+        count = len(self.problems)
+        found = tables.format_count(count, "problem") if count else "no problem"
+        return [f"{self.title}: {found}", Table(columns, self.findings)]
 
 
 def dry_run(
@@ -296,7 +276,7 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
         why = NO_LENGTH if source.length == 0 else ""
         why = f" {source.why_empty()}" if source.drop_last and source.batch_size else why
         raise ValueError(f"the {name} loader gave no batch.{why}")
-    took = "first in " + ", next in ".join(map(_milliseconds, seconds))
+    took = "first in " + ", next in ".join(map(format_milliseconds, seconds))
     length = "unknown length"
     if source.length is not None:
         length = f"{source.length:,} batch{'es' * (source.length != 1)}"
@@ -332,10 +312,6 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
     elif weight == batch_size_of(batch):
         by = ", its leading dimension"
     return f"{tables.format_number(weight)} items{by}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
 
 
 # --- metrics and hooks that may raise
@@ -471,7 +447,7 @@ def _train(
         hooks=(end, *called), evaluate_every=every(epochs=1),
     )  # fmt: skip
     updates = [
-        Finding("update", str(i), f"{_milliseconds(after - before)}, with its batches")
+        Finding("update", str(i), f"{format_milliseconds(after - before)}, with its batches")
         for i, (before, after) in enumerate(itertools.pairwise(times), 1)
     ]
     if reached.skipped > state.skipped:
@@ -528,7 +504,10 @@ def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Pat
         save(half, folder / "checkpoint")
         saved = time.perf_counter()
         resumed = restore(folder / "checkpoint", at_start_of_epoch(state))
-        took = [_milliseconds(saved - began), _milliseconds(time.perf_counter() - saved)]
+        took = [
+            format_milliseconds(saved - began),
+            format_milliseconds(time.perf_counter() - saved),
+        ]
         resumed = advance_copy(step, resumed, train, UPDATES - 1, target)
     except CheckpointError as error:
         return [Finding("resume", "checkpoint", str(error), problem=True), *graph]

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import is_out_of_memory
-from fnloop._core.history import number_form
 from fnloop._core.optimizers import Group, groups_in, initial_value
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.source import batch_size_of
-from fnloop._display import checks, figures, tables
-from fnloop._display.tables import Cell, Column, printable, table_html, table_lines
+from fnloop._display import checks
+from fnloop._display.tables import Column, Shown, Table, column_form
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
 from fnloop._step.alternate import AlternateStep
@@ -41,7 +40,7 @@ SHOWN = 12  # rows of the table
 
 
 @attrs.frozen(repr=False)
-class LrRange:
+class LrRange(Shown):
     """What :func:`find_lr` has found: a table, also in a notebook; ``plot()`` draws it.
 
     Args:
@@ -71,6 +70,8 @@ class LrRange:
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
             ValueError: there is no loss to draw; the message says why.
         """
+        from fnloop._display import figures
+
         figures.require_matplotlib("LrRange.plot")
         if not self.rates:
             raise ValueError(f"there is nothing to plot: {self.note}")
@@ -82,48 +83,31 @@ class LrRange:
             marked = self.suggestion, height, f"suggestion {self.suggestion:.2g}"
         raw = figures.Curve([*zip(self.rates, self.losses, strict=True)], "loss", color, thin=True)
         points = [*zip(self.rates, self.smoothed, strict=True)]
-        figures.draw(
-            axis,
-            "loss",
-            "learning rate",
-            [raw, figures.Curve(points, "smoothed", color, best=marked)],
-        )
+        curves = [raw, figures.Curve(points, "smoothed", color, best=marked)]
+        figures.draw(axis, "loss", "learning rate", curves)
         axis.set_xscale("log")
         low, high = min(*self.smoothed, *self.losses), max(self.smoothed)
         if high > low:  # single losses may be far above
             axis.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
         return figure
 
-    def _title(self) -> str:
-        if self.suggestion is None:
-            return "LrRange: no suggestion"
-        times = self.suggestion / self.initial
-        return f"LrRange: suggestion lr={self.suggestion:.2g}, {times:.2g} × the initial rate"
-
-    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
-        every = -(-len(self.rates) // SHOWN) or 1
+    def _parts(self) -> list[str | Table[int]]:
+        title = "LrRange: no suggestion"
+        if self.suggestion is not None:
+            times = self.suggestion / self.initial
+            title = f"LrRange: suggestion lr={self.suggestion:.2g}, {times:.2g} × the initial rate"
+        if not self.rates:
+            return [title, self.note]
+        every = -(-len(self.rates) // SHOWN)
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
-        form = number_form("loss", (*self.losses, *self.smoothed))
-        rows = [
-            [
-                Cell(f"{self.rates[i]:.2e}", best=i == found),
-                *(Cell(format(x[i], form)) for x in (self.losses, self.smoothed)),
-            ]
-            for i in range(len(self.rates))
-            if i % every == 0 or i == found
+        form = column_form("loss", (*self.losses, *self.smoothed), "min")
+        columns: list[Column[int]] = [
+            Column("lr", lambda i: f"{self.rates[i]:.2e}", best=lambda i: i == found),
+            Column("loss", lambda i: format(self.losses[i], form)),
+            Column("smoothed", lambda i: format(self.smoothed[i], form)),
         ]
-        widths = [max((len(row[k].text) for row in rows), default=1) for k in range(3)]
-        titles = ("lr", "loss", "smoothed")
-        columns = [Column(title, "", w) for title, w in zip(titles, widths, strict=True)]
-        return [attrs.evolve(columns[0], marks=True), *columns[1:]], rows
-
-    def __repr__(self) -> str:
-        lines = table_lines(*self._table(), self.note) if self.rates else [self.note]
-        return printable("\n".join([self._title(), *lines]))
-
-    def _repr_html_(self) -> str:
-        table = table_html(*self._table(), self.note) if self.rates else tables.faint(self.note)
-        return tables.stack(tables.line(self._title()), table)
+        rows = [i for i in range(len(self.rates)) if i % every == 0 or i == found]
+        return [title, Table(columns, rows, self.note)]
 
 
 def find_lr(

@@ -12,20 +12,11 @@ from fnloop._backend.containers import tensors_in, to_device
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._core.types import Batch
-from fnloop._display import checks, tables
-from fnloop._display.tables import (
-    UNLIMITED,
-    Cell,
-    Column,
-    table_html,
-    table_lines,
-    terminal_width,
-    width_of,
-)
+from fnloop._display import checks
+from fnloop._display.tables import Column, Shown, Table, format_bytes
 from fnloop._step.engine import evaluating
 
 SHAPES = 2  # outputs of a module that are shown
-LEAST_COLUMNS = 3  # that any terminal gets
 _HINT = (
     "summary calls model(x) for a batch (x, y), model(**batch) for a mapping, and model(batch) for "
     "anything else. Give it a batch that fits, such as summary(state, (inputs,)) or "
@@ -65,7 +56,7 @@ class ModuleRow:
 
 
 @attrs.frozen(repr=False)
-class Summary:
+class Summary(Shown):
     """What :func:`summary` returns: a table as text, and in a notebook as HTML.
 
     Args:
@@ -78,60 +69,45 @@ class Summary:
     tied: Mapping[str, str]
     depth: int
 
-    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
-        rows = [
-            [
-                "  " * row.depth + (row.name.rpartition(".")[2] or "model"),
-                row.kind,
-                row.output + (f" ×{row.calls}" if row.calls > 1 else ""),
-                f"{row.parameters:,}" if row.parameters else "",
-                _trained(row),
-                tables.format_bytes(row.weight_bytes) if row.weight_bytes else "",
-                tables.format_bytes(row.output_bytes) if row.output_bytes else "",
-            ]
-            for row in self.rows
-            if row.depth <= self.depth
-        ]
-        titles = {
-            "module": "",
-            "class": "",
-            "output": "",
-            "number": "parameters",
-            "trained": "parameters",
-            "weights": "memory",
-            "outputs": "memory",
-        }
-        columns = [
-            Column(title, group, max(len(row[i]) for row in rows), left=i < 3)
-            for i, (title, group) in enumerate(titles.items())
-        ]
-        return columns, [[Cell(text) for text in row] for row in rows]
+    def _parts(self) -> list[Table[ModuleRow]]:
+        shown = [row for row in self.rows if row.depth <= self.depth]
+        notes = [f"{other} is {name}, and counts once" for other, name in self.tied.items()]
+        if hidden := len(self.rows) - len(shown):
+            notes.append(f"{hidden} inner modules are not shown: give depth={self.depth + 1}")
+        return [Table(_COLUMNS, shown, "; ".join(notes))]
 
-    def _note(self) -> str:
-        hidden = sum(row.depth > self.depth for row in self.rows)
-        parts = [f"{other} is {name}, and counts once" for other, name in self.tied.items()]
-        if hidden:
-            parts.append(f"{hidden} inner modules are not shown: give depth={self.depth + 1}")
-        return "; ".join(parts)
 
-    def __repr__(self) -> str:
-        (columns, rows), width, left_out = self._table(), terminal_width(UNLIMITED), []
-        while width_of(columns) > width and len(columns) > LEAST_COLUMNS:
-            title, group = columns[-1].title, columns[-1].group
-            left_out.insert(0, f"{title} ({group})" if group else title)
-            columns, rows = columns[:-1], [row[:-1] for row in rows]
-        note = f"left out: {', '.join(left_out)}" if left_out else ""
-        notes = "; ".join(filter(None, (self._note(), note)))
-        return "\n".join(table_lines(columns, rows, notes, width))
+def _name(row: ModuleRow) -> str:
+    return "  " * row.depth + (row.name.rpartition(".")[2] or "model")
 
-    def _repr_html_(self) -> str:
-        return table_html(*self._table(), self._note())
+
+def _output(row: ModuleRow) -> str:
+    return row.output + (f" ×{row.calls}" if row.calls > 1 else "")
+
+
+def _number(row: ModuleRow) -> str:
+    return f"{row.parameters:,}" if row.parameters else ""
 
 
 def _trained(row: ModuleRow) -> str:
     if not row.parameters:
         return ""
     return {0: "no", row.parameters: "yes"}.get(row.trained, f"{row.trained:,}")
+
+
+def _memory(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else ""
+
+
+_COLUMNS: list[Column[ModuleRow]] = [
+    Column("module", _name, left=True),
+    Column("class", lambda row: row.kind, left=True),
+    Column("output", _output, left=True),
+    Column("number", _number, "parameters", rank=(1, 1)),
+    Column("trained", _trained, "parameters", rank=(2, 2)),
+    Column("weights", lambda row: _memory(row.weight_bytes), "memory", rank=(3, 3)),
+    Column("outputs", lambda row: _memory(row.output_bytes), "memory", rank=(4, 4)),
+]
 
 
 def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:

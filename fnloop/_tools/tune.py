@@ -22,9 +22,9 @@ from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import Middleware
 from fnloop._data.loaders import check_loader
-from fnloop._display import checks, tables
+from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._display.tables import Cell, Column, table_html, table_lines
+from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.beginning import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
@@ -58,7 +58,7 @@ class Trial:
 
 
 @attrs.frozen(repr=False)
-class Advice:
+class Advice(Shown):
     """What :func:`tune` has measured: it prints as a table, with the lines to write.
 
     Args:
@@ -69,23 +69,14 @@ class Advice:
     trials: tuple[Trial, ...]
     lines: tuple[str, ...]
 
-    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
-        rows = []
-        for trial in self.trials:
-            known = trial.seconds is not None and trial.ratio is not None
-            numbers = (f"{trial.seconds * 1e3:.3g}", f"{trial.ratio:.2f}") if known else ("", "")  # type: ignore[operator]
-            rows.append([Cell(text) for text in (trial.name, *numbers, trial.loss)])
-        widths = [max(len(row[i].text) for row in rows) for i in range(4)]
-        titles = ("change", "ms/update", "ratio", "losses")
-        return [Column(t, width=w) for t, w in zip(titles, widths, strict=True)], rows
-
-    def __repr__(self) -> str:
-        columns, rows = self._table()
-        width = 10**3  # a reason may be long, and is not cut
-        return "\n".join([*table_lines(columns, rows, "", width), "", *self.lines])
-
-    def _repr_html_(self) -> str:
-        return tables.stack(table_html(*self._table()), *map(tables.line, self.lines))
+    def _parts(self) -> list[str | Table[Trial]]:
+        columns: list[Column[Trial]] = [
+            Column("change", lambda t: t.name, left=True),
+            Column("ms/update", lambda t: "" if t.seconds is None else f"{t.seconds * 1e3:.3g}"),
+            Column("ratio", lambda t: "" if t.ratio is None else f"{t.ratio:.2f}"),
+            Column("losses", lambda t: t.loss, left=True),
+        ]
+        return [Table(columns, self.trials), "", *self.lines]
 
 
 def tune(step: PipelineStep, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:

@@ -21,7 +21,7 @@ from fnloop._checkpoint.save import collect_contents
 from fnloop._core.history import History, Record
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables
-from fnloop._display.tables import Cell, Column, table_html, table_lines
+from fnloop._display.tables import Column, Shown, Table
 
 # --------------------------------------------------------------------------------------------------
 # The first difference between two states, checkpoints, histories or runs.
@@ -152,7 +152,7 @@ class Finding:
 
 
 @attrs.frozen(repr=False)
-class Difference:
+class Difference(Shown):
     """What differs, the first of each kind: a table. It is falsy if nothing does.
 
     Args:
@@ -196,31 +196,15 @@ class Difference:
         """The first tensor that differs, if one does."""
         return self._first("tensor")
 
-    def _title(self) -> str:
-        return f"{self.compared} {'differ' if self.findings else 'are equal, bit for bit'}"
-
-    def _note(self) -> str:
-        return f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
-
-    def _table(self) -> tuple[list[Column], list[list[Cell]]]:
-        rows = [(f.kind, f.name, f.text) for f in self.findings]
-        titles = ("what", "name", "difference")
-        columns = [
-            Column(title, "", max(len(title), *(len(row[i]) for row in rows)), left=True)
-            for i, title in enumerate(titles)
+    def _parts(self) -> list[str | Table[Finding]]:
+        title = f"{self.compared} {'differ' if self.findings else 'are equal, bit for bit'}"
+        columns: list[Column[Finding]] = [
+            Column("what", lambda f: f.kind, left=True),
+            Column("name", lambda f: f.name, left=True),
+            Column("difference", lambda f: f.text, left=True),
         ]
-        return columns, [[Cell(text) for text in row] for row in rows]
-
-    def __repr__(self) -> str:
-        if not self.findings:
-            return self._title()
-        return "\n".join([self._title(), *table_lines(*self._table(), self._note())])
-
-    def _repr_html_(self) -> str:
-        parts = [tables.line(self._title())]
-        if self.findings:
-            parts.append(table_html(*self._table(), self._note()))
-        return tables.stack(*parts)
+        others = f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
+        return [title, Table(columns, self.findings, others)] if self.findings else [title]
 
 
 # --- records

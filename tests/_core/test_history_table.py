@@ -8,7 +8,9 @@ import pytest
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
-from fnloop._core.history import is_evaluated, is_row, lay_out, table, update_best
+from fnloop._core import record_table
+from fnloop._core.history import is_evaluated, is_row, update_best
+from fnloop._core.record_table import Row, table, table_of
 
 NAN, INF = math.nan, math.inf
 METRICS = {
@@ -27,12 +29,15 @@ def lines(*records, width=80, **settings):
     return table(records, width=width, **settings).text(width).splitlines()
 
 
+def lay_out(records, **settings):
+    return record_table.lay_out([Row(record) for record in records], **settings)
+
+
 def column(name, *values):
     """Return the cells of a metric in a table of records with these values, without spaces."""
     records = [Record(i, i, {name: value}) for i, value in enumerate(values, 1)]
-    layout = lay_out(records)
-    (index,) = (i for i, field in enumerate(layout.fields) if field.name == name)
-    return [layout.cells(record, None)[index].text for record in records]
+    (found,) = (each for each in lay_out(records).columns if each.name == name)
+    return [found.text(Row(record)) for record in records]
 
 
 # --- columns
@@ -57,7 +62,7 @@ def test_evaluated_loaders_come_first_then_train_then_recent_and_each_column_has
 def test_loaders_stand_in_the_order_in_which_they_appear_and_names_without_one_at_the_left():
     names = ["test/loss", "score", "train/loss", "valid/loss", "time/step", "recent/loss"]
     layout = lay_out([Record(1, 10, dict.fromkeys(names, 1.0))])
-    assert [field.name for field in layout.fields if field.name] == [
+    assert [field.name for field in layout.columns if field.name] == [
         "score", "test/loss", "valid/loss", "train/loss", "time/step", "recent/loss",
     ]  # fmt: skip
 
@@ -125,10 +130,10 @@ def test_a_later_value_that_does_not_suit_the_format_has_the_same_width():
     layout = lay_out([first], last_step=1000)
     assert [
         *layout.head(),
-        layout.line(first, 1.0, {"valid/loss"}),
-        layout.line(Record(2, 500, {"valid/loss": 0.00002, "train/updates": 60}), 2.5),
-        layout.line(Record(3, 1000, {"valid/loss": 123.456, "train/updates": 1e6}), 65.0),
-        layout.line(Record(4, 1000, {"valid/loss": 1.0}), 90_000.0),
+        layout.line(Row(first, 1.0, {"valid/loss"})),
+        layout.line(Row(Record(2, 500, {"valid/loss": 0.00002, "train/updates": 60}), 2.5)),
+        layout.line(Row(Record(3, 1000, {"valid/loss": 123.456, "train/updates": 1e6}), 65.0)),
+        layout.line(Row(Record(4, 1000, {"valid/loss": 1.0}), 90_000.0)),
     ] == [
         "            │ valid    │ train",
         "epoch  step │    loss  │ updates │ time",
@@ -151,9 +156,8 @@ def test_a_later_value_has_three_digits_if_there_is_room(first, later):
     """Where a run has begun, nothing is known of the values to come."""
     name = "valid/temperature"
     layout = lay_out([Record(1, 10, {name: first})], last_step=1000)
-    (index,) = (i for i, field in enumerate(layout.fields) if field.name == name)
-    cells = {value: layout.cells(Record(2, 20, {name: value}), None)[index].text for value in later}
-    assert cells == later
+    (found,) = (each for each in layout.columns if each.name == name)
+    assert {value: found.text(Row(Record(2, 20, {name: value}))) for value in later} == later
 
 
 def test_the_time_is_that_of_each_row_and_not_the_sum():
@@ -166,7 +170,7 @@ def test_the_time_is_that_of_each_row_and_not_the_sum():
 def test_the_time_of_the_first_row_of_a_later_part_is_unknown_without_the_record_before():
     first, second = (Record(i, i, {"a": 1.0}, 30.0 * i) for i in (1, 2))
     assert lines(second)[1].split() == ["2", "2", "1"]
-    assert lines(second, before=first)[1].split() == ["2", "2", "1", "30.0s"]
+    assert lines(first, second)[2].split() == ["2", "2", "1", "30.0s"]
 
 
 # --- marks
@@ -184,8 +188,8 @@ def test_the_best_of_each_evaluated_metric_is_marked_once():
     marked = [
         (field.name, i)
         for i, row in enumerate(made.rows, 1)
-        for field, cell in zip(made.layout.fields, row, strict=True)
-        if cell.best
+        for field in made.columns
+        if field.is_best(row)
     ]
     assert marked == [("valid/loss", 2), ("valid/acc", 2)]  # of equal values, the oldest
     assert made.html().count("<b>") == 2
@@ -266,7 +270,8 @@ def test_the_best_row_of_a_long_table_is_not_cut():
     made = lines(*rise, most=4)
     assert [row.split()[0] for row in made[2:]] == ["1", "2", "…", "25", "…", "49", "50"]
     assert [row.split()[0] for row in made if "*" in row] == ["25"]
-    marked = table(rise, width=80, most=4, best={"valid/loss": rise[0]}).text(80).splitlines()
+    marks = [Row(record, best={"valid/loss"} if record is rise[0] else ()) for record in rise]
+    marked = table_of(marks, ["valid/loss"], most=4).text(80).splitlines()
     assert [row.split()[0] for row in marked[2:]] == ["1", "2", "…", "49", "50"]
     assert [row.split()[0] for row in marked if "*" in row] == ["1"]
 
@@ -290,17 +295,17 @@ def test_the_best_row_of_a_long_table_is_not_cut():
 )
 def test_the_least_important_columns_are_left_out_first(width, kept):
     made = table([Record(1, 10, METRICS)], width=width)
-    names = [field.name or field.column.title for field in made.layout.fields]
+    names = [field.name or field.title for field in made.columns]
     assert set(names) == {"epoch", *kept}
     left_out = [name for name in ("step", "time", *METRICS) if name not in kept]
-    assert set(made.layout.left_out) == set(left_out)
-    assert (f"left out: {', '.join(made.layout.left_out)}" if left_out else "") == made.note
+    assert set(made.left_out) == set(left_out)
+    assert (f"left out: {', '.join(made.left_out)}" if left_out else "") == made.note
 
 
 def test_what_a_run_costs_is_less_important_than_its_other_metrics():
     names = ["train/time/data", "train/throughput/samples", "train/size", "train/lr", "valid/f1"]
     made = lay_out([Record(1, 10, dict.fromkeys(names, 2.0))], width=36)
-    assert [field.name for field in made.fields if field.name] == ["valid/f1", "train/size"]
+    assert [field.name for field in made.columns if field.name] == ["valid/f1", "train/size"]
     assert made.left_out == ("step", "train/time/data", "train/throughput/samples", "train/lr")
 
 

@@ -1,0 +1,343 @@
+"""The curves of a history as a figure, and those of several histories."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from toolz import groupby
+
+from fnloop._core.history import (
+    TRAINED,
+    History,
+    Mode,
+    Record,
+    best_record,
+    check_plot,
+    is_evaluated,
+    mode_by_name,
+    split_name,
+)
+from fnloop._display import checks, figures
+from fnloop._display.tables import shorten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# --------------------------------------------------------------------------------------------------
+# The curves of a history as a figure.
+
+MOST_LABELS = 8  # of a legend within the first axis; a longer one is below the figure
+MOST_NAMED, MOST_SHOWN = 2, 4  # best points of another axis: with their names, or just the values
+HUGE = 1e100  # matplotlib fails on an axis of some more
+DECADES = 1000.0  # from the lowest to the highest value of a logarithmic axis, at least
+
+
+def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
+    """Draw every metric; the arguments are those of ``History.plot``."""
+    check_plot(mode, x)
+    figures.require_matplotlib("History.plot")
+    series = curves_of(records)
+    if not series:
+        empty = "has no metric" if records else "is empty"
+        raise ValueError(f"there is nothing to plot: the history {empty}")
+    of = {key: _split(key, series) for key in series}
+    groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
+    titles = sorted(groups, key=lambda title: panel_rank(title, groups[title]))
+    colors = _colors(owner for owner, _ in of.values())
+    if not any(record.epoch for record in records):
+        x = "step"  # no epoch has ended, and its length is unknown
+    place = epochs_of(records) if x == "epoch" else lambda record: record.step
+    sizes = [panel_size(title, i) for i, title in enumerate(titles)]
+    figure, axes = figures.panels("History.plot", sizes)
+    known: set[str] = set()  # labels in a legend
+    crowded = False  # whether the legend of the first axis is below the figure
+    for axis, title in zip(axes, titles, strict=True):
+        curves, keys = [], sorted(groups[title], key=lambda key: _order(of[key][0]))
+        evaluated = [key for key in keys if of[key][0] not in TRAINED]
+        crowded |= axis is axes[0] and len(keys) + len(evaluated) > MOST_LABELS
+        for key in keys:
+            (owner, metric), having, best = of[key], series[key], None
+            wanted = _mode_of(metric, groups[title], mode)
+            if key in evaluated and (record := _best_finite(having, key, wanted)):
+                value = record.metrics[key]
+                label = f"{_label(owner, metric)} {best_label(record, key, records)}"
+                if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
+                    label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
+                best = place(record), value, label
+            points = [(place(record), record.metrics[key]) for record in having]
+            thin = owner == "recent"
+            curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
+        figures.draw(axis, title, x, curves, None if crowded and axis is axes[0] else known)
+        if _mode_of(title, groups[title], mode) == "min" and _spans_decades(curves):
+            axis.set_yscale("log")
+        known |= {curve.label for curve in curves}
+    if crowded:
+        figures.add_legend_below(figure, axes[0])
+    return figure
+
+
+def _best_finite(records: Iterable[Record], key: str, mode: str | None) -> Record | None:
+    """Return the record with the best finite value; None if there is none, or no mode."""
+    finite = [record for record in records if math.isfinite(record.metrics[key])]
+    return best_record(finite, key, mode) if finite and mode else None
+
+
+def _spans_decades(curves: Iterable[figures.Curve]) -> bool:
+    """Return whether curves span decades, so that a linear axis would show a flat line."""
+    values = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
+    if not values or min(values) <= 0:
+        return False
+    return DECADES <= max(values) / min(values) < HUGE
+
+
+def curves_of(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Return, for each metric, the records that have it."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        for name in record.metrics:
+            found.setdefault(name, []).append(record)
+    return found
+
+
+def panel_rank(title: str, keys: Sequence[str]) -> tuple[int, int]:
+    """Return where the axis of a metric stands: the loss first, and what is small last."""
+    small = panel_size(title, 1) == figures.SMALL
+    kind = 0 if title == "loss" else 2 if small else 1
+    return kind, 0 if any(map(is_evaluated, keys)) else 1
+
+
+def panel_size(title: str, place: int) -> str:
+    """Return the size of the axis of a metric: the first one is large."""
+    if place == 0:
+        return figures.LARGE
+    name = title.rsplit("/", 1)[-1]
+    first = title.split("/", 1)[0]
+    small = name in ("lr", "grad_norm") or first in ("lr", "grad_norm", "time", "memory", "watch")
+    return figures.SMALL if small or first == "throughput" else figures.MEDIUM
+
+
+def best_label(record: Record, key: str, records: Iterable[Record]) -> str:
+    """Return the label of the best point of some records: ``best 0.6056 (epoch 7)``."""
+    ended = record.epoch and epochs_of(records)(record) == record.epoch
+    where = f"epoch {record.epoch}" if ended else f"step {record.step}"
+    return f"best {record.metrics[key]:.4g} ({where})"
+
+
+def _split(key: str, keys: Container[str]) -> tuple[str, str]:
+    """Return whose curve a metric is, a loader's or that of an average, and what it shows.
+
+    An average of the weights is evaluated beside the model, and never in training.
+
+    Example:
+        >>> keys = ("train/loss", "valid/loss", "valid/ema/loss")
+        >>> _split("valid/loss", keys), _split("valid/ema/loss", keys)
+        (('valid', 'loss'), ('valid ema', 'loss'))
+    """
+    loader, metric = key.split("/", 1)[0], key.split("/", 1)[-1]
+    name, _, beside = metric.partition("/")
+    averaged = f"{loader}/{beside}" in keys and f"train/{metric}" not in keys
+    if beside and averaged and loader not in TRAINED:
+        return f"{loader} {name}", beside
+    return loader, metric
+
+
+def _colors(owners: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each loader and of each average, the same in all axes."""
+    others = [owner for owner in dict.fromkeys(owners) if owner not in TRAINED]
+    others.sort(key=lambda owner: " " in owner)  # an average changes no colour of a loader
+    trained, *colors = figures.palette("History.plot", 1 + len(others))
+    return {"train": trained, "recent": trained, **dict(zip(others, colors, strict=True))}
+
+
+def _order(owner: str) -> int:
+    """Return where a curve stands in the legend."""
+    return {"train": 0, "recent": 1}.get(owner, 2)
+
+
+def _panel_of(metric: str) -> str:
+    """Return the title of the axis of a metric. Those of parameter groups are in one axis.
+
+    So are those of all modules that ``watch`` reports.
+    """
+    first = metric.split("/", 1)[0]
+    if first == "watch":
+        return f"{first}/{metric.rpartition('/')[2]}"
+    return first if first in ("lr", "grad_norm") else metric
+
+
+def _label(owner: str, metric: str) -> str:
+    """Return the name of a curve in a legend: its owner, and its group if it has one."""
+    return " ".join((owner, *metric.split("/")[1:])) if _panel_of(metric) != metric else owner
+
+
+def epochs_of(records: Iterable[Record]) -> Callable[[Record], float]:
+    """Return a function that gives how many epochs had passed at a record, also within an epoch.
+
+    The first record that counts an epoch was made at its end. Before there is one, the length of an
+    epoch is unknown.
+    """
+    ends = [(0, 0)]  # (step, epoch)
+    for r in records:
+        if r.epoch > ends[-1][1] and r.step > ends[-1][0]:
+            ends.append((r.step, r.epoch))
+
+    def interpolate(record: Record) -> float:
+        if len(ends) == 1:
+            return float(record.epoch)
+        i = min(max(bisect.bisect_left(ends, (record.step, 0)), 1), len(ends) - 1)
+        (start, epoch), (end, next_epoch) = ends[i - 1], ends[i]
+        return epoch + (record.step - start) * (next_epoch - epoch) / (end - start)
+
+    return interpolate
+
+
+def _mode_of(metric: str, keys: Iterable[str], mode: Mode) -> str | None:
+    """Return the given mode of a metric, or the one that its name suggests, or None."""
+    if isinstance(mode, Mapping):
+        mode = next((mode[name] for name in (*keys, metric) if name in mode), None)
+    return mode_by_name(f"/{metric}") if mode is None else mode
+
+
+# --------------------------------------------------------------------------------------------------
+# Several histories in one figure.
+
+MOST_INSIDE = 6  # runs in the legend of the first axis; of more, it stands below the figure
+LONGEST_INSIDE = 24  # characters of a name there
+LONGEST_BESIDE = 12  # of one next to a title
+LONGEST_NAME = 48  # of a longer one, the middle is left out
+MOST_VALUES = 4  # best values next to the title of another axis; of more, only the best one
+Series = Mapping[str, list[Record]]  # the records that have a metric
+
+
+def plot_runs(histories: Mapping[str, History], keys: Iterable[str] | None) -> Figure:
+    """Draw several runs; the arguments are those of ``compare``."""
+    figures.require_matplotlib("compare")
+    _check(histories)
+    histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
+    series = {name: curves_of(history) for name, history in histories.items()}
+    keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
+    sizes = [panel_size(split_name(key)[1], i) for i, key in enumerate(keys)]
+    figure, axes = figures.panels("compare", sizes)
+    colors = figures.palette("compare", len(series))
+    crowded = len(series) > MOST_INSIDE or max(map(len, series)) > LONGEST_INSIDE
+    explained: set[str] = set()  # the names of the runs in the legend of the first axis
+    for place, (axis, key) in enumerate(zip(axes, keys, strict=True)):
+        best = _best_records(series, key)
+        named, short = best, place > 0
+        if place > 0 and len(best) > MOST_VALUES:
+            named, short = _best_of_all(best, key), False
+        curves = []
+        for color, (name, history) in zip(colors, histories.items(), strict=True):
+            new, label = name not in explained, name
+            if name in named:
+                label = _run_label(name, best[name], key, history, short and not new, not new)
+            curves += _curves(series[name], key, keys, label, color, best.get(name))
+        known = explained if place else None if crowded else ()
+        explained = explained or {name for name, found in series.items() if key in found}
+        figures.draw(axis, key, "step", curves, known)
+    if crowded:
+        figures.add_legend_below(figure, axes[0])
+    return figure
+
+
+def _check(histories: Mapping[str, History]) -> None:
+    checks.mapping("compare", "histories", histories, 'such as {"a": history_a, "b": history_b}')
+    if not histories:
+        raise ValueError("compare expects at least one history; got none")
+    for name, history in histories.items():
+        checks.text("compare", "histories", name, "names of runs")
+        if not isinstance(history, History):
+            raise TypeError(
+                f"compare expects a History for {name!r}, such as state.history; "
+                f"got {checks.describe(history)}"
+            )
+        if not history.keys():
+            empty = "has no metric" if len(history) else "is empty"
+            raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")
+
+
+def _short_names(names: Sequence[str]) -> Sequence[str]:
+    """Return names of runs that fit a legend, unless some would be the same."""
+    short = [shorten(name, LONGEST_NAME) for name in names]
+    return short if len({*short}) == len(names) else names
+
+
+def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
+    """Return the best record of each run that has an evaluated metric, unless none is finite."""
+    mode = mode_by_name(key) if is_evaluated(key) else None
+    best = {name: _best_finite(found.get(key, ()), key, mode) for name, found in series.items()}
+    return {name: record for name, record in best.items() if record}
+
+
+def _run_label(
+    name: str, best: Record, key: str, history: History, short: bool, known: bool
+) -> str:
+    """Return the label of a run; a short one where its colour says which run it is.
+
+    ``known`` is whether the first axis explains the colour.
+    """
+    if short:
+        return f"{best.metrics[key]:.4g}"
+    value = best_label(best, key, history)
+    return value if known and len(name) > LONGEST_BESIDE else f"{name}: {value}"
+
+
+def _best_of_all(best: Mapping[str, Record], key: str) -> dict[str, Record]:
+    """Return the best of the best records of some runs."""
+    winner = best_record(best.values(), key, mode_by_name(key) or "min")
+    name = next(name for name, record in best.items() if record is winner)
+    return {name: winner}
+
+
+def _curves(
+    series: Series, key: str, keys: list[str], label: str, color: str, best: Record | None
+) -> list[figures.Curve]:
+    """Return the curves of a run in the axis of a metric."""
+    if key not in series:
+        return []
+    mark = None if best is None else (best.step, best.metrics[key], "")
+    curves = [figures.Curve(_points(series, key), label, color, key.startswith("recent/"), mark)]
+    recent = f"recent/{split_name(key)[1]}"
+    if key.startswith("train/") and recent in series and recent not in keys:
+        curves.append(figures.Curve(_points(series, recent), "", color, thin=True))
+    return curves
+
+
+def _points(series: Series, key: str) -> figures.Points:
+    return [(record.step, record.metrics[key]) for record in series[key]]
+
+
+def _shared_keys(series: Mapping[str, Series]) -> list[str]:
+    """Return the metrics that all histories have, in the order of their axes."""
+    first, *others = series.values()
+    shared = [key for key in first if all(key in other for other in others)]
+    # The intervals of ``recent`` are drawn in the axes of ``train``.
+    keys = [key for key in shared if not key.startswith("recent/")] or shared
+    if not keys:
+        known = "; ".join(f"{name}: {', '.join(found)}" for name, found in series.items())
+        raise ValueError(f"compare found no metric that all histories have; there are: {known}")
+
+    def rank(key: str) -> tuple[object, ...]:
+        small, trained = panel_rank(split_name(key)[1], [key])
+        return small == 2, trained, small
+
+    return sorted(keys, key=rank)
+
+
+def _given_keys(series: Mapping[str, Series], keys: Iterable[str]) -> list[str]:
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise TypeError(
+            'compare expects keys as a list of metrics, such as ["valid/loss"]; '
+            f"got {checks.describe(keys)}"
+        )
+    keys = list(dict.fromkeys(checks.metric_name("compare", "keys", key) for key in keys))
+    known = list(dict.fromkeys(key for found in series.values() for key in found))
+    if not keys:
+        raise ValueError("compare expects at least one key; got none")
+    for key in keys:
+        if key not in known:
+            raise KeyError(f"no metric {key!r} in these histories; there are: {', '.join(known)}")
+    return keys

@@ -1,0 +1,71 @@
+"""A table: columns that make texts of rows, written as text, as HTML, and line by line."""
+
+import pytest
+
+from fnloop._display.tables import Column, Shown, Table, column_form, fit_number, format_metric
+
+WORDS = Column("word", lambda row: row[0], left=True)
+SIZE = Column("size", lambda row: str(row[1]), "of it", rank=(1, 2))
+LARGEST = Column("square", lambda row: str(row[1] ** 2), "of it", best=lambda row: row[1] == 9)
+ROWS = [("a", 9), ("bcd", 10)]
+
+
+def test_words_begin_at_the_left_numbers_end_at_the_right_and_the_best_has_a_star():
+    assert Table([WORDS, SIZE, LARGEST], [*ROWS, None]).text(80).splitlines() == [
+        "     │ of it",
+        "word │ size  square",
+        "a    │    9      81*",
+        "bcd  │   10     100",
+        "…    │    …       …",
+    ]
+
+
+def test_the_columns_of_the_greatest_rank_are_left_out_first_and_are_named_in_order():
+    wide = [WORDS, *(Column(name, str, rank=(4 - i, i)) for i, name in enumerate("xyz"))]
+    made = Table(wide, [("a", 9)]).fit(25)
+    assert made.left_out == ("x",)
+    again = made.fit(1)  # two columns stay, and those of rank 0
+    assert (again.left_out, again.note) == (("x", "y"), "left out: x, y")
+    assert Table([WORDS, WORDS, WORDS], [("a", 9)]).fit(1).left_out == ()
+    assert Table([WORDS, WORDS, SIZE]).fit(1).left_out == ("size (of it)",)
+
+
+def test_later_rows_have_lines_as_wide_as_those_of_the_first():
+    made = Table([WORDS, SIZE, LARGEST], ROWS).fit()
+    assert [made.line(row) for row in ROWS] == made.text(80).splitlines()[2:]
+    assert made.line(("e", 3)) == "e    │    3       9"
+    assert made.width == len("word │ size  square*")
+
+
+def test_the_words_of_the_last_column_and_the_note_are_wrapped():
+    made = Table([WORDS, Column("more", lambda row: "one two three", left=True)], ROWS, "four five")
+    assert made.text(14).splitlines() == [
+        "word  more",
+        "a     one two",
+        "      three",
+        "bcd   one two",
+        "      three",
+        "four five",
+    ]
+    assert made.text(8).splitlines()[1] == "a     one two three"  # there is no room beside it
+
+
+def test_html_has_all_columns_and_no_stars():
+    html = Table([WORDS, SIZE, LARGEST], [("<a>", 9)], "a & b").html()
+    assert html.count("<td") == 3 and "<b>81</b>" in html and "*" not in html
+    assert "&lt;a&gt;" in html and "<small>a &amp; b</small>" in html
+
+
+def test_a_value_shows_its_lines_and_tables():
+    class Pair(Shown):
+        def _parts(self):
+            return ["a <title>", Table([WORDS], ROWS)]
+
+    assert repr(Pair()).splitlines() == ["a <title>", "word", "a", "bcd"]
+    assert Pair()._repr_html_().startswith("<div><div>a &lt;title&gt;</div><div ")
+
+
+@pytest.mark.parametrize("name", ["lr", "train/lr", "lr/head", "train/d/lr"])
+def test_a_learning_rate_is_written_alike_alone_and_in_a_column(name):
+    assert format_metric(name, 3e-4) == "3.0e-04"
+    assert fit_number(3e-4, column_form(name, [3e-4], None), 7) == "3.0e-04"
