@@ -1,10 +1,13 @@
-"""One thread, because results must not depend on the number of cores; and shared fixtures."""
+"""Which tests run when and where; one thread, as no result depends on cores; shared fixtures."""
 
 import fcntl
 import gc
 import json
+import multiprocessing.process
 import os
+import re
 import signal
+import subprocess
 import sys
 
 import launch
@@ -21,6 +24,38 @@ os.fsync = lambda descriptor: None  # no test pulls the plug; processes that tes
 # How many seconds a DataLoader waits for a worker that does not end, before it terminates it.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us ignoring it
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Run what is named by its file in this process, and more than that on each core."""
+    alone = all(".py" in argument for argument in config.args)
+    return 0 if alone else min(len(os.sched_getaffinity(0)), 8)
+
+
+COMPILES = re.compile(r"compiled\((backend=|\))")  # in the name of a test: a row that compiles
+# What is said of any number of processes is tried on three too; elsewhere that is long.
+ON_THREE = ("test_data_shares", "test_same_bits", "test_totals", "test_training")
+
+
+def is_on_three(item):
+    """Return whether a test runs a job on three processes or more."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return "processes" in item.path.parts and any(type(n) is int and n > 2 for n in values)
+
+
+@pytest.hookimpl(tryfirst=True)  # before some of them are chosen by their kind
+def pytest_collection_modifyitems(items):
+    """Make each test fast or slow, and run the fast ones first."""
+    for item in items:
+        if COMPILES.search(item.name):
+            item.add_marker("slow")
+        if is_on_three(item) and item.path.stem not in ON_THREE:
+            item.add_marker("long")
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
+        elif not item.get_closest_marker("slow"):
+            item.add_marker("fast")
+    items.sort(key=lambda item: item.get_closest_marker("fast") is None)
 
 
 def pytest_collection_finish():
@@ -69,6 +104,29 @@ def recorders(monkeypatch):
         lambda *_, **__: ["cpu"],
     )
     return made
+
+
+def frames_compiled():
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+
+
+@pytest.fixture(autouse=True)
+def a_fast_test_starts_no_process_and_compiles_nothing(request, monkeypatch):
+    if request.node.get_closest_marker("slow"):
+        yield
+        return
+
+    def refused(*args, **kwargs):
+        pytest.fail("it starts a process: mark it slow")
+
+    for place, name in (
+        *((subprocess.Popen, "__init__"), (multiprocessing.process.BaseProcess, "start")),
+        *((os, "fork"), (os, "posix_spawn")),
+    ):
+        monkeypatch.setattr(place, name, refused)
+    before = frames_compiled()
+    yield
+    assert frames_compiled() == before, "it compiles: mark it slow"
 
 
 @pytest.fixture(autouse=True)

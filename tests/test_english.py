@@ -45,6 +45,7 @@ def test_the_files_are_there():
     assert {path.suffix for path in checked(SCOPE)} == {".py", ".md", ".ipynb"}
 
 
+@pytest.mark.slow  # reads each file; .ci/run and pre-commit do so too
 @pytest.mark.parametrize("name", SCOPE)
 def test_no_banned_phrase_is_left(name):
     assert report(checked((name,))) == []

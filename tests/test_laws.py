@@ -1,5 +1,6 @@
 """The laws of the design, over a table of middleware. Add a row for a new middleware."""
 
+import itertools
 import math
 import pickle
 import sys
@@ -117,13 +118,7 @@ def single_precision(problem: Problem) -> Problem:
 # --- 2 and 4: fold and purity; 7: no host reads
 
 
-def slow_if_compiled(pipe):
-    """Torch's compiler takes seconds to import and to trace, even where it compiles nothing."""
-    compiles = any(member.name == "compiled" for member in pipe.middleware)
-    return pytest.param(pipe, marks=pytest.mark.slow) if compiles else pipe
-
-
-@pytest.mark.parametrize("pipe", [*map(slow_if_compiled, COMBINATIONS)], ids=repr)
+@pytest.mark.parametrize("pipe", COMBINATIONS, ids=repr)
 def test_every_combination_keeps_the_laws(pipe):
     check_laws(pipe)
 
@@ -273,8 +268,15 @@ AROUND = [
 ]
 
 
-@pytest.mark.parametrize("pipe", AROUND, ids=repr)
-@pytest.mark.parametrize("each", EACH, ids=str)
+@pytest.mark.parametrize(
+    ("each", "pipe"),
+    [
+        pytest.param(
+            each, pipe, id=f"{each}-{pipe}", marks=[] if i % 3 == j else [pytest.mark.slow]
+        )
+        for (i, each), (j, pipe) in itertools.product(enumerate(EACH), enumerate(AROUND))
+    ],
+)
 def test_steps_in_turn_keep_the_laws(pipe, each):
     check_laws(pipe, several.alternating(**each))
 

@@ -62,13 +62,19 @@ def test_the_links_of_a_notebook_lead_somewhere(name):
     assert {target for target in links if not (ROOT / "notebooks" / target).exists()} == set()
 
 
-# Those that find what their first run has left, run twice; of the others, a cell is run again.
+# These find what their first run has left. Of each notebook a cell is run again.
 REPEATED = ("all_of_fnloop", "resume_and_checkpoints", "write_your_own_middleware")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BOOKS)
-def test_a_notebook_runs_and_runs_again(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [
+        *((name, 1) for name in BOOKS),
+        *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
+    ],
+)
+def test_a_notebook_runs_and_runs_again(name, times, tmp_path):
     book = copy.deepcopy(BOOKS[name])
     cells = [(i, cell) for i, cell in enumerate(book.cells) if cell.cell_type == "code"]
     client = nbclient.NotebookClient(
@@ -78,7 +84,7 @@ def test_a_notebook_runs_and_runs_again(name, tmp_path):
     settings = {"PYTHONPATH": path, "IPYTHONDIR": str(tmp_path / "ipython"), "OMP_NUM_THREADS": "1"}
     again = random.Random(name).choice(cells[1:-1])
     with client.setup_kernel(env=os.environ | settings):
-        for i, cell in [*cells, again, *(cells if name in REPEATED else ())]:
+        for i, cell in [*cells, *((again,) if times == 1 else cells)]:
             client.execute_cell(cell, i)
     texts = [out.text for _, cell in cells for out in cell.outputs if out.output_type == "stream"]
     # Of tqdm, which optuna imports, where ipywidgets are missing
@@ -172,6 +178,7 @@ def settings_of_torch():
     torch.autograd.set_detect_anomaly(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", right_hand_sides())
 def test_a_right_hand_side_is_code_that_runs(code, tmp_path, monkeypatch, settings_of_torch):
     monkeypatch.chdir(tmp_path)

@@ -71,6 +71,7 @@ def test_an_exception_ends_it(settings):
         assert settings[-1] == DURING
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_process_that_is_forked_within_it_gives_its_memory_back(settings):
     with contextlib.ExitStack() as block:

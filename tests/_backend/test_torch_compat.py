@@ -337,6 +337,7 @@ def test_without_their_tables_modules_are_read_through_public_methods():
     assert torch_compat.uncompiled(nn.Linear(1, 1)) is None
 
 
+@pytest.mark.slow
 def test_nothing_raises_when_a_worker_is_killed_on_purpose():
     """torch looks at its workers when one of them has ended, which a signal tells it."""
     loader = DataLoader([1, 2], num_workers=2, persistent_workers=True)

@@ -7,6 +7,7 @@ import sys
 import attrs
 import pytest
 import torch
+from sample_middleware import skip_negative
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
@@ -249,20 +250,6 @@ def test_a_vector_in_a_metric_is_an_error_that_names_the_metric(vector, message)
     with pytest.raises(TypeError, match=message) as caught:
         fl.pipeline(fl.metric(total=vector))(toy_loss)(toy(), torch.ones(2))
     assert caught.value.__notes__ == ["while in the metric 'total'"]
-
-
-@fl.middleware("gradient")
-def skip_negative():
-    """Skip the update of a batch that begins with a negative number."""
-
-    def wrap(step):
-        def skipping(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="negative") if batch[0] < 0 else out
-
-        return skipping
-
-    return wrap
 
 
 FACTS = fl.metric(

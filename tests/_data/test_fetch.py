@@ -117,14 +117,14 @@ def test_indices_that_are_not_surely_rows_are_left_to_the_dataset(index):
     assert fetch_batch(TensorDataset(torch.zeros(10, 0)), [10]) is None  # another error of torch's
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_index_out_of_range_raises_the_error_of_the_dataset(workers):
     data = DataLoader(TensorDataset(X), 2, sampler=[0, 1, 2, 10], num_workers=workers)
     with pytest.raises(IndexError, match="index 10 is out of bounds for dimension 0 with size 10"):
         list(open_source(data, 0).batches(0, 0, 0))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [AT_ONCE["tensors"], nested, AT_ONCE["named arrays"]])
 def test_a_loader_yields_what_DataLoader_yields(make, workers):
     dataset = make()

@@ -45,7 +45,7 @@ class Noise(Dataset):
         return 6
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_batch_of_an_epoch_draws_numbers_of_its_own(workers):
     source = open_source(DataLoader(Noise(), 2, num_workers=workers), 0)
     drawn = [batch.tolist() for batch in source.batches(0, 0, 0)]
@@ -53,6 +53,7 @@ def test_each_batch_of_an_epoch_draws_numbers_of_its_own(workers):
     assert [batch.tolist() for batch in source.batches(0, 2, 0)] == drawn[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
@@ -63,6 +64,7 @@ def test_workers_change_nothing_random_augmentation_included(noisy, workers, per
         assert batches(many, epoch=epoch) == batches(plain, epoch=epoch)
 
 
+@pytest.mark.slow
 def test_persistent_workers_that_were_abandoned_mid_epoch_start_afresh():
     many = loader(num_workers=2, persistent_workers=True)
     abandoned = open_source(many, 0).batches(0, 0, 0)
@@ -70,6 +72,7 @@ def test_persistent_workers_that_were_abandoned_mid_epoch_start_afresh():
     assert batches(many, epoch=1) == batches(loader(), epoch=1)
 
 
+@pytest.mark.slow
 def test_persistent_workers_can_be_evaluated_in_the_middle_of_their_epoch():
     step = fl.pipeline()(toy_loss)
     states = []
@@ -82,6 +85,7 @@ def test_persistent_workers_can_be_evaluated_in_the_middle_of_their_epoch():
     assert_same(*states)
 
 
+@pytest.mark.slow
 def test_persistent_workers_can_be_read_twice_at_once():
     many = loader(num_workers=1, persistent_workers=True)
     read = lambda: fl.predict(lambda model, batch: batch.flatten().tolist(), toy(), many)
@@ -129,20 +133,29 @@ class Drawing:
             )
 
 
-@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_every_sampler_is_reproducible_and_resumable_and_leaves_the_callers_generators_alone(make):
+def sampled(make, **kwargs):
+    """Return a loader with such a sampler."""
     data = Numbers(noisy=True)
-    kwargs = {"batch_size": 3, **make(data)}
+    kwargs |= {"batch_size": 3, **make(data)}
     if kwargs.get("batch_sampler"):
         kwargs.pop("batch_size"), kwargs.pop("shuffle")
-    made = DataLoader(data, **kwargs)
+    return DataLoader(data, **kwargs)
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_every_sampler_is_reproducible_and_resumable_and_leaves_the_callers_generators_alone(make):
+    made = sampled(make)
     first = batches(made)
     assert batches(made) == first
     assert batches(made, start=2) == first[2:]
     if not isinstance(made.sampler, SequentialSampler) or made.batch_sampler is not None:
         assert batches(made, epoch=1) != first
-    with_workers = DataLoader(data, num_workers=2, **kwargs)
-    assert batches(with_workers) == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_workers_change_nothing_with_any_sampler(make):
+    assert batches(sampled(make, num_workers=2)) == batches(sampled(make))
 
 
 def test_a_loaders_own_generator_is_not_advanced():
@@ -176,6 +189,7 @@ def test_datasets_that_fetch_batches_at_once_and_collates_are_respected():
     assert batches(made) == [[200.0, 202.0], [204.0, 206.0]]
 
 
+@pytest.mark.slow
 def test_a_worker_init_fn_sees_the_dataset():
     many = DataLoader(Numbers(4), batch_size=2, num_workers=1, worker_init_fn=look)
     assert batches(many) == [[5.0, 6.0], [7.0, 8.0]]
@@ -193,7 +207,7 @@ class Stream(IterableDataset):
             yield torch.tensor([i + torch.rand(()).item()])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_iterable_dataset_is_reproducible(workers):
     made = DataLoader(Stream(), batch_size=2, num_workers=workers)
     first = batches(made)
@@ -211,6 +225,7 @@ def test_a_generator_function_that_draws_is_reproducible_and_resumable():
     assert batches(make, start=3) == first[3:]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_workers_equals_one_that_was_not_stopped():
     data = TensorDataset(torch.arange(20.0))
     step = fl.pipeline(fl.accumulate(2))(lambda model, batch: toy_loss(model, batch[0]))
@@ -277,7 +292,7 @@ def collate_none(samples):
     return next(iter(()))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -59,6 +59,7 @@ def test_a_file_has_the_figure_of_the_whole_run(tmp_path, drawn):
     assert records(drawn)[-1] == 5
 
 
+@pytest.mark.slow  # draws
 def test_it_draws_as_often_as_refresh_allows_and_at_the_end(tmp_path, drawn, clock):
     run(live_plot(tmp_path / "run.svg", refresh=0))
     assert records(drawn) == [1, 2, 3, 4, 5]
@@ -67,6 +68,7 @@ def test_it_draws_as_often_as_refresh_allows_and_at_the_end(tmp_path, drawn, clo
     assert records(drawn) == [1, 5]
 
 
+@pytest.mark.slow  # draws
 def test_it_draws_a_tenth_of_the_time_at_most(tmp_path, monkeypatch, clock):
     began = []
     plot = History.plot
@@ -100,6 +102,7 @@ def test_it_draws_the_intervals_of_an_epoch(tmp_path, monkeypatch):
     assert figures[0].axes[0].lines[0].get_label() == "recent"
 
 
+@pytest.mark.slow  # draws
 def test_it_draws_each_history_once(tmp_path, drawn, clock):
     def second(state):
         clock.now += 1.0
@@ -109,6 +112,7 @@ def test_it_draws_each_history_once(tmp_path, drawn, clock):
     assert records(drawn) == [1, 2]
 
 
+@pytest.mark.slow  # draws
 def test_called_rarely_it_draws_all_records_so_far(tmp_path, drawn):
     run(fl.every(steps=3)(live_plot(tmp_path / "run.svg", refresh=0)))  # an epoch has two steps
     assert records(drawn) == [1, 3, 4, 5]  # the last record is always drawn

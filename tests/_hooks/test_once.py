@@ -5,30 +5,13 @@ import functools
 import attrs
 import pytest
 import torch
+from sample_hooks import Notes
 
 import fnloop as fl
 from fnloop import every, once, when
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.tensor([1.0])
-
-
-class Notes:
-    """A hook that records the steps at which it is called."""
-
-    def __init__(self):
-        self.steps = []
-        self.closed = 0
-
-    def __call__(self, state):
-        self.steps.append(state.step)
-        return state
-
-    def __repr__(self):
-        return "notes"
-
-    def close(self):
-        self.closed += 1
 
 
 def called_at(wrap):

@@ -62,6 +62,7 @@ def job(folder, *hooks, epochs=3, loaders=ONES, **kwargs):
     )
 
 
+@pytest.mark.slow
 def test_sigusr1_saves_requeues_once_and_the_same_script_continues(slurm, tmp_path, caplog):
     slurm()
     caplog.set_level("INFO", "fnloop")
@@ -75,6 +76,7 @@ def test_sigusr1_saves_requeues_once_and_the_same_script_continues(slurm, tmp_pa
     assert len(calls(tmp_path)) == 1  # not at the end of the run
 
 
+@pytest.mark.slow
 def test_each_job_of_a_run_is_requeued(slurm, tmp_path):
     slurm()
     job(tmp_path, signalling(2))
@@ -82,6 +84,7 @@ def test_each_job_of_a_run_is_requeued(slurm, tmp_path):
     assert [call.split()[-1] for call in calls(tmp_path)] == ["step-00000002", "step-00000004"]
 
 
+@pytest.mark.slow
 def test_a_task_of_an_array_is_requeued_alone(slurm, tmp_path):
     slurm(JOB_ID="14", ARRAY_JOB_ID="12", ARRAY_TASK_ID="2")
     job(tmp_path, signalling(2))
@@ -96,6 +99,7 @@ def test_a_run_at_its_target_is_not_requeued(slurm, tmp_path):
     assert calls(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_run_of_phases_is_requeued_at_the_target_of_one(slurm, tmp_path):
     """The next phase is refused after an interruption, so that another job has to begin it."""
     slurm()
@@ -106,6 +110,7 @@ def test_a_run_of_phases_is_requeued_at_the_target_of_one(slurm, tmp_path):
     assert (state.step, state.stop, len(calls(tmp_path))) == (8, None, 1)
 
 
+@pytest.mark.slow
 def test_a_sigterm_alone_does_not_requeue_but_one_that_comes_later_does_not_keep_it_from(
     slurm, tmp_path
 ):
@@ -116,6 +121,7 @@ def test_a_sigterm_alone_does_not_requeue_but_one_that_comes_later_does_not_keep
     assert (state.stop, len(calls(tmp_path))) == ("SIGUSR1", 1)
 
 
+@pytest.mark.slow
 def test_a_job_whose_time_is_up_is_requeued(slurm, tmp_path, clock):
     slurm()
     limit = fl.time_limit(seconds=25, per="job")
@@ -123,6 +129,7 @@ def test_a_job_whose_time_is_up_is_requeued(slurm, tmp_path, clock):
     assert (state.step, len(calls(tmp_path))) == (3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fails", "is missing"])
 def test_an_scontrol_that_fails_is_an_error_in_the_log_and_the_run_ends(
     slurm, tmp_path, caplog, monkeypatch, how

@@ -9,6 +9,7 @@ import signal
 import attrs
 import pytest
 import torch
+from sample_hooks import stop_at
 from torch import nn
 
 import fnloop as fl
@@ -29,12 +30,6 @@ def trained(state=None, hooks=None, epochs=6, rates=RATES, **settings):
     hooks = (restore_best("valid/loss"),) if hooks is None else hooks
     state = toy() if state is None else state
     return fl.fit(step_of(rates), state, ([ONE], [ONE]), epochs=epochs, hooks=hooks, **settings)
-
-
-def stop_at(step):
-    return fl.when(lambda state: state.step == step)(
-        lambda state: attrs.evolve(state, stop="enough")
-    )
 
 
 def test_the_run_ends_with_its_best_weights():
@@ -399,7 +394,7 @@ class at_epoch_2:
         )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parameters_buffers_ties_and_extra_state_go_back(compiled):
     two = trained_net(net(), (), 2)
     hooks = (at_epoch_2(), restore_best("mine/loss"))
@@ -458,6 +453,7 @@ def test_the_optimizer_stays_as_it_is():
             assert torch.equal(mine[i][name], value)
 
 
+@pytest.mark.slow  # compiles
 def test_a_compiled_run_resumes_as_a_plain_one(tmp_path):
     hooks = (at_epoch_2(), restore_best("mine/loss"))
     path = tmp_path / "a"

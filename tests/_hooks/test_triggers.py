@@ -7,6 +7,8 @@ from fractions import Fraction
 import attrs
 import pytest
 import torch
+from sample_hooks import Notes
+from sample_middleware import skip_negative
 
 import fnloop as fl
 from fnloop import every, once, when
@@ -16,38 +18,6 @@ ONE = torch.tensor([1.0])
 
 
 NEGATIVE = torch.tensor([-1.0])
-
-
-class Notes:
-    """A hook that records the steps at which it is called."""
-
-    def __init__(self):
-        self.steps = []
-        self.closed = 0
-
-    def __call__(self, state):
-        self.steps.append(state.step)
-        return state
-
-    def __repr__(self):
-        return "notes"
-
-    def close(self):
-        self.closed += 1
-
-
-@fl.middleware("gradient")
-def skip_negative():
-    """Skip the update of a batch that begins with a negative number."""
-
-    def wrap(step):
-        def skipping(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="negative") if batch[0] < 0 else out
-
-        return skipping
-
-    return wrap
 
 
 def called_at(trigger, batches=10, window=1, **targets):

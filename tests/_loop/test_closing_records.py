@@ -18,6 +18,7 @@ from loop_cases import (
     step,
     terminate,
 )
+from sample_hooks import stop_at
 
 import fnloop as fl
 from fnloop.testing import assert_same, toy, toy_loss
@@ -134,12 +135,6 @@ def test_a_signal_in_the_last_update_is_not_the_end(how):
 
 class Killed(BaseException):
     """The process was killed here."""
-
-
-def stop_at(step):
-    return fl.when(lambda state: state.step == step)(
-        lambda state: attrs.evolve(state, stop="enough")
-    )
 
 
 @pytest.mark.parametrize("step", [2, 3], ids=["within an epoch", "at its end"])

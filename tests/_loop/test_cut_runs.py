@@ -10,6 +10,7 @@ import signal
 import attrs
 import pytest
 import torch
+from sample_hooks import stop_at
 
 import fnloop as fl
 from fnloop.testing import assert_same, toy, toy_loss
@@ -70,10 +71,6 @@ def terminate():
 # --- the table
 
 
-def stop_at(step):
-    return fl.when(lambda s: s.step == step)(lambda s: attrs.evolve(s, stop="enough"))
-
-
 def stop_after_a_skip():
     return fl.when(lambda s: s.skipped == 1)(lambda s: attrs.evolve(s, stop="enough"))
 
@@ -121,14 +118,20 @@ MEMBERS = (
 
 
 def rows():
-    """Return two rows for each way to make hooks; the other settings take turns."""
+    """Return two rows for each way to make hooks, with each cut; the other settings take turns.
+
+    One cut of each row is tried at once, and the others are long.
+    """
     found = []
     for n, name in enumerate([*HOOKS, *HOOKS]):
         record_every, evaluate_every = RECORDS[n % 3], EVALUATIONS[n % 4]
         members, targets = MEMBERS[n % 5], TARGETS[n // 2 % 3]
         given = {"record_every": record_every, "evaluate_every": evaluate_every, **targets}
         label = f"{name}, {record_every}, {evaluate_every}, {fl.pipeline(*members)}, {targets}"
-        found.append(pytest.param(name, members, given, id=label))
+        for i, how in enumerate((kill, terminate, press, fail)):
+            marks = [] if i == n % 4 else [pytest.mark.long]
+            row = name, members, given, how
+            found.append(pytest.param(*row, id=f"{label}, {how.__name__}", marks=marks))
     return found
 
 
@@ -168,8 +171,7 @@ def continued(folder, point, how, row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [kill, terminate, press, fail])
-@pytest.mark.parametrize(("name", "members", "given"), rows())
+@pytest.mark.parametrize(("name", "members", "given", "how"), rows())
 def test_a_run_that_is_cut_and_continued_is_the_one_that_was_not(
     name, members, given, how, tmp_path, monkeypatch
 ):

@@ -307,6 +307,7 @@ def test_parameters_that_the_optimizer_does_not_have_are_named_once(caplog):
     assert "in no optimizer: 1.weight, 1.bias. Give them to one, or freeze them" in line
 
 
+@pytest.mark.slow  # compiles
 def test_parameters_of_a_compiled_model_have_their_names(caplog):
     model = torch.compile(torch.nn.Linear(1, 1), backend="eager")
     state = fl.TrainState.create(model, torch.optim.SGD([model.weight], lr=0.1))

@@ -139,6 +139,7 @@ def test_nested_and_interleaved_runs_of_one_thread_are_correct():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch's backward with a GPU allows no fork")
 def test_a_fork_of_a_process_in_a_run_may_start_its_own_run():

@@ -338,6 +338,7 @@ def test_complex_weights_and_frozen_ones_are_averaged():
     assert state.slots["ema"]["frozen"].item() == 3.0
 
 
+@pytest.mark.slow  # compiles
 def test_names_are_those_of_the_plain_module():
     model = torch.compile(nn.Sequential(nn.Linear(1, 1, bias=False)), backend="eager")
     step = fl.pipeline(fl.ema(0.5))(mean_output)

@@ -5,6 +5,7 @@ import pickle
 import attrs
 import pytest
 import torch
+from sample_middleware import counted
 from torch import nn
 
 import fnloop as fl
@@ -479,17 +480,6 @@ def test_an_average_around_counts_rounds_and_is_evaluated_of_each_name():
 def test_middleware_around_acts_once_per_round():
     calls = []
 
-    @fl.middleware("step")
-    def counted():
-        def wrap(step):
-            def count(state, batch):
-                calls.append(state.step)
-                return step(state, batch)
-
-            return count
-
-        return wrap
-
     @fl.middleware("update")
     def clamped():
         def wrap(step):
@@ -504,7 +494,7 @@ def test_middleware_around_acts_once_per_round():
         return wrap
 
     everything = fl.schedule(schedules.linear(), only="d")
-    step = alternating(counted(), clamped(), everything, order=("d", "d", "g"))
+    step = alternating(counted(calls), clamped(), everything, order=("d", "d", "g"))
     state = fl.fit(step, two(), batches(1, 1), hooks=())
     assert calls == [0, 1]
     assert state.model.d.item() == -0.5
@@ -620,6 +610,7 @@ def test_sam_moves_only_the_weights_of_its_turn():
     assert weights(state) == (-3.0, 3.0)
 
 
+@pytest.mark.slow  # compiles
 def test_schedules_of_torch_and_compiled_losses_work_in_turns():
     def halve(optimizer, run):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -5,6 +5,7 @@ import pickle
 import attrs
 import pytest
 import torch
+from sample_middleware import counted
 from torch import nn
 from torch.nn import functional
 
@@ -64,19 +65,7 @@ def test_a_skipped_update_is_counted_as_one():
 
 def test_middleware_of_the_step_ring_acts_around_it():
     calls = []
-
-    @fl.middleware("step")
-    def counted():
-        def wrap(step):
-            def count(state, batch):
-                calls.append(state.step)
-                return step(state, batch)
-
-            return count
-
-        return wrap
-
-    pipe = fl.pipeline(fl.schedule(schedules.linear()), counted())
+    pipe = fl.pipeline(fl.schedule(schedules.linear()), counted(calls))
     double = fl.derive(double=lambda numbers: 2 * numbers["loss"])
     mean = fl.metric(mean=lambda aux, batch: aux["output"].mean(), on="evaluation")
     step = fl.pipeline(*pipe.middleware, double, mean)(fl.raw(descend, evaluate=toy_loss))

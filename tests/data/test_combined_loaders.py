@@ -145,6 +145,7 @@ def test_the_size_of_a_round_is_known_if_all_have_one():
     assert sizes(take(tensors(7, 2), 4)) == [2, 0]
 
 
+@pytest.mark.slow
 def test_a_tensor_that_a_loader_reuses_is_refused_where_several_are_needed():
     def reusing():
         batch = torch.zeros(2)
@@ -170,6 +171,7 @@ def test_a_combined_loader_is_evaluated_and_predicted():
     assert state.history["both/n"] == (4.0, 4.0)
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_run_and_persistent_ones_are_kept():
     data = shuffled(40, workers=1, persistent_workers=True)
     loader = zip_cycle(a=data, b=listed(3))

@@ -93,6 +93,7 @@ def test_a_run_can_be_paused_and_continued(make):
         assert_same(fit(attrs.evolve(paused, stop=None)), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -146,6 +146,7 @@ def test_what_cannot_be_padded_is_refused(padding, batch, message):
         pad_collate(padding)(batch)
 
 
+@pytest.mark.slow
 def test_they_work_together_in_workers():
     data = [{"x": [n] * (n % 7 + 1), "y": n} for n in range(40)]
     sampler = bucketed([len(sample["x"]) for sample in data], max_items=14)

@@ -38,6 +38,34 @@ def noise(std):
     return wrap
 
 
+@fl.middleware("gradient")
+def skip_negative():
+    """Skip the update of a batch that begins with a negative number."""
+
+    def wrap(step):
+        def skipping(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, skip="negative") if batch[0] < 0 else out
+
+        return skipping
+
+    return wrap
+
+
+@fl.middleware("step")
+def counted(calls):
+    """Append to a list the steps at which it is called."""
+
+    def wrap(step):
+        def count(state, batch):
+            calls.append(state.step)
+            return step(state, batch)
+
+        return count
+
+    return wrap
+
+
 @fl.middleware("loss")
 def weight_penalty(factor):
     def wrap(step):

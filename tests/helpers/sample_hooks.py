@@ -1,0 +1,30 @@
+"""Hooks that several test files use."""
+
+import attrs
+
+import fnloop as fl
+
+
+class Notes:
+    """A hook that records the steps at which it is called."""
+
+    def __init__(self):
+        self.steps = []
+        self.closed = 0
+
+    def __call__(self, state):
+        self.steps.append(state.step)
+        return state
+
+    def __repr__(self):
+        return "notes"
+
+    def close(self):
+        self.closed += 1
+
+
+def stop_at(step):
+    """Stop the run after a step."""
+    return fl.when(lambda state: state.step == step)(
+        lambda state: attrs.evolve(state, stop="enough")
+    )
