@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import socket
@@ -29,6 +28,7 @@ from fnloop._checkpoint.files import (
     remove_leftovers,
     remove_other_blocks,
     replace_file,
+    run_of,
     serial_or_none,
     verify,
 )
@@ -204,17 +204,6 @@ def _prune_blocks(written: Path) -> None:
 
 
 # --- the run that a folder belongs to
-
-
-def run_of(path: Path, manifest: Mapping[str, Json]) -> str:
-    """Return the run that a checkpoint belongs to.
-
-    Checkpoints of older versions do not name it. Those in one folder are taken to be of one run.
-    """
-    found = manifest.get("run")
-    if isinstance(found, str) and found:
-        return found
-    return hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:16]
 
 
 def runs_in(folder: Path) -> dict[str | None, Path]:

@@ -310,7 +310,7 @@ def _first_setting(kind: str, a: Contents, b: Contents, names: Sequence[str]) ->
 
 def _tensors(contents: Contents, parts: Sequence[str]) -> dict[str, Tensor]:
     """Return the tensors of some parts by names such as "model.0.weight"."""
-    groups = contents.groups()
+    groups = contents.groups
     found: dict[str, Tensor] = {}
     for part in ("model", "optimizer"):
         if part in parts:
