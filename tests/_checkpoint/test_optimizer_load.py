@@ -420,7 +420,7 @@ def test_a_large_tensor_that_no_file_can_hold_is_refused_before_the_first_update
     state = wide_state(Sparse)
     with pytest.raises(
         fl.CheckpointError,
-        match=r"a run with Sparse cannot be resumed .*: with a parameter of shape \(64, 64\), "
+        match=r"a run with Sparse cannot be resumed .*: "
         r"wide.momentum is a tensor \(torch.sparse_coo",
     ):
         fl.fit(wide_step(), state, [ONE[0]], hooks=(fl.checkpoint(tmp_path),))
