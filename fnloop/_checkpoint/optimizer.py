@@ -17,17 +17,17 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all
-from fnloop._backend.containers import SEQUENCES, map_leaves, pairs_of, parts_of
+from fnloop._backend.containers import map_leaves, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.format import COLLECTED, CheckpointError
+from fnloop._core.compare import describe_value, find_difference
 from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, optimizers_in
 from fnloop._core.serialize import (
@@ -45,7 +45,7 @@ from fnloop._core.serialize import (
     tensors_in,
 )
 from fnloop._core.state import TrainState, ownership_of, unwrap
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import join_names
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -63,6 +63,7 @@ from fnloop._display.screen import log
 
 _SEVERAL = "several"
 LOCAL = "local"  # of the facts of an optimizer: [["state", parameter, key], ranks] of each entry
+_Names = Sequence[str]
 Entry = tuple[str, ...]  # the name of the optimizer, and the path in its facts
 
 
@@ -84,10 +85,11 @@ def encode_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> dict[str
     return {_SEVERAL: facts}
 
 
-def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> list[PreparedLoad]:
+def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> list[Load]:
     """Check that the saved optimizers fit those of a state, and return how to load each.
 
-    Their groups are made as they were where ``unfreeze`` had changed them.
+    Their groups are made as they were where ``unfreeze`` had changed them. Neither that nor a load
+    that fails is undone here: see :func:`optimizers_kept_on_error`.
 
     Args:
         state: the state.
@@ -179,21 +181,24 @@ def check_groups(state: TrainState) -> None:
     every = gather_from_all(groups, COLLECTED)
     for rank, theirs in enumerate(every):
         for name, first in every[0].items():
-            mine, other = (set(itertools.chain(*found)) for found in (first, theirs.get(name, [])))
-            if first != theirs.get(name):
+            if first != (other := theirs.get(name, [])):
+                places = ("in process 0", f"in process {rank}")
+                differences = _compare_names(first, other, places, "in other groups")
                 raise CheckpointError(
                     f"the optimizer{f' {name!r}' if name else ''} has other parameters in process "
-                    f"{rank} than in process 0 ({_difference(mine, other, rank)}), so a checkpoint "
+                    f"{rank} than in process 0 ({differences}), so a checkpoint "
                     "cannot merge its groups: give it all parameters in every process, and keep "
                     "state[p] in the process that updates p"
                 )
 
 
-def _difference(mine: set[str], other: set[str], rank: int) -> str:
-    if mine == other:
-        return "in other groups"
-    only = {0: sorted(mine - other), rank: sorted(other - mine)}
-    return "; ".join(f"only in process {r}: {join_names(n)}" for r, n in only.items() if n)
+def _compare_names(
+    mine: Sequence[_Names], theirs: Sequence[_Names], places: Sequence[str], same: str
+) -> str:
+    """Return what differs in the names in groups, each named by its place, or ``same``."""
+    one, other = ({*itertools.chain(*groups)} for groups in (mine, theirs))
+    only = zip(places, (sorted(one - other), sorted(other - one)), strict=True)
+    return "; ".join(f"only {place}: {join_names(n)}" for place, n in only if n) or same
 
 
 def merge_processes(
@@ -687,17 +692,14 @@ def _reject_tensor_keys(value: object, path: str) -> None:
 
 def _reject_objects(encoded: Json, path: str) -> Json:
     """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
-    if isinstance(encoded, dict):
-        if "$saved" in encoded and not is_flattened(encoded["$saved"]):
-            raise TypeError(
-                f"{path} is a {encoded['$saved']}, an object, which could not be reconstructed: "
-                "keep plain data there"
-            )
-        for key, value in encoded.items():
-            _reject_objects(value, f"{path}.{key}")
-    elif isinstance(encoded, list):
-        for i, value in enumerate(encoded):
-            _reject_objects(value, f"{path}.{i}")
+    kind = encoded.get("$saved") if isinstance(encoded, dict) else None
+    if kind is not None and not is_flattened(kind):
+        raise TypeError(
+            f"{path} is a {kind}, an object, which could not be reconstructed: "
+            "keep plain data there"
+        )
+    for key, value in parts_of(encoded) or ():
+        _reject_objects(value, f"{path}.{key}")
     return encoded
 
 
@@ -727,34 +729,10 @@ class SavedOptimizer:
     processes: int | None = None
 
 
-class PreparedLoad(NamedTuple):
-    """How to load an optimizer that fits.
-
-    Args:
-        optimizer: the new optimizer.
-        load: loads its state and settings; may fail half-way if the optimizer does it by itself.
-        finish: loads what depends on them. It does not fail.
-    """
-
-    optimizer: Optimizer
-    load: Callable[[], None]
-    finish: Callable[[], None]
+Load = Callable[[], None]
 
 
-def load_all(prepared: Sequence[PreparedLoad]) -> None:
-    """Load optimizers, all of them or none.
-
-    Those that load by themselves are first, because they may fail.
-    """
-    with contextlib.ExitStack() as undone:
-        for one in sorted(prepared, key=lambda one: not has_own_state_dict(one.optimizer)):
-            undone.enter_context(rollback_on_error(one.optimizer))
-            one.load()
-    for one in prepared:
-        one.finish()
-
-
-def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True) -> PreparedLoad:
+def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True) -> Load:
     """Check that a saved optimizer fits, and return how to load it.
 
     Args:
@@ -783,7 +761,8 @@ def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = Tr
             f"{type(error).__name__}: {error}"
         ) from error
 
-    def finish() -> None:
+    def load_all() -> None:
+        load()
         for group in named.optimizer.param_groups:
             share_scheduled_values(group)
         for name, p in named.parameters().items():
@@ -792,7 +771,7 @@ def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = Tr
                 value = from_safetensor(value) if p.dtype is torch.complex128 else value
                 p.data.copy_(like_sharded(value, p))
 
-    return PreparedLoad(named.optimizer, load, finish)
+    return load_all
 
 
 def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool) -> list[str]:
@@ -800,13 +779,12 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
 
     With ``strict`` there are none: a difference raises.
     """
-    mine, theirs = (
-        named.group_names(),
-        [group["params"] for group in saved.facts["param_groups"]],
-    )
+    mine, theirs = named.group_names(), [group["params"] for group in saved.facts["param_groups"]]
     if strict and mine != theirs:
+        same = "the same parameters in other groups, or in another order"
         raise CheckpointError(
-            f"{saved.path} has an optimizer of other parameters: {_compare_names(mine, theirs)}. "
+            f"{saved.path} has an optimizer of other parameters: "
+            f"{_compare_names(mine, theirs, ('here', 'in the checkpoint'), same)}. "
             "Make its groups as they were"
         )
     parameters, shape_of = named.parameters(), dict(saved.shapes)
@@ -831,54 +809,52 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
     return mismatched
 
 
-def _compare_names(mine: list[list[str]], theirs: list[list[str]]) -> str:
-    here = {name for group in mine for name in group}
-    there = {name for group in theirs for name in group}
-    if here == there:
-        return "the same parameters in other groups, or in another order"
-    only_here, only_there = join_names(sorted(here - there)), join_names(sorted(there - here))
-    return f"only here: {only_here}; only in the checkpoint: {only_there}"
-
-
 # --- by name
 
 
 def _prepare_load_by_name(
     named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
-) -> Callable[[], None]:
-    optimizer, parameters = named.optimizer, named.parameters_with_groups()
-    total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
+) -> Load:
+    groups, parameters, held = named.optimizer.param_groups, named.parameters(), named.holder.state
     settings = [
         decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
-        for group, values in zip(optimizer.param_groups, saved.facts["param_groups"], strict=False)
+        for group, values in zip(groups, saved.facts["param_groups"], strict=False)
     ]
-    on_host = set(saved.facts.get("on_host", ()))
-    stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
-    state_of, held = {}, named.holder.state
-    templates = _templates_for(named, saved)
-    kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
-    for name, encoded in saved.facts["state"].items():
-        if name in kept and name not in mismatched:
-            value = decode(encoded, saved.tensors)
-            if not isinstance(value, dict):
-                raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
-            if is_torch_optimizer(named.holder):
-                _check_state(named.class_name, name, parameters[name][0], value, total, saved.path)
-            state_of[name] = _move_state(value, *parameters[name], stays, templates)
-            for key in tensors_in(encoded):
-                del saved.tensors[key]
-    state_of_all = decode(saved.facts.get("state_of_all", {}), saved.tensors)
+    state = {parameters[name]: v for name, v in _decode_state(named, saved, mismatched).items()}
+    state |= decode(saved.facts.get("state_of_all", {}), saved.tensors)
 
     def load() -> None:
-        for group, values in zip(optimizer.param_groups, settings, strict=False):
+        for group, values in zip(groups, settings, strict=False):
             for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
                 del group[key]
             assign_settings(group, values)
         held.clear()
-        held.update({parameters[name][0]: value for name, value in state_of.items()})
-        held.update(state_of_all)
+        held.update(state)
 
     return load
+
+
+def _decode_state(
+    named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
+) -> dict[str, object]:
+    """Return the state of each parameter by name, where the parameter is."""
+    on_host = set(saved.facts.get("on_host", ()))
+    # With the tensors, so that no other tensor gets one of these ids.
+    stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
+    kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
+    parameters, templates, found = named.parameters_with_groups(), _templates_for(named, saved), {}
+    total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
+    for name, encoded in saved.facts["state"].items():
+        if name in kept and name not in mismatched:
+            value, (p, group) = decode(encoded, saved.tensors), parameters[name]
+            if not isinstance(value, dict):
+                raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
+            if is_torch_optimizer(named.holder):
+                _check_state(named.class_name, name, p, value, total, saved.path)
+            found[name] = _move_state(value, p, group, stays, templates)
+            for key in tensors_in(encoded):
+                del saved.tensors[key]
+    return found
 
 
 def _device_of(groups: list[Group]) -> torch.device:
@@ -927,40 +903,32 @@ def _move_state(
     group: Group,
     stays: Mapping[int, Tensor],
     templates: Mapping[str, Tensor],
+    key: object = None,
 ) -> Any:
     """Move the state of a parameter to its device.
 
     Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
     a way that needs it on the device. Tensors of subclasses are made as the templates are.
     """
+    if isinstance(value, dict | list | tuple):
+        parts = parts_of(value) or ()
+        moved = [_move_state(v, parameter, group, stays, templates, k) for k, v in parts]
+        return with_parts(value, moved)
+    move = lambda part: part if id(part) in stays else part.to(parameter.device)
     if isinstance(value, Pending):
-        return from_flattened(
-            value,
-            templates[value.kind],
-            lambda part: part if id(part) in stays else part.to(parameter.device),
-        )
-    if isinstance(value, Tensor):
-        value = value if id(value) in stays else value.to(parameter.device)
-        if value.shape != parameter.shape:
-            return value
-        value = like_sharded(value, parameter)
-        if group.get("fused") and value.stride() != parameter.stride():
-            # It reads both as they are in memory. The parameter may be in channels_last, or not.
-            value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        return from_flattened(value, templates[value.kind], move)
+    if not isinstance(value, Tensor):
         return value
-    if isinstance(value, list | tuple):
-        return type(value)(_move_state(v, parameter, group, stays, templates) for v in value)
-    if isinstance(value, dict):
-        moved = {
-            k: _move_state(v, parameter, group, stays, templates)
-            for k, v in value.items()
-            if k != "step"
-        }
-        if "step" in value:
-            step, on_device = value["step"], group.get("capturable") or group.get("fused")
-            move = on_device and isinstance(step, Tensor)
-            moved["step"] = step.to(parameter.device) if move else step
-        return {key: moved[key] for key in value}
+    if key == "step":
+        on_device = group.get("capturable") or group.get("fused")
+        return value.to(parameter.device) if on_device else value
+    value = move(value)
+    if value.shape != parameter.shape:
+        return value
+    value = like_sharded(value, parameter)
+    if group.get("fused") and value.stride() != parameter.stride():
+        # It reads both as they are in memory. The parameter may be in channels_last, or not.
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     return value
 
 
@@ -1007,9 +975,7 @@ def _may_be_state(
 # --- by its own state_dict
 
 
-def _prepare_own_load(
-    named: NamedOptimizer, saved: SavedOptimizer, left_out: bool
-) -> Callable[[], None]:
+def _prepare_own_load(named: NamedOptimizer, saved: SavedOptimizer, left_out: bool) -> Load:
     optimizer, class_name = named.optimizer, named.class_name
     if left_out:
         log.warning(
@@ -1021,6 +987,9 @@ def _prepare_own_load(
     expected = _decode_state_dict(saved.facts["state_dict"], held, saved, device)
 
     def load() -> None:
+        before = [
+            (one, one.param_groups, [*one.param_groups]) for one in walk_optimizers(optimizer)
+        ]
         try:
             optimizer.load_state_dict(map_leaves(expected))
             _restore_dtypes(expected, optimizer.state_dict())
@@ -1035,6 +1004,8 @@ def _prepare_own_load(
                 f"{saved.path}: {class_name}.load_state_dict does not restore what its state_dict "
                 f"returned: {difference}. Fix it in a subclass"
             )
+        for one, groups, objects in before:
+            _keep_group_objects(one, groups, objects)
 
     return load
 
@@ -1075,76 +1046,75 @@ def _restore_dtypes(expected: object, held: Any) -> None:
             held[key] = value.to(now.device)
 
 
-# --------------------------------------------------------------------------------------------------
-# Undo the loading of an optimizer that fails, and keep its group objects if it succeeds.
-
-
-@contextlib.contextmanager
-def rollback_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Undo the loading of an optimizer if it fails. If it succeeds, keep the group objects.
+def _keep_group_objects(optimizer: Optimizer, groups: list[Group], objects: list[Group]) -> None:
+    """Move loaded settings into the group objects that were there before loading.
 
     The ``load_state_dict`` of torch replaces the groups by new ones. An optimizer around another
     one may hold its groups, and so may a schedule or a graph.
     """
-    before = [_OptimizerCopy(inner) for inner in walk_optimizers(optimizer)]
-    reported = None
-    if has_own_state_dict(optimizer):
-        reported = map_leaves(
-            optimizer.state_dict(), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
-        )
+    new = optimizer.param_groups
+    if new is groups or len(new) != len(objects):
+        return
+    for group, settings in zip(objects, new, strict=True):
+        if group is not settings:
+            for key in [key for key in group if key not in settings]:
+                del group[key]
+            assign_settings(group, settings)
+    groups[:] = objects
+    if "param_groups" in vars(optimizer):
+        optimizer.param_groups = groups
+
+
+# --------------------------------------------------------------------------------------------------
+# Undo what was done to optimizers, if one of them fails.
+
+
+@contextlib.contextmanager
+def optimizers_kept_on_error(state: TrainState) -> Iterator[None]:
+    """Put all that the optimizers of a state hold back if there is an exception."""
+    named = NamedOptimizer.of_state(state).values()
+    held = [_Held.by(inner) for one in named for inner in walk_optimizers(one.optimizer)]
+    beside = [p for one in named for name, p in one.parameters().items() if name in one.foreign]
+    weights = [(p, p.detach().clone()) for p in beside]
+    # Their load_state_dict may load in place, into tensors that the copies above share.
+    alone = [one.optimizer for one in named if has_own_state_dict(one.optimizer)]
+    copied = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
+    reported = [(one, map_leaves(one.state_dict(), copied)) for one in alone]
     try:
         yield
     except BaseException:
-        for one in before:
-            one.restore()
-        with contextlib.suppress(Exception):
-            # It may have loaded in place into tensors that the copies share.
-            if reported is not None and find_difference(reported, optimizer.state_dict(), ""):
-                optimizer.load_state_dict(reported)
+        for one in held:
+            one.put_back()
+        for p, weight in weights:
+            p.data.copy_(weight)
+        for one, was in reported:
+            with contextlib.suppress(Exception):
+                if find_difference(was, one.state_dict(), ""):
+                    one.load_state_dict(was)
         raise
-    _keep_group_objects(before)
 
 
-class _OptimizerCopy:
-    """What an optimizer held before loading; the tensors are shared with it."""
+class _Held(NamedTuple):
+    """What an optimizer holds; the tensors of the state are shared with it."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.attributes = dict(vars(optimizer))
-        self.state = {key: map_leaves(held) for key, held in optimizer.state.items()}
-        self.groups = optimizer.param_groups
-        self.contents = [(group, dict(group)) for group in self.groups]
+    optimizer: Optimizer
+    attributes: dict[str, object]
+    state: dict[Tensor, Any]
+    groups: Groups
 
-    def restore(self) -> None:
-        """Give the optimizer back what it held."""
+    @classmethod
+    def by(cls, optimizer: Optimizer) -> _Held:
+        """Return what an optimizer holds now."""
+        state = {key: map_leaves(held) for key, held in optimizer.state.items()}
+        return cls(optimizer, dict(vars(optimizer)), state, Groups.of(optimizer))
+
+    def put_back(self) -> None:
+        """Give it back to the optimizer."""
         vars(self.optimizer).clear()
         vars(self.optimizer).update(self.attributes)
         self.optimizer.state.clear()
         self.optimizer.state.update(self.state)
-        self.groups[:] = [group for group, _ in self.contents]
-        for group, settings in self.contents:
-            group.clear()
-            group.update(settings)
-
-
-def _keep_group_objects(before: list[_OptimizerCopy]) -> None:
-    """Move loaded settings into the group objects that were there before loading."""
-    # Optimizers that shared one new list share one old list. The new lists stay referenced here, so
-    # that their ids stay unique.
-    chosen: dict[int, tuple[list[Group], list[Group]]] = {}
-    for one in before:
-        new = one.optimizer.param_groups
-        old, _ = chosen.setdefault(id(new), (one.groups, new))
-        if new is old or len(new) != len(one.contents):
-            continue
-        for (group, _), settings in zip(one.contents, new, strict=True):
-            if group is not settings:
-                for key in [key for key in group if key not in settings]:
-                    del group[key]
-                assign_settings(group, settings)
-        old[:] = [group for group, _ in one.contents]
-        if "param_groups" in vars(one.optimizer):
-            one.optimizer.param_groups = old
+        self.groups.put_back(self.optimizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1204,12 +1174,8 @@ def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object)
     """
     here = held.get(key)
     one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
-    if here is None and key.startswith("initial_") and one:
-        # A schedule derives this setting from the one without the prefix.
-        now = held.get(key.removeprefix("initial_"))
-        if isinstance(now, Tensor):
-            return torch.full_like(now, float(value))
-        return _to_number(value) if isinstance(now, int | float) else value
+    if here is None:  # a schedule derives this setting from the one without the prefix
+        here = held.get(key.removeprefix("initial_"))
     if isinstance(here, Tensor):
         if not _fits_tensor(value, here):
             raise CheckpointError(
@@ -1276,20 +1242,6 @@ def share_scheduled_values(group: Group) -> None:
 # --------------------------------------------------------------------------------------------------
 # Give an optimizer the parameter groups that a checkpoint has, where `unfreeze` changed them.
 
-_Names = Sequence[str]
-
-
-@contextlib.contextmanager
-def groups_kept_on_error(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Put the groups of optimizers back if there is an exception."""
-    before = [(one, Groups.of(one)) for one in optimizers]
-    try:
-        yield
-    except BaseException:
-        for one, groups in before:
-            groups.put_back(one)
-        raise
-
 
 def regroup(
     named: NamedOptimizer, saved: Sequence[Mapping[str, Json]], others: Collection[str]
@@ -1353,131 +1305,3 @@ def _follows(before: Sequence[_Names], after: Sequence[_Names], made: Sequence[b
     return kept and all(
         len({source.get(name) for name in group}) <= 1 for group in after[len(before) :]
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# Compare plain data and tensors bit for bit.
-
-PLAIN = (
-    *(bool, int, float, complex, str, bytes),
-    *(torch.dtype, np.ndarray, np.generic, Tensor),
-    *(Mapping, *SEQUENCES, set),
-)
-INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def find_difference(a: Any, b: Any, path: str) -> str | None:
-    """Return where two values differ in a bit, or None. Values that are not plain data are ignored.
-
-    Example:
-        >>> find_difference({"a": [1.0, torch.zeros(1)]}, {"a": [1.0, torch.ones(1)]}, "state")
-        'state.a.1 differs'
-    """
-    a, b = (dict(t.parts) if isinstance(t := as_flattened(v), Pending) else v for v in (a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = _equal_tensors(a, b)
-    elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() != b.keys():
-        odd = [str(key) for key in (*a, *b) if key not in a or key not in b]
-        return f"{path} has {join_names(odd)} in one, and not in the other"
-    elif (pairs := pairs_of(a, b)) is not None and len(a) == len(b):
-        found = (find_difference(x, y, f"{path}.{key}") for key, x, y in pairs)
-        return next(filter(None, found), None)
-    else:
-        same = not (_is_plain(a) and _is_plain(b)) or _equal_plain(a, b)
-    if same:
-        return None
-    one, other = describe_value(a), describe_value(b)
-    if one == other:
-        return f"{path} differs"
-    return f"{path} is {one} in one, and {other} in the other"
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, PLAIN)
-
-
-def _equal_plain(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    return a is b or bool(np.all(a == b)) or (a != a and b != b)  # the last for NaN
-
-
-def _equal_tensors(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(_view_as_integers(a), _view_as_integers(b).to(a.device))
-
-
-def _view_as_integers(tensor: Tensor) -> Tensor:
-    real = _as_real(tensor.detach()).resolve_neg()
-    return real.view(INTEGER_OF_SIZE[real.dtype.itemsize])
-
-
-@attrs.frozen
-class Measured:
-    """How much two tensors of one shape and dtype differ.
-
-    Args:
-        elements: how many elements do.
-        total: how many there are.
-        index: that of the first one that does.
-        values: the two values there.
-        largest: the largest difference; NaN if one of the two is NaN or infinite somewhere.
-        steps: how many other floating-point numbers are between the two values at that index, plus
-            one ("ulps"); None if they have not one sign, or are not such numbers.
-    """
-
-    elements: int
-    total: int
-    index: tuple[int, ...]
-    values: tuple[float, float]
-    largest: float
-    steps: int | None
-
-    def __str__(self) -> str:
-        one, other = (f"{value:.9g}" for value in self.values)
-        at = "" if not self.index else f" at {[*self.index]}"
-        apart = "" if self.steps is None else f", {self.steps:,} ulp{'s' * (self.steps != 1)} apart"
-        return (
-            f"{self.elements:,} of {self.total:,} elements differ, by up to {self.largest:.3g}; "
-            f"first{at}: {one} and {other}{apart}"
-        )
-
-
-def measure(a: Tensor, b: Tensor) -> Measured | None:
-    """Return how much two tensors of one shape and dtype differ; None if they do not.
-
-    NaN is equal to NaN, whatever its bits. Otherwise 0 and -0 differ.
-
-    Example:
-        >>> measure(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).largest
-        1.0
-    """
-    if _equal_tensors(a, b):
-        return None
-    a, b = (_as_real(tensor.detach().cpu()) for tensor in (a, b))
-    bits = _view_as_integers(a), _view_as_integers(b)
-    differ = (bits[0] != bits[1]) & ~((a != a) & (b != b))
-    places = differ.nonzero()
-    if not len(places):
-        return None
-    place = tuple(places[0].tolist())
-    wide = torch.float64 if a.is_floating_point() else torch.int64
-    apart = (a[differ].to(wide) - b[differ].to(wide)).abs().double()
-    values = float(a[place]), float(b[place])
-    steps = None
-    if a.is_floating_point() and np.copysign(1, values[0]) == np.copysign(1, values[1]):
-        steps = abs(int(bits[0][place]) - int(bits[1][place]))
-    largest = float(apart.max())
-    return Measured(len(places), a.numel(), place, values, largest, steps)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def describe_value(value: object) -> str:
-    """Return a short text for a value; for a tensor, its dtype and shape."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    return describe(value)

@@ -44,8 +44,8 @@ from fnloop._checkpoint.format import (
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     copies_in,
-    load_all,
     merge_processes,
+    optimizers_kept_on_error,
     prepare_loads,
 )
 from fnloop._core.averages import Average, named_tensors
@@ -186,7 +186,8 @@ class Restoring:
         parts: the names of the parts to restore.
         strict: whether names and shapes must be the same.
         path: the checkpoint, for messages.
-        undone: a load that changes something enters here what puts it back if another load fails.
+        undone: what changes something in place enters here how that is put back if there is an
+            exception.
     """
 
     contents: Contents
@@ -229,9 +230,9 @@ class Part(NamedTuple):
     Args:
         name: as ``only=`` names it; several parts may share one.
         save: adds its tensors to the files, and returns its facts, the entries of ``state.json``.
-        prepare: checks and decodes what was saved, and changes nothing. It returns the function
-            that loads it: ``state -> state``. Most only set fields. One that changes something in
-            place can be undone (see :class:`Restoring`).
+        prepare: checks and decodes what was saved. It returns the function that loads it:
+            ``state -> state``. Most only set fields. Where one of the two functions changes
+            something in place, that can be undone (see :class:`Restoring`).
     """
 
     name: str
@@ -743,12 +744,15 @@ def _prepare_optimizers(saved: Restoring) -> Load:
     shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
     facts, processes = saved.facts["optimizer"], saved.facts.get("processes")
     optimizers = SavedOptimizer(facts, contents.groups["optimizer"], shapes, saved.path, processes)
-    prepared = prepare_loads(saved.state, optimizers, saved.strict)
+    # Before the check, which makes groups as they were.
+    saved.undone.enter_context(optimizers_kept_on_error(saved.state))
+    loads = prepare_loads(saved.state, optimizers, saved.strict)
 
     def load(state: TrainState) -> TrainState:
         if not {"model", TRAINED} & {*saved.parts}:  # an optimizer may change them as it loads
             saved.undone.enter_context(weights_kept_on_error(module, {}))
-        load_all(prepared)
+        for load_one in loads:
+            load_one()
         ownership_of(state).copies = copies_in(state, saved.facts)
         return state
 

@@ -40,7 +40,7 @@ from fnloop._checkpoint.format import (
     decode_index,
     is_share,
 )
-from fnloop._checkpoint.optimizer import groups_kept_on_error, templates_of_optimizers
+from fnloop._checkpoint.optimizer import templates_of_optimizers
 from fnloop._checkpoint.parts import (
     EVERY_PART,
     Restoring,
@@ -62,7 +62,6 @@ from fnloop._checkpoint.retention import (
 from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE, better
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
@@ -151,7 +150,6 @@ def restore_contents(
     try:
         check_held(path, contents.facts, parts)
         with contextlib.ExitStack() as undone:
-            undone.enter_context(groups_kept_on_error(optimizers_in(state.optimizer).values()))
             saved = Restoring(contents, state, parts, strict, path, undone)
             loads = [part.prepare(saved) for part in EVERY_PART if part.name in parts]
             for load in loads:

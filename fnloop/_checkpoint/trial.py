@@ -36,13 +36,12 @@ from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     check_groups,
     encode_optimizer,
-    find_difference,
     has_own_state_dict,
     is_torch_optimizer,
-    load_all,
     prepare_load,
     walk_optimizers,
 )
+from fnloop._core.compare import find_difference
 from fnloop._core.optimizers import wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import copy_flattened, flattened_kind
@@ -167,7 +166,7 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
     for name, p in two.parameters().items():
         p.data.copy_(weights[name])
     try:
-        load_all([prepare_load(two, saved)])
+        prepare_load(two, saved)()
     except CheckpointError as error:
         raise _Fault(str(error).removeprefix("the checkpoint: ")) from error
     for number in range(BEFORE, BEFORE + AFTER):

@@ -13,8 +13,8 @@ from torch import nn
 
 import fnloop as fl
 from fnloop._checkpoint import trial
-from fnloop._checkpoint.optimizer import find_difference
 from fnloop._checkpoint.trial import check_resumable, copy_optimizer
+from fnloop._core.compare import find_difference
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
