@@ -545,168 +545,9 @@ def walk_optimizers(value: object, seen: set[int] | None = None) -> Iterator[Opt
 
 
 # --------------------------------------------------------------------------------------------------
-# Save an optimizer: its facts as JSON, its tensors by name.
-
-NAMED_ONLY = (  # a checkpoint can only name these, and the new optimizer must have them
-    *(type, enum.Enum, functools.partial),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-    *(torch.device, torch.layout, torch.memory_format),
-)
-
-
-def encode_optimizer(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    """Return the facts of an optimizer, and add its tensors to ``tensors``.
-
-    Raises:
-        TypeError, CheckpointError: something in it cannot be saved; the message says where it is.
-    """
-    facts: dict[str, Json] = {"class": named.class_name}
-    for name, p in named.parameters().items():
-        if name in named.foreign:
-            tensors[f"parameter.{name}"] = as_safetensor(p)
-    if has_own_state_dict(named.optimizer):
-        return facts | _encode_own_state_dict(named, tensors)
-    return facts | _encode_by_name(named, tensors)
-
-
-def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    if named.sharded:
-        raise CheckpointError(
-            f"{named.class_name} has its own state_dict and the model is sharded over processes, "
-            "so it is unknown which of its tensors are shards. "
-            "Use an optimizer of torch.optim, or a model that is not sharded"
-        )
-    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
-    return {
-        "param_groups": [
-            {"params": names, **({UNFROZEN: True} if group.get(UNFROZEN) else {})}
-            for names, group in zip(named.group_names(), named.optimizer.param_groups, strict=True)
-        ],
-        "state_dict": _reject_objects(encoded, "state_dict"),
-    }
-
-
-def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    state = named.holder.state
-    groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
-    facts: dict[str, Json] = {
-        "param_groups": [
-            {"params": names, **_encode_group(group, tensors, f"param_groups.{i}")}
-            for i, (names, group) in enumerate(groups)
-        ],
-        "state": {},
-    }
-    on_host = []
-    names = {id(p): name for name, p in named.parameters().items()}
-    for p in state:  # in its order: parameters may have been trained later than others
-        if (name := names.get(id(p))) is not None:
-            before = len(tensors)
-            facts["state"][name] = _encode_state(state[p], tensors, name)
-            # From the end: a list of all for each parameter takes quadratic time.
-            new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
-            on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
-    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-    if shared:
-        facts["state_of_all"] = _encode_state(shared, tensors, "state_of_all")
-    if on_host:
-        facts["on_host"] = on_host
-    return facts
-
-
-def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{path} in the optimizer's state is a {type(value).__name__}; "
-            "a checkpoint expects a dict"
-        )
-    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
-
-
-def _encode_group(
-    group: Mapping[str, object], tensors: dict[str, Tensor], path: str
-) -> dict[str, Json]:
-    """Return the settings of a group as JSON that a person can read."""
-    encoded = {}
-    for key, value in group.items():
-        if key in UNSAVED:
-            continue
-        if isinstance(value, NAMED_ONLY):
-            encoded[key] = {"$setting": getattr(value, "__qualname__", str(value))}
-        elif isinstance(value, Tensor) and not value.ndim and not value.is_complex():
-            encoded[key] = _encode_scalar(value, group, tensors, path)
-        else:
-            at = f"{path}.{key}"
-            encoded[key] = _reject_objects(encode(value, tensors, at), at)
-    return encoded
-
-
-def _encode_scalar(
-    value: Tensor, group: Mapping[str, Json], tensors: dict[str, Tensor], path: str
-) -> dict[str, Json]:
-    number = as_number(value) if value.is_floating_point() else value.item()
-    encoded = {
-        "$scalar": encode(number, tensors, path),
-        "dtype": str(value.dtype).removeprefix("torch."),
-    }
-    parameters = [p for p in group["params"] if isinstance(p, Tensor)]
-    if value.device.type == "cpu" and any(p.device.type != "cpu" for p in parameters):
-        encoded["on_host"] = True
-    return encoded
-
-
-def _encode_state_dict(value: object, tensors: dict[str, Tensor], path: str) -> Json:
-    """Return a state_dict as JSON. Its groups are encoded as by :func:`_encode_group`.
-
-    That includes the groups of optimizers inside.
-    """
-    if not isinstance(value, Mapping) or not all(
-        isinstance(key, str) and not key.startswith("$") for key in value
-    ):
-        _reject_tensor_keys(value, path)
-        return encode(value, tensors, path)
-    encoded = {}
-    for key, inner in value.items():
-        at = f"{path}.{key}"
-        if is_list_of_groups(key, inner):
-            encoded[key] = [
-                {
-                    "params": list(group["params"]),
-                    **_encode_group(group, tensors, f"{at}.{i}"),
-                }
-                for i, group in enumerate(inner)
-            ]
-            # Raises if the parameters are not plain positions.
-            encode([group["params"] for group in encoded[key]], {}, at)
-        else:
-            encoded[key] = _encode_state_dict(inner, tensors, at)
-    return encoded
-
-
-def _reject_tensor_keys(value: object, path: str) -> None:
-    if isinstance(value, Mapping) and any(isinstance(key, Tensor) for key in value):
-        raise TypeError(
-            f"{path} has tensors as keys, which mean nothing in another process: "
-            "use the positions of the parameters"
-        )
-
-
-def _reject_objects(encoded: Json, path: str) -> Json:
-    """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
-    kind = encoded.get("$saved") if isinstance(encoded, dict) else None
-    if kind is not None and not is_flattened(kind):
-        raise TypeError(
-            f"{path} is a {kind}, an object, which could not be reconstructed: "
-            "keep plain data there"
-        )
-    for key, value in parts_of(encoded) or ():
-        _reject_objects(value, f"{path}.{key}")
-    return encoded
-
-
-# --------------------------------------------------------------------------------------------------
-# Load saved optimizers: check everything first, then load all of it or nothing.
-
-NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of these per parameter
+# One optimizer: what every field of it is, and how all fields are saved and loaded.
+#
+# The table of the fields is at the end of this file.
 
 
 @attrs.frozen(eq=False)
@@ -720,6 +561,7 @@ class SavedOptimizer:
         shapes: name to shape of the model's tensors in the checkpoint.
         path: the checkpoint, for messages.
         processes: how many processes saved it; None if that is not known.
+        mismatched: the names of the parameters that have another shape here.
     """
 
     facts: Mapping[str, Json]
@@ -727,9 +569,38 @@ class SavedOptimizer:
     shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
     path: object = "the checkpoint"
     processes: int | None = None
+    mismatched: Collection[str] = ()
 
 
 Load = Callable[[], None]
+
+
+def _load_nothing() -> None:
+    pass
+
+
+class _Field(NamedTuple):
+    """A part of an optimizer in a checkpoint.
+
+    Args:
+        save: returns its facts, and adds its tensors: ``(optimizer, tensors) -> facts``.
+        prepare: checks what was saved, and returns how to load it: ``(optimizer, saved) -> load``.
+    """
+
+    save: Callable[[NamedOptimizer, dict[str, Tensor]], dict[str, Json]]
+    prepare: Callable[[NamedOptimizer, SavedOptimizer], Load]
+
+
+def encode_optimizer(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    """Return the facts of an optimizer, and add its tensors to ``tensors``.
+
+    Raises:
+        TypeError, CheckpointError: something in it cannot be saved; the message says where it is.
+    """
+    facts: dict[str, Json] = {"class": named.class_name}
+    for field in FIELDS:
+        facts |= field.save(named, tensors)
+    return facts
 
 
 def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True) -> Load:
@@ -749,29 +620,22 @@ def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = Tr
             f"{named.class_name}. Create the former, or leave it out: "
             "restore(path, state, only=('model',))"
         )
-    mismatched = _check_parameters(named, saved, strict)
+    saved = attrs.evolve(saved, mismatched=_check_parameters(named, saved, strict))
     try:
-        if "state_dict" in saved.facts:
-            load = _prepare_own_load(named, saved, bool(mismatched))
-        else:
-            load = _prepare_load_by_name(named, saved, mismatched)
+        loads = [field.prepare(named, saved) for field in FIELDS]
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{saved.path}: the optimizer's state cannot be restored: "
             f"{type(error).__name__}: {error}"
         ) from error
 
-    def load_all() -> None:
-        load()
+    def load() -> None:
+        for load_field in loads:
+            load_field()
         for group in named.optimizer.param_groups:
             share_scheduled_values(group)
-        for name, p in named.parameters().items():
-            value = saved.tensors.get(f"parameter.{name}")
-            if value is not None and name not in mismatched:
-                value = from_safetensor(value) if p.dtype is torch.complex128 else value
-                p.data.copy_(like_sharded(value, p))
 
-    return load_all
+    return load
 
 
 def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool) -> list[str]:
@@ -809,34 +673,264 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
     return mismatched
 
 
-# --- by name
+def _reject_objects(encoded: Json, path: str) -> Json:
+    """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
+    kind = encoded.get("$saved") if isinstance(encoded, dict) else None
+    if kind is not None and not is_flattened(kind):
+        raise TypeError(
+            f"{path} is a {kind}, an object, which could not be reconstructed: "
+            "keep plain data there"
+        )
+    for key, value in parts_of(encoded) or ():
+        _reject_objects(value, f"{path}.{key}")
+    return encoded
 
 
-def _prepare_load_by_name(
-    named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
-) -> Load:
-    groups, parameters, held = named.optimizer.param_groups, named.parameters(), named.holder.state
+# --------------------------------------------------------------------------------------------------
+# The parameter groups: their parameters by name, and their settings.
+#
+# Each setting is restored as the kind of value that the new group has.
+
+NAMED_ONLY = (  # a checkpoint can only name these, and the new optimizer must have them
+    *(type, enum.Enum, functools.partial),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _save_groups(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    own, encoded = has_own_state_dict(named.optimizer), []
+    groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
+    for i, (names, group) in enumerate(groups):
+        # What is in its own state_dict is not saved twice.
+        settings = {k: v for k, v in group.items() if k == UNFROZEN and v} if own else group
+        encoded.append({"params": names, **_encode_group(settings, tensors, f"param_groups.{i}")})
+    return {"param_groups": encoded}
+
+
+def _prepare_groups(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    if "state_dict" in saved.facts:
+        return _load_nothing
+    groups = named.optimizer.param_groups
     settings = [
         decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
         for group, values in zip(groups, saved.facts["param_groups"], strict=False)
     ]
-    state = {parameters[name]: v for name, v in _decode_state(named, saved, mismatched).items()}
-    state |= decode(saved.facts.get("state_of_all", {}), saved.tensors)
 
     def load() -> None:
         for group, values in zip(groups, settings, strict=False):
             for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
                 del group[key]
             assign_settings(group, values)
+
+    return load
+
+
+def _encode_group(
+    group: Mapping[str, object], tensors: dict[str, Tensor], path: str
+) -> dict[str, Json]:
+    """Return the settings of a group as JSON that a person can read."""
+    encoded = {}
+    for key, value in group.items():
+        if key in UNSAVED:
+            continue
+        if isinstance(value, NAMED_ONLY):
+            encoded[key] = {"$setting": getattr(value, "__qualname__", str(value))}
+        elif isinstance(value, Tensor) and not value.ndim and not value.is_complex():
+            encoded[key] = _encode_scalar(value, group, tensors, path)
+        else:
+            at = f"{path}.{key}"
+            encoded[key] = _reject_objects(encode(value, tensors, at), at)
+    return encoded
+
+
+def _encode_scalar(
+    value: Tensor, group: Mapping[str, Json], tensors: dict[str, Tensor], path: str
+) -> dict[str, Json]:
+    number = as_number(value) if value.is_floating_point() else value.item()
+    encoded = {
+        "$scalar": encode(number, tensors, path),
+        "dtype": str(value.dtype).removeprefix("torch."),
+    }
+    parameters = [p for p in group["params"] if isinstance(p, Tensor)]
+    if value.device.type == "cpu" and any(p.device.type != "cpu" for p in parameters):
+        encoded["on_host"] = True
+    return encoded
+
+
+def decode_group(
+    saved: Mapping[str, Json],
+    held: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    path: object,
+) -> Group:
+    """Return the saved settings of a group, each as the kind of value that the new group has.
+
+    Args:
+        saved: the settings as JSON.
+        held: the new group.
+        tensors: the tensors of the checkpoint.
+        device: where tensors that the new group lacks are put.
+        path: the checkpoint, for messages.
+    """
+    values = {}
+    for key, raw in saved.items():
+        if key in UNSAVED:
+            continue
+        if isinstance(raw, dict) and "$setting" in raw:
+            if key not in held:
+                raise CheckpointError(
+                    f"{path}: {key} of a parameter group was {raw['$setting']}, which a checkpoint "
+                    "can only name: create the optimizer with it"
+                )
+        elif isinstance(raw, dict) and "$scalar" in raw:
+            value = _decode_scalar(key, raw, tensors, device, path)
+            values[key] = _fit_setting(key, value, held, path)
+        else:
+            values[key] = _fit_setting(key, decode(raw, tensors), held, path)
+    return values
+
+
+def _decode_scalar(
+    key: str, raw: Json, tensors: Mapping[str, Tensor], device: torch.device, path: object
+) -> Tensor:
+    number = decode(raw["$scalar"], tensors)
+    if not isinstance(number, int | float):
+        raise CheckpointError(
+            f"{path}: {key} of a parameter group is {number!r}; a number was expected"
+        )
+    dtype = decode({"$dtype": raw["dtype"]}, tensors)
+    return torch.tensor(number, dtype=dtype, device="cpu" if raw.get("on_host") else device)
+
+
+def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object) -> object:
+    """Return a setting as a tensor or as a number, whichever the new group has.
+
+    Numbers and tensors of one element are interchangeable. Anything else stays as it is.
+    """
+    here = held.get(key)
+    one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
+    if here is None:  # a schedule derives this setting from the one without the prefix
+        here = held.get(key.removeprefix("initial_"))
+    if isinstance(here, Tensor):
+        if not _fits_tensor(value, here):
+            raise CheckpointError(
+                f"{path}: {key} of a parameter group is {value!r} in the checkpoint and a tensor "
+                f"of shape {tuple(here.shape)} here"
+            )
+        return torch.empty_like(here, requires_grad=False).copy_(torch.as_tensor(value))
+    if isinstance(here, Real) and one:
+        return _to_number(value)
+    alike = (
+        type(value) is type(here)
+        or (isinstance(value, Mapping) and isinstance(here, Mapping))
+        or (isinstance(value, Real | Tensor) and isinstance(here, Real))
+    )
+    if here is not None and value is not None and not alike:
+        raise CheckpointError(
+            f"{path}: {key} of a parameter group is {value!r} in the checkpoint and {here!r} here"
+        )
+    return value
+
+
+def _fits_tensor(value: object, here: Tensor) -> bool:
+    if isinstance(value, Tensor):
+        return value.shape == here.shape or (value.ndim == here.ndim and value.numel() == 1)
+    return isinstance(value, int | float) and not here.ndim
+
+
+def _to_number(value: float | Tensor) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return as_number(value) if value.is_floating_point() else value.item()
+
+
+def _device_of(groups: list[Group]) -> torch.device:
+    return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+
+
+def assign_settings(group: Group, values: Mapping[str, object]) -> None:
+    """Assign settings to a group.
+
+    They are copied into the tensors of the group where they fit, because others may refer to those.
+    """
+    for key, value in values.items():
+        # A scheduled value may be the same tensor as the learning rate, so it is never copied into.
+        here = None if key.startswith(SCHEDULED) else group.get(key)
+        if (
+            isinstance(here, Tensor)
+            and isinstance(value, Tensor)
+            and here.shape == value.shape
+            and here.dtype == value.dtype
+        ):
+            here.data.copy_(value)
+        else:
+            group[key] = value
+
+
+def share_scheduled_values(group: Group) -> None:
+    """Make each value that a schedule set the same object as the group's value, if they are equal.
+
+    A schedule compares the two objects to detect that something else has changed the value.
+    """
+    for key in [key for key in group if key.startswith(SCHEDULED)]:
+        used = group.get(key.removeprefix(SCHEDULED))
+        if used is not None and bool(group[key] == used):
+            group[key] = used
+
+
+# --------------------------------------------------------------------------------------------------
+# The state of each parameter by name, and what the optimizer keeps for all of them.
+
+NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of these per parameter
+
+
+def _save_state(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    if has_own_state_dict(named.optimizer):
+        return {}
+    state, on_host = named.holder.state, []
+    facts: dict[str, Json] = {"state": {}}
+    names = {id(p): name for name, p in named.parameters().items()}
+    for p in state:  # in its order: parameters may have been trained later than others
+        if (name := names.get(id(p))) is not None:
+            before = len(tensors)
+            facts["state"][name] = _encode_state(state[p], tensors, name)
+            # From the end: a list of all for each parameter takes quadratic time.
+            new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
+            on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    if shared:
+        facts["state_of_all"] = _encode_state(shared, tensors, "state_of_all")
+    if on_host:
+        facts["on_host"] = on_host
+    return facts
+
+
+def _prepare_state(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    if "state_dict" in saved.facts:
+        return _load_nothing
+    parameters, held = named.parameters(), named.holder.state
+    state = {parameters[name]: v for name, v in _decode_state(named, saved).items()}
+    state |= decode(saved.facts.get("state_of_all", {}), saved.tensors)
+
+    def load() -> None:
         held.clear()
         held.update(state)
 
     return load
 
 
-def _decode_state(
-    named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
-) -> dict[str, object]:
+def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{path} in the optimizer's state is a {type(value).__name__}; "
+            "a checkpoint expects a dict"
+        )
+    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
+
+
+def _decode_state(named: NamedOptimizer, saved: SavedOptimizer) -> dict[str, object]:
     """Return the state of each parameter by name, where the parameter is."""
     on_host = set(saved.facts.get("on_host", ()))
     # With the tensors, so that no other tensor gets one of these ids.
@@ -845,7 +939,7 @@ def _decode_state(
     parameters, templates, found = named.parameters_with_groups(), _templates_for(named, saved), {}
     total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
     for name, encoded in saved.facts["state"].items():
-        if name in kept and name not in mismatched:
+        if name in kept and name not in saved.mismatched:
             value, (p, group) = decode(encoded, saved.tensors), parameters[name]
             if not isinstance(value, dict):
                 raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
@@ -855,10 +949,6 @@ def _decode_state(
             for key in tensors_in(encoded):
                 del saved.tensors[key]
     return found
-
-
-def _device_of(groups: list[Group]) -> torch.device:
-    return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
 
 def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str, Tensor]:
@@ -972,16 +1062,32 @@ def _may_be_state(
     return tuple(item.shape) in shapes and item.is_floating_point()
 
 
-# --- by its own state_dict
+# --------------------------------------------------------------------------------------------------
+# The state_dict of an optimizer that has its own.
 
 
-def _prepare_own_load(named: NamedOptimizer, saved: SavedOptimizer, left_out: bool) -> Load:
+def _save_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    if not has_own_state_dict(named.optimizer):
+        return {}
+    if named.sharded:
+        raise CheckpointError(
+            f"{named.class_name} has its own state_dict and the model is sharded over processes, "
+            "so it is unknown which of its tensors are shards. "
+            "Use an optimizer of torch.optim, or a model that is not sharded"
+        )
+    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
+    return {"state_dict": _reject_objects(encoded, "state_dict")}
+
+
+def _prepare_state_dict(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    if "state_dict" not in saved.facts:
+        return _load_nothing
     optimizer, class_name = named.optimizer, named.class_name
-    if left_out:
+    if saved.mismatched:
         log.warning(
             "restore: left unchanged: the state of %s, which has other parameters", class_name
         )
-        return lambda: None
+        return _load_nothing
     device = _device_of(optimizer.param_groups)
     held = optimizer.state_dict()
     expected = _decode_state_dict(saved.facts["state_dict"], held, saved, device)
@@ -1008,6 +1114,42 @@ def _prepare_own_load(named: NamedOptimizer, saved: SavedOptimizer, left_out: bo
             _keep_group_objects(one, groups, objects)
 
     return load
+
+
+def _encode_state_dict(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+    """Return a state_dict as JSON. Its groups are encoded as by :func:`_encode_group`.
+
+    That includes the groups of optimizers inside.
+    """
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and not key.startswith("$") for key in value
+    ):
+        _reject_tensor_keys(value, path)
+        return encode(value, tensors, path)
+    encoded = {}
+    for key, inner in value.items():
+        at = f"{path}.{key}"
+        if is_list_of_groups(key, inner):
+            encoded[key] = [
+                {
+                    "params": list(group["params"]),
+                    **_encode_group(group, tensors, f"{at}.{i}"),
+                }
+                for i, group in enumerate(inner)
+            ]
+            # Raises if the parameters are not plain positions.
+            encode([group["params"] for group in encoded[key]], {}, at)
+        else:
+            encoded[key] = _encode_state_dict(inner, tensors, at)
+    return encoded
+
+
+def _reject_tensor_keys(value: object, path: str) -> None:
+    if isinstance(value, Mapping) and any(isinstance(key, Tensor) for key in value):
+        raise TypeError(
+            f"{path} has tensors as keys, which mean nothing in another process: "
+            "use the positions of the parameters"
+        )
 
 
 def _decode_state_dict(
@@ -1066,6 +1208,28 @@ def _keep_group_objects(optimizer: Optimizer, groups: list[Group], objects: list
 
 
 # --------------------------------------------------------------------------------------------------
+# The parameters that the model does not have: no other file of a checkpoint has them.
+
+
+def _save_beside(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    for name, p in named.parameters().items():
+        if name in named.foreign:
+            tensors[f"parameter.{name}"] = as_safetensor(p)
+    return {}
+
+
+def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    def load() -> None:
+        for name, p in named.parameters().items():
+            value = saved.tensors.get(f"parameter.{name}")
+            if value is not None and name not in saved.mismatched:
+                value = from_safetensor(value) if p.dtype is torch.complex128 else value
+                p.data.copy_(like_sharded(value, p))
+
+    return load
+
+
+# --------------------------------------------------------------------------------------------------
 # Undo what was done to optimizers, if one of them fails.
 
 
@@ -1115,128 +1279,6 @@ class _Held(NamedTuple):
         self.optimizer.state.clear()
         self.optimizer.state.update(self.state)
         self.groups.put_back(self.optimizer)
-
-
-# --------------------------------------------------------------------------------------------------
-# Restore the settings of parameter groups, each as the kind of value that the new group has.
-
-
-def decode_group(
-    saved: Mapping[str, Json],
-    held: Mapping[str, object],
-    tensors: Mapping[str, Tensor],
-    device: torch.device,
-    path: object,
-) -> Group:
-    """Return the saved settings of a group, each as the kind of value that the new group has.
-
-    Args:
-        saved: the settings as JSON.
-        held: the new group.
-        tensors: the tensors of the checkpoint.
-        device: where tensors that the new group lacks are put.
-        path: the checkpoint, for messages.
-    """
-    values = {}
-    for key, raw in saved.items():
-        if key in UNSAVED:
-            continue
-        if isinstance(raw, dict) and "$setting" in raw:
-            if key not in held:
-                raise CheckpointError(
-                    f"{path}: {key} of a parameter group was {raw['$setting']}, which a checkpoint "
-                    "can only name: create the optimizer with it"
-                )
-        elif isinstance(raw, dict) and "$scalar" in raw:
-            value = _decode_scalar(key, raw, tensors, device, path)
-            values[key] = _fit_setting(key, value, held, path)
-        else:
-            values[key] = _fit_setting(key, decode(raw, tensors), held, path)
-    return values
-
-
-def _decode_scalar(
-    key: str, raw: Json, tensors: Mapping[str, Tensor], device: torch.device, path: object
-) -> Tensor:
-    number = decode(raw["$scalar"], tensors)
-    if not isinstance(number, int | float):
-        raise CheckpointError(
-            f"{path}: {key} of a parameter group is {number!r}; a number was expected"
-        )
-    dtype = decode({"$dtype": raw["dtype"]}, tensors)
-    return torch.tensor(number, dtype=dtype, device="cpu" if raw.get("on_host") else device)
-
-
-def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object) -> object:
-    """Return a setting as a tensor or as a number, whichever the new group has.
-
-    Numbers and tensors of one element are interchangeable. Anything else stays as it is.
-    """
-    here = held.get(key)
-    one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
-    if here is None:  # a schedule derives this setting from the one without the prefix
-        here = held.get(key.removeprefix("initial_"))
-    if isinstance(here, Tensor):
-        if not _fits_tensor(value, here):
-            raise CheckpointError(
-                f"{path}: {key} of a parameter group is {value!r} in the checkpoint and a tensor "
-                f"of shape {tuple(here.shape)} here"
-            )
-        return torch.empty_like(here, requires_grad=False).copy_(torch.as_tensor(value))
-    if isinstance(here, Real) and one:
-        return _to_number(value)
-    alike = (
-        type(value) is type(here)
-        or (isinstance(value, Mapping) and isinstance(here, Mapping))
-        or (isinstance(value, Real | Tensor) and isinstance(here, Real))
-    )
-    if here is not None and value is not None and not alike:
-        raise CheckpointError(
-            f"{path}: {key} of a parameter group is {value!r} in the checkpoint and {here!r} here"
-        )
-    return value
-
-
-def _fits_tensor(value: object, here: Tensor) -> bool:
-    if isinstance(value, Tensor):
-        return value.shape == here.shape or (value.ndim == here.ndim and value.numel() == 1)
-    return isinstance(value, int | float) and not here.ndim
-
-
-def _to_number(value: float | Tensor) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    return as_number(value) if value.is_floating_point() else value.item()
-
-
-def assign_settings(group: Group, values: Mapping[str, object]) -> None:
-    """Assign settings to a group.
-
-    They are copied into the tensors of the group where they fit, because others may refer to those.
-    """
-    for key, value in values.items():
-        # A scheduled value may be the same tensor as the learning rate, so it is never copied into.
-        here = None if key.startswith(SCHEDULED) else group.get(key)
-        if (
-            isinstance(here, Tensor)
-            and isinstance(value, Tensor)
-            and here.shape == value.shape
-            and here.dtype == value.dtype
-        ):
-            here.data.copy_(value)
-        else:
-            group[key] = value
-
-
-def share_scheduled_values(group: Group) -> None:
-    """Make each value that a schedule set the same object as the group's value, if they are equal.
-
-    A schedule compares the two objects to detect that something else has changed the value.
-    """
-    for key in [key for key in group if key.startswith(SCHEDULED)]:
-        used = group.get(key.removeprefix(SCHEDULED))
-        if used is not None and bool(group[key] == used):
-            group[key] = used
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1305,3 +1347,14 @@ def _follows(before: Sequence[_Names], after: Sequence[_Names], made: Sequence[b
     return kept and all(
         len({source.get(name) for name in group}) <= 1 for group in after[len(before) :]
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# The table of the fields. Of an optimizer with its own state_dict, that has the settings and state.
+
+FIELDS = (
+    _Field(_save_groups, _prepare_groups),
+    _Field(_save_state, _prepare_state),
+    _Field(_save_state_dict, _prepare_state_dict),
+    _Field(_save_beside, _prepare_beside),
+)
