@@ -364,10 +364,8 @@ def _files_in_manifest(path: Path) -> set[str]:
 def _is_newer(path: Path) -> bool:
     try:
         read_manifest(path)
-    except NewerFormatError:
-        return True
-    except (CheckpointError, FileNotFoundError):
-        pass
+    except (CheckpointError, FileNotFoundError) as error:
+        return isinstance(error, NewerFormatError)
     return False
 
 

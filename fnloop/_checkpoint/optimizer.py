@@ -137,6 +137,7 @@ def _part(saved: SavedOptimizer, name: str, facts: Mapping[str, Json]) -> SavedO
         return attrs.evolve(saved, facts=facts)
     prefix = _prefix(name)
     names = [name for name in saved.tensors if name.startswith(prefix)]
+    # Popped, so that a tensor is freed as soon as the optimizer has a copy of it elsewhere.
     own = {name.removeprefix(prefix): saved.tensors.pop(name) for name in names}
     return attrs.evolve(saved, facts=facts, tensors=own)
 
@@ -223,6 +224,7 @@ def merge_processes(
         error = failure
     mine, named = dict(_entries(facts)), NamedOptimizer.of_state(state)
     groups = [one.group_names() for one in named.values()]
+    # A number, because this is gathered at every checkpoint, and nearly always all are alike.
     names = zlib.crc32(repr((groups, sorted(mine))).encode())
     failed = error and f"{type(error).__name__}: {error}"
     marks = gather_from_all((names, bool(copies), failed), COLLECTED)
@@ -264,7 +266,7 @@ def _entries(facts: Mapping[str, Json]) -> Iterator[tuple[Entry, Json]]:
         for key, value in own.get("state_of_all", {}).items():
             yield (name, "state_of_all", key), value
         for path in _paths_of_tensors(own.get("state_dict")):
-            yield (name, "state_dict", *path), None
+            yield (name, "state_dict", *path), None  # only compared: it cannot be merged
 
 
 def _paths_of_tensors(value: Json) -> Iterator[tuple[str, ...]]:
@@ -1203,7 +1205,7 @@ def _keep_group_objects(optimizer: Optimizer, groups: list[Group], objects: list
                 del group[key]
             assign_settings(group, settings)
     groups[:] = objects
-    if "param_groups" in vars(optimizer):
+    if "param_groups" in vars(optimizer):  # not a property of its class
         optimizer.param_groups = groups
 
 
@@ -1310,6 +1312,7 @@ def regroup(
     there = [bool(group.get(UNFROZEN)) for group in saved]
     if not (_follows(mine, theirs, there) or _follows(theirs, mine, here)):
         return
+    # Groups that are left out lose nothing: the last loop says where each parameter is.
     del optimizer.param_groups[len(theirs) :]
     groups = optimizer.param_groups
     source = {name: i for i, group in enumerate(mine) for name in group}

@@ -37,9 +37,6 @@ from fnloop._checkpoint.format import (
     TRAINING_FORMAT,
     CheckpointError,
     Contents,
-    own_generators,
-    own_metrics,
-    warn_of_exact,
 )
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
@@ -263,9 +260,26 @@ def _save_counters(saving: Saving) -> dict[str, Json]:
 def _prepare_counters(saved: Restoring) -> Load:
     facts = saved.facts
     fields = check_counters(facts) | {"updates": _updates_by_name(facts, saved.state)}
-    warn_of_exact(facts, saved.state.backend)
+    _warn_of_exact(facts, saved.state.backend)
     saved_on = facts.get("processes") if facts["batch"] else None
     return _set_fields(**fields, run_id=run_of(saved.path, facts), saved_on=saved_on)
+
+
+def _warn_of_exact(facts: Mapping[str, Json], backend: Backend) -> None:
+    """Warn if a run continues with another setting of ``exact`` than it had."""
+    was = facts.get("exact", False) is True
+    if was == backend.exact or not backend.main:
+        return
+    if was:
+        log.warning(
+            "restore: this run had exact=True, and continues without: from here on, its bits "
+            "depend on the number of processes. Write TrainState.create(..., exact=True)"
+        )
+    else:
+        log.warning(
+            "restore: this run had no exact=True until here, so what it has come to depends on the "
+            "number of processes that it had"
+        )
 
 
 def _updates_by_name(facts: Mapping[str, Json], state: TrainState) -> dict[str, int]:
@@ -309,7 +323,10 @@ def _save_generators(saving: Saving) -> dict[str, Json]:
 def _prepare_generators(saved: Restoring) -> Load:
     every = decode(saved.facts["generators"], saved.tensors) or ()
     every = [own and HostGenerators.from_parts(own).checked() for own in every]
-    return _set_fields(generators=own_generators(every, saved.state.backend))
+    rank, processes = saved.state.backend.data_rank, saved.state.backend.data_size
+    # Of another number of processes, the main one continues its stream, and the others begin new.
+    mine = every and (rank == 0 or len(every) == processes)
+    return _set_fields(generators=every[rank] if mine else None)
 
 
 POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
@@ -674,6 +691,7 @@ def weights_kept_on_error(module: nn.Module, values: dict[str, object]) -> Itera
         module: the module.
         values: name to new value; changed in place.
     """
+    # By the place in memory, because state_dict returns other tensors, of the same memory.
     own = {_place_of(t) for t in (*module.parameters(), *module.buffers())}
     exchanged: list[tuple[Tensor, Tensor]] = []
     before: dict[str, Tensor] = {}
@@ -916,7 +934,11 @@ def _prepare_metrics(saved: Restoring) -> Load:
         _decode_metrics(decode(own, saved.tensors), backend.device)
         for own in facts.get("shares", ())
     ]
-    metrics = own_metrics(merged, shares, backend)
+    rank, metrics = backend.data_rank, merged  # with exact=True, every process has those of all
+    if not backend.exact and len(shares) == backend.data_size:
+        metrics = shares[rank]
+    elif not backend.exact and rank != 0:  # of another number of processes, one continues with all
+        metrics = {}
 
     def load(state: TrainState) -> TrainState:
         ownership_of(state).own_metrics.update(map(str, facts.get("own", ())))

@@ -19,7 +19,6 @@ from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import (
     locate,
-    manifest_or_none,
     read_json,
     read_manifest,
     read_state_file,
@@ -28,7 +27,6 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import (
     INDEX,
-    MANIFEST,
     PARTS,
     TENSORS,
     TRAINING,
@@ -55,9 +53,10 @@ from fnloop._checkpoint.retention import (
     candidates,
     check_all_empty,
     check_visible,
-    may_be_checkpoint,
+    is_one_checkpoint,
     rank,
     read_claim,
+    with_manifests,
 )
 from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
@@ -164,7 +163,7 @@ def restore_contents(
         ) from error
     restored = take_ownership(state)
     clear_parameter_cache(restored)
-    if parts == PARTS:
+    if parts == PARTS:  # then a phase that continues can have its layout back
         remember_restored(restored)
     return restored
 
@@ -370,11 +369,7 @@ def best(
         better(0.0, 0.0, mode)  # checks it
     if since is not None:
         choice("best", "since", since, SINCE, ", or None for the hook's")
-    found = [
-        (path, manifest)
-        for path in reversed(candidates(where, links=True))
-        if (manifest := manifest_or_none(path)) is not None
-    ]
+    found = with_manifests(where, links=True)
     if not found:
         return None
     run = run_of(*found[-1])
@@ -434,7 +429,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
 def _look_into(folder: Path) -> tuple[bool, list[Path], str | None]:
     """Return whether a folder is one checkpoint; its checkpoints; and the run that claims it."""
-    if _is_one_checkpoint(folder):
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+    if is_one_checkpoint(folder):
         return True, [], None
     paths = candidates(folder, links=True)
     return False, paths, None if paths else read_claim(folder)
@@ -487,14 +484,6 @@ def _explain_not_resumable(path: Path) -> str:
         f"a run cannot be resumed: {explain_partial(path, held)}. To resume runs, save whole "
         "checkpoints, in a folder of their own: checkpoint(folder) without only="
     )
-
-
-def _is_one_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
-    where = locate(folder)
-    return may_be_checkpoint(where) or (where / MANIFEST).exists()
 
 
 def _skip_damaged(

@@ -73,6 +73,12 @@ def candidates(folder: Path, links: bool = False) -> list[Path]:
     return [path for _, path in sorted(keyed, reverse=True)]
 
 
+def with_manifests(folder: Path, links: bool = False) -> list[tuple[Path, dict[str, Json]]]:
+    """Return the undamaged checkpoints in a folder with their manifests, the oldest first."""
+    found = ((path, manifest_or_none(path)) for path in reversed(candidates(folder, links)))
+    return [(path, manifest) for path, manifest in found if manifest is not None]
+
+
 def may_be_checkpoint(path: Path) -> bool:
     """Return whether a folder is or was a checkpoint, judged by its name and its files."""
     if not path.is_dir():
@@ -161,10 +167,8 @@ def prune(
     written = written.resolve()
     valid = [
         (path, manifest)
-        for path in reversed(candidates(written.parent))
-        if (manifest := manifest_or_none(path)) is not None
-        and re.fullmatch(CHECKPOINT_NAME, path.name)
-        and run_of(path, manifest) == run
+        for path, manifest in with_manifests(written.parent)
+        if re.fullmatch(CHECKPOINT_NAME, path.name) and run_of(path, manifest) == run
     ]
     replaced = [path for path, manifest in valid if _is_renamed(path, manifest, written)]
     valid = [(path, manifest) for path, manifest in valid if path not in replaced]
