@@ -212,6 +212,17 @@ def manifest_or_none(path: Path) -> dict[str, Json] | None:
     return None
 
 
+def run_of(path: Path, manifest: Mapping[str, Json]) -> str:
+    """Return the run that a checkpoint belongs to.
+
+    Checkpoints of older versions do not name it. Those in one folder are taken to be of one run.
+    """
+    found = manifest.get("run")
+    if isinstance(found, str) and found:
+        return found
+    return hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:16]
+
+
 def serial_or_none(path: Path) -> int | None:
     """Return the number that orders checkpoints by when they were written.
 
@@ -353,10 +364,8 @@ def _files_in_manifest(path: Path) -> set[str]:
 def _is_newer(path: Path) -> bool:
     try:
         read_manifest(path)
-    except NewerFormatError:
-        return True
-    except (CheckpointError, FileNotFoundError):
-        pass
+    except (CheckpointError, FileNotFoundError) as error:
+        return isinstance(error, NewerFormatError)
     return False
 
 
@@ -387,7 +396,7 @@ def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
     elif path.name == INDEX:
         _write_text(path, json.dumps(contents.index, ensure_ascii=False))
     else:
-        _write_tensors(contents.groups()[contents.files[path.name] or ""], path)
+        _write_tensors(contents.groups[contents.files[path.name] or ""], path)
     return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
 
 
