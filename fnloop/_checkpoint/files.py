@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -140,7 +141,17 @@ def read_manifest(path: Path) -> dict[str, Json]:
         raise CheckpointError(f"{file} is damaged: it is not a regular file")
     if file.stat().st_size > LARGEST_MANIFEST:
         raise CheckpointError(f"{file} is damaged: it is longer than any manifest")
-    manifest = read_json(file)
+    data = file.read_bytes()
+    _check_manifest(data, path, file)
+    manifest = json.loads(data)
+    del manifest["check"]
+    return manifest
+
+
+@functools.lru_cache(maxsize=64)  # a save looks at all manifests of its folder several times
+def _check_manifest(data: bytes, path: Path, file: Path) -> None:
+    """Raise unless this is the content of a valid manifest."""
+    manifest = parse_json(data, file)
     check_shape(manifest, dict, file)
     try:
         right = manifest.pop("check", None) == checksum_of_manifest(manifest)
@@ -163,7 +174,6 @@ def read_manifest(path: Path) -> dict[str, Json]:
             )
     if missing := {STATE, INDEX} - {*files} if INDEX in files else {*FILES} - {*files}:
         raise CheckpointError(f"{file} is damaged: it does not list {min(missing)}")
-    return manifest
 
 
 def read_json(file: Path) -> Json:
@@ -173,7 +183,11 @@ def read_json(file: Path) -> Json:
         CheckpointError: it is not JSON.
         OSError: it cannot be read.
     """
-    data = file.read_bytes()
+    return parse_json(file.read_bytes(), file)
+
+
+def parse_json(data: bytes, file: Path) -> Json:
+    """Return what the content of a file of JSON means, or raise CheckpointError."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -186,11 +186,11 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
         if len(faults) < len(shape):
             return None
         return max(faults, key=lambda fault: len(fault[0]))
-    inside: Iterable[tuple[object, Json, Shape]] = ()
+    inside: list[tuple[object, Json, Shape]] = []
     if isinstance(shape, list):
         right = type(value) is list
         if right:
-            inside = ((i, item, shape[0]) for i, item in enumerate(value))
+            inside = [(i, item, shape[0]) for i, item in enumerate(value)]
     elif isinstance(shape, dict):
         right = type(value) is dict
         if right:
@@ -198,10 +198,10 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
                 if key[-1] not in "?*" and key not in value:
                     return (key,), "is missing"
             other = shape.get("*", ANY)
-            inside = (
+            inside = [
                 (key, item, shape.get(key) or shape.get(f"{key}?", other))
                 for key, item in value.items()
-            )
+            ]
     elif shape is None or isinstance(shape, type):
         right = shape is ANY or type(value) is (shape or type(None))
     else:
@@ -209,6 +209,8 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
     if not right:
         return (), f"is {describe(value)}"
     for key, item, one in inside:
+        if one is type(item) or one is ANY:  # most values
+            continue
         if (fault := _find_fault(item, one)) is not None:
             return (str(key), *fault[0]), fault[1]
     return None

@@ -683,8 +683,11 @@ def _reject_objects(encoded: Json, path: str) -> Json:
             f"{path} is a {kind}, an object, which could not be reconstructed: "
             "keep plain data there"
         )
-    for key, value in parts_of(encoded) or ():
-        _reject_objects(value, f"{path}.{key}")
+    if not isinstance(encoded, dict | list):
+        return encoded
+    for key, value in encoded.items() if isinstance(encoded, dict) else enumerate(encoded):
+        if isinstance(value, dict | list):
+            _reject_objects(value, f"{path}.{key}")
     return encoded
 
 
