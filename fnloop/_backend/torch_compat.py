@@ -104,7 +104,11 @@ def is_hook_table(name: str) -> bool:
 
 def has_state_dict_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks change what an optimizer saves or loads."""
-    return any(v for k, v in vars(optimizer).items() if is_hook_table(k) and "state_dict" in k)
+    return any(
+        is_hook_table(name) and bool(vars(optimizer)[name])
+        for name in vars(optimizer)
+        if "state_dict" in name
+    )
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -140,7 +141,17 @@ def read_manifest(path: Path) -> dict[str, Json]:
         raise CheckpointError(f"{file} is damaged: it is not a regular file")
     if file.stat().st_size > LARGEST_MANIFEST:
         raise CheckpointError(f"{file} is damaged: it is longer than any manifest")
-    manifest = read_json(file)
+    data = file.read_bytes()
+    _check_manifest(data, path, file)
+    manifest = json.loads(data)
+    del manifest["check"]
+    return manifest
+
+
+@functools.lru_cache(maxsize=64)  # a save looks at all manifests of its folder several times
+def _check_manifest(data: bytes, path: Path, file: Path) -> None:
+    """Raise unless this is the content of a valid manifest."""
+    manifest = parse_json(data, file)
     check_shape(manifest, dict, file)
     try:
         right = manifest.pop("check", None) == checksum_of_manifest(manifest)
@@ -163,7 +174,6 @@ def read_manifest(path: Path) -> dict[str, Json]:
             )
     if missing := {STATE, INDEX} - {*files} if INDEX in files else {*FILES} - {*files}:
         raise CheckpointError(f"{file} is damaged: it does not list {min(missing)}")
-    return manifest
 
 
 def read_json(file: Path) -> Json:
@@ -173,7 +183,11 @@ def read_json(file: Path) -> Json:
         CheckpointError: it is not JSON.
         OSError: it cannot be read.
     """
-    data = file.read_bytes()
+    return parse_json(file.read_bytes(), file)
+
+
+def parse_json(data: bytes, file: Path) -> Json:
+    """Return what the content of a file of JSON means, or raise CheckpointError."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -210,6 +224,17 @@ def manifest_or_none(path: Path) -> dict[str, Json] | None:
     with contextlib.suppress(CheckpointError, FileNotFoundError):
         return verify(path, deep=False, history=False)
     return None
+
+
+def run_of(path: Path, manifest: Mapping[str, Json]) -> str:
+    """Return the run that a checkpoint belongs to.
+
+    Checkpoints of older versions do not name it. Those in one folder are taken to be of one run.
+    """
+    found = manifest.get("run")
+    if isinstance(found, str) and found:
+        return found
+    return hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:16]
 
 
 def serial_or_none(path: Path) -> int | None:
@@ -353,10 +378,8 @@ def _files_in_manifest(path: Path) -> set[str]:
 def _is_newer(path: Path) -> bool:
     try:
         read_manifest(path)
-    except NewerFormatError:
-        return True
-    except (CheckpointError, FileNotFoundError):
-        pass
+    except (CheckpointError, FileNotFoundError) as error:
+        return isinstance(error, NewerFormatError)
     return False
 
 
@@ -387,7 +410,7 @@ def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
     elif path.name == INDEX:
         _write_text(path, json.dumps(contents.index, ensure_ascii=False))
     else:
-        _write_tensors(contents.groups()[contents.files[path.name] or ""], path)
+        _write_tensors(contents.groups[contents.files[path.name] or ""], path)
     return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
 
 

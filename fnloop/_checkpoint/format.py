@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -21,10 +21,8 @@ from fnloop._backend.containers import has_room, is_out_of_memory
 from fnloop._backend.fsdp import extent_in, full, local_part, split_dim
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
-from fnloop._core.rng import HostGenerators
 from fnloop._core.serialize import Json
 from fnloop._display.checks import describe
-from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
 # The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
@@ -188,11 +186,11 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
         if len(faults) < len(shape):
             return None
         return max(faults, key=lambda fault: len(fault[0]))
-    inside: Iterable[tuple[object, Json, Shape]] = ()
+    inside: list[tuple[object, Json, Shape]] = []
     if isinstance(shape, list):
         right = type(value) is list
         if right:
-            inside = ((i, item, shape[0]) for i, item in enumerate(value))
+            inside = [(i, item, shape[0]) for i, item in enumerate(value)]
     elif isinstance(shape, dict):
         right = type(value) is dict
         if right:
@@ -200,10 +198,10 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
                 if key[-1] not in "?*" and key not in value:
                     return (key,), "is missing"
             other = shape.get("*", ANY)
-            inside = (
+            inside = [
                 (key, item, shape.get(key) or shape.get(f"{key}?", other))
                 for key, item in value.items()
-            )
+            ]
     elif shape is None or isinstance(shape, type):
         right = shape is ANY or type(value) is (shape or type(None))
     else:
@@ -211,6 +209,8 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
     if not right:
         return (), f"is {describe(value)}"
     for key, item, one in inside:
+        if one is type(item) or one is ANY:  # most values
+            continue
         if (fault := _find_fault(item, one)) is not None:
             return (str(key), *fault[0]), fault[1]
     return None
@@ -221,30 +221,21 @@ class Contents:
     """The contents of a checkpoint: groups of tensors, and facts as JSON.
 
     Args:
-        model, optimizer, slots: name to tensor.
+        groups: the groups of tensors by name, each of which is a file; in it, name to tensor.
         facts: the contents of ``state.json``; without the history when they are to be written.
         history: the records to write, one line of JSON each.
-        averages: name of an average to its group of tensors; and the weights to train with.
         index: name of a group that is split over processes, to where its tensors are. Of such a
             group, the tensors above are only what this process writes.
         rank: of this process.
         processes: how many processes there are.
     """
 
-    model: Mapping[str, Tensor]
-    optimizer: dict[str, Tensor]
-    slots: Mapping[str, Tensor]
+    groups: Mapping[str, dict[str, Tensor]]
     facts: Mapping[str, Json]
     history: Sequence[str] = ()
-    averages: Mapping[str, Mapping[str, Tensor]] = attrs.field(factory=dict)
     index: Mapping[str, Json] = attrs.field(factory=dict)
     rank: int = 0
     processes: int = 1
-
-    def groups(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the groups of tensors by name. Each is a file."""
-        own: dict[str, Mapping[str, Tensor]] = {name: getattr(self, name) for name in TENSORS}
-        return own | dict(self.averages)
 
     @property
     def files(self) -> dict[str, str | None]:
@@ -258,7 +249,7 @@ class Contents:
 
     def _files_of(self, rank: int) -> dict[str, str | None]:
         found: dict[str, str | None] = {}
-        for group in self.groups():
+        for group in self.groups:
             if group in self.index:
                 found[name_of_share(group, rank, self.processes)] = group
             elif rank == 0:
@@ -266,12 +257,6 @@ class Contents:
         if rank == 0:
             found |= {STATE: None, **({INDEX: None} if self.index else {})}
         return found
-
-    def with_groups(self, groups: Mapping[str, Mapping[str, Tensor]]) -> Contents:
-        """Return the contents with other groups of tensors, of the same names."""
-        averages = {name: group for name, group in groups.items() if name not in TENSORS}
-        own = {name: groups[name] for name in TENSORS}
-        return attrs.evolve(self, **own, averages=averages)
 
     def copied(self, buffers: Contents | None = None) -> Contents:
         """Return a copy in host memory. It reuses the memory of an earlier copy where that fits."""
@@ -281,13 +266,13 @@ class Contents:
         self, copy: Callable[[Tensor, Tensor | None], Tensor], buffers: Contents | None
     ) -> Contents:
         """Return the contents with copies, each made from a tensor and an earlier copy, if any."""
-        earlier = buffers.groups() if buffers else {}
+        earlier = buffers.groups if buffers else {}
 
         def copy_of(name: str, group: Mapping[str, Tensor]) -> dict[str, Tensor]:
             old = earlier.get(name, {})
             return {k: copy(v, old.get(k)) for k, v in group.items()}
 
-        return self.with_groups({k: copy_of(k, group) for k, group in self.groups().items()})
+        return attrs.evolve(self, groups={k: copy_of(k, g) for k, g in self.groups.items()})
 
     def copy_aside(self, buffers: Contents | None = None) -> Callable[[], Contents]:
         """Copy the tensors, so that training may change them.
@@ -301,7 +286,7 @@ class Contents:
         Returns:
             A function to call once, in any thread: it returns the copy in host memory.
         """
-        tensors = [t for group in self.groups().values() for t in group.values() if t.is_cuda]
+        tensors = [t for group in self.groups.values() for t in group.values() if t.is_cuda]
         devices = {t.device for t in tensors}
         if len(devices) != 1 or not has_room(next(iter(devices)), sum(t.nbytes for t in tensors)):
             copied = self.copied(buffers)
@@ -380,7 +365,7 @@ def keep_own_share(
     """
     groups: dict[str, dict[str, Tensor]] = {}
     index: dict[str, Json] = {}
-    for group, tensors in contents.groups().items():
+    for group, tensors in contents.groups.items():
         own = local if group == "optimizer" and local else {}
         if own or any(split_dim(tensor) is not None for tensor in tensors.values()):
             file = name_of_share(group, backend.rank, backend.world_size)
@@ -388,7 +373,7 @@ def keep_own_share(
         else:
             whole = {name: full(tensor) for name, tensor in tensors.items()}
             groups[group] = whole if backend.main else {}
-    kept = contents.with_groups(groups)
+    kept = attrs.evolve(contents, groups=groups)
     if not index:
         return kept
     version = max(SHARDED_FORMAT, contents.facts["format_version"])
@@ -681,54 +666,6 @@ def _explained(path: Path) -> Iterator[None]:
 def _slices(low: Sequence[int], high: Sequence[int], base: Sequence[int]) -> tuple[slice, ...]:
     """Return the slices from ``low`` to ``high`` of something that begins at ``base``."""
     return tuple(slice(a - c, b - c) for a, b, c in zip(low, high, base, strict=True))
-
-
-# --------------------------------------------------------------------------------------------------
-# What one of several processes gets of a checkpoint.
-
-
-def own_generators(
-    generators: Sequence[HostGenerators | None], backend: Backend
-) -> HostGenerators | None:
-    """Return the generators of this process if the number of processes is unchanged.
-
-    Otherwise only the main process continues its stream, and the others begin new ones.
-    """
-    if backend.data_rank == 0 or len(generators) == backend.data_size:
-        return generators[backend.data_rank] if generators else None
-    return None
-
-
-def own_metrics(
-    merged: dict[str, object], shares: Sequence[dict[str, object]], backend: Backend
-) -> dict[str, object]:
-    """Return the metrics of this process if the number of processes is unchanged.
-
-    Otherwise the main process continues with those of all processes together. With ``exact=True``,
-    every process does.
-    """
-    if backend.exact:
-        return merged
-    if len(shares) == backend.data_size:
-        return shares[backend.data_rank]
-    return merged if backend.data_rank == 0 else {}
-
-
-def warn_of_exact(facts: Mapping[str, Json], backend: Backend) -> None:
-    """Warn if a run continues with another setting of ``exact`` than it had."""
-    was = facts.get("exact", False) is True
-    if was == backend.exact or not backend.main:
-        return
-    if was:
-        log.warning(
-            "restore: this run had exact=True, and continues without: from here on, its bits "
-            "depend on the number of processes. Write TrainState.create(..., exact=True)"
-        )
-    else:
-        log.warning(
-            "restore: this run had no exact=True until here, so what it has come to depends on the "
-            "number of processes that it had"
-        )
 
 
 # --------------------------------------------------------------------------------------------------

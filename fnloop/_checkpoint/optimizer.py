@@ -17,17 +17,17 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all
-from fnloop._backend.containers import SEQUENCES, map_leaves, pairs_of, parts_of
+from fnloop._backend.containers import map_leaves, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.format import COLLECTED, CheckpointError
+from fnloop._core.compare import describe_value, find_difference
 from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, optimizers_in
 from fnloop._core.serialize import (
@@ -45,7 +45,7 @@ from fnloop._core.serialize import (
     tensors_in,
 )
 from fnloop._core.state import TrainState, ownership_of, unwrap
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import join_names
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -63,6 +63,7 @@ from fnloop._display.screen import log
 
 _SEVERAL = "several"
 LOCAL = "local"  # of the facts of an optimizer: [["state", parameter, key], ranks] of each entry
+_Names = Sequence[str]
 Entry = tuple[str, ...]  # the name of the optimizer, and the path in its facts
 
 
@@ -84,10 +85,11 @@ def encode_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> dict[str
     return {_SEVERAL: facts}
 
 
-def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> list[PreparedLoad]:
+def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> list[Load]:
     """Check that the saved optimizers fit those of a state, and return how to load each.
 
-    Their groups are made as they were where ``unfreeze`` had changed them.
+    Their groups are made as they were where ``unfreeze`` had changed them. Neither that nor a load
+    that fails is undone here: see :func:`optimizers_kept_on_error`.
 
     Args:
         state: the state.
@@ -135,6 +137,7 @@ def _part(saved: SavedOptimizer, name: str, facts: Mapping[str, Json]) -> SavedO
         return attrs.evolve(saved, facts=facts)
     prefix = _prefix(name)
     names = [name for name in saved.tensors if name.startswith(prefix)]
+    # Popped, so that a tensor is freed as soon as the optimizer has a copy of it elsewhere.
     own = {name.removeprefix(prefix): saved.tensors.pop(name) for name in names}
     return attrs.evolve(saved, facts=facts, tensors=own)
 
@@ -179,21 +182,24 @@ def check_groups(state: TrainState) -> None:
     every = gather_from_all(groups, COLLECTED)
     for rank, theirs in enumerate(every):
         for name, first in every[0].items():
-            mine, other = (set(itertools.chain(*found)) for found in (first, theirs.get(name, [])))
-            if first != theirs.get(name):
+            if first != (other := theirs.get(name, [])):
+                places = ("in process 0", f"in process {rank}")
+                differences = _compare_names(first, other, places, "in other groups")
                 raise CheckpointError(
                     f"the optimizer{f' {name!r}' if name else ''} has other parameters in process "
-                    f"{rank} than in process 0 ({_difference(mine, other, rank)}), so a checkpoint "
+                    f"{rank} than in process 0 ({differences}), so a checkpoint "
                     "cannot merge its groups: give it all parameters in every process, and keep "
                     "state[p] in the process that updates p"
                 )
 
 
-def _difference(mine: set[str], other: set[str], rank: int) -> str:
-    if mine == other:
-        return "in other groups"
-    only = {0: sorted(mine - other), rank: sorted(other - mine)}
-    return "; ".join(f"only in process {r}: {join_names(n)}" for r, n in only.items() if n)
+def _compare_names(
+    mine: Sequence[_Names], theirs: Sequence[_Names], places: Sequence[str], same: str
+) -> str:
+    """Return what differs in the names in groups, each named by its place, or ``same``."""
+    one, other = ({*itertools.chain(*groups)} for groups in (mine, theirs))
+    only = zip(places, (sorted(one - other), sorted(other - one)), strict=True)
+    return "; ".join(f"only {place}: {join_names(n)}" for place, n in only if n) or same
 
 
 def merge_processes(
@@ -218,6 +224,7 @@ def merge_processes(
         error = failure
     mine, named = dict(_entries(facts)), NamedOptimizer.of_state(state)
     groups = [one.group_names() for one in named.values()]
+    # A number, because this is gathered at every checkpoint, and nearly always all are alike.
     names = zlib.crc32(repr((groups, sorted(mine))).encode())
     failed = error and f"{type(error).__name__}: {error}"
     marks = gather_from_all((names, bool(copies), failed), COLLECTED)
@@ -259,7 +266,7 @@ def _entries(facts: Mapping[str, Json]) -> Iterator[tuple[Entry, Json]]:
         for key, value in own.get("state_of_all", {}).items():
             yield (name, "state_of_all", key), value
         for path in _paths_of_tensors(own.get("state_dict")):
-            yield (name, "state_dict", *path), None
+            yield (name, "state_dict", *path), None  # only compared: it cannot be merged
 
 
 def _paths_of_tensors(value: Json) -> Iterator[tuple[str, ...]]:
@@ -540,13 +547,50 @@ def walk_optimizers(value: object, seen: set[int] | None = None) -> Iterator[Opt
 
 
 # --------------------------------------------------------------------------------------------------
-# Save an optimizer: its facts as JSON, its tensors by name.
+# One optimizer: what every field of it is, and how all fields are saved and loaded.
+#
+# The table of the fields is at the end of this file.
 
-NAMED_ONLY = (  # a checkpoint can only name these, and the new optimizer must have them
-    *(type, enum.Enum, functools.partial),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-    *(torch.device, torch.layout, torch.memory_format),
-)
+
+@attrs.frozen(eq=False)
+class SavedOptimizer:
+    """An optimizer as it was read from a checkpoint.
+
+    Args:
+        facts: what ``encode_optimizer`` returned.
+        tensors: its tensors by name. Those of parameters are taken out as they are decoded, because
+            a tensor may be copied then.
+        shapes: name to shape of the model's tensors in the checkpoint.
+        path: the checkpoint, for messages.
+        processes: how many processes saved it; None if that is not known.
+        mismatched: the names of the parameters that have another shape here.
+    """
+
+    facts: Mapping[str, Json]
+    tensors: dict[str, Tensor]
+    shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
+    path: object = "the checkpoint"
+    processes: int | None = None
+    mismatched: Collection[str] = ()
+
+
+Load = Callable[[], None]
+
+
+def _load_nothing() -> None:
+    pass
+
+
+class _Field(NamedTuple):
+    """A part of an optimizer in a checkpoint.
+
+    Args:
+        save: returns its facts, and adds its tensors: ``(optimizer, tensors) -> facts``.
+        prepare: checks what was saved, and returns how to load it: ``(optimizer, saved) -> load``.
+    """
+
+    save: Callable[[NamedOptimizer, dict[str, Tensor]], dict[str, Json]]
+    prepare: Callable[[NamedOptimizer, SavedOptimizer], Load]
 
 
 def encode_optimizer(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
@@ -556,65 +600,135 @@ def encode_optimizer(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[
         TypeError, CheckpointError: something in it cannot be saved; the message says where it is.
     """
     facts: dict[str, Json] = {"class": named.class_name}
-    for name, p in named.parameters().items():
-        if name in named.foreign:
-            tensors[f"parameter.{name}"] = as_safetensor(p)
-    if has_own_state_dict(named.optimizer):
-        return facts | _encode_own_state_dict(named, tensors)
-    return facts | _encode_by_name(named, tensors)
-
-
-def _encode_own_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    if named.sharded:
-        raise CheckpointError(
-            f"{named.class_name} has its own state_dict and the model is sharded over processes, "
-            "so it is unknown which of its tensors are shards. "
-            "Use an optimizer of torch.optim, or a model that is not sharded"
-        )
-    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
-    return {
-        "param_groups": [
-            {"params": names, **({UNFROZEN: True} if group.get(UNFROZEN) else {})}
-            for names, group in zip(named.group_names(), named.optimizer.param_groups, strict=True)
-        ],
-        "state_dict": _reject_objects(encoded, "state_dict"),
-    }
-
-
-def _encode_by_name(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    state = named.holder.state
-    groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
-    facts: dict[str, Json] = {
-        "param_groups": [
-            {"params": names, **_encode_group(group, tensors, f"param_groups.{i}")}
-            for i, (names, group) in enumerate(groups)
-        ],
-        "state": {},
-    }
-    on_host = []
-    names = {id(p): name for name, p in named.parameters().items()}
-    for p in state:  # in its order: parameters may have been trained later than others
-        if (name := names.get(id(p))) is not None:
-            before = len(tensors)
-            facts["state"][name] = _encode_state(state[p], tensors, name)
-            # From the end: a list of all for each parameter takes quadratic time.
-            new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
-            on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
-    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-    if shared:
-        facts["state_of_all"] = _encode_state(shared, tensors, "state_of_all")
-    if on_host:
-        facts["on_host"] = on_host
+    for field in FIELDS:
+        facts |= field.save(named, tensors)
     return facts
 
 
-def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{path} in the optimizer's state is a {type(value).__name__}; "
-            "a checkpoint expects a dict"
+def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True) -> Load:
+    """Check that a saved optimizer fits, and return how to load it.
+
+    Args:
+        named: the new optimizer.
+        saved: the saved one.
+        strict: whether the parameters must have the shapes that they had.
+
+    Raises:
+        CheckpointError: it is another optimizer, or does not fit.
+    """
+    if saved.facts["class"] != named.class_name:
+        raise CheckpointError(
+            f"{saved.path} has the state of {saved.facts['class']}, and the optimizer is "
+            f"{named.class_name}. Create the former, or leave it out: "
+            "restore(path, state, only=('model',))"
         )
-    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
+    saved = attrs.evolve(saved, mismatched=_check_parameters(named, saved, strict))
+    try:
+        loads = [field.prepare(named, saved) for field in FIELDS]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{saved.path}: the optimizer's state cannot be restored: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+    def load() -> None:
+        for load_field in loads:
+            load_field()
+        for group in named.optimizer.param_groups:
+            share_scheduled_values(group)
+
+    return load
+
+
+def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool) -> list[str]:
+    """Check that the parameters are the saved ones. Return those whose shape is another.
+
+    With ``strict`` there are none: a difference raises.
+    """
+    mine, theirs = named.group_names(), [group["params"] for group in saved.facts["param_groups"]]
+    if strict and mine != theirs:
+        same = "the same parameters in other groups, or in another order"
+        raise CheckpointError(
+            f"{saved.path} has an optimizer of other parameters: "
+            f"{_compare_names(mine, theirs, ('here', 'in the checkpoint'), same)}. "
+            "Make its groups as they were"
+        )
+    parameters, shape_of = named.parameters(), dict(saved.shapes)
+    for name, p in parameters.items():
+        if (value := saved.tensors.get(f"parameter.{name}")) is not None:
+            shape_of[name] = value.shape[:-1] if p.dtype is torch.complex128 else value.shape
+    mismatched = [
+        name for name, p in parameters.items() if name in shape_of and shape_of[name] != p.shape
+    ]
+    if mismatched and strict:
+        both = [
+            f"{name}: {tuple(shape_of[name])} saved, {tuple(parameters[name].shape)} here"
+            for name in mismatched
+        ]
+        raise CheckpointError(
+            f"{saved.path} has the optimizer's state of parameters of another shape: "
+            f"{join_names(both)}"
+        )
+    if mine != theirs and "state_dict" in saved.facts:
+        # A whole state_dict fits all parameters or none.
+        mismatched = mismatched or [name for group in mine for name in group]
+    return mismatched
+
+
+def _reject_objects(encoded: Json, path: str) -> Json:
+    """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
+    kind = encoded.get("$saved") if isinstance(encoded, dict) else None
+    if kind is not None and not is_flattened(kind):
+        raise TypeError(
+            f"{path} is a {kind}, an object, which could not be reconstructed: "
+            "keep plain data there"
+        )
+    if not isinstance(encoded, dict | list):
+        return encoded
+    for key, value in encoded.items() if isinstance(encoded, dict) else enumerate(encoded):
+        if isinstance(value, dict | list):
+            _reject_objects(value, f"{path}.{key}")
+    return encoded
+
+
+# --------------------------------------------------------------------------------------------------
+# The parameter groups: their parameters by name, and their settings.
+#
+# Each setting is restored as the kind of value that the new group has.
+
+NAMED_ONLY = (  # a checkpoint can only name these, and the new optimizer must have them
+    *(type, enum.Enum, functools.partial),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _save_groups(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    own, encoded = has_own_state_dict(named.optimizer), []
+    groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
+    for i, (names, group) in enumerate(groups):
+        # What is in its own state_dict is not saved twice.
+        settings = {k: v for k, v in group.items() if k == UNFROZEN and v} if own else group
+        encoded.append({"params": names, **_encode_group(settings, tensors, f"param_groups.{i}")})
+    return {"param_groups": encoded}
+
+
+def _prepare_groups(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    if "state_dict" in saved.facts:
+        return _load_nothing
+    groups = named.optimizer.param_groups
+    settings = [
+        decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
+        for group, values in zip(groups, saved.facts["param_groups"], strict=False)
+    ]
+
+    def load() -> None:
+        for group, values in zip(groups, settings, strict=False):
+            for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
+                del group[key]
+            assign_settings(group, values)
+
+    return load
 
 
 def _encode_group(
@@ -647,508 +761,6 @@ def _encode_scalar(
     if value.device.type == "cpu" and any(p.device.type != "cpu" for p in parameters):
         encoded["on_host"] = True
     return encoded
-
-
-def _encode_state_dict(value: object, tensors: dict[str, Tensor], path: str) -> Json:
-    """Return a state_dict as JSON. Its groups are encoded as by :func:`_encode_group`.
-
-    That includes the groups of optimizers inside.
-    """
-    if not isinstance(value, Mapping) or not all(
-        isinstance(key, str) and not key.startswith("$") for key in value
-    ):
-        _reject_tensor_keys(value, path)
-        return encode(value, tensors, path)
-    encoded = {}
-    for key, inner in value.items():
-        at = f"{path}.{key}"
-        if is_list_of_groups(key, inner):
-            encoded[key] = [
-                {
-                    "params": list(group["params"]),
-                    **_encode_group(group, tensors, f"{at}.{i}"),
-                }
-                for i, group in enumerate(inner)
-            ]
-            # Raises if the parameters are not plain positions.
-            encode([group["params"] for group in encoded[key]], {}, at)
-        else:
-            encoded[key] = _encode_state_dict(inner, tensors, at)
-    return encoded
-
-
-def _reject_tensor_keys(value: object, path: str) -> None:
-    if isinstance(value, Mapping) and any(isinstance(key, Tensor) for key in value):
-        raise TypeError(
-            f"{path} has tensors as keys, which mean nothing in another process: "
-            "use the positions of the parameters"
-        )
-
-
-def _reject_objects(encoded: Json, path: str) -> Json:
-    """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
-    if isinstance(encoded, dict):
-        if "$saved" in encoded and not is_flattened(encoded["$saved"]):
-            raise TypeError(
-                f"{path} is a {encoded['$saved']}, an object, which could not be reconstructed: "
-                "keep plain data there"
-            )
-        for key, value in encoded.items():
-            _reject_objects(value, f"{path}.{key}")
-    elif isinstance(encoded, list):
-        for i, value in enumerate(encoded):
-            _reject_objects(value, f"{path}.{i}")
-    return encoded
-
-
-# --------------------------------------------------------------------------------------------------
-# Load saved optimizers: check everything first, then load all of it or nothing.
-
-NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of these per parameter
-
-
-@attrs.frozen(eq=False)
-class SavedOptimizer:
-    """An optimizer as it was read from a checkpoint.
-
-    Args:
-        facts: what ``encode_optimizer`` returned.
-        tensors: its tensors by name. Those of parameters are taken out as they are decoded, because
-            a tensor may be copied then.
-        shapes: name to shape of the model's tensors in the checkpoint.
-        path: the checkpoint, for messages.
-        processes: how many processes saved it; None if that is not known.
-    """
-
-    facts: Mapping[str, Json]
-    tensors: dict[str, Tensor]
-    shapes: Mapping[str, torch.Size] = attrs.field(factory=dict)
-    path: object = "the checkpoint"
-    processes: int | None = None
-
-
-class PreparedLoad(NamedTuple):
-    """How to load an optimizer that fits.
-
-    Args:
-        optimizer: the new optimizer.
-        load: loads its state and settings; may fail half-way if the optimizer does it by itself.
-        finish: loads what depends on them. It does not fail.
-    """
-
-    optimizer: Optimizer
-    load: Callable[[], None]
-    finish: Callable[[], None]
-
-
-def load_all(prepared: Sequence[PreparedLoad]) -> None:
-    """Load optimizers, all of them or none.
-
-    Those that load by themselves are first, because they may fail.
-    """
-    with contextlib.ExitStack() as undone:
-        for one in sorted(prepared, key=lambda one: not has_own_state_dict(one.optimizer)):
-            undone.enter_context(rollback_on_error(one.optimizer))
-            one.load()
-    for one in prepared:
-        one.finish()
-
-
-def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = True) -> PreparedLoad:
-    """Check that a saved optimizer fits, and return how to load it.
-
-    Args:
-        named: the new optimizer.
-        saved: the saved one.
-        strict: whether the parameters must have the shapes that they had.
-
-    Raises:
-        CheckpointError: it is another optimizer, or does not fit.
-    """
-    if saved.facts["class"] != named.class_name:
-        raise CheckpointError(
-            f"{saved.path} has the state of {saved.facts['class']}, and the optimizer is "
-            f"{named.class_name}. Create the former, or leave it out: "
-            "restore(path, state, only=('model',))"
-        )
-    mismatched = _check_parameters(named, saved, strict)
-    try:
-        if "state_dict" in saved.facts:
-            load = _prepare_own_load(named, saved, bool(mismatched))
-        else:
-            load = _prepare_load_by_name(named, saved, mismatched)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{saved.path}: the optimizer's state cannot be restored: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-    def finish() -> None:
-        for group in named.optimizer.param_groups:
-            share_scheduled_values(group)
-        for name, p in named.parameters().items():
-            value = saved.tensors.get(f"parameter.{name}")
-            if value is not None and name not in mismatched:
-                value = from_safetensor(value) if p.dtype is torch.complex128 else value
-                p.data.copy_(like_sharded(value, p))
-
-    return PreparedLoad(named.optimizer, load, finish)
-
-
-def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool) -> list[str]:
-    """Check that the parameters are the saved ones. Return those whose shape is another.
-
-    With ``strict`` there are none: a difference raises.
-    """
-    mine, theirs = (
-        named.group_names(),
-        [group["params"] for group in saved.facts["param_groups"]],
-    )
-    if strict and mine != theirs:
-        raise CheckpointError(
-            f"{saved.path} has an optimizer of other parameters: {_compare_names(mine, theirs)}. "
-            "Make its groups as they were"
-        )
-    parameters, shape_of = named.parameters(), dict(saved.shapes)
-    for name, p in parameters.items():
-        if (value := saved.tensors.get(f"parameter.{name}")) is not None:
-            shape_of[name] = value.shape[:-1] if p.dtype is torch.complex128 else value.shape
-    mismatched = [
-        name for name, p in parameters.items() if name in shape_of and shape_of[name] != p.shape
-    ]
-    if mismatched and strict:
-        both = [
-            f"{name}: {tuple(shape_of[name])} saved, {tuple(parameters[name].shape)} here"
-            for name in mismatched
-        ]
-        raise CheckpointError(
-            f"{saved.path} has the optimizer's state of parameters of another shape: "
-            f"{join_names(both)}"
-        )
-    if mine != theirs and "state_dict" in saved.facts:
-        # A whole state_dict fits all parameters or none.
-        mismatched = mismatched or [name for group in mine for name in group]
-    return mismatched
-
-
-def _compare_names(mine: list[list[str]], theirs: list[list[str]]) -> str:
-    here = {name for group in mine for name in group}
-    there = {name for group in theirs for name in group}
-    if here == there:
-        return "the same parameters in other groups, or in another order"
-    only_here, only_there = join_names(sorted(here - there)), join_names(sorted(there - here))
-    return f"only here: {only_here}; only in the checkpoint: {only_there}"
-
-
-# --- by name
-
-
-def _prepare_load_by_name(
-    named: NamedOptimizer, saved: SavedOptimizer, mismatched: Collection[str]
-) -> Callable[[], None]:
-    optimizer, parameters = named.optimizer, named.parameters_with_groups()
-    total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
-    settings = [
-        decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
-        for group, values in zip(optimizer.param_groups, saved.facts["param_groups"], strict=False)
-    ]
-    on_host = set(saved.facts.get("on_host", ()))
-    stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
-    state_of, held = {}, named.holder.state
-    templates = _templates_for(named, saved)
-    kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
-    for name, encoded in saved.facts["state"].items():
-        if name in kept and name not in mismatched:
-            value = decode(encoded, saved.tensors)
-            if not isinstance(value, dict):
-                raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
-            if is_torch_optimizer(named.holder):
-                _check_state(named.class_name, name, parameters[name][0], value, total, saved.path)
-            state_of[name] = _move_state(value, *parameters[name], stays, templates)
-            for key in tensors_in(encoded):
-                del saved.tensors[key]
-    state_of_all = decode(saved.facts.get("state_of_all", {}), saved.tensors)
-
-    def load() -> None:
-        for group, values in zip(optimizer.param_groups, settings, strict=False):
-            for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
-                del group[key]
-            assign_settings(group, values)
-        held.clear()
-        held.update({parameters[name][0]: value for name, value in state_of.items()})
-        held.update(state_of_all)
-
-    return load
-
-
-def _device_of(groups: list[Group]) -> torch.device:
-    return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
-
-
-def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str, Tensor]:
-    """Return a tensor of each subclass that the saved state has, as this optimizer makes them.
-
-    The checkpoint only names the classes, and a new optimizer has no state yet. So a copy of it
-    updates, for each class, the smallest parameter whose state has one.
-    """
-    parameters, found = named.parameters(), {}
-    for name, encoded in saved.facts["state"].items():
-        for kind in filter(is_flattened, kinds_in(encoded)):
-            if name in parameters:
-                found.setdefault(kind, []).append((parameters[name].numel(), name))
-    if not found:
-        return {}
-    # Imported here, since a trial loads optimizers itself.
-    from fnloop._checkpoint.trial import tensors_of_copy
-
-    try:
-        made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
-    except Exception as error:
-        raise CheckpointError(
-            f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
-            f"of {named.class_name}, which would make such tensors, raises "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if lacking := [kind for kind in found if kind not in made]:
-        raise CheckpointError(
-            f"{saved.path} has an optimizer's state in {_class_names(lacking)}, and "
-            f"{named.class_name} keeps none there: create it with the settings that it had"
-        )
-    return made
-
-
-def _class_names(kinds: Iterable[str]) -> str:
-    return join_names([kind.split(".")[-1] for kind in kinds])
-
-
-def _move_state(
-    value: Any,
-    parameter: Tensor,
-    group: Group,
-    stays: Mapping[int, Tensor],
-    templates: Mapping[str, Tensor],
-) -> Any:
-    """Move the state of a parameter to its device.
-
-    Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
-    a way that needs it on the device. Tensors of subclasses are made as the templates are.
-    """
-    if isinstance(value, Pending):
-        return from_flattened(
-            value,
-            templates[value.kind],
-            lambda part: part if id(part) in stays else part.to(parameter.device),
-        )
-    if isinstance(value, Tensor):
-        value = value if id(value) in stays else value.to(parameter.device)
-        if value.shape != parameter.shape:
-            return value
-        value = like_sharded(value, parameter)
-        if group.get("fused") and value.stride() != parameter.stride():
-            # It reads both as they are in memory. The parameter may be in channels_last, or not.
-            value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        return value
-    if isinstance(value, list | tuple):
-        return type(value)(_move_state(v, parameter, group, stays, templates) for v in value)
-    if isinstance(value, dict):
-        moved = {
-            k: _move_state(v, parameter, group, stays, templates)
-            for k, v in value.items()
-            if k != "step"
-        }
-        if "step" in value:
-            step, on_device = value["step"], group.get("capturable") or group.get("fused")
-            move = on_device and isinstance(step, Tensor)
-            moved["step"] = step.to(parameter.device) if move else step
-        return {key: moved[key] for key in value}
-    return value
-
-
-def _check_state(
-    class_name: str, name: str, p: Tensor, value: Mapping[str, object], total: int, path: object
-) -> None:
-    """Raise if the state of a parameter cannot be that of an optimizer of torch.
-
-    Its next update would otherwise fail somewhere inside torch.
-
-    Args:
-        class_name: the class of the optimizer.
-        name, p, value: the parameter, and its state.
-        total: how many real numbers all parameters have together.
-        path: the checkpoint, for messages.
-    """
-    for key, held in value.items():
-        shapes: list[tuple[int, ...]] = [()] if key in NUMBERS else [tuple(p.shape)]
-        if class_name == "Adafactor" and p.ndim > 1:
-            shapes += [(*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])]
-        elif class_name == "LBFGS":
-            shapes = [(), (total,)]
-        for item in held if isinstance(held, list) and class_name == "LBFGS" else [held]:
-            if not _may_be_state(item, shapes, p, class_name):
-                raise CheckpointError(
-                    f"{path}: {key} of {name} in the optimizer's state is {describe_value(item)}, "
-                    f"which {class_name} cannot continue with: "
-                    f"the parameter is {describe_value(p)}"
-                )
-
-
-def _may_be_state(
-    item: object, shapes: list[tuple[int, ...]], parameter: Tensor, class_name: str
-) -> bool:
-    if not isinstance(item, Tensor):
-        # SparseAdam counts in a number, and LBFGS keeps most of what it knows in numbers.
-        has_numbers = class_name == "LBFGS" or (class_name == "SparseAdam" and shapes == [()])
-        return has_numbers and (item is None or isinstance(item, int | float))
-    if item.is_complex():
-        return tuple(item.shape) in shapes and parameter.is_complex()
-    return tuple(item.shape) in shapes and item.is_floating_point()
-
-
-# --- by its own state_dict
-
-
-def _prepare_own_load(
-    named: NamedOptimizer, saved: SavedOptimizer, left_out: bool
-) -> Callable[[], None]:
-    optimizer, class_name = named.optimizer, named.class_name
-    if left_out:
-        log.warning(
-            "restore: left unchanged: the state of %s, which has other parameters", class_name
-        )
-        return lambda: None
-    device = _device_of(optimizer.param_groups)
-    held = optimizer.state_dict()
-    expected = _decode_state_dict(saved.facts["state_dict"], held, saved, device)
-
-    def load() -> None:
-        try:
-            optimizer.load_state_dict(map_leaves(expected))
-            _restore_dtypes(expected, optimizer.state_dict())
-            difference = find_difference(expected, optimizer.state_dict(), "state_dict")
-        except Exception as error:
-            raise CheckpointError(
-                f"{saved.path}: {class_name}.load_state_dict does not accept what its state_dict "
-                f"returned: {type(error).__name__}: {error}"
-            ) from error
-        if difference:
-            raise CheckpointError(
-                f"{saved.path}: {class_name}.load_state_dict does not restore what its state_dict "
-                f"returned: {difference}. Fix it in a subclass"
-            )
-
-    return load
-
-
-def _decode_state_dict(
-    encoded: Json, held: object, saved: SavedOptimizer, device: torch.device
-) -> Any:
-    """Return a state_dict from JSON, with the unsaved settings of the new one (``held``)."""
-    if not isinstance(encoded, dict) or any(key.startswith("$") for key in encoded):
-        return decode(encoded, saved.tensors)
-    held = held if isinstance(held, Mapping) else {}
-    decoded = {}
-    for key, value in encoded.items():
-        if is_list_of_groups(key, value):
-            groups: list[Group] = list(held.get(key, ()))
-            groups += [{}] * (len(value) - len(groups))
-            decoded[key] = [
-                {name: now for name, now in group.items() if name in UNSAVED or name in settings}
-                | decode_group(settings, group, saved.tensors, device, saved.path)
-                | {"params": list(settings["params"])}
-                for settings, group in zip(value, groups, strict=False)
-            ]
-        else:
-            decoded[key] = _decode_state_dict(value, held.get(key), saved, device)
-    return decoded
-
-
-def _restore_dtypes(expected: object, held: Any) -> None:
-    """Restore tensors that ``load_state_dict`` has cast to the dtype of their parameter.
-
-    The ``load_state_dict`` of torch does that. ``held`` is what ``state_dict`` returns. Its dicts
-    and lists are those of the optimizer, unless the optimizer copies them.
-    """
-    for key, value, now in pairs_of(expected, held) or ():
-        if not isinstance(value, Tensor) or not isinstance(now, Tensor):
-            _restore_dtypes(value, now)
-        elif value.dtype != now.dtype and value.shape == now.shape and not isinstance(held, tuple):
-            held[key] = value.to(now.device)
-
-
-# --------------------------------------------------------------------------------------------------
-# Undo the loading of an optimizer that fails, and keep its group objects if it succeeds.
-
-
-@contextlib.contextmanager
-def rollback_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Undo the loading of an optimizer if it fails. If it succeeds, keep the group objects.
-
-    The ``load_state_dict`` of torch replaces the groups by new ones. An optimizer around another
-    one may hold its groups, and so may a schedule or a graph.
-    """
-    before = [_OptimizerCopy(inner) for inner in walk_optimizers(optimizer)]
-    reported = None
-    if has_own_state_dict(optimizer):
-        reported = map_leaves(
-            optimizer.state_dict(), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
-        )
-    try:
-        yield
-    except BaseException:
-        for one in before:
-            one.restore()
-        with contextlib.suppress(Exception):
-            # It may have loaded in place into tensors that the copies share.
-            if reported is not None and find_difference(reported, optimizer.state_dict(), ""):
-                optimizer.load_state_dict(reported)
-        raise
-    _keep_group_objects(before)
-
-
-class _OptimizerCopy:
-    """What an optimizer held before loading; the tensors are shared with it."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.attributes = dict(vars(optimizer))
-        self.state = {key: map_leaves(held) for key, held in optimizer.state.items()}
-        self.groups = optimizer.param_groups
-        self.contents = [(group, dict(group)) for group in self.groups]
-
-    def restore(self) -> None:
-        """Give the optimizer back what it held."""
-        vars(self.optimizer).clear()
-        vars(self.optimizer).update(self.attributes)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self.state)
-        self.groups[:] = [group for group, _ in self.contents]
-        for group, settings in self.contents:
-            group.clear()
-            group.update(settings)
-
-
-def _keep_group_objects(before: list[_OptimizerCopy]) -> None:
-    """Move loaded settings into the group objects that were there before loading."""
-    # Optimizers that shared one new list share one old list. The new lists stay referenced here, so
-    # that their ids stay unique.
-    chosen: dict[int, tuple[list[Group], list[Group]]] = {}
-    for one in before:
-        new = one.optimizer.param_groups
-        old, _ = chosen.setdefault(id(new), (one.groups, new))
-        if new is old or len(new) != len(one.contents):
-            continue
-        for (group, _), settings in zip(one.contents, new, strict=True):
-            if group is not settings:
-                for key in [key for key in group if key not in settings]:
-                    del group[key]
-                assign_settings(group, settings)
-        old[:] = [group for group, _ in one.contents]
-        if "param_groups" in vars(one.optimizer):
-            one.optimizer.param_groups = old
-
-
-# --------------------------------------------------------------------------------------------------
-# Restore the settings of parameter groups, each as the kind of value that the new group has.
 
 
 def decode_group(
@@ -1204,12 +816,8 @@ def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object)
     """
     here = held.get(key)
     one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
-    if here is None and key.startswith("initial_") and one:
-        # A schedule derives this setting from the one without the prefix.
-        now = held.get(key.removeprefix("initial_"))
-        if isinstance(now, Tensor):
-            return torch.full_like(now, float(value))
-        return _to_number(value) if isinstance(now, int | float) else value
+    if here is None:  # a schedule derives this setting from the one without the prefix
+        here = held.get(key.removeprefix("initial_"))
     if isinstance(here, Tensor):
         if not _fits_tensor(value, here):
             raise CheckpointError(
@@ -1243,6 +851,10 @@ def _to_number(value: float | Tensor) -> object:
     return as_number(value) if value.is_floating_point() else value.item()
 
 
+def _device_of(groups: list[Group]) -> torch.device:
+    return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+
+
 def assign_settings(group: Group, values: Mapping[str, object]) -> None:
     """Assign settings to a group.
 
@@ -1274,21 +886,408 @@ def share_scheduled_values(group: Group) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Give an optimizer the parameter groups that a checkpoint has, where `unfreeze` changed them.
+# The state of each parameter by name, and what the optimizer keeps for all of them.
 
-_Names = Sequence[str]
+NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of these per parameter
+
+
+def _save_state(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    if has_own_state_dict(named.optimizer):
+        return {}
+    state, on_host = named.holder.state, []
+    facts: dict[str, Json] = {"state": {}}
+    names = {id(p): name for name, p in named.parameters().items()}
+    for p in state:  # in its order: parameters may have been trained later than others
+        if (name := names.get(id(p))) is not None:
+            before = len(tensors)
+            facts["state"][name] = _encode_state(state[p], tensors, name)
+            # From the end: a list of all for each parameter takes quadratic time.
+            new = list(itertools.islice(reversed(tensors), len(tensors) - before))[::-1]
+            on_host += [key for key in new if tensors[key].device.type == "cpu" != p.device.type]
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    if shared:
+        facts["state_of_all"] = _encode_state(shared, tensors, "state_of_all")
+    if on_host:
+        facts["on_host"] = on_host
+    return facts
+
+
+def _prepare_state(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    if "state_dict" in saved.facts:
+        return _load_nothing
+    parameters, held = named.parameters(), named.holder.state
+    state = {parameters[name]: v for name, v in _decode_state(named, saved).items()}
+    state |= decode(saved.facts.get("state_of_all", {}), saved.tensors)
+
+    def load() -> None:
+        held.clear()
+        held.update(state)
+
+    return load
+
+
+def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{path} in the optimizer's state is a {type(value).__name__}; "
+            "a checkpoint expects a dict"
+        )
+    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
+
+
+def _decode_state(named: NamedOptimizer, saved: SavedOptimizer) -> dict[str, object]:
+    """Return the state of each parameter by name, where the parameter is."""
+    on_host = set(saved.facts.get("on_host", ()))
+    # With the tensors, so that no other tensor gets one of these ids.
+    stays = {id(tensor): tensor for name, tensor in saved.tensors.items() if name in on_host}
+    kept = {named.names[id(p)] for group in named.holder.param_groups for p in group["params"]}
+    parameters, templates, found = named.parameters_with_groups(), _templates_for(named, saved), {}
+    total = sum(p.numel() * (1 + p.is_complex()) for p, _ in parameters.values())
+    for name, encoded in saved.facts["state"].items():
+        if name in kept and name not in saved.mismatched:
+            value, (p, group) = decode(encoded, saved.tensors), parameters[name]
+            if not isinstance(value, dict):
+                raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
+            if is_torch_optimizer(named.holder):
+                _check_state(named.class_name, name, p, value, total, saved.path)
+            found[name] = _move_state(value, p, group, stays, templates)
+            for key in tensors_in(encoded):
+                del saved.tensors[key]
+    return found
+
+
+def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str, Tensor]:
+    """Return a tensor of each subclass that the saved state has, as this optimizer makes them.
+
+    The checkpoint only names the classes, and a new optimizer has no state yet. So a copy of it
+    updates, for each class, the smallest parameter whose state has one.
+    """
+    parameters, found = named.parameters(), {}
+    for name, encoded in saved.facts["state"].items():
+        for kind in filter(is_flattened, kinds_in(encoded)):
+            if name in parameters:
+                found.setdefault(kind, []).append((parameters[name].numel(), name))
+    if not found:
+        return {}
+    # Imported here, since a trial loads optimizers itself.
+    from fnloop._checkpoint.trial import tensors_of_copy
+
+    try:
+        made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
+    except Exception as error:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
+            f"of {named.class_name}, which would make such tensors, raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if lacking := [kind for kind in found if kind not in made]:
+        raise CheckpointError(
+            f"{saved.path} has an optimizer's state in {_class_names(lacking)}, and "
+            f"{named.class_name} keeps none there: create it with the settings that it had"
+        )
+    return made
+
+
+def _class_names(kinds: Iterable[str]) -> str:
+    return join_names([kind.split(".")[-1] for kind in kinds])
+
+
+def _move_state(
+    value: Any,
+    parameter: Tensor,
+    group: Group,
+    stays: Mapping[int, Tensor],
+    templates: Mapping[str, Tensor],
+    key: object = None,
+) -> Any:
+    """Move the state of a parameter to its device.
+
+    Tensors that were on the host stay there. So does a step count, unless the optimizer computes in
+    a way that needs it on the device. Tensors of subclasses are made as the templates are.
+    """
+    if isinstance(value, dict | list | tuple):
+        parts = parts_of(value) or ()
+        moved = [_move_state(v, parameter, group, stays, templates, k) for k, v in parts]
+        return with_parts(value, moved)
+    move = lambda part: part if id(part) in stays else part.to(parameter.device)
+    if isinstance(value, Pending):
+        return from_flattened(value, templates[value.kind], move)
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        on_device = group.get("capturable") or group.get("fused")
+        return value.to(parameter.device) if on_device else value
+    value = move(value)
+    if value.shape != parameter.shape:
+        return value
+    value = like_sharded(value, parameter)
+    if group.get("fused") and value.stride() != parameter.stride():
+        # It reads both as they are in memory. The parameter may be in channels_last, or not.
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return value
+
+
+def _check_state(
+    class_name: str, name: str, p: Tensor, value: Mapping[str, object], total: int, path: object
+) -> None:
+    """Raise if the state of a parameter cannot be that of an optimizer of torch.
+
+    Its next update would otherwise fail somewhere inside torch.
+
+    Args:
+        class_name: the class of the optimizer.
+        name, p, value: the parameter, and its state.
+        total: how many real numbers all parameters have together.
+        path: the checkpoint, for messages.
+    """
+    for key, held in value.items():
+        shapes: list[tuple[int, ...]] = [()] if key in NUMBERS else [tuple(p.shape)]
+        if class_name == "Adafactor" and p.ndim > 1:
+            shapes += [(*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])]
+        elif class_name == "LBFGS":
+            shapes = [(), (total,)]
+        for item in held if isinstance(held, list) and class_name == "LBFGS" else [held]:
+            if not _may_be_state(item, shapes, p, class_name):
+                raise CheckpointError(
+                    f"{path}: {key} of {name} in the optimizer's state is {describe_value(item)}, "
+                    f"which {class_name} cannot continue with: "
+                    f"the parameter is {describe_value(p)}"
+                )
+
+
+def _may_be_state(
+    item: object, shapes: list[tuple[int, ...]], parameter: Tensor, class_name: str
+) -> bool:
+    if not isinstance(item, Tensor):
+        # SparseAdam counts in a number, and LBFGS keeps most of what it knows in numbers.
+        has_numbers = class_name == "LBFGS" or (class_name == "SparseAdam" and shapes == [()])
+        return has_numbers and (item is None or isinstance(item, int | float))
+    if item.is_complex():
+        return tuple(item.shape) in shapes and parameter.is_complex()
+    return tuple(item.shape) in shapes and item.is_floating_point()
+
+
+# --------------------------------------------------------------------------------------------------
+# The state_dict of an optimizer that has its own.
+
+
+def _save_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    if not has_own_state_dict(named.optimizer):
+        return {}
+    if named.sharded:
+        raise CheckpointError(
+            f"{named.class_name} has its own state_dict and the model is sharded over processes, "
+            "so it is unknown which of its tensors are shards. "
+            "Use an optimizer of torch.optim, or a model that is not sharded"
+        )
+    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
+    return {"state_dict": _reject_objects(encoded, "state_dict")}
+
+
+def _prepare_state_dict(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    if "state_dict" not in saved.facts:
+        return _load_nothing
+    optimizer, class_name = named.optimizer, named.class_name
+    if saved.mismatched:
+        log.warning(
+            "restore: left unchanged: the state of %s, which has other parameters", class_name
+        )
+        return _load_nothing
+    device = _device_of(optimizer.param_groups)
+    held = optimizer.state_dict()
+    expected = _decode_state_dict(saved.facts["state_dict"], held, saved, device)
+
+    def load() -> None:
+        before = [
+            (one, one.param_groups, [*one.param_groups]) for one in walk_optimizers(optimizer)
+        ]
+        try:
+            optimizer.load_state_dict(map_leaves(expected))
+            _restore_dtypes(expected, optimizer.state_dict())
+            difference = find_difference(expected, optimizer.state_dict(), "state_dict")
+        except Exception as error:
+            raise CheckpointError(
+                f"{saved.path}: {class_name}.load_state_dict does not accept what its state_dict "
+                f"returned: {type(error).__name__}: {error}"
+            ) from error
+        if difference:
+            raise CheckpointError(
+                f"{saved.path}: {class_name}.load_state_dict does not restore what its state_dict "
+                f"returned: {difference}. Fix it in a subclass"
+            )
+        for one, groups, objects in before:
+            _keep_group_objects(one, groups, objects)
+
+    return load
+
+
+def _encode_state_dict(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+    """Return a state_dict as JSON. Its groups are encoded as by :func:`_encode_group`.
+
+    That includes the groups of optimizers inside.
+    """
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and not key.startswith("$") for key in value
+    ):
+        _reject_tensor_keys(value, path)
+        return encode(value, tensors, path)
+    encoded = {}
+    for key, inner in value.items():
+        at = f"{path}.{key}"
+        if is_list_of_groups(key, inner):
+            encoded[key] = [
+                {
+                    "params": list(group["params"]),
+                    **_encode_group(group, tensors, f"{at}.{i}"),
+                }
+                for i, group in enumerate(inner)
+            ]
+            # Raises if the parameters are not plain positions.
+            encode([group["params"] for group in encoded[key]], {}, at)
+        else:
+            encoded[key] = _encode_state_dict(inner, tensors, at)
+    return encoded
+
+
+def _reject_tensor_keys(value: object, path: str) -> None:
+    if isinstance(value, Mapping) and any(isinstance(key, Tensor) for key in value):
+        raise TypeError(
+            f"{path} has tensors as keys, which mean nothing in another process: "
+            "use the positions of the parameters"
+        )
+
+
+def _decode_state_dict(
+    encoded: Json, held: object, saved: SavedOptimizer, device: torch.device
+) -> Any:
+    """Return a state_dict from JSON, with the unsaved settings of the new one (``held``)."""
+    if not isinstance(encoded, dict) or any(key.startswith("$") for key in encoded):
+        return decode(encoded, saved.tensors)
+    held = held if isinstance(held, Mapping) else {}
+    decoded = {}
+    for key, value in encoded.items():
+        if is_list_of_groups(key, value):
+            groups: list[Group] = list(held.get(key, ()))
+            groups += [{}] * (len(value) - len(groups))
+            decoded[key] = [
+                {name: now for name, now in group.items() if name in UNSAVED or name in settings}
+                | decode_group(settings, group, saved.tensors, device, saved.path)
+                | {"params": list(settings["params"])}
+                for settings, group in zip(value, groups, strict=False)
+            ]
+        else:
+            decoded[key] = _decode_state_dict(value, held.get(key), saved, device)
+    return decoded
+
+
+def _restore_dtypes(expected: object, held: Any) -> None:
+    """Restore tensors that ``load_state_dict`` has cast to the dtype of their parameter.
+
+    The ``load_state_dict`` of torch does that. ``held`` is what ``state_dict`` returns. Its dicts
+    and lists are those of the optimizer, unless the optimizer copies them.
+    """
+    for key, value, now in pairs_of(expected, held) or ():
+        if not isinstance(value, Tensor) or not isinstance(now, Tensor):
+            _restore_dtypes(value, now)
+        elif value.dtype != now.dtype and value.shape == now.shape and not isinstance(held, tuple):
+            held[key] = value.to(now.device)
+
+
+def _keep_group_objects(optimizer: Optimizer, groups: list[Group], objects: list[Group]) -> None:
+    """Move loaded settings into the group objects that were there before loading.
+
+    The ``load_state_dict`` of torch replaces the groups by new ones. An optimizer around another
+    one may hold its groups, and so may a schedule or a graph.
+    """
+    new = optimizer.param_groups
+    if new is groups or len(new) != len(objects):
+        return
+    for group, settings in zip(objects, new, strict=True):
+        if group is not settings:
+            for key in [key for key in group if key not in settings]:
+                del group[key]
+            assign_settings(group, settings)
+    groups[:] = objects
+    if "param_groups" in vars(optimizer):  # not a property of its class
+        optimizer.param_groups = groups
+
+
+# --------------------------------------------------------------------------------------------------
+# The parameters that the model does not have: no other file of a checkpoint has them.
+
+
+def _save_beside(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    for name, p in named.parameters().items():
+        if name in named.foreign:
+            tensors[f"parameter.{name}"] = as_safetensor(p)
+    return {}
+
+
+def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
+    def load() -> None:
+        for name, p in named.parameters().items():
+            value = saved.tensors.get(f"parameter.{name}")
+            if value is not None and name not in saved.mismatched:
+                value = from_safetensor(value) if p.dtype is torch.complex128 else value
+                p.data.copy_(like_sharded(value, p))
+
+    return load
+
+
+# --------------------------------------------------------------------------------------------------
+# Undo what was done to optimizers, if one of them fails.
 
 
 @contextlib.contextmanager
-def groups_kept_on_error(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Put the groups of optimizers back if there is an exception."""
-    before = [(one, Groups.of(one)) for one in optimizers]
+def optimizers_kept_on_error(state: TrainState) -> Iterator[None]:
+    """Put all that the optimizers of a state hold back if there is an exception."""
+    named = NamedOptimizer.of_state(state).values()
+    held = [_Held.by(inner) for one in named for inner in walk_optimizers(one.optimizer)]
+    beside = [p for one in named for name, p in one.parameters().items() if name in one.foreign]
+    weights = [(p, p.detach().clone()) for p in beside]
+    # Their load_state_dict may load in place, into tensors that the copies above share.
+    alone = [one.optimizer for one in named if has_own_state_dict(one.optimizer)]
+    copied = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
+    reported = [(one, map_leaves(one.state_dict(), copied)) for one in alone]
     try:
         yield
     except BaseException:
-        for one, groups in before:
-            groups.put_back(one)
+        for one in held:
+            one.put_back()
+        for p, weight in weights:
+            p.data.copy_(weight)
+        for one, was in reported:
+            with contextlib.suppress(Exception):
+                if find_difference(was, one.state_dict(), ""):
+                    one.load_state_dict(was)
         raise
+
+
+class _Held(NamedTuple):
+    """What an optimizer holds; the tensors of the state are shared with it."""
+
+    optimizer: Optimizer
+    attributes: dict[str, object]
+    state: dict[Tensor, Any]
+    groups: Groups
+
+    @classmethod
+    def by(cls, optimizer: Optimizer) -> _Held:
+        """Return what an optimizer holds now."""
+        state = {key: map_leaves(held) for key, held in optimizer.state.items()}
+        return cls(optimizer, dict(vars(optimizer)), state, Groups.of(optimizer))
+
+    def put_back(self) -> None:
+        """Give it back to the optimizer."""
+        vars(self.optimizer).clear()
+        vars(self.optimizer).update(self.attributes)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+        self.groups.put_back(self.optimizer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Give an optimizer the parameter groups that a checkpoint has, where `unfreeze` changed them.
 
 
 def regroup(
@@ -1316,6 +1315,7 @@ def regroup(
     there = [bool(group.get(UNFROZEN)) for group in saved]
     if not (_follows(mine, theirs, there) or _follows(theirs, mine, here)):
         return
+    # Groups that are left out lose nothing: the last loop says where each parameter is.
     del optimizer.param_groups[len(theirs) :]
     groups = optimizer.param_groups
     source = {name: i for i, group in enumerate(mine) for name in group}
@@ -1356,128 +1356,11 @@ def _follows(before: Sequence[_Names], after: Sequence[_Names], made: Sequence[b
 
 
 # --------------------------------------------------------------------------------------------------
-# Compare plain data and tensors bit for bit.
+# The table of the fields. Of an optimizer with its own state_dict, that has the settings and state.
 
-PLAIN = (
-    *(bool, int, float, complex, str, bytes),
-    *(torch.dtype, np.ndarray, np.generic, Tensor),
-    *(Mapping, *SEQUENCES, set),
+FIELDS = (
+    _Field(_save_groups, _prepare_groups),
+    _Field(_save_state, _prepare_state),
+    _Field(_save_state_dict, _prepare_state_dict),
+    _Field(_save_beside, _prepare_beside),
 )
-INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def find_difference(a: Any, b: Any, path: str) -> str | None:
-    """Return where two values differ in a bit, or None. Values that are not plain data are ignored.
-
-    Example:
-        >>> find_difference({"a": [1.0, torch.zeros(1)]}, {"a": [1.0, torch.ones(1)]}, "state")
-        'state.a.1 differs'
-    """
-    a, b = (dict(t.parts) if isinstance(t := as_flattened(v), Pending) else v for v in (a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = _equal_tensors(a, b)
-    elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() != b.keys():
-        odd = [str(key) for key in (*a, *b) if key not in a or key not in b]
-        return f"{path} has {join_names(odd)} in one, and not in the other"
-    elif (pairs := pairs_of(a, b)) is not None and len(a) == len(b):
-        found = (find_difference(x, y, f"{path}.{key}") for key, x, y in pairs)
-        return next(filter(None, found), None)
-    else:
-        same = not (_is_plain(a) and _is_plain(b)) or _equal_plain(a, b)
-    if same:
-        return None
-    one, other = describe_value(a), describe_value(b)
-    if one == other:
-        return f"{path} differs"
-    return f"{path} is {one} in one, and {other} in the other"
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, PLAIN)
-
-
-def _equal_plain(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    return a is b or bool(np.all(a == b)) or (a != a and b != b)  # the last for NaN
-
-
-def _equal_tensors(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(_view_as_integers(a), _view_as_integers(b).to(a.device))
-
-
-def _view_as_integers(tensor: Tensor) -> Tensor:
-    real = _as_real(tensor.detach()).resolve_neg()
-    return real.view(INTEGER_OF_SIZE[real.dtype.itemsize])
-
-
-@attrs.frozen
-class Measured:
-    """How much two tensors of one shape and dtype differ.
-
-    Args:
-        elements: how many elements do.
-        total: how many there are.
-        index: that of the first one that does.
-        values: the two values there.
-        largest: the largest difference; NaN if one of the two is NaN or infinite somewhere.
-        steps: how many other floating-point numbers are between the two values at that index, plus
-            one ("ulps"); None if they have not one sign, or are not such numbers.
-    """
-
-    elements: int
-    total: int
-    index: tuple[int, ...]
-    values: tuple[float, float]
-    largest: float
-    steps: int | None
-
-    def __str__(self) -> str:
-        one, other = (f"{value:.9g}" for value in self.values)
-        at = "" if not self.index else f" at {[*self.index]}"
-        apart = "" if self.steps is None else f", {self.steps:,} ulp{'s' * (self.steps != 1)} apart"
-        return (
-            f"{self.elements:,} of {self.total:,} elements differ, by up to {self.largest:.3g}; "
-            f"first{at}: {one} and {other}{apart}"
-        )
-
-
-def measure(a: Tensor, b: Tensor) -> Measured | None:
-    """Return how much two tensors of one shape and dtype differ; None if they do not.
-
-    NaN is equal to NaN, whatever its bits. Otherwise 0 and -0 differ.
-
-    Example:
-        >>> measure(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).largest
-        1.0
-    """
-    if _equal_tensors(a, b):
-        return None
-    a, b = (_as_real(tensor.detach().cpu()) for tensor in (a, b))
-    bits = _view_as_integers(a), _view_as_integers(b)
-    differ = (bits[0] != bits[1]) & ~((a != a) & (b != b))
-    places = differ.nonzero()
-    if not len(places):
-        return None
-    place = tuple(places[0].tolist())
-    wide = torch.float64 if a.is_floating_point() else torch.int64
-    apart = (a[differ].to(wide) - b[differ].to(wide)).abs().double()
-    values = float(a[place]), float(b[place])
-    steps = None
-    if a.is_floating_point() and np.copysign(1, values[0]) == np.copysign(1, values[1]):
-        steps = abs(int(bits[0][place]) - int(bits[1][place]))
-    largest = float(apart.max())
-    return Measured(len(places), a.numel(), place, values, largest, steps)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def describe_value(value: object) -> str:
-    """Return a short text for a value; for a tensor, its dtype and shape."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    return describe(value)

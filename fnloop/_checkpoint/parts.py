@@ -1,12 +1,20 @@
-"""The parts of a checkpoint, but for the optimizers."""
+"""The parts of a checkpoint: how each is saved, checked, and loaded. A new one is a new `Part`.
+
+The optimizers have a module of their own. Objects that are not plain data are saved as their parts
+(see ``serialize``). They are reconstructed when a new object of their kind is available: the slot
+of a middleware when its ``init`` has created one, a metric when the next batch brings one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -16,30 +24,55 @@ from fnloop._backend.collectives import gather_objects
 from fnloop._backend.fsdp import like_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import loads_by_itself, strip_compile_prefix
+from fnloop._checkpoint.files import EncodedHistory, decode_history, encode_record, run_of
 from fnloop._checkpoint.format import (
     COLLECTED,
     COUNTERS,
+    FORMAT,
+    NEWER_FORMAT,
     PARTS,
+    TENSORS,
     TRAINED,
     TRAINING,
+    TRAINING_FORMAT,
     CheckpointError,
     Contents,
 )
+from fnloop._checkpoint.optimizer import (
+    SavedOptimizer,
+    copies_in,
+    merge_processes,
+    optimizers_kept_on_error,
+    prepare_loads,
+)
 from fnloop._core.averages import Average, named_tensors
-from fnloop._core.history import decode_phases
-from fnloop._core.rng import SEED_BITS
+from fnloop._core.history import History, decode_phases, encode_phases
+from fnloop._core.metrics import restored, sent
+from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import (
     Position,
     RunInfo,
     check_position,
     decode_left,
     decode_stop,
+    encode_left,
+    encode_stop,
     left_in_events,
 )
-from fnloop._core.serialize import Json, as_safetensor, decode, encode, from_safetensor, has_pending
-from fnloop._core.state import TrainState, unwrap
+from fnloop._core.serialize import (
+    Json,
+    as_safetensor,
+    decode,
+    encode,
+    from_safetensor,
+    has_pending,
+)
+from fnloop._core.state import TrainState, ownership_of, unwrap
+from fnloop._core.types import Metric
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
+from fnloop._step.engine import engine_of
+from fnloop._step.update import evaluation_weights
 
 # --------------------------------------------------------------------------------------------------
 # The parts of a state, and which of them a checkpoint holds.
@@ -51,7 +84,9 @@ _NAMES = (*PARTS, TRAINED)
 
 
 def read_parts(owner: str, only: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the parts that ``only`` names, all of them for None.
+    """Return the parts that ``only`` names, in one order, each once; all of them for None.
+
+    "trained" is a part of the model, and is left out next to it.
 
     Raises:
         ValueError: it is something else, or names none.
@@ -66,20 +101,8 @@ def read_parts(owner: str, only: Sequence[str] | None) -> tuple[str, ...]:
         raise ValueError(
             f"{owner} expects only= as a tuple of {', '.join(_NAMES)}; got {describe(only)}"
         )
-    return parts
-
-
-def parts_to_save(owner: str, only: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the parts that ``only`` names, in one order, each once.
-
-    "trained" is a part of the model, and is left out next to it.
-
-    Raises:
-        ValueError: it is something else, or names none.
-    """
-    given = read_parts(owner, only)
     return tuple(
-        part for part in _NAMES if part in given and not (part == TRAINED and "model" in given)
+        part for part in _NAMES if part in parts and not (part == TRAINED and "model" in parts)
     )
 
 
@@ -111,63 +134,407 @@ def check_held(path: Path, facts: Mapping[str, Json], parts: Sequence[str]) -> N
 
 
 # --------------------------------------------------------------------------------------------------
-# Load the saved model into a module, or leave the module as it was.
+# What a part is: three things that it does. The tuple of all parts is at the end of this file.
+
+
+@attrs.define(eq=False)
+class Saving:
+    """What is saved, and the files that the parts put it into.
+
+    Args:
+        state: the state, as it is outside of its run.
+        run: facts about that run; None outside of one.
+        parts: the names of the parts to save.
+        encode_history: encodes the history.
+        groups: name of a file to its tensors, by name.
+        local: name to whether this process writes it, for tensors of optimizers that not all
+            processes have.
+        history: the encoded history.
+        version: the oldest format that has all that was saved.
+    """
+
+    state: TrainState
+    run: RunInfo | None
+    parts: Sequence[str]
+    encode_history: Callable[[History], EncodedHistory]
+    groups: dict[str, dict[str, Tensor]] = attrs.field(factory=lambda: {k: {} for k in TENSORS})
+    local: Mapping[str, bool] = attrs.field(factory=dict)
+    history: EncodedHistory = attrs.field(factory=EncodedHistory)
+    version: int = FORMAT
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of parts that have no file of their own."""
+        return self.groups["slots"]
+
+    def require(self, version: int) -> None:
+        """Make the checkpoint one of at least this format."""
+        self.version = max(self.version, version)
+
+
+@attrs.frozen(eq=False)
+class Restoring:
+    """What is restored, and into what.
+
+    Args:
+        contents: what was read.
+        state: the state to load into, as it is before that.
+        parts: the names of the parts to restore.
+        strict: whether names and shapes must be the same.
+        path: the checkpoint, for messages.
+        undone: what changes something in place enters here how that is put back if there is an
+            exception.
+    """
+
+    contents: Contents
+    state: TrainState
+    parts: Sequence[str]
+    strict: bool
+    path: Path
+    undone: contextlib.ExitStack
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of parts that have no file of their own, on the device."""
+        stay, device = ("generators", POSITIONS), self.state.backend.device
+        slots = self.contents.groups["slots"]
+        return {k: v if k.startswith(stay) else v.to(device) for k, v in slots.items()}
+
+    @property
+    def facts(self) -> Mapping[str, Json]:
+        """The contents of ``state.json``."""
+        return self.contents.facts
+
+
+Load = Callable[[TrainState], TrainState]
+
+
+def _set_fields(**fields: Any) -> Load:
+    return lambda state: attrs.evolve(state, **fields)
+
+
+def _load_nothing(saved: Restoring) -> Load:
+    return _set_fields()
+
+
+class Part(NamedTuple):
+    """A part of a state in a checkpoint.
+
+    There is no separate function that checks, since decoding is the check: what it finds is what is
+    loaded.
+
+    Args:
+        name: as ``only=`` names it; several parts may share one.
+        save: adds its tensors to the files, and returns its facts, the entries of ``state.json``.
+        prepare: checks and decodes what was saved. It returns the function that loads it:
+            ``state -> state``. Most only set fields. Where one of the two functions changes
+            something in place, that can be undone (see :class:`Restoring`).
+    """
+
+    name: str
+    save: Callable[[Saving], dict[str, Json]]
+    prepare: Callable[[Restoring], Load] = _load_nothing
+
+
+# --------------------------------------------------------------------------------------------------
+# The counters; the generators and the position of the training loader at this point of the run.
+
+
+def _save_counters(saving: Saving) -> dict[str, Json]:
+    state = saving.state
+    if state.updates or state.phases:
+        saving.require(NEWER_FORMAT)
+    return {
+        **{name: getattr(state, name) for name in COUNTERS},
+        **({"updates": dict(state.updates)} if state.updates else {}),
+        **({"phases": encode_phases(state.phases)} if state.phases else {}),
+        **({"ends": state.ends} if state.ends else {}),
+        **encode_stop(state.stop),
+        **({"left": encode_left(state.left)} if state.left else {}),
+        # The key is the old name of events. Only what is left of a boundary needs them.
+        "news": sorted(state.events) if state.left else [],
+    }
+
+
+def _prepare_counters(saved: Restoring) -> Load:
+    facts = saved.facts
+    fields = check_counters(facts) | {"updates": _updates_by_name(facts, saved.state)}
+    _warn_of_exact(facts, saved.state.backend)
+    saved_on = facts.get("processes") if facts["batch"] else None
+    return _set_fields(**fields, run_id=run_of(saved.path, facts), saved_on=saved_on)
+
+
+def _warn_of_exact(facts: Mapping[str, Json], backend: Backend) -> None:
+    """Warn if a run continues with another setting of ``exact`` than it had."""
+    was = facts.get("exact", False) is True
+    if was == backend.exact or not backend.main:
+        return
+    if was:
+        log.warning(
+            "restore: this run had exact=True, and continues without: from here on, its bits "
+            "depend on the number of processes. Write TrainState.create(..., exact=True)"
+        )
+    else:
+        log.warning(
+            "restore: this run had no exact=True until here, so what it has come to depends on the "
+            "number of processes that it had"
+        )
+
+
+def _updates_by_name(facts: Mapping[str, Json], state: TrainState) -> dict[str, int]:
+    """Return the updates of each optimizer of a state; those of all, if it had another name."""
+    saved = facts.get("updates", {})
+    return {name: _check_count(name, saved.get(name, facts["step"])) for name in state.updates}
+
+
+def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise TypeError(f"{name} is {value!r:.60}")
+    return value
+
+
+def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
+    """Return the saved counters, the stop, and what was left at that boundary.
+
+    Raises:
+        TypeError: one of them cannot be a counter.
+    """
+    counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
+    for name, value in counters.items():
+        _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
+    events, left = left_in_events(facts.get("news", []))
+    return counters | {
+        "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
+        "events": events,
+        "left": decode_left(facts["left"]) if "left" in facts else left,
+        "phases": decode_phases(facts.get("phases", [])),
+        "ends": "epoch" if facts.get("ends") else None,
+    }
+
+
+def _save_generators(saving: Saving) -> dict[str, Json]:
+    """Return the generators of every process, by rank; None at the beginning of an epoch."""
+    own = saving.state.generators
+    every = gather_objects(own and own.to_parts(), COLLECTED)
+    return {"generators": encode(every if any(every) else None, saving.tensors, "generators")}
+
+
+def _prepare_generators(saved: Restoring) -> Load:
+    every = decode(saved.facts["generators"], saved.tensors) or ()
+    every = [own and HostGenerators.from_parts(own).checked() for own in every]
+    rank, processes = saved.state.backend.data_rank, saved.state.backend.data_size
+    # Of another number of processes, the main one continues its stream, and the others begin new.
+    mine = every and (rank == 0 or len(every) == processes)
+    return _set_fields(generators=every[rank] if mine else None)
+
+
+POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
+
+
+def _save_position(saving: Saving) -> dict[str, Json]:
+    """Return the position of the loader as facts; those of all processes if each has its shard.
+
+    A position that is not plain data is left out, with a warning: the run can be resumed all the
+    same, by reading the loader again.
+    """
+    own = saving.state.position
+    every = gather_objects(own, COLLECTED)
+    if None in every:
+        return {}
+    if own is not None and own["shards"] == 1:
+        every = every[:1]
+    added: dict[str, Tensor] = {}
+    try:
+        encoded = encode(every, added, POSITIONS)
+        if has_pending(decode(encoded, added)):
+            raise TypeError(f"{POSITIONS} holds an object")
+    except (TypeError, RecursionError) as error:
+        log.warning(
+            "save: the position of the training loader is left out, and a run that is resumed here "
+            "reads the epoch again up to it: what state_dict() returns must be plain data (%s)",
+            error,
+        )
+        return {}
+    saving.tensors.update(added)
+    return {POSITIONS: encoded}
+
+
+def _prepare_position(saved: Restoring) -> Load:
+    position = _decode_position(saved.facts, saved.tensors, saved.state.backend)
+    return _set_fields(position=position)
+
+
+def _decode_position(
+    facts: Mapping[str, Json], tensors: Mapping[str, Tensor], backend: Backend
+) -> Position | None:
+    """Return the position of this process's loader, or None if it is not known.
+
+    Raises:
+        TypeError: it cannot be a position.
+    """
+    every = [check_position(own) for own in decode(facts.get(POSITIONS, []), tensors)]
+    if not every or every[0]["shards"] not in (1, backend.data_size):
+        return None
+    return every[min(backend.data_rank, len(every) - 1)]
+
+
+# --------------------------------------------------------------------------------------------------
+# The time that was spent until a checkpoint was written, and the targets of its run.
+#
+# The targets are there so that an update of the run can be made again: a schedule that depends on
+# the length of the run sets the same rate then.
+
+
+def _save_seconds(saving: Saving) -> dict[str, Json]:
+    return {"seconds": ownership_of(saving.state).seconds}
+
+
+def _prepare_seconds(saved: Restoring) -> Load:
+    seconds = _check_seconds(saved.facts)
+
+    def load(state: TrainState) -> TrainState:
+        ownership_of(state).seconds = seconds
+        return state
+
+    return load
+
+
+def _check_seconds(facts: Mapping[str, Json]) -> float:
+    """Return the time spent in runs; 0 in checkpoints of older versions, which do not have it.
+
+    Raises:
+        TypeError: it cannot be a time.
+    """
+    value = facts.get("seconds", 0.0)
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise TypeError(f"seconds is {value!r:.60}")
+    return float(value)
+
+
+TARGETS = "targets"  # a key of the facts
+
+
+@attrs.frozen
+class Targets:
+    """Where a run was to end.
+
+    Args:
+        epochs: the target for ``state.epoch``, or None.
+        steps: what ``state.step`` was to be at the end, or None if that was not known.
+    """
+
+    epochs: int | None
+    steps: int | None
+
+
+def _save_targets(saving: Saving) -> dict[str, Json]:
+    run = saving.run
+    return {} if run is None else {TARGETS: {"epochs": run.epochs, "steps": run.total_steps}}
+
+
+def decode_targets(facts: Mapping[str, Json]) -> Targets | None:
+    """Return the targets of the run that wrote a checkpoint; None if it was written by none.
+
+    Checkpoints of older versions do not have them.
+    """
+    saved = facts.get(TARGETS)
+    if saved is None:
+        return None
+    targets = Targets(saved["epochs"], saved["steps"])
+    return None if targets == Targets(None, None) else targets
+
+
+# --------------------------------------------------------------------------------------------------
+# The model: saved with the weights that an evaluation uses, loaded as a whole or left as it was.
 
 BLOCK = 1 << 20  # elements that are exchanged at a time
 
 
-class PreparedModel:
-    """How to load a model that fits.
+def _save_model(saving: Saving) -> dict[str, Json]:
+    """Save the model with the weights that an evaluation uses.
 
-    Args:
-        fitting: what is loaded, by the names in the module.
-        load: loads what :attr:`fitting` has then.
+    With the optimizers, those of training get a file of their own if they may be others.
     """
+    module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
+    with evaluation_weights(saving.state) as others:
+        facts = {"model": _encode_model(module, model, saving.tensors, trained)}
+        if not others:
+            return facts
+        own = {id(t) for t in (*module.parameters(), *module.buffers())}
+        names = [  # also of what the module computes from its weights
+            name
+            for spelled, value in module.state_dict(keep_vars=True).items()
+            if (name := strip_compile_prefix(spelled)) in model
+            and (id(value) in others or id(value) not in own)
+        ]
+        model |= {name: model[name].clone() for name in names}
+    if "optimizer" not in saving.parts:
+        return facts
+    found: dict[str, Tensor] = {}
+    _encode_model(module, found, {}, trained)
+    saving.groups[TRAINING] = {name: found[name] for name in names}
+    saving.require(TRAINING_FORMAT)
+    return facts | {TRAINING: True}
 
-    def __init__(
-        self, fitting: dict[str, object], load: Callable[[Mapping[str, object]], None]
-    ) -> None:
-        self.fitting, self._load = fitting, load
 
-    def __call__(self) -> None:
-        """Load it."""
-        self._load(self.fitting)
+def _encode_model(
+    module: nn.Module, tensors: dict[str, Tensor], others: dict[str, Tensor], trained: bool
+) -> dict[str, Json]:
+    """Return the facts of the model. Tensors of its extra state are added to ``others``.
+
+    With ``trained``, only the parameters that require gradients are saved.
+    """
+    extra, pairs = {}, []
+    learning = {name for name, p in _parameters(module) if p.requires_grad}
+    if trained and not learning:
+        raise ValueError('only=("trained",) saves the parameters that require gradients; none does')
+    for spelled, value in module.state_dict().items():
+        if trained and spelled not in learning:
+            continue
+        name = strip_compile_prefix(spelled)
+        if isinstance(value, Tensor):
+            encode(value, {}, spelled)  # raises if a file cannot hold it
+            tensors[name] = as_safetensor(value)
+            pairs += [name] if value.dtype is torch.complex128 else []
+        else:  # from the module's get_extra_state
+            extra[name] = encode(value, others, f"model.{name}")
+    facts = {
+        "class": type(module).__name__,
+        "extra_state": extra,
+        **({"complex": pairs} if pairs else {}),
+    }
+    if trained:
+        return facts
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    evaluating = [name for name, m in module.named_modules() if not m.training]
+    return {
+        **facts,
+        "frozen": list(map(strip_compile_prefix, frozen)),
+        "evaluating": list(map(strip_compile_prefix, evaluating)),
+    }
 
 
-def with_training_weights(contents: Contents, parts: Sequence[str]) -> Contents:
-    """Return the contents with the weights to load: with the optimizers, those of training."""
-    if "optimizer" not in parts or not contents.facts.get(TRAINING, False):
-        return contents
-    training = contents.averages[TRAINING]
-    if unknown := training.keys() - contents.model.keys():
-        raise KeyError(f"{min(unknown)} is a weight to train with, but not one of the model")
-    return attrs.evolve(contents, model={**contents.model, **training})
-
-
-def prepare_model(
-    contents: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path
-) -> PreparedModel:
+def _prepare_model(saved: Restoring) -> Load:
     """Check that the saved model fits, and return how to load it.
 
     With the counters, it restores which parameters are frozen and which modules are in evaluation
     mode. Then the dtypes must be the same too; weights alone may be cast.
-
-    Args:
-        contents, state, parts, strict, path: as in ``restore_contents``.
     """
-    module, facts = unwrap(state), contents.facts["model"]
-    _check_sizes(module, path)
-    trained = "model" not in parts
-    flags = "counters" in parts and not trained
+    module, facts, strict = unwrap(saved.state), saved.facts["model"], saved.strict
+    _check_sizes(module, saved.path)
+    trained = TRAINED in saved.parts
+    flags = "counters" in saved.parts and not trained
     frozen, evaluating = (facts[k] if flags else [] for k in ("frozen", "evaluating"))
     spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
     mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
-    extra = {name: decode(value, contents.slots) for name, value in facts["extra_state"].items()}
-    saved = {**model_tensors(contents), **extra}
+    # Not those that are on the device: the module may expect its extra state where it made it.
+    kept = saved.contents.groups["slots"]
+    extra = {name: decode(value, kept) for name, value in facts["extra_state"].items()}
+    theirs = {**model_tensors(saved.contents, training="optimizer" in saved.parts), **extra}
     if trained:
-        saved = _trained_parts(saved, contents, module)
-    resized = {k for k, here in mine.items() if _resizes(module, spelled[k], saved.get(k), here)}
-    rest = ({k: v for k, v in tensors.items() if k not in resized} for tensors in (saved, mine))
+        theirs = _trained_parts(theirs, saved.facts, module)
+    resized = {k for k, here in mine.items() if _resizes(module, spelled[k], theirs.get(k), here)}
+    rest = ({k: v for k, v in tensors.items() if k not in resized} for tensors in (theirs, mine))
     faults = _compare_models(*rest, dtypes=flags)
     if trained:
         _warn_of_untrained(module, faults.pop("missing in the checkpoint"))
@@ -175,32 +542,35 @@ def prepare_model(
     if found and strict:
         part = TRAINED if trained else "model"
         raise CheckpointError(
-            f"{path} is of another model ({facts['class']}). {found}. Create the same model, or "
-            f"restore what matches: restore(path, state, only=('{part}',), strict=False)"
+            f"{saved.path} is of another model ({facts['class']}). {found}. Create the same model, "
+            f"or restore what matches: restore(path, state, only=('{part}',), strict=False)"
         )
     if found:
         log.warning("restore: left unchanged: %s", found)
     fitting = {
         spelled[name]: _shard_like(value, mine[name])
-        for name, value in saved.items()
+        for name, value in theirs.items()
         if name in resized or (name in mine and not _differ_in_shape(value, mine[name]))
     }
 
-    def load(fitting: Mapping[str, object]) -> None:
+    def load(state: TrainState) -> TrainState:
+        saved.undone.enter_context(weights_kept_on_error(module, fitting))
         missing = module.load_state_dict(fitting, strict=False).missing_keys
         if trained:
             missing = [name for name in missing if name in fitting]
         if strict and missing:
             raise CheckpointError(
-                f"{path}: the model took no value for {join_names(missing)}: its hooks rename keys"
+                f"{saved.path}: the model took no value for {join_names(missing)}: "
+                "its hooks rename keys"
             )
         if flags:
             for name, p in module.named_parameters():
                 p.requires_grad_(strip_compile_prefix(name) not in frozen)
             for name, submodule in module.named_modules():
                 submodule.training = strip_compile_prefix(name) not in evaluating
+        return state
 
-    return PreparedModel(fitting, load)
+    return load
 
 
 def _check_sizes(module: nn.Module, path: Path) -> None:
@@ -235,13 +605,13 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
 
 
 def _trained_parts(
-    saved: Mapping[str, object], contents: Contents, module: nn.Module
+    saved: Mapping[str, object], facts: Mapping[str, Json], module: nn.Module
 ) -> dict[str, object]:
     """Return what a checkpoint holds of the parameters that required gradients."""
-    if "model" not in held_parts(contents.facts):
+    if "model" not in held_parts(facts):
         return dict(saved)
     names = {strip_compile_prefix(name) for name, _ in _parameters(module)}
-    names -= {*contents.facts["model"]["frozen"]}
+    names -= {*facts["model"]["frozen"]}
     return {name: value for name, value in saved.items() if name in names}
 
 
@@ -281,12 +651,22 @@ def _differ_in_shape(a: object, b: object) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape
 
 
-def model_tensors(contents: Contents) -> dict[str, Tensor]:
-    """Return the saved tensors of the model, those of complex128 as such."""
-    pairs = contents.facts.get("model", {}).get("complex", ())
+def model_tensors(contents: Contents, training: bool = False) -> dict[str, Tensor]:
+    """Return the saved tensors of the model, those of complex128 as such.
+
+    Args:
+        contents: what was read.
+        training: whether to return the weights to train with, where these are others.
+    """
+    tensors, pairs = contents.groups["model"], contents.facts.get("model", {}).get("complex", ())
+    if training and contents.facts.get(TRAINING, False):
+        others = contents.groups[TRAINING]
+        if unknown := others.keys() - tensors.keys():
+            raise KeyError(f"{min(unknown)} is a weight to train with, but not one of the model")
+        tensors = {**tensors, **others}
     return {
         name: from_safetensor(tensor) if name in pairs else tensor
-        for name, tensor in contents.model.items()
+        for name, tensor in tensors.items()
     }
 
 
@@ -310,6 +690,7 @@ def weights_kept_on_error(module: nn.Module, values: dict[str, object]) -> Itera
         module: the module.
         values: name to new value; changed in place.
     """
+    # By the place in memory, because state_dict returns other tensors, of the same memory.
     own = {_place_of(t) for t in (*module.parameters(), *module.buffers())}
     exchanged: list[tuple[Tensor, Tensor]] = []
     before: dict[str, Tensor] = {}
@@ -367,13 +748,84 @@ def _blocks_of(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Averages of weights in a checkpoint: each has a file that loads into the plain module.
+# The optimizers (see the module ``optimizer``).
 
 
-def without_averages(slots: Mapping[str, object]) -> Mapping[str, object]:
-    """Return slots with None in the place of each average, which is saved in a file of its own."""
-    averages = _averages_in(slots)
-    return {**slots, **dict.fromkeys(averages)} if averages else slots
+def _save_optimizers(saving: Saving) -> dict[str, Json]:
+    facts, saving.local = merge_processes(saving.state, saving.groups["optimizer"])
+    return {"optimizer": facts}
+
+
+def _prepare_optimizers(saved: Restoring) -> Load:
+    contents, module = saved.contents, unwrap(saved.state)
+    shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
+    facts, processes = saved.facts["optimizer"], saved.facts.get("processes")
+    optimizers = SavedOptimizer(facts, contents.groups["optimizer"], shapes, saved.path, processes)
+    # Before the check, which makes groups as they were.
+    saved.undone.enter_context(optimizers_kept_on_error(saved.state))
+    loads = prepare_loads(saved.state, optimizers, saved.strict)
+
+    def load(state: TrainState) -> TrainState:
+        if not {"model", TRAINED} & {*saved.parts}:  # an optimizer may change them as it loads
+            saved.undone.enter_context(weights_kept_on_error(module, {}))
+        for load_one in loads:
+            load_one()
+        ownership_of(state).copies = copies_in(state, saved.facts)
+        return state
+
+    return load
+
+
+# --------------------------------------------------------------------------------------------------
+# The slots of middleware, and what the user keeps in `extra`.
+
+
+def _save_slots(saving: Saving) -> dict[str, Json]:
+    slots = saving.state.slots
+    if averages := _averages_in(slots):  # each is saved in a file of its own
+        slots = {**slots, **dict.fromkeys(averages)}
+    return {"slots": _encode_mapping("slots", slots, saving.tensors)}
+
+
+def _prepare_slots(saved: Restoring) -> Load:
+    return _set_fields(slots=_decode_mapping("slots", saved))
+
+
+def _save_extra(saving: Saving) -> dict[str, Json]:
+    encoded = _encode_mapping("extra", saving.state.extra, saving.tensors)
+    if '"$saved"' in json.dumps(encoded):
+        raise TypeError(
+            "extra holds an object, which could not be reconstructed: "
+            "keep plain data, tensors and arrays there"
+        )
+    return {"extra": encoded}
+
+
+def _prepare_extra(saved: Restoring) -> Load:
+    return _set_fields(extra=_decode_mapping("extra", saved))
+
+
+def _encode_mapping(part: str, value: object, tensors: dict[str, Tensor]) -> Json:
+    """Return a mapping of the state as JSON, and add its tensors to ``tensors``."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{part} must be a mapping; it is {describe(value)}")
+    try:
+        return encode(dict(value), tensors, part)
+    except RecursionError:
+        raise TypeError(
+            f"{part} holds something that contains itself, or is nested too deeply"
+        ) from None
+
+
+def _decode_mapping(part: str, saved: Restoring) -> dict[str, Any]:
+    value = decode(saved.facts[part], saved.tensors)
+    if not isinstance(value, dict):
+        raise TypeError(f"{part} is a {type(value).__name__}")
+    return value
+
+
+# --------------------------------------------------------------------------------------------------
+# Averages of weights: each has a file that loads into the plain module.
 
 
 def _averages_in(slots: Mapping[str, object]) -> dict[str, Average]:
@@ -383,22 +835,17 @@ def _averages_in(slots: Mapping[str, object]) -> dict[str, Average]:
     return {name: v for name, v in slots.items() if isinstance(v, Average)}
 
 
-def encode_averages(
-    state: TrainState, group: Callable[[str], dict[str, Tensor]]
+def _save_averages(saving: Saving) -> dict[str, Json]:
+    module, groups, facts = unwrap(saving.state), saving.groups, {}
+    for name, average in _averages_in(saving.state.slots).items():
+        facts[name] = _encode_average(average, module, groups.setdefault(name, {}))
+        saving.require(NEWER_FORMAT)
+    return {"averages": facts} if facts else {}
+
+
+def _encode_average(
+    average: Average, module: nn.Module, tensors: dict[str, Tensor]
 ) -> dict[str, Json]:
-    """Return the facts of all averages of a state, by name.
-
-    Args:
-        state: the state.
-        group: returns the group of tensors of an average, by its name; they are added to it.
-    """
-    return {
-        name: _encode(average, unwrap(state), group(name))
-        for name, average in _averages_in(state.slots).items()
-    }
-
-
-def _encode(average: Average, module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Json]:
     names = {id(tensor): name for name, tensor in named_tensors(module)}
     places: dict[str, str] = {}  # of a tied tensor every name is in the file, and one is here
     for spelled, value in module.state_dict(keep_vars=True).items():
@@ -415,31 +862,29 @@ def _encode(average: Average, module: nn.Module, tensors: dict[str, Tensor]) -> 
     return {"count": average.count, "tensors": kept, "complex": pairs}
 
 
-def with_averages(
-    slots: Mapping[str, object], contents: Contents, state: TrainState
-) -> dict[str, object]:
-    """Return slots with the averages of weights that fit the model, in their places."""
-    saved, found = contents.facts.get("averages", {}), _decode(contents, state)
-    return {k: found.get(k, v) for k, v in slots.items() if k not in saved or k in found}
-
-
-def _decode(contents: Contents, state: TrainState) -> dict[str, Average]:
-    """Return the averages of a checkpoint that fit the model of a state; the log names others."""
-    here = dict(named_tensors(unwrap(state)))
-    found = {}
-    for slot, facts in contents.facts.get("averages", {}).items():
-        saved = contents.averages[slot]
+def _prepare_averages(saved: Restoring) -> Load:
+    """Return how to put averages in their slots. The log names those that do not fit the model."""
+    here, found = dict(named_tensors(unwrap(saved.state))), {}
+    for slot, facts in saved.facts.get("averages", {}).items():
+        group = saved.contents.groups[slot]
         count, places, pairs = facts["count"], facts["tensors"], facts["complex"]
         tensors = {
-            name: from_safetensor(saved[key]) if name in pairs else saved[key]
+            name: from_safetensor(group[key]) if name in pairs else group[key]
             for name, key in places.items()
         }
         if any(name not in here or here[name].shape != t.shape for name, t in tensors.items()):
             log.warning("restore: the average %r is of another model, and begins again", slot)
-            continue
-        placed = {name: _place(t, here[name]) for name, t in tensors.items()}
-        found[slot] = Average(placed, count)
-    return found
+            found[slot] = None
+        else:
+            placed = {name: _place(t, here[name]) for name, t in tensors.items()}
+            found[slot] = Average(placed, count)
+
+    def load(state: TrainState) -> TrainState:
+        slots = {name: found.get(name, value) for name, value in state.slots.items()}
+        left_out = {name for name, average in found.items() if average is None}
+        return attrs.evolve(state, slots={k: v for k, v in slots.items() if k not in left_out})
+
+    return load
 
 
 def _place(tensor: Tensor, like: Tensor) -> Tensor:
@@ -447,132 +892,101 @@ def _place(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# The counters of a checkpoint, and the time that was spent until it was written.
+# The running metrics, and the history.
 
 
-def updates_by_name(facts: Mapping[str, Json], state: TrainState) -> dict[str, int]:
-    """Return the updates of each optimizer of a state; those of all, if it had another name."""
-    saved = facts.get("updates", {})
-    return {name: _check_count(name, saved.get(name, facts["step"])) for name in state.updates}
-
-
-def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise TypeError(f"{name} is {value!r:.60}")
-    return value
-
-
-def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
-    """Return the saved counters, the stop, and what was left at that boundary.
-
-    Raises:
-        TypeError: one of them cannot be a counter.
-    """
-    counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
-    for name, value in counters.items():
-        _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
-    events, left = left_in_events(facts.get("news", []))
-    return counters | {
-        "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
-        "events": events,
-        "left": decode_left(facts["left"]) if "left" in facts else left,
-        "phases": decode_phases(facts.get("phases", [])),
-        "ends": "epoch" if facts.get("ends") else None,
+def _save_metrics(saving: Saving) -> dict[str, Json]:
+    """Save the metrics over all processes, and those of each process ("shares")."""
+    state = saving.state
+    merged = {**state.metrics}
+    if not state.backend.exact:  # then every process has those of all
+        merged |= engine_of(state).reduce_report(state.metrics)
+    every = _metrics_by_rank(state)
+    names = {name for own, _ in every for name in own}
+    return {
+        "metrics": encode(merged, saving.tensors, "metrics"),
+        "shares": [
+            encode(share, saving.tensors, f"shares.{rank}") for rank, (_, share) in enumerate(every)
+        ],
+        **({"own": sorted(names)} if every else {}),
     }
 
 
-def check_seconds(facts: Mapping[str, Json]) -> float:
-    """Return the time spent in runs; 0 in checkpoints of older versions, which do not have it.
+def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Metric]]]:
+    """Return the metrics of each process, so that as many processes resume bit for bit.
 
-    Raises:
-        TypeError: it cannot be a time.
+    Each comes with the names of those that are of the process's own share of the data. The only
+    process of a run has nothing but the merged metrics, which are saved anyway.
     """
-    value = facts.get("seconds", 0.0)
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise TypeError(f"seconds is {value!r:.60}")
-    return float(value)
+    metrics: Mapping[str, Any] = state.metrics
+    own = sent(metrics)
+    if state.backend.exact:
+        return []
+    every = gather_objects((engine_of(state).own_names(metrics), own), COLLECTED)
+    return every if len(every) > 1 else []
+
+
+def _prepare_metrics(saved: Restoring) -> Load:
+    facts, backend = saved.facts, saved.state.backend
+    merged = _decode_metrics(_decode_mapping("metrics", saved), backend.device)
+    shares = [
+        _decode_metrics(decode(own, saved.tensors), backend.device)
+        for own in facts.get("shares", ())
+    ]
+    rank, metrics = backend.data_rank, merged  # with exact=True, every process has those of all
+    if not backend.exact and len(shares) == backend.data_size:
+        metrics = shares[rank]
+    elif not backend.exact and rank != 0:  # of another number of processes, one continues with all
+        metrics = {}
+
+    def load(state: TrainState) -> TrainState:
+        ownership_of(state).own_metrics.update(map(str, facts.get("own", ())))
+        return attrs.evolve(state, metrics=metrics)
+
+    return load
+
+
+def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:
+    return {name: restored(value, device) for name, value in metrics.items()}
+
+
+def _save_history(saving: Saving) -> dict[str, Json]:
+    saving.history = saving.encode_history(saving.state.history)
+    return {}  # it is written record by record
+
+
+def encode_whole_history(history: History) -> EncodedHistory:
+    """Return a history as it is in a checkpoint that has no files next to it."""
+    return EncodedHistory(rest=tuple(map(encode_record, history)))
+
+
+def _prepare_history(saved: Restoring) -> Load:
+    history = decode_history(saved.facts["history"], saved.path)
+    phases = decode_phases(saved.facts.get("phases", []))
+    begun = max((phase.records for phase in phases), default=0)
+    if begun > len(history):
+        raise ValueError(f"a phase began with record {begun}, of {len(history)}")
+    return _set_fields(history=history)
 
 
 # --------------------------------------------------------------------------------------------------
-# The position of the training loader in a checkpoint that is written in mid-epoch.
-
-POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
-
-
-def encode_positions(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    """Return the position of the loader as facts; those of all processes if each has its shard.
-
-    A position that is not plain data is left out, with a warning: the run can be resumed all the
-    same, by reading the loader again.
-    """
-    every = gather_objects(state.position, COLLECTED)
-    if None in every:
-        return {}
-    if state.position is not None and state.position["shards"] == 1:
-        every = every[:1]
-    added: dict[str, Tensor] = {}
-    try:
-        encoded = encode(every, added, POSITIONS)
-        if has_pending(decode(encoded, added)):
-            raise TypeError(f"{POSITIONS} holds an object")
-    except (TypeError, RecursionError) as error:
-        log.warning(
-            "save: the position of the training loader is left out, and a run that is resumed here "
-            "reads the epoch again up to it: what state_dict() returns must be plain data (%s)",
-            error,
-        )
-        return {}
-    tensors.update(added)
-    return {POSITIONS: encoded}
-
-
-def decode_position(
-    facts: Mapping[str, Json], tensors: Mapping[str, Tensor], backend: Backend
-) -> Position | None:
-    """Return the position of this process's loader, or None if it is not known.
-
-    Raises:
-        TypeError: it cannot be a position.
-    """
-    every = [check_position(own) for own in decode(facts.get(POSITIONS, []), tensors)]
-    if not every or every[0]["shards"] not in (1, backend.data_size):
-        return None
-    return every[min(backend.data_rank, len(every) - 1)]
-
-
-# --------------------------------------------------------------------------------------------------
-# The targets of a run in a checkpoint, so that an update of it can be made again.
+# All parts, in the order of `state.json`.
 #
-# A schedule that depends on the length of the run sets the same rate then.
+# They are loaded in this order too. What is before the model only sets fields of a new state, and
+# nothing after the optimizers can fail: so only those may change what states share (`Ownership`).
 
-TARGETS = "targets"  # a key of the facts
-
-
-@attrs.frozen
-class Targets:
-    """Where a run was to end.
-
-    Args:
-        epochs: the target for ``state.epoch``, or None.
-        steps: what ``state.step`` was to be at the end, or None if that was not known.
-    """
-
-    epochs: int | None
-    steps: int | None
-
-
-def encode_targets(run: RunInfo) -> dict[str, Json]:
-    """Return the targets of a run as JSON."""
-    return {"epochs": run.epochs, "steps": run.total_steps}
-
-
-def decode_targets(facts: Mapping[str, Json]) -> Targets | None:
-    """Return the targets of the run that wrote a checkpoint; None if it was written by none.
-
-    Checkpoints of older versions do not have them.
-    """
-    saved = facts.get(TARGETS)
-    if saved is None:
-        return None
-    targets = Targets(saved["epochs"], saved["steps"])
-    return None if targets == Targets(None, None) else targets
+EVERY_PART = (
+    Part("counters", _save_counters, _prepare_counters),
+    Part("counters", _save_generators, _prepare_generators),
+    Part("counters", _save_position, _prepare_position),
+    Part("counters", _save_targets),  # not loaded: see `decode_targets`
+    Part("model", _save_model, _prepare_model),
+    Part(TRAINED, _save_model, _prepare_model),
+    Part("optimizer", _save_optimizers, _prepare_optimizers),
+    Part("counters", _save_seconds, _prepare_seconds),
+    Part("slots", _save_slots, _prepare_slots),
+    Part("slots", _save_averages, _prepare_averages),
+    Part("metrics", _save_metrics, _prepare_metrics),
+    Part("extra", _save_extra, _prepare_extra),
+    Part("history", _save_history, _prepare_history),
+)

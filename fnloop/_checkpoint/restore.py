@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import attrs
-import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import on_every_process, on_main_process
@@ -18,20 +18,17 @@ from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import (
-    decode_history,
     locate,
-    manifest_or_none,
     read_json,
     read_manifest,
     read_state_file,
+    run_of,
     verify,
 )
 from fnloop._checkpoint.format import (
     INDEX,
-    MANIFEST,
     PARTS,
     TENSORS,
-    TRAINED,
     TRAINING,
     CheckpointError,
     Contents,
@@ -40,57 +37,35 @@ from fnloop._checkpoint.format import (
     Slices,
     decode_index,
     is_share,
-    own_generators,
-    own_metrics,
-    warn_of_exact,
 )
-from fnloop._checkpoint.optimizer import (
-    SavedOptimizer,
-    copies_in,
-    groups_kept_on_error,
-    load_all,
-    prepare_loads,
-    templates_of_optimizers,
-)
+from fnloop._checkpoint.optimizer import templates_of_optimizers
 from fnloop._checkpoint.parts import (
-    POSITIONS,
-    check_counters,
+    EVERY_PART,
+    Restoring,
     check_held,
-    check_seconds,
-    decode_position,
     explain_partial,
     held_parts,
     is_partial,
-    model_tensors,
-    prepare_model,
     read_parts,
-    updates_by_name,
-    weights_kept_on_error,
-    with_averages,
-    with_training_weights,
 )
 from fnloop._checkpoint.retention import (
     by_phase,
     candidates,
     check_all_empty,
     check_visible,
-    may_be_checkpoint,
+    is_one_checkpoint,
     rank,
     read_claim,
-    run_of,
+    with_manifests,
 )
 from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
-from fnloop._core.history import SINCE, better, decode_phases
-from fnloop._core.metrics import restored as restored_metric
-from fnloop._core.optimizers import optimizers_in
-from fnloop._core.rng import HostGenerators
-from fnloop._core.serialize import Json, decode
+from fnloop._core.history import SINCE, better
+from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
     clear_parameter_cache,
-    ownership_of,
     take_ownership,
     unwrap,
 )
@@ -172,27 +147,12 @@ def restore_contents(
         CheckpointError: the contents are not valid, or do not match the state.
     """
     try:
-        with groups_kept_on_error(optimizers_in(state.optimizer).values()):
-            check_held(path, contents.facts, parts)
-            fields = _decode_fields(contents, state, parts, path)
-            own = [str(name) for name in contents.facts.get("own", ())]
-            seconds = check_seconds(contents.facts)
-            load_model, prepared = None, []
-            if "model" in parts or TRAINED in parts:
-                weights = with_training_weights(contents, parts)
-                load_model = prepare_model(weights, state, parts, strict, path)
-            if "optimizer" in parts:
-                shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
-                facts = contents.facts["optimizer"]
-                processes = contents.facts.get("processes")
-                saved = SavedOptimizer(facts, contents.optimizer, shapes, path, processes)
-                prepared = prepare_loads(state, saved, strict)
-            if load_model is not None or prepared:
-                fitting = {} if load_model is None else load_model.fitting
-                with weights_kept_on_error(unwrap(state), fitting):
-                    if load_model is not None:
-                        load_model()
-                    load_all(prepared)
+        check_held(path, contents.facts, parts)
+        with contextlib.ExitStack() as undone:
+            saved = Restoring(contents, state, parts, strict, path, undone)
+            loads = [part.prepare(saved) for part in EVERY_PART if part.name in parts]
+            for load in loads:
+                state = load(state)
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # the files may contain anything
@@ -201,84 +161,11 @@ def restore_contents(
         raise CheckpointError(
             f"{path} cannot be restored: {type(error).__name__}: {error}"
         ) from error
-    restored = take_ownership(attrs.evolve(state, **fields))
+    restored = take_ownership(state)
     clear_parameter_cache(restored)
-    if parts == PARTS:
+    if parts == PARTS:  # then a phase that continues can have its layout back
         remember_restored(restored)
-    if "metrics" in parts:
-        ownership_of(restored).own_metrics.update(own)
-    if "counters" in parts:
-        ownership_of(restored).seconds = seconds
-    if "optimizer" in parts:
-        ownership_of(restored).copies = copies_in(restored, contents.facts)
     return restored
-
-
-# --- fields of the state
-
-
-def _decode_fields(
-    contents: Contents, state: TrainState, parts: Sequence[str], path: Path
-) -> dict[str, object]:
-    """Return the fields of the state that were saved.
-
-    All that the checkpoint holds are decoded, also those not asked for.
-    """
-    facts, device, backend = contents.facts, state.backend.device, state.backend
-    held = held_parts(facts)
-    slots = {
-        k: v if k.startswith(("generators", POSITIONS)) else v.to(device)
-        for k, v in contents.slots.items()
-    }
-    mappings = {
-        name: _decode_mapping(name, facts, slots)
-        for name in ("slots", "metrics", "extra")
-        if name in held
-    }
-    if "slots" in held:
-        mappings["slots"] = with_averages(mappings["slots"], contents, state)
-    shares = [_decode_metrics(decode(own, slots), device) for own in facts.get("shares", ())]
-    history = decode_history(facts["history"], path)
-    counters, generators, position = {}, [], None
-    if "counters" in held:
-        counters = check_counters(facts)
-        generators = _decode_generators(decode(facts["generators"], slots) or ())
-        position = decode_position(facts, slots, backend)
-        begun = max((phase.records for phase in decode_phases(facts.get("phases", []))), default=0)
-        if "history" in parts and begun > len(history):
-            raise ValueError(f"a phase began with record {begun}, of {len(history)}")
-
-    fields: dict[str, object] = {}
-    fields |= {name: mappings[name] for name in ("slots", "extra") if name in parts}
-    if "metrics" in parts:
-        merged = _decode_metrics(mappings["metrics"], device)
-        fields["metrics"] = own_metrics(merged, shares, backend)
-    if "history" in parts:
-        fields["history"] = history
-    if "counters" in parts:
-        warn_of_exact(facts, backend)
-        fields |= counters | {"updates": updates_by_name(facts, state)}
-        fields |= {"run_id": run_of(path, facts), "generators": own_generators(generators, backend)}
-        fields["position"] = position
-        fields["saved_on"] = facts.get("processes") if facts["batch"] else None
-    return fields
-
-
-def _decode_mapping(
-    part: str, facts: Mapping[str, Json], tensors: Mapping[str, Tensor]
-) -> dict[str, object]:
-    value = decode(facts[part], tensors)
-    if not isinstance(value, dict):
-        raise TypeError(f"{part} is a {type(value).__name__}")
-    return value
-
-
-def _decode_generators(every: Sequence[Json]) -> list[HostGenerators | None]:
-    return [own and HostGenerators.from_parts(own).checked() for own in every]
-
-
-def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:
-    return {name: restored_metric(value, device) for name, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -339,8 +226,7 @@ def _read(
             tensors[group] = reader.read_whole(group, file)
     if missing := {*TENSORS} - tensors.keys():
         raise CheckpointError(f"{path} is damaged: it has no tensors of the {min(missing)}")
-    own = {name: tensors.pop(name) for name in TENSORS}
-    return Contents(own["model"], own["optimizer"], own["slots"], facts, (), tensors)
+    return Contents(tensors, facts)
 
 
 class _Reader:
@@ -483,11 +369,7 @@ def best(
         better(0.0, 0.0, mode)  # checks it
     if since is not None:
         choice("best", "since", since, SINCE, ", or None for the hook's")
-    found = [
-        (path, manifest)
-        for path in reversed(candidates(where, links=True))
-        if (manifest := manifest_or_none(path)) is not None
-    ]
+    found = with_manifests(where, links=True)
     if not found:
         return None
     run = run_of(*found[-1])
@@ -551,7 +433,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
 def _look_into(folder: Path) -> tuple[bool, list[Path], str | None]:
     """Return whether a folder is one checkpoint; its checkpoints; and the run that claims it."""
-    if _is_one_checkpoint(folder):
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+    if is_one_checkpoint(folder):
         return True, [], None
     paths = candidates(folder, links=True)
     return False, paths, None if paths else read_claim(folder)
@@ -604,14 +488,6 @@ def _explain_not_resumable(path: Path) -> str:
         f"a run cannot be resumed: {explain_partial(path, held)}. To resume runs, save whole "
         "checkpoints, in a folder of their own: checkpoint(folder) without only="
     )
-
-
-def _is_one_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
-    where = locate(folder)
-    return may_be_checkpoint(where) or (where / MANIFEST).exists()
 
 
 def _skip_damaged(

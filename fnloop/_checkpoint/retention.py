@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import socket
@@ -29,6 +28,7 @@ from fnloop._checkpoint.files import (
     remove_leftovers,
     remove_other_blocks,
     replace_file,
+    run_of,
     serial_or_none,
     verify,
 )
@@ -71,6 +71,12 @@ def candidates(folder: Path, links: bool = False) -> list[Path]:
     found = [*complete, *(backup_path(path) for path in replaced if not path.exists())]
     keyed = [(key, path) for path in found if (key := _sort_key(path)) is not None]
     return [path for _, path in sorted(keyed, reverse=True)]
+
+
+def with_manifests(folder: Path, links: bool = False) -> list[tuple[Path, dict[str, Json]]]:
+    """Return the undamaged checkpoints in a folder with their manifests, the oldest first."""
+    found = ((path, manifest_or_none(path)) for path in reversed(candidates(folder, links)))
+    return [(path, manifest) for path, manifest in found if manifest is not None]
 
 
 def may_be_checkpoint(path: Path) -> bool:
@@ -161,10 +167,8 @@ def prune(
     written = written.resolve()
     valid = [
         (path, manifest)
-        for path in reversed(candidates(written.parent))
-        if (manifest := manifest_or_none(path)) is not None
-        and re.fullmatch(CHECKPOINT_NAME, path.name)
-        and run_of(path, manifest) == run
+        for path, manifest in with_manifests(written.parent)
+        if re.fullmatch(CHECKPOINT_NAME, path.name) and run_of(path, manifest) == run
     ]
     replaced = [path for path, manifest in valid if _is_renamed(path, manifest, written)]
     valid = [(path, manifest) for path, manifest in valid if path not in replaced]
@@ -204,17 +208,6 @@ def _prune_blocks(written: Path) -> None:
 
 
 # --- the run that a folder belongs to
-
-
-def run_of(path: Path, manifest: Mapping[str, Json]) -> str:
-    """Return the run that a checkpoint belongs to.
-
-    Checkpoints of older versions do not name it. Those in one folder are taken to be of one run.
-    """
-    found = manifest.get("run")
-    if isinstance(found, str) and found:
-        return found
-    return hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:16]
 
 
 def runs_in(folder: Path) -> dict[str | None, Path]:

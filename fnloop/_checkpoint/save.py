@@ -7,55 +7,33 @@ slot of a middleware when its ``init`` has created one, a metric when the next b
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import gather_objects
-from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.files import EncodedHistory, encode_record, write_by_all
+from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
     COLLECTED,
-    COUNTERS,
-    FORMAT,
     NEWER_FORMAT,
     PARTS,
-    TRAINED,
-    TRAINING,
-    TRAINING_FORMAT,
     CheckpointError,
     Contents,
     keep_own_share,
 )
-from fnloop._checkpoint.optimizer import merge_processes
-from fnloop._checkpoint.parts import (
-    encode_averages,
-    encode_positions,
-    encode_targets,
-    parts_to_save,
-    without_averages,
-)
+from fnloop._checkpoint.parts import EVERY_PART, Saving, encode_whole_history, read_parts
 from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.history import History, encode_phases, metrics_here
-from fnloop._core.metrics import sent
+from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.runs import encode_left, encode_stop
-from fnloop._core.serialize import Json, as_safetensor, encode
-from fnloop._core.state import TrainState, check_not_stale, detached_from_run, ownership_of, unwrap
-from fnloop._core.types import Metric
-from fnloop._display.checks import describe, folder_path
+from fnloop._core.serialize import Json
+from fnloop._core.state import TrainState, check_not_stale, detached_from_run
+from fnloop._display.checks import folder_path
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
-from fnloop._step.update import evaluation_weights
 from fnloop._version import __version__
 
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -118,7 +96,7 @@ def save(
     """
     check_not_stale(state, "save")
     target = folder_path("save", "path", path)
-    parts = parts_to_save("save", only)
+    parts = read_parts("save", only)
     if "optimizer" in parts:
         _warn_unless_resumable(state)
     contents = collect_contents(state, parts=parts)
@@ -158,53 +136,28 @@ def collect_contents(
     """
     check_not_stale(state)
     engine_of(state).check_alike(state, COLLECTED)
-    run, state = state.run, detached_from_run(state)
-    model: dict[str, Tensor] = {}
-    training: dict[str, Tensor] = {}
-    optimizer: dict[str, Tensor] = {}
-    slots: dict[str, Tensor] = {}
-    local: Mapping[str, bool] = {}
-    averages: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    encode_history = encode_history or encode_whole_history
+    saving = Saving(detached_from_run(state), state.run, parts, encode_history)
     try:
-        facts = _encode_identity(state, parts)
-        if "counters" in parts:
-            facts |= _encode_counters(state, slots) | encode_positions(state, slots)
-            facts |= {} if run is None else {"targets": encode_targets(run)}
-            facts["seconds"] = ownership_of(state).seconds
-        if "model" in parts or TRAINED in parts:
-            facts |= _encode_weights(state, parts, model, training, slots)
-        if "optimizer" in parts:
-            facts["optimizer"], local = merge_processes(state, optimizer)
-        if "slots" in parts:
-            facts["slots"] = _encode_mapping("slots", without_averages(state.slots), slots)
-            if averaged := encode_averages(state, averages.__getitem__):
-                version = max(NEWER_FORMAT, facts["format_version"])
-                facts |= {"averages": averaged, "format_version": version}
-        if "metrics" in parts:
-            facts |= _encode_metrics(state, slots)
-        if "extra" in parts:
-            extra = _encode_mapping("extra", state.extra, slots)
-            facts["extra"] = _require_plain(extra, "extra")
-        if "history" not in parts:
-            history = EncodedHistory()
-        elif encode_history is None:
-            history = EncodedHistory(rest=tuple(map(encode_record, state.history)))
-        else:
-            history = encode_history(state.history)
-        facts["blocks"] = list(history.blocks)
-        groups = {**averages, **({TRAINING: training} if training else {})}
-        contents = Contents(model, optimizer, slots, facts, history.rest, groups)
-        return keep_own_share(contents, state.backend, local)
+        facts = _encode_identity(saving)
+        for part in EVERY_PART:
+            if part.name in parts:
+                facts |= part.save(saving)
+        facts |= {"format_version": saving.version, "blocks": list(saving.history.blocks)}
+        contents = Contents(saving.groups, facts, saving.history.rest)
+        return keep_own_share(contents, state.backend, saving.local)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
 
 
-def _encode_identity(state: TrainState, parts: Sequence[str]) -> dict[str, Json]:
+def _encode_identity(saving: Saving) -> dict[str, Json]:
     """Return what every checkpoint says about itself."""
-    partial = {*parts} != {*PARTS}
+    state, partial = saving.state, {*saving.parts} != {*PARTS}
+    if partial:
+        saving.require(NEWER_FORMAT)
     return {
-        "format_version": NEWER_FORMAT if partial or state.updates or state.phases else FORMAT,
-        **({"parts": list(parts)} if partial else {}),
+        "format_version": saving.version,
+        **({"parts": list(saving.parts)} if partial else {}),
         "versions": _versions(),
         "run": state.run_id,
         "position": position_of(state),
@@ -213,21 +166,6 @@ def _encode_identity(state: TrainState, parts: Sequence[str]) -> dict[str, Json]
         "measured": _measured(state),
         **({"phase": state.phases[-1].name} if state.phases else {}),
         **({"exact": True} if state.backend.exact else {}),
-    }
-
-
-def _encode_counters(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    """Return the position of the run, with the generators at this position."""
-    return {
-        **{name: getattr(state, name) for name in COUNTERS},
-        **({"updates": dict(state.updates)} if state.updates else {}),
-        **({"phases": encode_phases(state.phases)} if state.phases else {}),
-        **({"ends": state.ends} if state.ends else {}),
-        **encode_stop(state.stop),
-        **({"left": encode_left(state.left)} if state.left else {}),
-        # The key is the old name of events. Only what is left of a boundary needs them.
-        "news": sorted(state.events) if state.left else [],
-        "generators": encode(_generators_by_rank(state), tensors, "generators"),
     }
 
 
@@ -243,130 +181,3 @@ def position_of(state: TrainState) -> list[int]:
 def _measured(state: TrainState) -> dict[str, str]:
     """Return the metrics that were recorded at this boundary. They rank checkpoints."""
     return {name: repr(value) for name, value in metrics_here(state).items()}
-
-
-def _encode_weights(
-    state: TrainState,
-    parts: Sequence[str],
-    model: dict[str, Tensor],
-    training: dict[str, Tensor],
-    others: dict[str, Tensor],
-) -> dict[str, Json]:
-    """Return the facts of the model, with the weights that an evaluation uses.
-
-    With the optimizers, those of training are added to ``training`` if they may be others.
-    """
-    module, trained = unwrap(state), TRAINED in parts
-    with evaluation_weights(state) as others_there:
-        facts: dict[str, Json] = {"model": _encode_model(state, model, others, trained)}
-        if not others_there:
-            return facts
-        own = {id(t) for t in (*module.parameters(), *module.buffers())}
-        names = [  # also of what the module computes from its weights
-            name
-            for spelled, value in module.state_dict(keep_vars=True).items()
-            if (name := strip_compile_prefix(spelled)) in model
-            and (id(value) in others_there or id(value) not in own)
-        ]
-        model |= {name: model[name].clone() for name in names}
-    if "optimizer" not in parts:
-        return facts
-    found: dict[str, Tensor] = {}
-    _encode_model(state, found, {}, trained)
-    training |= {name: found[name] for name in names}
-    return facts | {TRAINING: True, "format_version": TRAINING_FORMAT}
-
-
-def _encode_model(
-    state: TrainState, tensors: dict[str, Tensor], others: dict[str, Tensor], trained: bool
-) -> dict[str, Json]:
-    """Return the facts of the model. Tensors of its extra state are added to ``others``.
-
-    With ``trained``, only the parameters that require gradients are saved.
-    """
-    module, extra, pairs = unwrap(state), {}, []
-    learning = {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    if trained and not learning:
-        raise ValueError('only=("trained",) saves the parameters that require gradients; none does')
-    for spelled, value in module.state_dict().items():
-        if trained and spelled not in learning:
-            continue
-        name = strip_compile_prefix(spelled)
-        if isinstance(value, Tensor):
-            encode(value, {}, spelled)  # raises if a file cannot hold it
-            tensors[name] = as_safetensor(value)
-            pairs += [name] if value.dtype is torch.complex128 else []
-        else:  # from the module's get_extra_state
-            extra[name] = encode(value, others, f"model.{name}")
-    facts = {
-        "class": type(module).__name__,
-        "extra_state": extra,
-        **({"complex": pairs} if pairs else {}),
-    }
-    if trained:
-        return facts
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    evaluating = [name for name, m in module.named_modules() if not m.training]
-    return {
-        **facts,
-        "frozen": list(map(strip_compile_prefix, frozen)),
-        "evaluating": list(map(strip_compile_prefix, evaluating)),
-    }
-
-
-def _encode_mapping(part: str, value: object, tensors: dict[str, Tensor]) -> Json:
-    """Return a mapping of the state as JSON, and add its tensors to ``tensors``."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{part} must be a mapping; it is {describe(value)}")
-    try:
-        return encode(dict(value), tensors, part)
-    except RecursionError:
-        raise TypeError(
-            f"{part} holds something that contains itself, or is nested too deeply"
-        ) from None
-
-
-def _encode_metrics(state: TrainState, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    """Return the metrics over all processes, and those of each process ("shares")."""
-    merged = {**state.metrics}
-    if not state.backend.exact:  # then every process has those of all
-        merged |= engine_of(state).reduce_report(state.metrics)
-    every = _metrics_by_rank(state)
-    names = {name for own, _ in every for name in own}
-    return {
-        "metrics": encode(merged, tensors, "metrics"),
-        "shares": [
-            encode(share, tensors, f"shares.{rank}") for rank, (_, share) in enumerate(every)
-        ],
-        **({"own": sorted(names)} if every else {}),
-    }
-
-
-def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Metric]]]:
-    """Return the metrics of each process, so that as many processes resume bit for bit.
-
-    Each comes with the names of those that are of the process's own share of the data. The only
-    process of a run has nothing but the merged metrics, which are saved anyway.
-    """
-    metrics: Mapping[str, Any] = state.metrics
-    own = sent(metrics)
-    if state.backend.exact:
-        return []
-    every = gather_objects((engine_of(state).own_names(metrics), own), COLLECTED)
-    return every if len(every) > 1 else []
-
-
-def _generators_by_rank(state: TrainState) -> list[dict[str, object] | None] | None:
-    """Return the generators of every process, by rank; None at the beginning of an epoch."""
-    every = gather_objects(state.generators and state.generators.to_parts(), COLLECTED)
-    return every if any(every) else None
-
-
-def _require_plain(encoded: Json, path: str) -> Json:
-    """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
-    if '"$saved"' in json.dumps(encoded):
-        raise TypeError(
-            f"{path} holds an object, which could not be reconstructed: "
-            "keep plain data, tensors and arrays there"
-        )
-    return encoded

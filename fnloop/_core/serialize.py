@@ -127,10 +127,10 @@ def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, Tensor], pat
     for key, inner in value.items():
         if not isinstance(key, str) or key.startswith("$"):
             break
+        if not key.isascii():
+            _check_text(key, path)
         as_it_is = inner.__class__ in _AS_IT_IS
-        found[_check_text(key, path)] = (
-            inner if as_it_is else encode(inner, tensors, f"{path}.{key}")
-        )
+        found[key] = inner if as_it_is else encode(inner, tensors, f"{path}.{key}")
     else:
         return found
     keys = [encode(key, tensors, f"{path}.key{i}") for i, key in enumerate(value)]

@@ -25,11 +25,12 @@ from fnloop._checkpoint.files import (
     make_history_encoder,
     manifest_or_none,
     remove_leftovers,
+    run_of,
     write_blocks,
     write_checkpoint,
 )
 from fnloop._checkpoint.format import PARTS, CheckpointError, Contents
-from fnloop._checkpoint.parts import parts_to_save
+from fnloop._checkpoint.parts import read_parts
 from fnloop._checkpoint.retention import (
     CHECKPOINT_NAME,
     candidates,
@@ -37,7 +38,6 @@ from fnloop._checkpoint.retention import (
     prune,
     read_claim,
     release_claim,
-    run_of,
     warn_unless_shared,
 )
 from fnloop._checkpoint.save import collect_contents, position_of
@@ -152,7 +152,7 @@ class checkpoint(Hook):
         self.background = flag("checkpoint", "background", background)
         self.on_exception = flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else metric_name("checkpoint", "best", best)
-        self.parts = parts_to_save("checkpoint", only)
+        self.parts = read_parts("checkpoint", only)
         self.named = _read_names(named)
         if mode is not None:
             better(0.0, 0.0, mode)  # checks it

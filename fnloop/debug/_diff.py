@@ -14,10 +14,10 @@ from torch import Tensor
 from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.files import decode_history
 from fnloop._checkpoint.format import COUNTERS, Contents
-from fnloop._checkpoint.optimizer import Measured, describe_value, find_difference, measure
 from fnloop._checkpoint.restore import read_alone
 from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
+from fnloop._core.compare import Measured, describe_value, find_difference, measure
 from fnloop._core.history import History, Record
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables
@@ -294,7 +294,7 @@ def _first_setting(kind: str, a: Contents, b: Contents, names: Sequence[str]) ->
 
 def _tensors(contents: Contents, parts: Sequence[str]) -> dict[str, Tensor]:
     """Return the tensors of some parts by names such as "model.0.weight"."""
-    groups = contents.groups()
+    groups = contents.groups
     found: dict[str, Tensor] = {}
     for part in ("model", "optimizer"):
         if part in parts:

@@ -639,7 +639,7 @@ class _Mark(NamedTuple):
 def _mark(state: TrainState) -> _Mark:
     contents = collect_contents(state, parts=_PARTS)
     facts = [contents.facts.get(part) for part in ("model", "optimizer", "slots", "batch", "epoch")]
-    return _Mark(state.step, checksum([facts, *map(dict, contents.groups().values())]))
+    return _Mark(state.step, checksum([facts, *map(dict, contents.groups.values())]))
 
 
 def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:

@@ -34,8 +34,11 @@ from torch.utils.hooks import RemovableHandle
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import parts_of, tensors_in, with_parts
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._checkpoint.optimizer import INTEGER_OF_SIZE, walk_optimizers
+from fnloop._checkpoint.optimizer import (
+    walk_optimizers,
+)
 from fnloop._core.averages import Average
+from fnloop._core.compare import INTEGER_OF_SIZE
 from fnloop._core.freeze import Selector, Selectors, check_selectors, select
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group, optimizers_in

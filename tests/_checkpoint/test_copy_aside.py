@@ -22,25 +22,29 @@ def room(request, monkeypatch):
     return request.param
 
 
+def tensors_of(contents):
+    return contents.groups["model"]["w"], contents.groups["optimizer"]["w.step"]
+
+
 def test_what_was_copied_aside_is_what_was_there_then(room):
     weight, count = torch.ones(3), torch.ones(2, dtype=torch.float64)
-    contents = Contents({"w": weight}, {"w.step": count}, {}, {})
+    contents = Contents({"model": {"w": weight}, "optimizer": {"w.step": count}}, {})
     first = contents.copy_aside()
     weight.zero_(), count.zero_()
     saved = first()
-    assert (saved.model["w"].tolist(), saved.optimizer["w.step"].tolist()) == ([1.0] * 3, [1.0] * 2)
-    memory = [t.data_ptr() for t in (saved.model["w"], saved.optimizer["w.step"])]
+    assert [t.tolist() for t in tensors_of(saved)] == [[1.0] * 3, [1.0] * 2]
+    memory = [t.data_ptr() for t in tensors_of(saved)]
     again = contents.copy_aside(saved)()
-    assert (again.model["w"].tolist(), again.optimizer["w.step"].tolist()) == ([0.0] * 3, [0.0] * 2)
-    assert [t.data_ptr() for t in (again.model["w"], again.optimizer["w.step"])] == memory
+    assert [t.tolist() for t in tensors_of(again)] == [[0.0] * 3, [0.0] * 2]
+    assert [t.data_ptr() for t in tensors_of(again)] == memory
 
 
 def test_a_copy_that_waits_on_the_device_leaves_the_buffers_as_they_were(room):
     """They are written to when the function is called. In host memory they are at once."""
     weight = torch.ones(3)
-    contents = Contents({"w": weight}, {}, {}, {})
+    contents = Contents({"model": {"w": weight}}, {})
     saved = contents.copy_aside()()
     weight.fill_(2.0)
     later = contents.copy_aside(saved)
-    assert saved.model["w"].tolist() == ([1.0] * 3 if room else [2.0] * 3)
-    assert later().model["w"].tolist() == [2.0] * 3
+    assert saved.groups["model"]["w"].tolist() == ([1.0] * 3 if room else [2.0] * 3)
+    assert later().groups["model"]["w"].tolist() == [2.0] * 3

@@ -34,8 +34,8 @@ from torch import nn
 import fnloop as fl
 from fnloop._checkpoint import files, format
 from fnloop._checkpoint import optimizer as optimizer_save
-from fnloop._checkpoint.optimizer import find_difference
 from fnloop._checkpoint.trial import check_resumable
+from fnloop._core.compare import find_difference
 from fnloop.testing import Toy, assert_same, toy_loss
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -420,7 +420,7 @@ def test_a_large_tensor_that_no_file_can_hold_is_refused_before_the_first_update
     state = wide_state(Sparse)
     with pytest.raises(
         fl.CheckpointError,
-        match=r"a run with Sparse cannot be resumed .*: with a parameter of shape \(64, 64\), "
+        match=r"a run with Sparse cannot be resumed .*: "
         r"wide.momentum is a tensor \(torch.sparse_coo",
     ):
         fl.fit(wide_step(), state, [ONE[0]], hooks=(fl.checkpoint(tmp_path),))

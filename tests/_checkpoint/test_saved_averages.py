@@ -268,10 +268,10 @@ def test_a_copy_in_host_memory_has_the_averages(tmp_path):
     copied = contents.copied()
     again = contents.copied(copied)
     for name in ("ema", "swa"):
-        for key, value in contents.averages[name].items():
-            assert torch.equal(copied.averages[name][key], value)
-            assert copied.averages[name][key].data_ptr() != value.data_ptr()
-            assert again.averages[name][key].data_ptr() == copied.averages[name][key].data_ptr()
+        for key, value in contents.groups[name].items():
+            assert torch.equal(copied.groups[name][key], value)
+            assert copied.groups[name][key].data_ptr() != value.data_ptr()
+            assert again.groups[name][key].data_ptr() == copied.groups[name][key].data_ptr()
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.5, None, "2"])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import fnloop as fl
 from fnloop.testing import assert_same, small
 
-_save = importlib.import_module("fnloop._checkpoint.save")
+_parts = importlib.import_module("fnloop._checkpoint.parts")
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
@@ -162,7 +162,7 @@ def test_a_checkpoint_from_before_has_the_weights_of_training_alone(tmp_path, mo
     problem = small()
     state, _ = fl.pipeline()(problem.loss_fn)(new_state(problem), problem.batches[0])
     state, _ = fl.pipeline()(problem.loss_fn)(state, problem.batches[1])
-    monkeypatch.setattr(_save, "evaluation_weights", lambda _: contextlib.nullcontext(set()))
+    monkeypatch.setattr(_parts, "evaluation_weights", lambda _: contextlib.nullcontext(set()))
     path = fl.save(state, tmp_path / "a")
     assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
     assert_same(fl.restore(path, new_state(problem)), state)
