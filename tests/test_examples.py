@@ -174,11 +174,12 @@ FINETUNE = ("finetune.py", "4", "model_in_two_parts")
         # 32, 64 and 126 updates
         (*PROGRESSIVE, (20, 70, 150), ["14 pixels", "20 pixels", "28 pixels"], [97]),
         # 128, 32 and 32 updates
-        (
+        pytest.param(
             *FINETUNE,
             (100, 140, 172),
             ["0 to 4", "5 to 9, the head", "5 to 9, all of it"],
             [98, 93, 94],
+            marks=pytest.mark.long,
         ),
     ],
 )

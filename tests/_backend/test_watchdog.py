@@ -60,7 +60,7 @@ def waited(folder, found):
     return max(found.ended) - float((folder / "diverged").read_text())
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", ["epoch", "stop", "buffers", "weights"])
 def test_processes_that_diverge_fail(tmp_path, way, n):
     found = launch.launch(tmp_path, n, diverge, way, forked=True)
@@ -138,6 +138,7 @@ def test_processes_that_have_diverged_end_at_once_where_python_ends_them(tmp_pat
     assert found.codes == [1, 1] and re.search(EARLY["hook of one"], found.errors[0])
 
 
+@pytest.mark.long  # waits for 20 s
 def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
     """The failed one stays alive. Torch itself would end the other after half an hour."""
     with pytest.raises(TimeoutError) as error:
@@ -174,6 +175,7 @@ def slow(folder):
     return fl.reduce({"steps": state.step}, "sum")
 
 
+@pytest.mark.long  # waits for 20 s
 def test_a_slow_process_is_waited_for(tmp_path):
     assert launch.results(tmp_path, 3, slow, timeout=180) == [{"steps": 9}] * 3
 

@@ -171,6 +171,7 @@ def test_two_machines_that_save_to_one_folder_do_not_interfere(tmp_path):
     assert names(tmp_path) == ["a-final", "b-final"]
 
 
+@pytest.mark.slow
 def test_leftovers_are_removed_only_after_their_process_has_ended(tmp_path):
     half, lock = tmp_path / ".a.writing-0123456789ab", tmp_path / ".a.writing-0123456789ab.lock"
     half.mkdir()

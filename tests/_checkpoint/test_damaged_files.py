@@ -49,8 +49,8 @@ KINDS = {
 }
 
 
-SLOW_CASES = {(kind, name) for kind in KINDS for name in FILES if name != "state.json"}
-SLOW_CASES.add(("flipped", "state.json"))
+LONG_CASES = {(kind, name) for kind in KINDS for name in FILES if name != "state.json"}
+LONG_CASES.add(("flipped", "state.json"))
 
 
 def flips(name, data):
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_state_is_unchanged(kind, name, 
     ("kind", "name"),
     [
         # The refusals above try every kind of damage to every file.
-        pytest.param(*case, marks=[pytest.mark.slow] if case in SLOW_CASES else [])
+        pytest.param(*case, marks=[pytest.mark.long] if case in LONG_CASES else [])
         for case in itertools.product(KINDS, FILES)
     ],
 )
@@ -375,9 +375,9 @@ def put(tree, path, value):
 @pytest.mark.parametrize(
     ("kind", "which"),
     [
-        ("AdamW", 0),  # one value for each place
-        pytest.param("AdamW", slice(None), marks=pytest.mark.slow),
-        pytest.param("several", slice(None), marks=pytest.mark.slow),
+        pytest.param("AdamW", 0, marks=pytest.mark.slow),  # one value for each place
+        pytest.param("AdamW", slice(None), marks=pytest.mark.long),
+        pytest.param("several", slice(None), marks=pytest.mark.long),
     ],
 )
 def test_any_value_of_json_may_be_crafted(kind, which, tmp_path):

@@ -168,7 +168,7 @@ OTHERWISE += [(at, how) for how in ("new", "beforehand") for at in (2, 3, 5, 6, 
     ("at", "how"),
     [
         *((at, "always") for at in QUICK),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERWISE),
     ],
 )
 def test_a_script_of_three_phases_ends_the_same_wherever_it_is_killed(at, how, whole, tmp_path):

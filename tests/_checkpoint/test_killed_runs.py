@@ -25,6 +25,7 @@ def names_in(folder):
 
 
 resource = pytest.importorskip("resource", reason="this system has no fork, signals and limits")
+LONG = pytest.mark.long
 KILLS = int(os.environ.get("FNLOOP_KILLS", "15"))
 
 
@@ -122,12 +123,13 @@ def check_newest(run, uninterrupted):
 @pytest.mark.parametrize(
     ("share", "settings"),
     [
-        (1.0, {}),
-        (0.4, {"background": True}),
-        (0.5, {"pause": 0.04}),
-        (0.4, {"pause": 0.04, "background": True}),
+        pytest.param(0.4, {"background": True}, id="background"),
+        pytest.param(1.0, {}, id="plain", marks=LONG),
+        pytest.param(0.5, {"pause": 0.04}, id="slow-disk", marks=LONG),
+        pytest.param(
+            0.4, {"pause": 0.04, "background": True}, id="slow-disk-background", marks=LONG
+        ),
     ],
-    ids=["plain", "background", "slow-disk", "slow-disk-background"],
 )
 def test_a_run_killed_repeatedly_ends_as_an_uninterrupted_one(
     share, settings, run_child, uninterrupted, tmp_path
@@ -240,8 +242,11 @@ def test_a_save_killed_before_any_file_operation_leaves_the_old_or_the_new_check
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"background": True}, {"pause": 0.04}],
-    ids=["plain", "background", "slow-disk"],
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"background": True}, id="background", marks=LONG),
+        pytest.param({"pause": 0.04}, id="slow-disk", marks=LONG),
+    ],
 )
 def test_sigterm_stops_after_the_update_and_saves_a_checkpoint(
     settings, run_child, uninterrupted, tmp_path

@@ -18,7 +18,7 @@ from fnloop import schedules
 from fnloop.testing import assert_same
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
-slow = pytest.mark.slow  # to import the packages takes seconds
+slow, long = pytest.mark.slow, pytest.mark.long  # to import the packages takes seconds
 
 
 @functools.cache
@@ -174,6 +174,7 @@ OPTIMIZERS = dict(
         *(plainly("schedulefree", name) for name in SCHEDULEFREE),
     ]
 )
+SOME = ("timm.lion.Lion", "pytorch_optimizer.SOAP", "schedulefree.AdamWScheduleFree")  # not long
 REFUSED = {  # their state contains objects, which torch would pickle
     "Conda": lambda net: find("pytorch_optimizer", "Conda")(net.parameters()),
     "GaLore": lambda net: find("pytorch_optimizer", "GaLore")(
@@ -203,7 +204,10 @@ def new_state(make, seed=0, dtype=torch.float32):
 @pytest.mark.filterwarnings("ignore")  # warnings of the packages
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in dict(TORCH) else [slow]) for name in OPTIMIZERS],
+    [
+        pytest.param(name, marks=[] if name in dict(TORCH) else slow if name in SOME else long)
+        for name in OPTIMIZERS
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog, name):
     scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step

@@ -162,7 +162,10 @@ def test_a_run_resumed_at_any_split_equals_an_uninterrupted_one(tmp_path, pipe, 
         assert_same(train(attrs.evolve(later, stop=None)), whole)
 
 
-@pytest.mark.parametrize(("size", "workers"), [(2, 0), (5, 2), (20, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [(2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(5, 2), (20, 1), (3, 2)])],
+)
 def test_another_batch_size_or_number_of_workers_trains_the_remaining_samples(
     tmp_path, size, workers
 ):
@@ -210,7 +213,10 @@ class Negated(DataLoader):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(Stream(), batch_size=2, num_workers=1, persistent_workers=True),
+        pytest.param(
+            lambda: DataLoader(Stream(), batch_size=2, num_workers=1, persistent_workers=True),
+            marks=pytest.mark.slow,
+        ),
         lambda: Negated(torch.arange(8.0), batch_size=2, shuffle=True),
         lambda: Negated(
             torch.arange(8.0),

@@ -165,6 +165,7 @@ def test_tied_complex_and_low_precision_weights(tmp_path):
     assert plain.low.dtype == torch.bfloat16 and plain.second.weight is plain.first.weight
 
 
+@pytest.mark.slow  # compiles
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path):
     model = torch.compile(nn.Sequential(nn.Linear(1, 1)), backend="eager")
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
@@ -282,6 +283,7 @@ def test_a_count_that_is_none_is_damage(tmp_path, count):
         fl.restore(path, stochastic().state())
 
 
+@pytest.mark.slow  # compiles
 def test_a_model_with_a_compiled_part_has_the_names_of_the_plain_one(tmp_path):
     def state(part=lambda part: part):
         torch.manual_seed(0)

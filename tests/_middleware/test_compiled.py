@@ -39,6 +39,7 @@ def ones(*sizes):
     return [torch.ones(n) for n in sizes]
 
 
+@pytest.mark.slow
 def test_the_compiled_loss_function_gives_the_same_update():
     backend = Counting()
     state, out = fl.pipeline(fl.compiled(backend=backend))(toy_loss)(
@@ -52,6 +53,7 @@ def test_the_compiled_loss_function_gives_the_same_update():
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_step_compiles_for_the_first_shape_then_for_any_and_for_evaluation():
     backend = Counting()
     step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
@@ -61,6 +63,7 @@ def test_a_step_compiles_for_the_first_shape_then_for_any_and_for_evaluation():
     assert len(backend.graphs) <= 4  # any size, with and without gradients
 
 
+@pytest.mark.slow
 def test_evaluation_is_compiled_too():
     backend = Counting()
     step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
@@ -86,27 +89,20 @@ def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
         assert len(backend.graphs) == 1, size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "members",
     [
         (),
-        *(
-            pytest.param(members, marks=pytest.mark.slow)
-            for members in [
-                (fl.accumulate(3), fl.clip(0.05)),
-                (fl.amp("bf16"),),
-                (fl.metric(mean=mean_output), fl.schedule(fl.schedules.linear())),
-            ]
-        ),
+        (fl.accumulate(3), fl.clip(0.05)),
+        (fl.amp("bf16"),),
+        (fl.metric(mean=mean_output), fl.schedule(fl.schedules.linear())),
     ],
     ids=repr,
 )
 @pytest.mark.parametrize(
     "problem",
-    [
-        pytest.param(small(), id="small"),
-        pytest.param(stochastic(), id="stochastic", marks=pytest.mark.slow),
-    ],
+    [pytest.param(small(), id="small"), pytest.param(stochastic(), id="stochastic")],
 )
 def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
     def run(*members):
@@ -120,6 +116,7 @@ def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
     assert_same(run(*members, compiled), plain, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_autocast_is_compiled_too():
     seen = []
 
@@ -132,6 +129,7 @@ def test_autocast_is_compiled_too():
     assert torch.bfloat16 in seen
 
 
+@pytest.mark.slow
 def test_checkpoints_load_with_and_without_it(tmp_path):
     problem = stochastic()
     plain, compiled = (
@@ -170,6 +168,7 @@ def test_an_unknown_backend_is_an_error_when_composing():
         fl.compiled(backend="no_such_backend")
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_is_an_error_that_names_the_original_function():
     with pytest.raises(ValueError, match="the loss that wrong returns must be a scalar"):
         fl.pipeline(fl.compiled(backend="eager"))(wrong)(toy(), torch.ones(2))

@@ -82,6 +82,7 @@ def test_what_is_not_faster_together_is_left_out(costs):
     assert advice.lines == ("Nothing that was tried is faster.",)
 
 
+@pytest.mark.slow
 def test_workers_and_the_cost_of_the_loader_are_measured(costs, monkeypatch):
     monkeypatch.setattr(changes.os, "cpu_count", lambda: 8)
     costs |= {"DataLoader": 2.0, "4 workers": 0.6}

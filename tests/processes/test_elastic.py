@@ -144,6 +144,7 @@ def limit(folder, step):
     (folder / "limit.part").rename(folder / "limit")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("learn", "tolerance"), TOLERANCES.items())
 def test_a_job_whose_machines_fail_and_come_trains_as_an_undisturbed_one(
     learn, tolerance, tmp_path

@@ -74,8 +74,8 @@ LAUNCHERS = {"by hand": (), "torchrun": launch.TORCHRUN, "accelerate": launch.AC
     ("way", "launcher"),
     [
         *((way, "by hand") for way in WAYS),
-        ("kill", "torchrun"),
-        ("loss", "accelerate"),
+        pytest.param("kill", "torchrun", marks=pytest.mark.long),
+        pytest.param("loss", "accelerate", marks=pytest.mark.long),
     ],
 )
 def test_if_one_process_fails_all_end_at_once(tmp_path, way, launcher):
