@@ -22,6 +22,7 @@ from sample_middleware import (
 )
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fnloop as fl
 from fnloop import schedules
@@ -62,6 +63,8 @@ SINGLES = [
     fl.schedule(schedules.linear(), field="weight_decay"),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
     fl.torch_scheduler(decay),
+    fl.torch_scheduler(lambda optimizer, run: CosineAnnealingLR(optimizer, run.total_steps)),
+    fl.grad_norm(),
     fl.metric(mean=output_mean, largest=largest_output),
     fl.metric(mean=output_mean, on="training"),
     fl.metric(mean=output_mean, on="evaluation"),
@@ -83,6 +86,7 @@ COMBINATIONS = [
     fl.pipeline(*TWO_PARTS, fl.accumulate(2), fl.clip_adaptive(0.01)),
     fl.pipeline(fl.accumulate(2), watch(2, only="0"), fl.clip(0.05)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(2)),
+    fl.pipeline(fl.accumulate(2), fl.grad_norm(1.0)),
     fl.pipeline(fl.clip(0.05), fl.accumulate(total=12), warm_cosine),
     fl.pipeline(fl.accumulate(2), fl.sam(0.05), fl.clip(0.05)),
     fl.pipeline(fl.sam(0.05), fl.accumulate(2)),

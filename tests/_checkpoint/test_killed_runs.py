@@ -126,9 +126,7 @@ def check_newest(run, uninterrupted):
         pytest.param(0.4, {"background": True}, id="background"),
         pytest.param(1.0, {}, id="plain", marks=LONG),
         pytest.param(0.5, {"pause": 0.04}, id="slow-disk", marks=LONG),
-        pytest.param(
-            0.4, {"pause": 0.04, "background": True}, id="slow-disk-background", marks=LONG
-        ),
+        pytest.param(0.4, {"pause": 0.04, "background": True}, id="slow-disk-background"),
     ],
 )
 def test_a_run_killed_repeatedly_ends_as_an_uninterrupted_one(
@@ -242,11 +240,8 @@ def test_a_save_killed_before_any_file_operation_leaves_the_old_or_the_new_check
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"background": True}, id="background", marks=LONG),
-        pytest.param({"pause": 0.04}, id="slow-disk", marks=LONG),
-    ],
+    [{}, {"background": True}, {"pause": 0.04}],
+    ids=["plain", "background", "slow-disk"],
 )
 def test_sigterm_stops_after_the_update_and_saves_a_checkpoint(
     settings, run_child, uninterrupted, tmp_path

@@ -403,6 +403,6 @@ def test_a_tiny_fraction_is_refused_when_composing(bad):
 
 def test_the_smallest_fraction_is_fast():
     notes = Notes()
-    start = time.perf_counter()
+    start = time.process_time()  # of this process, whatever else runs
     fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 5, hooks=(every(epochs=1e-6)(notes),))
-    assert (notes.steps, time.perf_counter() - start < 1.0) == ([1, 2, 3, 4, 5], True)
+    assert (notes.steps, time.process_time() - start < 1.0) == ([1, 2, 3, 4, 5], True)

@@ -6,7 +6,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop.testing import check_laws, toy, toy_loss
+from fnloop.testing import toy, toy_loss
 
 ONE = torch.ones(1)
 
@@ -228,7 +228,3 @@ def test_a_scheduler_of_another_library_is_refused_with_advice():
         match=r"TimmScheduler, which is not one.* schedule\(lambda step, total_steps: ...\)",
     ):
         fl.fit(step, toy(), [ONE], hooks=())
-
-
-def test_a_pipeline_whose_scheduler_depends_on_the_total_keeps_the_laws():
-    check_laws(fl.pipeline(fl.torch_scheduler(BY_LENGTH[0])))
