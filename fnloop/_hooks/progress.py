@@ -33,10 +33,10 @@ from fnloop._core.history import (
 )
 from fnloop._core.metrics import Last, read
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.record_table import Row, lay_out, table_of
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
+from fnloop._core.views import Row, lay_out, table_of
 from fnloop._display import checks, tables
 from fnloop._display.screen import Screen, columns_of, has_colors, paint
 from fnloop._display.tables import Table, format_count, format_duration, format_metric, printable

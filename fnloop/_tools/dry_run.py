@@ -16,13 +16,12 @@ import attrs
 from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.save import save
-from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.compare import find_difference
+from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED
+from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
