@@ -73,6 +73,9 @@ from fnloop._step.update import numbers_used
 # else, so they never see a half-finished state.
 
 
+LOADER = "the training loader"  # as messages say what a run was doing
+
+
 def train_epochs(
     plan: Plan, state: TrainState, interrupts: Interrupts | None = None
 ) -> Iterator[TrainState]:
@@ -91,13 +94,13 @@ def train_epochs(
         tell(state, plan.why_nothing_to_do(state))
         # Past its target it is in the middle of another run, of a later call of the same script:
         # what is left is that run's.
-        yield state if past else _settle(plan, state)
+        yield state if past else _settle_hooks(plan, state)
         return
     run, backend = Run(plan, state), state.backend
     window, source = plan.step.window, run.source
     batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
     recent = plan.record_every is not None
-    with _closing(plan.hooks, run.stopwatch):
+    with _closing_hooks(plan.hooks, run.stopwatch):
         while True:
             with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
                 with reusing_pages(backend.device), Survival(run):
@@ -135,7 +138,7 @@ def train_epochs(
             run.state = changed(reached, run=run.info)
 
 
-def _settle(plan: Plan, state: TrainState) -> TrainState:
+def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
     """Let hooks complete what a process left that was killed at the end of this run."""
     if not is_newest(state, plan.phase):
         return state
@@ -146,7 +149,7 @@ def _settle(plan: Plan, state: TrainState) -> TrainState:
 
 
 @contextlib.contextmanager
-def _closing(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
+def _closing_hooks(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
     """Close all hooks at the end, even if one of them raises."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as stack:
@@ -165,8 +168,6 @@ def _listening(
 
 # --------------------------------------------------------------------------------------------------
 # What a run has besides its state, and what happens at its boundaries.
-
-LOADER = "the training loader"
 
 
 class Run:
@@ -440,7 +441,7 @@ class Run:
             new = check_returned(hook, hook(self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
-                new = self._settled(self.state, new)
+                new = self._as_continued(self.state, new)
             self.state = new
         self.rolled_back = self.state.model is not before.model
         if self.state.run is None:
@@ -448,7 +449,7 @@ class Run:
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
             self.state = complete(self.plan.step, self.state)
 
-    def _settled(self, before: TrainState, new: TrainState) -> TrainState:
+    def _as_continued(self, before: TrainState, new: TrainState) -> TrainState:
         """Return the state that a hook has returned as the run continues with it."""
         stop = first_stop(before.stop, new.stop)
         if stop is not new.stop:

@@ -54,9 +54,6 @@ from fnloop.debug._watch import (
     watch,
 )
 
-# --------------------------------------------------------------------------------------------------
-# The laws of a run on the user's own step, state and loaders, for a few updates.
-
 UPDATES = 3
 MOST_SOURCES = 3
 _FOR_GRAPHS = ": cuda_graph cannot capture that"

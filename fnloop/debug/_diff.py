@@ -23,9 +23,6 @@ from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables
 from fnloop._display.tables import Column, Shown, Table
 
-# --------------------------------------------------------------------------------------------------
-# The first difference between two states, checkpoints, histories or runs.
-
 
 def diff(
     a: TrainState | History | str | os.PathLike[str],
