@@ -14,7 +14,7 @@ import attrs
 from fnloop._backend.containers import reusing_pages
 from fnloop._core.history import Record
 from fnloop._core.metrics import RECENT, Max, read, wait_and_read_clock, without_recent
-from fnloop._core.optimizers import labelled_groups, optimizers_in
+from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
     BOUNDARY,
@@ -61,7 +61,6 @@ from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_
 from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
-from fnloop._step.update import numbers_used
 
 # --------------------------------------------------------------------------------------------------
 # The loop: epochs of updates. Top to bottom, this is what `fit` does.
