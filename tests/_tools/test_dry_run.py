@@ -316,5 +316,5 @@ def test_a_hook_may_say_why_it_is_not_called():
         def __call__(self, state):
             raise AssertionError("called")
 
-    report = fl.dry_run(fl.pipeline()(toy_loss), toy(), [ONE] * 2, hooks=(Webhook(),))
+    report = fl.dry_run(fl.pipeline()(toy_loss), toy(), ONES, hooks=(Webhook(),))
     assert "not called: it would send records" in str(report) and not report.problems
