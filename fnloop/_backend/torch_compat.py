@@ -23,9 +23,6 @@ from fnloop._display.screen import log
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# --------------------------------------------------------------------------------------------------
-# Every private or undocumented name of torch that fnloop uses. No other module touches one.
-#
 # CI runs them on torch 2.11.0, 2.13.0 and 2.15.0. Each has a guard. Where a name is missing there
 # is a fallback, or an error that says what to do where continuing would be unsafe. `import fnloop`
 # depends on none of them.

@@ -27,7 +27,6 @@ from fnloop._backend.containers import map_leaves, pairs_of, parts_of, with_part
 from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.format import COLLECTED, CheckpointError
-from fnloop._core.compare import describe_value, find_difference
 from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, optimizers_in
 from fnloop._core.serialize import (
@@ -37,7 +36,9 @@ from fnloop._core.serialize import (
     as_number,
     as_safetensor,
     decode,
+    describe_value,
     encode,
+    find_difference,
     from_flattened,
     from_safetensor,
     is_flattened,
@@ -970,7 +971,7 @@ def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str,
     if not found:
         return {}
     # Imported here, since a trial loads optimizers itself.
-    from fnloop._checkpoint.trial import tensors_of_copy
+    from fnloop._checkpoint.save import tensors_of_copy
 
     try:
         made = tensors_of_copy(named, {min(each)[1] for each in found.values()})

@@ -59,14 +59,7 @@ from fnloop._core.runs import (
     encode_stop,
     left_in_events,
 )
-from fnloop._core.serialize import (
-    Json,
-    as_safetensor,
-    decode,
-    encode,
-    from_safetensor,
-    has_pending,
-)
+from fnloop._core.serialize import Json, as_safetensor, decode, encode, from_safetensor, has_pending
 from fnloop._core.state import TrainState, ownership_of, unwrap
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, join_names

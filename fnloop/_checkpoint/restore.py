@@ -71,9 +71,6 @@ from fnloop._core.state import (
 )
 from fnloop._display.checks import choice, flag, folder_path, metric_name
 
-# --------------------------------------------------------------------------------------------------
-# Restore a state from a checkpoint.
-
 
 def restore(
     path: str | os.PathLike[str],

@@ -1,21 +1,33 @@
-"""Save a state: collect everything that a run depends on, and write it as a checkpoint.
-
-The format is described in the module ``format``. Objects that are not plain data are saved as their
-parts (see ``serialize``). They are reconstructed when a new object of their kind is available: the
-slot of a middleware when its ``init`` has created one, a metric when the next batch brings one.
-"""
+"""Save a state, once it is known that its optimizers would resume."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import json
+import logging
+import math
 import os
 import platform
+import sys
+import types
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import attrs
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fnloop._backend import torch_compat
+from fnloop._backend.collectives import gather_from_all
+from fnloop._backend.containers import map_leaves, pairs_of, parts_of
+from fnloop._backend.processes import Backend
 from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
     COLLECTED,
@@ -25,16 +37,33 @@ from fnloop._checkpoint.format import (
     Contents,
     keep_own_share,
 )
+from fnloop._checkpoint.optimizer import (
+    NamedOptimizer,
+    SavedOptimizer,
+    check_groups,
+    encode_optimizer,
+    has_own_state_dict,
+    is_torch_optimizer,
+    prepare_load,
+    walk_optimizers,
+)
 from fnloop._checkpoint.parts import EVERY_PART, Saving, encode_whole_history, read_parts
-from fnloop._checkpoint.trial import check_resumable
 from fnloop._core.history import History, metrics_here
-from fnloop._core.optimizers import optimizers_in
-from fnloop._core.serialize import Json
+from fnloop._core.optimizers import optimizers_in, wants_closure
+from fnloop._core.rng import isolated, seed_host, torch_seeder
+from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run
 from fnloop._display.checks import folder_path
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
+
+# --------------------------------------------------------------------------------------------------
+# Save a state: collect everything that a run depends on, and write it as a checkpoint.
+#
+# The format is described in the module `format`. Objects that are not plain data are saved as their
+# parts (see `serialize`). They are reconstructed when a new object of their kind is available: the
+# slot of a middleware when its `init` has created one, a metric when the next batch brings one.
 
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -181,3 +210,329 @@ def position_of(state: TrainState) -> list[int]:
 def _measured(state: TrainState) -> dict[str, str]:
     """Return the metrics that were recorded at this boundary. They rank checkpoints."""
     return {name: repr(value) for name, value in metrics_here(state).items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Try on a copy of an optimizer whether it resumes bit for bit, before the first update.
+#
+# An optimizer may keep what its updates depend on in attributes that its `state_dict` does not
+# contain, or in objects that cannot be saved. The user would notice at the first checkpoint, or
+# never. So a copy with other parameters is updated a few times, saved, and restored into a second
+# copy. Both are updated further and must stay bit-identical. Nothing outside of the copies changes.
+
+MANY = 200_000  # elements; of an optimizer of more, a copy has a cut parameter of each kind
+EDGE = 4  # the largest size of a cut parameter in each dimension
+BEFORE, AFTER = 3, 12  # updates before the save, and after the restore
+_Kept = tuple[tuple[int, ...], float]  # the shape of a tensor, and its norm
+
+
+class _Fault(Exception):
+    """What differs in a resumed run, or cannot be saved."""
+
+
+def check_resumable(state: TrainState) -> None:
+    """Raise if a run with the optimizers of this state could not be resumed bit for bit.
+
+    With several processes, all of them must call it. If it cannot be tried, a warning names the
+    optimizer and the reason, once per class.
+
+    Raises:
+        CheckpointError: something in an optimizer cannot be saved, or is not restored; the message
+            names it.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> check_resumable(toy())
+    """
+    if state.backend.world_size > 1:
+        check_groups(state)
+    for name, named in NamedOptimizer.of_state(state).items():
+        _check_resumable(named, f" ({name!r})" if name else "", state.backend)
+
+
+def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> None:
+    optimizer, processes = named.holder, backend.world_size
+    named, own = attrs.evolve(named, optimizer=optimizer), has_own_state_dict(optimizer)
+    if is_torch_optimizer(optimizer) and not own:
+        return
+    if named.sharded and own:
+        encode_optimizer(named, {})  # raises
+    kept: dict[str, _Kept] = {}
+    fault = obstacle = None
+    try:
+        with _without_side_effects(backend.device):
+            _try(named, backend.device, kept)
+    except _Fault as found:
+        fault = (
+            f"{found}. Give it a state_dict and a load_state_dict with everything that its updates "
+            "depend on, as plain data and tensors"
+        )
+    except Exception as error:
+        obstacle = " ".join(f"{type(error).__name__}: {error}".split())
+    fault = (_compare_kept(gather_from_all(kept)) if processes > 1 else None) or fault
+    if fault:
+        where = f" on {processes} processes" if processes > 1 else ""
+        raise CheckpointError(
+            f"a run with {named.class_name}{label}{where} cannot be resumed bit for bit: {fault}, "
+            "or leave out the hook checkpoint"
+        )
+    if obstacle and backend.main and not is_torch_optimizer(optimizer):
+        _warn_once(
+            f"could not try whether a run with {named.class_name}{label} resumes bit for bit "
+            f"({obstacle}): compare a resumed run with an uninterrupted one"
+        )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
+
+
+def _compare_kept(every: Sequence[Mapping[str, _Kept]]) -> str | None:
+    """Return what differs between processes under one name, or None.
+
+    They had the same gradients, so it must be equal, but for rounding. Where each process keeps its
+    own part, a checkpoint would have one of the parts, and only the resumed run would show it.
+    """
+    for rank, other in enumerate(every):
+        for name in filter(other.__contains__, every[0]):
+            (shape, norm), (other_shape, other_norm) = every[0][name], other[name]
+            close = math.isclose(norm, other_norm, rel_tol=1e-3) or math.isnan(norm)
+            if shape != other_shape or not close:
+                return (
+                    f"processes 0 and {rank} each keep another part of the state under the name "
+                    f"{name}, and a checkpoint has one of that name. Keep all of it in one process"
+                )
+    return None
+
+
+def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) -> None:
+    """Save a copy of an optimizer, restore it into another, and compare what both come to.
+
+    Args:
+        named: the optimizer.
+        device: the device of its parameters.
+        kept: receives what the updates have changed of what the copy keeps.
+
+    Raises:
+        _Fault: they differ. Any other exception: that cannot be tried.
+    """
+    groups, only, edge = named.optimizer.param_groups, None, sys.maxsize
+    if sum(p.numel() for group in groups for p in group["params"]) > MANY:
+        kinds = {  # of each kind the last one
+            (i, p.ndim, p.dtype, p.requires_grad): named.names[id(p)]
+            for i, group in enumerate(groups)
+            for p in group["params"]
+        }
+        only, edge = {*kinds.values()}, EDGE
+    one, two = (copy_optimizer(named, only, edge) for _ in range(2))
+    _begin_training(one)
+    saved = _save(one)
+    before = _norms(saved)
+    for number in range(BEFORE):
+        _update(one, number, device)
+        saved = _save(one)
+    # What an update does not change may be a copy of what another process updates.
+    kept |= {name: norm for name, norm in _norms(saved).items() if before.get(name) != norm}
+    weights = one.parameters()
+    for name, p in two.parameters().items():
+        p.data.copy_(weights[name])
+    try:
+        prepare_load(two, saved)()
+    except CheckpointError as error:
+        raise _Fault(str(error).removeprefix("the checkpoint: ")) from error
+    for number in range(BEFORE, BEFORE + AFTER):
+        _update(one, number, device)
+        try:
+            _update(two, number, device)
+        except Exception as error:
+            text = f"an update after a restore raises {type(error).__name__}: {error}"
+            raise _Fault(text) from error
+        if number == BEFORE:  # as a schedule does; the change must reach the updates
+            for group in (*one.optimizer.param_groups, *two.optimizer.param_groups):
+                if isinstance(group.get("lr"), float | Tensor):
+                    group["lr"] /= 2
+    # A cache has filled up again by now, so what differs is what a restore has lost.
+    if fault := _unrestored(one, two):
+        name, _, how = fault.partition(" ")
+        text = f"its attribute {name} is not in its state_dict: a few updates after a restore, it "
+        raise _Fault(text + how)
+    a, b = _save(one), _save(two)
+    fault = find_difference(one.parameters(), two.parameters(), "weights")
+    if fault := fault or find_difference((a.facts, a.tensors), (b.facts, b.tensors), "state"):
+        raise _Fault(f"a few updates after a restore, {fault}")
+
+
+def _save(named: NamedOptimizer) -> SavedOptimizer:
+    """Return an optimizer as the files of a checkpoint would contain it."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        facts = json.loads(json.dumps(encode_optimizer(named, tensors)))
+    except (TypeError, CheckpointError) as error:
+        raise _Fault(str(error)) from error
+    whole = torch.contiguous_format
+    copies = {k: t.resolve_conj().cpu().clone(memory_format=whole) for k, t in tensors.items()}
+    return SavedOptimizer(facts, copies)
+
+
+def _norms(saved: SavedOptimizer) -> dict[str, _Kept]:
+    return {k: (tuple(t.shape), float(t.double().norm())) for k, t in saved.tensors.items()}
+
+
+def _unrestored(one: NamedOptimizer, two: NamedOptimizer) -> str | None:
+    """Return which attribute differs between two optimizers, and how; None if none does."""
+    for a, b in zip(walk_optimizers(one.optimizer), walk_optimizers(two.optimizer), strict=True):
+        for name, was in vars(a).items():
+            kept = name in ("state", "param_groups")
+            if not kept and (fault := _find_lost(was, getattr(b, name, None), name)):
+                return fault
+    return None
+
+
+def _find_lost(was: Any, now: Any, path: str) -> str | None:
+    pairs = pairs_of(was, now)
+    if pairs is None:
+        return find_difference(was, now, path)
+    found = (_find_lost(a, b, f"{path}.{key}") for key, a, b in pairs)
+    # Keys may be parameters or their ids, and torch adds defaults when it loads.
+    if len(was) > len(now):
+        return f"{path} is of length {len(was)} in one, and {len(now)} in the other"
+    return next(filter(None, found), None)
+
+
+# --- updates of a copy
+
+
+@contextlib.contextmanager
+def _without_side_effects(device: torch.device) -> Iterator[None]:
+    """Restore the global generators afterwards, hide warnings, and compile nothing."""
+    eager = contextlib.nullcontext()
+    if torch_compat.compiler_is_loaded():
+        eager = torch.compiler.set_stance("force_eager")
+    with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _begin_training(named: NamedOptimizer) -> None:
+    """Switch an optimizer to training, which schedule-free ones require for an update."""
+    getattr(named.optimizer, "train", bool)()
+
+
+def _update(named: NamedOptimizer, number: int, device: torch.device) -> None:
+    """Apply an update with random gradients, with the generators positioned as in a run."""
+    numbers = torch.Generator().manual_seed(number)
+    for p in named.parameters().values():
+        p.grad = _draw(p, list(p.shape), numbers) if p.requires_grad else None
+    torch_seeder(device)(number)
+    seed_host(number)
+    step: Any = named.optimizer.step
+    step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
+
+
+def _draw(like: Tensor, shape: list[int], numbers: torch.Generator) -> Tensor:
+    dtype = torch.complex64 if like.is_complex() else torch.float32
+    return torch.randn(shape, generator=numbers, dtype=dtype).to(like.device, like.dtype)
+
+
+def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, Tensor]:
+    """Return a tensor of each subclass that an optimizer keeps after an update, by its kind.
+
+    Args:
+        named: the optimizer, which stays as it is.
+        names: the parameters that a copy of it updates. They are whole, because the state of small
+            ones may be in ordinary tensors.
+    """
+    named = attrs.evolve(named, optimizer=named.holder)
+    device = next(p.device for p in named.parameters().values())
+    with _without_side_effects(device):
+        twin = copy_optimizer(named, names)
+        _begin_training(twin)
+        _update(twin, 0, device)
+    leaves: list[Any] = []
+    map_leaves(list(twin.optimizer.state.values()), leaves.append)
+    return {kind: leaf for leaf in leaves if (kind := flattened_kind(leaf)) is not None}
+
+
+# --- copies
+
+
+def copy_optimizer(
+    named: NamedOptimizer, only: Collection[str] | None = None, edge: int = sys.maxsize
+) -> NamedOptimizer:
+    """Return a copy of an optimizer and of all that it holds, with random parameters.
+
+    Args:
+        named: the optimizer.
+        only: the names of the parameters to copy; all of them by default.
+        edge: the largest size of a parameter in each dimension. Tensors of the state are cut too.
+
+    Raises:
+        NotImplementedError: a function in it might reach the optimizer itself.
+    """
+    optimizers, numbers = [*walk_optimizers(named.optimizer)], torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    names: dict[int, str] = {}
+    for params in [group["params"] for inner in optimizers for group in inner.param_groups]:
+        for p in params:
+            if id(p) not in memo and (only is None or named.names.get(id(p)) in only):
+                value = _draw(p, [min(size, edge) for size in p.shape], numbers)
+                twin = memo[id(p)] = nn.Parameter(value, p.requires_grad)
+                vars(twin).update({k: v for k, v in vars(p).items() if not isinstance(v, Tensor)})
+                names[id(twin)] = named.names.get(id(p), "?")
+        memo[id(params)] = [memo[id(p)] for p in params if id(p) in memo]
+        # Where something refers to the others, they are not copied either.
+        memo |= {id(p): torch.empty(0) for p in params if id(p) not in memo}
+    seen = {id(inner) for inner in optimizers}
+    for inner in optimizers:  # what attributes of the others may refer to
+        memo[id(inner)] = object.__new__(type(inner))
+        memo[id(inner.state)] = copy.copy(inner.state)
+        memo[id(inner.state)].clear()
+        for cls in type(inner).__mro__:
+            if not cls.__module__.startswith("torch."):
+                _reject_functions({**vars(cls)}, seen)
+    for inner in optimizers:
+        for p, held in inner.state.items():
+            if not isinstance(p, Tensor) or id(memo.get(id(p))) in names:
+                map_leaves(held, functools.partial(_copy_tensor, edge=edge, memo=memo))
+                memo[id(inner.state)][memo.get(id(p), p)] = copy.deepcopy(held, memo)
+        for name, value in vars(inner).items():
+            if torch_compat.is_hook_table(name):
+                vars(memo[id(inner)])[name] = OrderedDict()
+            elif name != "step":  # the method, as a schedule patches it
+                _reject_functions(value, seen)
+                vars(memo[id(inner)])[name] = copy.deepcopy(value, memo)
+    return NamedOptimizer(memo[id(named.optimizer)], names)
+
+
+def _copy_tensor(leaf: object, edge: int, memo: dict[int, Any]) -> None:
+    if isinstance(leaf, Tensor) and id(leaf) not in memo:
+        whole = copy_flattened(leaf)  # of a subclass, which may know neither deepcopy nor slices
+        part = leaf.detach()[tuple(slice(edge) for _ in leaf.shape)] if whole is None else whole
+        memo[id(leaf)] = part.clone() if whole is None else whole
+
+
+def _reject_functions(value: object, seen: set[int]) -> None:
+    """Raise if a function in a value keeps tensors around it, which a copy would share."""
+    if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor | logging.Logger):
+        return
+    seen.add(id(value))
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                if _may_hold_tensors(cell.cell_contents):
+                    raise NotImplementedError(
+                        f"its function {value.__name__} keeps tensors, or might, in variables "
+                        "around it"
+                    )
+                if isinstance(cell.cell_contents, types.FunctionType):
+                    _reject_functions(cell.cell_contents, seen)
+    for _, part in parts_of(value) or getattr(value, "__dict__", {}).items():
+        _reject_functions(part, seen)
+
+
+def _may_hold_tensors(value: object) -> bool:
+    parts = parts_of(value)
+    if parts is None:
+        return isinstance(value, Tensor | nn.Module | Optimizer | set)
+    return not isinstance(value, tuple) or any(_may_hold_tensors(part) for _, part in parts)

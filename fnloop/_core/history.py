@@ -254,7 +254,7 @@ class History:
     def __repr__(self) -> str:
         if not len(self):
             return "History()"
-        from fnloop._core.record_table import table
+        from fnloop._core.views import table
 
         width = tables.terminal_width()
         return table(self._rows(), width).text(width)
@@ -262,7 +262,7 @@ class History:
     def _repr_html_(self) -> str:
         if not len(self):
             return "<code>History()</code>"
-        from fnloop._core.record_table import table
+        from fnloop._core.views import table
 
         return table(self._rows(), tables.HTML_WIDTH).html()
 
@@ -296,7 +296,7 @@ class History:
             >>> [line.get_label() for line in figure.axes[0].lines]
             ['train', 'valid', 'valid best 1 (epoch 2)']
         """
-        from fnloop._core.curves import plot_records
+        from fnloop._core.views import plot_records
 
         return plot_records(self.records, mode, x)
 
@@ -893,6 +893,6 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
         >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
         ['lr 0.1: best 2 (epoch 1)', 'lr 0.01: best 1.5 (epoch 1)']
     """
-    from fnloop._core.curves import plot_runs
+    from fnloop._core.views import plot_runs
 
     return plot_runs(histories, keys)

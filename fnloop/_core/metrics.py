@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     Torchmetric = ForeignMetric | MetricCollection
 
-# --------------------------------------------------------------------------------------------------
-# Metrics: made for a batch, combined over batches, windows and processes, computed once.
-#
 # Values stay on the device until a report is read: `read` fetches all of them in one transfer.
 # `combine` is pure. What adds to running metrics in place is in `running`.
 

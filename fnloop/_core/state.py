@@ -440,6 +440,14 @@ def take_ownership(state: TrainState) -> TrainState:
     return attrs.evolve(state, generation=generation)
 
 
+def changed(state: TrainState, **values: Any) -> TrainState:
+    """Return a state with other values of fields: as ``attrs.evolve``, in a sixth of its time."""
+    new = _new(TrainState)
+    vars(new).update(vars(state))
+    vars(new).update(values)
+    return new
+
+
 def consume(
     state: TrainState, out: Output | None, batches: int, samples: int = 0, recent: bool = False
 ) -> TrainState:
@@ -503,6 +511,11 @@ def all_parameters(state: TrainState) -> list[Tensor]:
     if cache.groups != len(groups := groups_in(state.optimizer)):
         cache.look_up(state.model, groups)
     return cache.found
+
+
+def trains_all(state: TrainState) -> bool:
+    """Return whether an optimizer updates every parameter of the model."""
+    return len(all_parameters(state)) == len(state._parameters.trained)
 
 
 def clear_parameter_cache(state: TrainState) -> None:
@@ -763,7 +776,7 @@ def detached_from_run(state: TrainState) -> TrainState:
         generators = state.generators or HostGenerators.capture()
         # A state that a hook went back to has its own.
         position = state.position or state.run.position_at(state.epoch, state.batch)
-    return attrs.evolve(state, run=None, generators=generators, position=position)
+    return changed(state, run=None, generators=generators, position=position)
 
 
 # --------------------------------------------------------------------------------------------------

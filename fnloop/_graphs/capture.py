@@ -39,9 +39,6 @@ from fnloop._graphs.guards import (
 )
 from fnloop._step.update import Judge, before_update, replace_host
 
-# --------------------------------------------------------------------------------------------------
-# Capture whole updates as CUDA graphs, and replay them.
-#
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No
 # Python runs inside it. What changes with every update is copied into tensors that stay in place:
 # the batch, the learning rate. Results are copied out, because the next replay overwrites them.

@@ -47,6 +47,7 @@ class Hook:
         wants_outputs: whether it may ask for the outputs of an evaluation, by ``collects``.
         begins_everywhere: whether ``begin`` needs all processes, within ``on_main`` too.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
+        untried: why ``dry_run`` does not call it, such as "it would send records"; None: it does.
 
     Raises:
         NotImplementedError: when it is called: a subclass does not define ``__call__``.
@@ -74,6 +75,7 @@ class Hook:
     wants_outputs: bool = False
     begins_everywhere: bool = False
     ends_run_on_usr1: bool = False
+    untried: str | None = None
     _seen: History = History()
 
     def __call__(self, state: TrainState, /) -> TrainState:

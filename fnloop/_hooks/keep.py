@@ -40,8 +40,7 @@ from fnloop._checkpoint.retention import (
     release_claim,
     warn_unless_shared,
 )
-from fnloop._checkpoint.save import collect_contents, position_of
-from fnloop._checkpoint.trial import check_resumable
+from fnloop._checkpoint.save import check_resumable, collect_contents, position_of
 from fnloop._core.averages import Average
 from fnloop._core.history import (
     SINCE,

@@ -233,6 +233,8 @@ class live_plot(Hook):
         b'PNG'
     """
 
+    untried = "it only shows the run"
+
     def __init__(
         self,
         file: str | os.PathLike[str] | None = None,

@@ -32,11 +32,11 @@ from fnloop._core.history import (
     update_best,
 )
 from fnloop._core.metrics import Last, read
-from fnloop._core.optimizers import optimizers_in
-from fnloop._core.record_table import Row, lay_out, table_of
+from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
+from fnloop._core.views import Row, lay_out, table_of
 from fnloop._display import checks, tables
 from fnloop._display.screen import Screen, columns_of, has_colors, paint
 from fnloop._display.tables import Table, format_count, format_duration, format_metric, printable
@@ -94,6 +94,8 @@ class progress(Hook):
         epoch 1/1  step 3  train/loss -1.0000  train/lr 1.0e+00  0...s
         done: epoch 1/1, step 3, after 0...s
     """
+
+    untried = "it only shows the run"
 
     def __init__(
         self, refresh: float = 0.5, file: TextIO | None = None, *, since: str = "phase"
@@ -247,9 +249,13 @@ def describe_values(state: TrainState) -> list[str]:
     With turns, the losses are "d/loss", ... in place of their mean.
     The running ones are read from the device: one read.
     """
+    optimizers = optimizers_in(state.optimizer)
+    first = [one.param_groups[0] for one in optimizers.values()]
+    labelled = labelled_groups(optimizers).items()
     rates = {
-        f"lr/{name}" if name else "lr": Last(one.param_groups[0]["lr"])
-        for name, one in optimizers_in(state.optimizer).items()
+        f"lr{label}": Last(group["lr"])
+        for label, group in labelled
+        if any(group is each for each in first)
     }
     losses = [f"{turn}/loss" for turn in _run(state).turns] or ["loss"]
     if RECORD in state.events:

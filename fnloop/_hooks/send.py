@@ -396,6 +396,8 @@ class track(Hook):
     Source: https://huggingface.co/docs/accelerate/usage_guides/tracking
     """
 
+    untried = "it would send records to a tracker"
+
     def __init__(
         self,
         tracker: object,

@@ -485,6 +485,8 @@ class time_limit(Hook):
         (1, 'time_limit: the run has taken its 0.0s')
     """
 
+    untried = "its time begins with the run"
+
     hours: float = attrs.field(default=0.0, kw_only=True)
     minutes: float = attrs.field(default=0.0, kw_only=True)
     seconds: float = attrs.field(default=0.0, kw_only=True)

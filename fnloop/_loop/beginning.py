@@ -17,7 +17,7 @@ from fnloop._core.metrics import RECENT, Elapsed, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import BOUNDARY
 from fnloop._core.serialize import Pending, materialize
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, trains_all
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
@@ -149,8 +149,9 @@ def suggest(loaders: Loaders, state: TrainState) -> None:
     if state.backend.main:
         suggest_loaders(loaders, state.backend.device)
         suggest_precision(state)
-        if untrained := explain_untrained(state.model, optimizers_in(state.optimizer).values()):
-            _log_once(f"fit: {untrained}")
+        optimizers = optimizers_in(state.optimizer).values()
+        if not trains_all(state) and (left := explain_untrained(state.model, optimizers)):
+            _log_once(f"fit: {left}")
 
 
 LEAST_SHARE, LEAST_SAVED = 0.05, 1.0  # of the time of an update; seconds of a run so far

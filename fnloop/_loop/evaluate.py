@@ -27,9 +27,6 @@ from fnloop._step.engine import engine_of, evaluating, in_evaluation_mode
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import evaluation_weights
 
-# --------------------------------------------------------------------------------------------------
-# Evaluation and prediction.
-
 Result = TypeVar("Result")
 EXCHANGED = 16  # batches whose outputs are exchanged at once
 

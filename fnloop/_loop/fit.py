@@ -80,7 +80,8 @@ def fit(
             neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.
         hooks: functions ``state -> state``, called in this order after every update, and after any
             evaluation due then. ``every(epochs=1)(hook)`` calls one less often. One that returns
-            ``attrs.evolve(state, stop="why")`` ends the run, ``ends="epoch"`` the epoch. None is
+            ``attrs.evolve(state, stop="why")`` ends the run, ``ends="epoch"`` the epoch; to
+            continue a run that was stopped so, pass ``attrs.evolve(state, stop=None)``. None is
             ``(progress(), halt_on_nonfinite())``. An object may also have a method ``begin(state)
             -> state``. It is called before the first update of every run, also of a resumed one,
             and training starts with what it returns: with a frozen module, for example.

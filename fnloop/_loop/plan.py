@@ -58,9 +58,6 @@ from fnloop._step.alternate import AlternateStep
 from fnloop._step.averages import EvaluateAverage
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 
-# --------------------------------------------------------------------------------------------------
-# The plan of a run: the arguments of `fit`, checked.
-
 
 @attrs.frozen
 class Plan:

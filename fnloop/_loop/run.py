@@ -14,7 +14,7 @@ import attrs
 from fnloop._backend.containers import reusing_pages
 from fnloop._core.history import Record
 from fnloop._core.metrics import RECENT, Max, read, wait_and_read_clock, without_recent
-from fnloop._core.optimizers import labelled_groups, optimizers_in
+from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
     BOUNDARY,
@@ -30,6 +30,7 @@ from fnloop._core.runs import (
 )
 from fnloop._core.state import (
     TrainState,
+    changed,
     check_not_stale,
     consume,
     count_left_out,
@@ -60,7 +61,6 @@ from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_
 from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
-from fnloop._step.update import numbers_used
 
 # --------------------------------------------------------------------------------------------------
 # The loop: epochs of updates. Top to bottom, this is what `fit` does.
@@ -70,6 +70,9 @@ from fnloop._step.update import numbers_used
 # The next window is fetched while the device still works on the step. A boundary is the point
 # between two updates (see `Run.boundary`): evaluation, records and hooks happen there and nowhere
 # else, so they never see a half-finished state.
+
+
+LOADER = "the training loader"  # as messages say what a run was doing
 
 
 def train_epochs(
@@ -90,13 +93,13 @@ def train_epochs(
         tell(state, plan.why_nothing_to_do(state))
         # Past its target it is in the middle of another run, of a later call of the same script:
         # what is left is that run's.
-        yield state if past else _settle(plan, state)
+        yield state if past else _settle_hooks(plan, state)
         return
     run, backend = Run(plan, state), state.backend
     window, source = plan.step.window, run.source
     batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
     recent = plan.record_every is not None
-    with _closing(plan.hooks, run.stopwatch):
+    with _closing_hooks(plan.hooks, run.stopwatch):
         while True:
             with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
                 with reusing_pages(backend.device), Survival(run):
@@ -131,10 +134,10 @@ def train_epochs(
                 check_not_stale(reached)  # the caller may have advanced it
             if run.is_over():
                 return
-            run.state = attrs.evolve(reached, run=run.info)
+            run.state = changed(reached, run=run.info)
 
 
-def _settle(plan: Plan, state: TrainState) -> TrainState:
+def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
     """Let hooks complete what a process left that was killed at the end of this run."""
     if not is_newest(state, plan.phase):
         return state
@@ -145,7 +148,7 @@ def _settle(plan: Plan, state: TrainState) -> TrainState:
 
 
 @contextlib.contextmanager
-def _closing(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
+def _closing_hooks(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
     """Close all hooks at the end, even if one of them raises."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as stack:
@@ -164,8 +167,6 @@ def _listening(
 
 # --------------------------------------------------------------------------------------------------
 # What a run has besides its state, and what happens at its boundaries.
-
-LOADER = "the training loader"
 
 
 class Run:
@@ -210,7 +211,7 @@ class Run:
         self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
         self.stopwatch = self.info.stopwatch
         self.stopwatch.begin(self.seconds)
-        self.state = first_state(plan, attrs.evolve(state, run=self.info))
+        self.state = first_state(plan, changed(state, run=self.info))
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
         self._calls_always = bool(plan.hooks) or not is_alone(state)
 
@@ -235,7 +236,7 @@ class Run:
         ahead = self.plan.prefetch * self.info.window
         self.source.positions.begin(self.state.position, ahead)
         self.state = self._leave_end(
-            attrs.evolve(
+            changed(
                 self.state, events=_events(self.state), position=None,
                 ends=self.state.ends if self.state.batch else None,
             )
@@ -265,7 +266,7 @@ class Run:
             self.info = attrs.evolve(
                 self.info, window=window, steps_per_epoch=length, batches_per_epoch=batches
             )
-            self.state = attrs.evolve(self.state, run=self.info)
+            self.state = changed(self.state, run=self.info)
 
     def only_ends(self) -> bool:
         """Return whether nothing but the end of the run is left to do."""
@@ -293,9 +294,9 @@ class Run:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
         if self.only_ends():
-            self.state = attrs.evolve(state, generators=None)
+            self.state = changed(state, generators=None)
             return True
-        self.state = attrs.evolve(state, generators=None, left=())
+        self.state = changed(state, generators=None, left=())
         if state.ends is not None:  # what is left of the boundary is that of this end
             return self._end_epoch_early(over=False)
         return (ended or BOUNDARY in state.left) and self.boundary(ended)
@@ -322,26 +323,26 @@ class Run:
         if self.interrupts.save or self.is_over():
             self.phase = "the end of the run"
             if self.state.left:
-                self.state = attrs.evolve(self.state, left=())
+                self.state = changed(self.state, left=())
             self.flush_hooks()
             self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
 
     def _start(self) -> None:
         """Evaluate and call the hooks that are due before the first update."""
         __tracebackhide__ = True
-        state = attrs.evolve(self.state, events=frozenset({START}))
+        state = changed(self.state, events=frozenset({START}))
         self._carry_out(due("start", state, self._ask(state), self.evaluated), state)
-        self.state = attrs.evolve(self.state, events=_events(self.state))
+        self.state = changed(self.state, events=_events(self.state))
         self.phase = LOADER
 
     def _end(self) -> None:
         """Make the end of a run that was left for after its hooks, or by the run before."""
         __tracebackhide__ = True
         self.interrupts.check_time_left(over=True)
-        state = attrs.evolve(self.state, events=self.state.events - {START} | {END})
+        state = changed(self.state, events=self.state.events - {START} | {END})
         answers = self._ask(state) if self.plan.evaluates_at(END) else Answers()
         self._carry_out(due("end", state, answers, self.evaluated), state)
-        self.state = attrs.evolve(self.state, left=())
+        self.state = changed(self.state, left=())
 
     # --- a boundary
 
@@ -359,7 +360,7 @@ class Run:
         state = self._complete_epoch() if ended else self.state
         last = ended or state.step >= self.last_step
         if last and self.plan.is_reached(state):
-            state = attrs.evolve(state, events=state.events | {END})
+            state = changed(state, events=state.events | {END})
         if last or not self.asked_at <= state.step < self.quiet_until:
             self._carry_out(due("boundary", state, self._ask(state), self.evaluated), state)
         else:  # nothing is due but the hooks
@@ -380,7 +381,7 @@ class Run:
         __tracebackhide__ = True
         if over:  # if only the run is, the next one ends the epoch
             return True
-        self.state = attrs.evolve(self.state, events=frozenset())
+        self.state = changed(self.state, events=frozenset())
         return self.boundary(ended=True)
 
     def _ask(self, state: TrainState) -> Answers:
@@ -407,7 +408,7 @@ class Run:
             elif isinstance(action, Collect):
                 self._collect(state, action.loaders)
             elif isinstance(action, Leave):
-                state = attrs.evolve(state, left=(action.end,), events=state.events - {END})
+                state = changed(state, left=(action.end,), events=state.events - {END})
             else:
                 self.state = state
                 self.unfinished = END if END in state.events else None
@@ -439,21 +440,21 @@ class Run:
             new = check_returned(hook, hook(self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
-                new = self._settled(self.state, new)
+                new = self._as_continued(self.state, new)
             self.state = new
         self.rolled_back = self.state.model is not before.model
         if self.state.run is None:
-            self.state = attrs.evolve(self.state, run=self.info)
+            self.state = changed(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
             self.state = complete(self.plan.step, self.state)
 
-    def _settled(self, before: TrainState, new: TrainState) -> TrainState:
+    def _as_continued(self, before: TrainState, new: TrainState) -> TrainState:
         """Return the state that a hook has returned as the run continues with it."""
         stop = first_stop(before.stop, new.stop)
         if stop is not new.stop:
-            new = attrs.evolve(new, stop=stop)
+            new = changed(new, stop=stop)
         if new.ends is not None and not new.batch:  # the epoch has just ended: there is none to end
-            new = attrs.evolve(new, ends=None)
+            new = changed(new, ends=None)
         return self._leave_end(new)
 
     def _leave_end(self, state: TrainState) -> TrainState:
@@ -466,11 +467,11 @@ class Run:
             return state
         end = end_in(state.left)
         if state.stop is None and (end is None or not self.plan.is_reached(state)):
-            return state if end is None else attrs.evolve(state, left=())
+            return state if end is None else changed(state, left=())
         if end is not None and end.stop == state.stop:
             return state
         others = tuple(action for action in state.left if action is not end)
-        return attrs.evolve(state, left=(*others, End(state.stop)))
+        return changed(state, left=(*others, End(state.stop)))
 
     def _collect(self, state: TrainState, loaders: Iterable[str]) -> None:
         """Evaluate loaders for the hooks that ask for outputs at the end. No record has this."""
@@ -615,7 +616,7 @@ def evaluation_metrics(
     device = state.backend.device
     began = wait_and_read_clock(device) if step.is_timed else 0.0
     with isolated(device):
-        found = measure(step, attrs.evolve(state, run=run), source, True, tell, outputs)
+        found = measure(step, changed(state, run=run), source, True, tell, outputs)
     if step.is_timed:
         if "time/evaluate" in found:
             raise ValueError(
@@ -671,7 +672,7 @@ def _survive(run: Run, error: BaseException) -> bool:
     if phase is None:  # the step may have applied its update already
         state = newest(state, run.taken, run.taken * (run.source.batch_size or 0))
     applied = state is not run.state
-    state = attrs.evolve(state, left=_left(state, BOUNDARY if applied else run.unfinished))
+    state = changed(state, left=_left(state, BOUNDARY if applied else run.unfinished))
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
     alone = is_alone(state)
     interrupted = _is_interruption(run, error) and owns_handles(state)
@@ -679,8 +680,8 @@ def _survive(run: Run, error: BaseException) -> bool:
     if lost or isinstance(error, Abandoned):
         run.interrupts.done, run.rolled_back = True, False
         if state.stop is None or end_in(state.left) is not None:
-            state = attrs.evolve(state, stop=run.interrupts.stop or INTERRUPTED)
-        run.state = attrs.evolve(state, left=()) if state.left == (FLUSH,) else state
+            state = changed(state, stop=run.interrupts.stop or INTERRUPTED)
+        run.state = changed(state, left=()) if state.left == (FLUSH,) else state
         run.flush_hooks()
         return True
     batch = run.batches_in_epoch if EPOCH in state.events else state.batch

@@ -25,14 +25,19 @@ from fnloop._core.history import (
     unfinished,
 )
 from fnloop._core.optimizers import (
+    RATIO,
     SCHEDULED,
     Group,
     begin_again,
     groups_in,
     initial_value,
+    keep_settings,
     labelled_groups,
     note_set,
+    numbers_used,
+    put_settings_back,
     selected,
+    set_number,
     was_scheduled,
 )
 from fnloop._core.runs import RunInfo
@@ -40,14 +45,7 @@ from fnloop._core.state import TrainState, explain_unknown_length, owns_handles,
 from fnloop._core.types import UPDATE, Batch, Middleware, Output, Step, middleware, name_of
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.update import (
-    RATIO,
-    keep_settings,
-    numbers_used,
-    put_settings_back,
-    report,
-    set_number,
-)
+from fnloop._step.update import report
 from fnloop.schedules import check_schedule, refuse_torch_scheduler
 
 # --------------------------------------------------------------------------------------------------

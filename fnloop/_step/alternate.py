@@ -53,9 +53,6 @@ from fnloop._step.pipeline import (
 )
 from fnloop._step.update import of_turn, prefixed
 
-# --------------------------------------------------------------------------------------------------
-# Whole steps in turn, each with an optimizer of its own, such as those of a GAN.
-
 SAME, NEXT = "same", "next"
 # What acts on one backward or one forward: the steps list it themselves.
 _OF_STEPS = ("loss_fn", "forward", "loss", "gradient", "device")

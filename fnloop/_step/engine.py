@@ -981,13 +981,6 @@ class GradientSum(abc.ABC):
         """Leave the mean in ``.grad``. Return what to report of the window."""
 
 
-class Engine(Protocol):
-    """What a sum needs of the engine."""
-
-    def gradients(self, params: Sequence[Tensor], /) -> list[Tensor | None]: ...
-    def any(self, flag: bool, /) -> bool: ...
-
-
 class SumInOrder(GradientSum):
     """A sum that adds each gradient to those before it.
 
@@ -997,7 +990,9 @@ class SumInOrder(GradientSum):
         total: the sum of the weights.
     """
 
-    def __init__(self, engine: Engine, state: TrainState, total: WeightedSum) -> None:
+    def __init__(
+        self, engine: LocalEngine | DistributedEngine, state: TrainState, total: WeightedSum
+    ) -> None:
         self._engine, self._total, self._params = engine, total, parameters(state)
         self._sums: list[Tensor | None] = [None] * len(self._params)
         self._stashed = stash_gradients(state)

@@ -58,9 +58,6 @@ from fnloop._step.engine import (
     weight_on_device,
 )
 
-# --------------------------------------------------------------------------------------------------
-# The gradient engine of several processes.
-#
 # Each process runs the loss function on its share of a window, with the plain module. Gradients are
 # averaged in the last backward of a window only: by torch's DistributedDataParallel, or by the
 # module itself if it is under `fully_shard`. That is the mean over processes. The mean over items
@@ -175,9 +172,8 @@ class DistributedEngine:
         """Position torch's generators before a forward and backward: each process draws its own."""
         if state.run is None:
             return  # a bare step draws from where the generators are
-        again = self._generation == generation_of(
-            state
-        )  # a step inside may be called more than once
+        # A middleware may call the step inside it more than once.
+        again = self._generation == generation_of(state)
         self._calls = self._calls + 1 if again else 0
         self._generation = generation_of(state)
         self._seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
@@ -339,25 +335,6 @@ class Reducer(Protocol):
     def finish_window(self, state: TrainState, touched: bool) -> None: ...
 
 
-class Engine(Protocol):
-    """What a window needs of the engine, which outlives it."""
-
-    processes: int
-    items: Weight
-    own_parts: set[str]
-    ended_on_padding: bool
-    empty_output: Output | None
-    weights: WeightAgreement
-    probe: CollectiveProbe
-
-    @property
-    def reducer(self) -> Reducer: ...
-    def window_of(self, state: TrainState, /) -> Window: ...
-    def is_padding(self, window: Window, n: int, batches: int, /) -> bool: ...
-    def seed_own(self, state: TrainState, /) -> None: ...
-    def seed_shared(self, state: TrainState, /) -> None: ...
-
-
 class DistributedWindow:
     """Forward and backward of a window, averaged over processes in its last backward.
 
@@ -372,7 +349,7 @@ class DistributedWindow:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DistributedEngine,
         loss: LossRoot,
         state: TrainState,
         pieces: Sequence[int],
@@ -526,7 +503,11 @@ class DistributedWindow:
             raise
 
     def _divide(self, state: TrainState, counted: Weight) -> None:
-        """Turn the mean over processes of the sum over batches into the mean over items."""
+        """Turn the mean over processes of the sum over batches into the mean over items.
+
+        With P processes, N items in all, and batches that counted relative to the reference R, a
+        gradient is the sum of weight × gradient / (P·R). It is divided by N / (P·R).
+        """
         engine = self._engine
         if self._is_uniform:
             engine.items = counted * self._size
@@ -636,7 +617,7 @@ class BucketReducer:
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
         assert self._count is not None
         unused = len(self._used) < len(trainable)
-        self._ddp = _make_ddp(state, [*trainable, self._count], unused)
+        self._ddp = _ddp_of(state, [*trainable, self._count], unused)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
         """Give DDP the gradients that it still expects after the last backward of a window."""
@@ -733,7 +714,7 @@ def _check_ddp(device: torch.device) -> None:
         )
 
 
-def _make_ddp(state: TrainState, trainable: list[Tensor], unused: bool) -> _FixedBucketDDP:
+def _ddp_of(state: TrainState, trainable: list[Tensor], unused: bool) -> _FixedBucketDDP:
     _check_ddp(state.backend.device)
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)

@@ -6,7 +6,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import attrs
 import toolz
@@ -69,26 +69,6 @@ Others = list[dict[str, Metric] | None]
 Gradients = list[Tensor | None]
 
 
-class Engine(Protocol):
-    """What a window needs of the engine, which outlives it."""
-
-    rank: int
-    processes: int
-
-    def agree_on_layout(
-        self, layout: Layout | None, differ: bool, used: list[bool], /
-    ) -> tuple[Layout | None, list[bool]]: ...
-    def gather_rows(self, rows: Tensor, /) -> Tensor: ...
-    def gather_others(self, own: Others, state: TrainState, /) -> Others: ...
-    def join(self, tree: TreeSum[Part], gradients: Flat, like: Tensor, /) -> Gradients: ...
-    def begin_pass(self, state: TrainState, offset: int, /) -> None: ...
-    def seed_batch(self, state: TrainState, offset: int, /) -> None: ...
-    def seed_shared(self, state: TrainState, /) -> None: ...
-    def call(
-        self, loss: LossRoot, state: TrainState, batch: Batch, /
-    ) -> tuple[TrainState, Output]: ...
-
-
 class Leaf:
     """Forward and backward of one batch in this process, maybe in pieces. Nothing is exchanged.
 
@@ -103,7 +83,7 @@ class Leaf:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ExactEngine,
         loss: LossRoot,
         state: TrainState,
         offset: int,
@@ -151,7 +131,7 @@ class ExactSum:
         order: for each call of :meth:`add`, which of this process's batches it is.
     """
 
-    def __init__(self, engine: Engine, state: TrainState, order: Sequence[int]) -> None:
+    def __init__(self, engine: ExactEngine, state: TrainState, order: Sequence[int]) -> None:
         self._engine, self._order, self._params = engine, order, parameters(state)
         leaves = len(order) * engine.processes
         self._tree: TreeSum[Part] = TreeSum(combine_parts, leaves, engine.processes)
@@ -236,7 +216,7 @@ class ExactWindow:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ExactEngine,
         loss: LossRoot,
         state: TrainState,
         pieces: Sequence[int],

@@ -18,9 +18,6 @@ from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
 from fnloop._display.tables import shorten
 
-# --------------------------------------------------------------------------------------------------
-# The innermost step: call the loss function, check its reply and weigh the batch.
-
 MOST_REASONS = 20  # that are logged
 # What a batch of other shapes, dtypes or keys than expected raises; torch's are RuntimeErrors.
 _OF_A_BATCH = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)

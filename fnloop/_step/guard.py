@@ -20,14 +20,14 @@ from fnloop._backend.containers import (
     with_parts,
 )
 from fnloop._core.averages import Average
-from fnloop._core.optimizers import Group, groups_in, optimizers_in
+from fnloop._core.optimizers import RATIO, Group, groups_in, optimizers_in
 from fnloop._core.rng import mark_generators
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import LEFT_OUT, TrainState, all_parameters, with_slot
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._display.screen import log
 from fnloop._step.engine import LossRoot, engine_of, restore_gradients, stash_gradients
-from fnloop._step.update import RATIO, Backward, Commuting, Judge, decide
+from fnloop._step.update import Backward, Commuting, Judge, decide
 
 # --------------------------------------------------------------------------------------------------
 # Guards: they look at an update before it is applied, and may leave it out.

@@ -73,9 +73,6 @@ from fnloop._step.update import (
     update,
 )
 
-# --------------------------------------------------------------------------------------------------
-# Composition: the rings of middleware around forward, backward and update.
-#
 #     pipeline(a, b)(loss_fn) == pipe(
 #         loss_fn, forward, ...forward ring..., ...loss ring..., backward, ...gradient ring...,
 #         update, ...update ring..., ...device ring..., ...step ring...

@@ -16,13 +16,12 @@ import attrs
 from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.save import save
-from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.compare import find_difference
+from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED
+from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
@@ -35,10 +34,7 @@ from fnloop._graphs.capture import make_capturable, signature
 from fnloop._graphs.guards import CaptureError, HostReads
 from fnloop._hooks.hook import Hook, HookFn, Trigger, Wrapper, every, layers, unwrap_hook
 from fnloop._hooks.keep import checkpoint
-from fnloop._hooks.look import live_plot
-from fnloop._hooks.progress import progress
-from fnloop._hooks.send import TableWriter, track
-from fnloop._hooks.stop import time_limit
+from fnloop._hooks.send import TableWriter
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
@@ -50,18 +46,9 @@ from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep, pipeline
 from fnloop._step.update import MissingNumberError
 
-# --------------------------------------------------------------------------------------------------
-# A run on trial: two updates, one batch of each loader, each hook once, one save and restore.
-
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 UPDATES = 2
-_NOT_CALLED = {
-    track: "not called: it would send records to a tracker",
-    progress: "not called: it only shows the run",
-    live_plot: "not called: it only shows the run",
-    time_limit: "not called: its time begins with the run",
-}
 
 
 @attrs.frozen
@@ -470,9 +457,8 @@ def _train(
 
 def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
     """Return a hook that leaves no trace in place of one, or None, and what is to be said."""
-    for kind, text in _NOT_CALLED.items():
-        if isinstance(hook, kind):
-            return None, text
+    if hook.untried is not None:
+        return None, f"not called: {hook.untried}"
     if isinstance(hook, checkpoint):
         copied = checkpoint(
             place, hook.keep, hook.best, hook.mode if hook.best else None,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import is_out_of_memory
-from fnloop._core.optimizers import Group, groups_in, initial_value
+from fnloop._core.optimizers import Group, Rate, copy_number, groups_in, initial_value, put_number
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.source import batch_size_of
@@ -23,7 +23,6 @@ from fnloop._loop.plan import check_step
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import Rate, copy_number, put_number
 from fnloop._tools.dry_run import AVERAGES, RATES, REPORTS, train_copy, with_members
 
 if TYPE_CHECKING:

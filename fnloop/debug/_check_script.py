@@ -17,10 +17,9 @@ from fnloop._backend import torch_compat
 from fnloop._backend.containers import parts_of, to_device, with_parts
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.save import save
-from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.compare import find_difference
+from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.rng import isolated
+from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, name_of
 from fnloop._data.source import windows
@@ -54,9 +53,6 @@ from fnloop.debug._watch import (
     first_other_operator,
     watch,
 )
-
-# --------------------------------------------------------------------------------------------------
-# The laws of a run on the user's own step, state and loaders, for a few updates.
 
 UPDATES = 3
 MOST_SOURCES = 3

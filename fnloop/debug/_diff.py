@@ -17,14 +17,11 @@ from fnloop._checkpoint.format import COUNTERS, Contents
 from fnloop._checkpoint.restore import read_alone
 from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
-from fnloop._core.compare import Measured, describe_value, find_difference, measure
 from fnloop._core.history import History, Record
+from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables
 from fnloop._display.tables import Column, Shown, Table
-
-# --------------------------------------------------------------------------------------------------
-# The first difference between two states, checkpoints, histories or runs.
 
 
 def diff(

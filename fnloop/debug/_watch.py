@@ -34,15 +34,13 @@ from torch.utils.hooks import RemovableHandle
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import parts_of, tensors_in, with_parts
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._checkpoint.optimizer import (
-    walk_optimizers,
-)
+from fnloop._checkpoint.optimizer import walk_optimizers
 from fnloop._core.averages import Average
-from fnloop._core.compare import INTEGER_OF_SIZE
 from fnloop._core.freeze import Selector, Selectors, check_selectors, select
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.rng import mark_generators
+from fnloop._core.serialize import INTEGER_OF_SIZE
 from fnloop._core.state import TrainState, generation_of, ownership_of, parameters, unwrap
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
 from fnloop._display import checks

@@ -29,9 +29,6 @@ from fnloop._loop.fit import fit
 from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline, total_in
 from fnloop.testing._toys import no_host_reads
 
-# --------------------------------------------------------------------------------------------------
-# The laws of the library as functions that raise an AssertionError.
-
 
 def _check_arguments(law: str, pipe: object, problem: object) -> None:
     if not isinstance(pipe, Pipeline):

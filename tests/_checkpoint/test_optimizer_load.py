@@ -34,8 +34,8 @@ from torch import nn
 import fnloop as fl
 from fnloop._checkpoint import files, format
 from fnloop._checkpoint import optimizer as optimizer_save
-from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.compare import find_difference
+from fnloop._checkpoint.save import check_resumable
+from fnloop._core.serialize import find_difference
 from fnloop.testing import Toy, assert_same, toy_loss
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam

@@ -25,13 +25,9 @@ from torch.optim.lr_scheduler import LinearLR
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop._checkpoint.optimizer import (
-    _merge,
-    _Offer,
-    _own_facts,
-)
-from fnloop._checkpoint.trial import check_resumable
-from fnloop._core.compare import find_difference
+from fnloop._checkpoint.optimizer import _merge, _Offer, _own_facts
+from fnloop._checkpoint.save import check_resumable
+from fnloop._core.serialize import find_difference
 from fnloop._core.state import ownership_of
 from fnloop.testing import Toy, assert_same, small, toy, toy_loss
 

@@ -12,9 +12,9 @@ from sample_optimizers import ONE, Both, Counting, Modules, Objects, Slow, toy_s
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import trial
-from fnloop._checkpoint.trial import check_resumable, copy_optimizer
-from fnloop._core.compare import find_difference
+from fnloop._checkpoint import save
+from fnloop._checkpoint.save import check_resumable, copy_optimizer
+from fnloop._core.serialize import find_difference
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
@@ -123,7 +123,7 @@ def test_the_trial_copies_little(monkeypatch):
     )
     twins = []
     spy = lambda *args: twins.append(copy_optimizer(*args)) or twins[-1]
-    monkeypatch.setattr(trial, "copy_optimizer", spy)
+    monkeypatch.setattr(save, "copy_optimizer", spy)
     check_resumable(state)
     twin = twins[0].optimizer
     # One of each kind
@@ -302,7 +302,7 @@ def test_unrestored_momentum_is_detected_in_whole_copies(make, fault):
 
 
 def test_a_large_optimizer_is_not_copied_whole(caplog, monkeypatch):
-    monkeypatch.setattr(trial, "MANY", 89)
+    monkeypatch.setattr(save, "MANY", 89)
     model = nn.Linear(9, 9)
     check_resumable(fl.TrainState.create(model, Flat(model.parameters()), seed=0))
     assert (

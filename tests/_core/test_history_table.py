@@ -8,9 +8,9 @@ import pytest
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
-from fnloop._core import record_table
+from fnloop._core import views
 from fnloop._core.history import is_evaluated, is_row, update_best
-from fnloop._core.record_table import Row, table, table_of
+from fnloop._core.views import Row, table, table_of
 
 NAN, INF = math.nan, math.inf
 METRICS = {
@@ -30,7 +30,7 @@ def lines(*records, width=80, **settings):
 
 
 def lay_out(records, **settings):
-    return record_table.lay_out([Row(record) for record in records], **settings)
+    return views.lay_out([Row(record) for record in records], **settings)
 
 
 def column(name, *values):

@@ -12,8 +12,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fnloop as fl
-from fnloop._core.compare import find_difference
-from fnloop._core.serialize import decode, encode, has_pending, materialize
+from fnloop._core.serialize import decode, encode, find_difference, has_pending, materialize
 from fnloop.testing import toy
 
 

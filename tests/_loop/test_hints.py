@@ -168,7 +168,7 @@ def test_only_the_main_process_is_told(caplog, main):
     backend = types.SimpleNamespace(main=main, device=CPU, precision=None)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    state = types.SimpleNamespace(model=model, optimizer=optimizer, backend=backend, run=None)
+    state = attrs.evolve(fl.TrainState.create(model, optimizer), backend=backend)
     suggest_all(Loaders([torch.ones(1)], {}), state)
     assert ("in no optimizer: bias" in caplog.text) is main
 

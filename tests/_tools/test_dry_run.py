@@ -307,3 +307,14 @@ def test_the_words_of_a_report_are_wrapped_below_each_other(monkeypatch):
     assert any(line.startswith(" " * begin) and line[begin] != " " for line in lines)
     monkeypatch.setenv("COLUMNS", "500")
     assert " ".join(repr(report).split()) == " ".join(" ".join(lines).split())
+
+
+def test_a_hook_may_say_why_it_is_not_called():
+    class Webhook(fl.Hook):
+        untried = "it would send records"
+
+        def __call__(self, state):
+            raise AssertionError("called")
+
+    report = fl.dry_run(fl.pipeline()(toy_loss), toy(), ONES, hooks=(Webhook(),))
+    assert "not called: it would send records" in str(report) and not report.problems

@@ -26,13 +26,14 @@ from collections.abc import Callable, Mapping, Sequence
 Once = Callable[[], float | None]
 
 
-def serve(once: Once, core: int) -> None:
+def serve(once: Once, core: int, cpu: bool) -> None:
     """Do the work once for each line read. Write the seconds that it took."""
     os.sched_setaffinity(0, {core})
+    clock = time.process_time if cpu else time.perf_counter
     for _ in sys.stdin:
-        began = time.perf_counter()
+        began = clock()
         took = once()
-        print(time.perf_counter() - began if took is None else took, flush=True)
+        print(clock() - began if took is None else took, flush=True)
 
 
 class Running:
@@ -42,12 +43,13 @@ class Running:
         name: its name in ``CONTENDERS`` of the running file.
         core: the core that it is pinned to.
         tree: the folder from which it imports fnloop; None: the installed one.
+        cpu: whether to take the time that the process had a core, and not that of the clock.
     """
 
-    def __init__(self, name: str, core: int, tree: str | None = None) -> None:
+    def __init__(self, name: str, core: int, tree: str | None = None, cpu: bool = False) -> None:
         environment = {**os.environ, **({"PYTHONPATH": tree} if tree else {})}
         self.process = subprocess.Popen(
-            [sys.executable, sys.argv[0], "--serve", name, "--core", str(core)],
+            [sys.executable, sys.argv[0], "--serve", name, "--core", str(core), *["--cpu"] * cpu],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
@@ -62,7 +64,11 @@ class Running:
 
 
 def measure(
-    names: Mapping[str, tuple[str, str | None]], rounds: int, core: int, warm_up: int = 3
+    names: Mapping[str, tuple[str, str | None]],
+    rounds: int,
+    core: int,
+    cpu: bool = False,
+    warm_up: int = 3,
 ) -> dict[str, list[float]]:
     """Return the seconds of each round by label.
 
@@ -70,9 +76,10 @@ def measure(
         names: label to the name of a contender, and the tree that it imports.
         rounds: how many count.
         core: the core for all of them.
+        cpu: as in :class:`Running`.
         warm_up: rounds before these.
     """
-    running = {label: Running(name, core, tree) for label, (name, tree) in names.items()}
+    running = {label: Running(name, core, tree, cpu) for label, (name, tree) in names.items()}
     times: dict[str, list[float]] = {label: [] for label in names}
     order = random.Random(0)
     for number in range(warm_up + rounds):
@@ -101,10 +108,11 @@ def main(contenders: Mapping[str, Callable[[], Once]], base: str) -> None:
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="a part of the names of cases")
+    parser.add_argument("--cpu", action="store_true", help="time on the core: on a busy machine")
     parser.add_argument("--tree", help="another checkout, to compare with")
     given = parser.parse_args()
     if given.serve:
-        serve(contenders[given.serve](), given.core)
+        serve(contenders[given.serve](), given.core, given.cpu)
         return
     cases: dict[str, list[str]] = {}
     for name in contenders:
@@ -117,7 +125,7 @@ def main(contenders: Mapping[str, Callable[[], Once]], base: str) -> None:
         names: dict[str, tuple[str, str | None]] = {w: (f"{case}: {w}", None) for w in every}
         if given.tree:
             names |= {f"{w}, before": (f"{case}: {w}", given.tree) for w in every if w != base}
-        times = measure(names, given.rounds, given.core)
+        times = measure(names, given.rounds, given.core, given.cpu)
         print(f"\n{case}")
         for label, own in times.items():
             median = f"  {label:<28} {statistics.median(own) * 1e6:>12,.0f} µs"

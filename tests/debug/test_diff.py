@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._core.compare import measure
+from fnloop._core.serialize import measure
 from fnloop.debug import diff
 from fnloop.testing import small, stochastic, toy, toy_loss
 
