@@ -1,6 +1,7 @@
 """Change a line of the package at random, and see whether a test notices.
 
-    python tests/mutants.py --number 30 --seed 1
+    python tests/mutants.py --number 150 --seed 1
+    python tests/mutants.py --number 150 --seed 1 --only 7 12 --kind "not long" --timeout 900
 
 A mutant is a copy of the package in which one line differs: a comparison is flipped, a number or a
 flag changed, ``and`` made ``or``, a condition or a returned value negated, an argument dropped, or
@@ -36,6 +37,8 @@ TESTS = {  # of what has no folder of tests of its own
     "fnloop/__init__.py": "tests/test_public_api.py",
     "fnloop/testing": "tests/test_laws.py",
 }
+# What only several processes do; their tests are slow, so they run with --kind "not long".
+TOGETHER = ("fnloop/_backend/", "fnloop/_loop/peers.py", "fnloop/_step/engine_distributed.py")
 FLIPPED = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
@@ -69,7 +72,7 @@ def changes(node: ast.AST):
             yield node, repr(not node.value), "flag changed"
         case ast.Constant(value=int() | float()):
             yield node, repr(node.value + 1), "number changed"
-        case ast.Call(keywords=[*keywords, last]) if last.arg != "strict":  # of zip: an assertion
+        case ast.Call(keywords=[*keywords, last]) if last.arg != "strict":
             yield node, changed(node, keywords=keywords), "argument dropped"
     match node:
         case ast.If() | ast.While() | ast.IfExp():
@@ -96,6 +99,8 @@ def walk(node: ast.AST, inside: bool = False):
     if isinstance(node, ast.JoinedStr | ast.arg | ast.Import | ast.ImportFrom):
         return  # the places in a formatted string are wrong before Python 3.12
     if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # of zip: an assertion
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__tracebackhide__":
         return
     if isinstance(node, ast.AnnAssign):
         node.annotation = ast.Constant("")
@@ -132,10 +137,12 @@ def tests_of(file: str) -> list[str]:
     room = "/".join(file.split("/")[:2])
     folder = TESTS.get(room, f"tests/{room.removeprefix('fnloop/')}")
     own = sorted(ROOT.glob(f"{folder}/test_{Path(file).stem.strip('_')}*.py"))
-    return [file, *(str(path.relative_to(ROOT)) for path in own), folder, "tests/test_laws.py"]
+    also = ["tests/processes"] if file.startswith(TOGETHER) else []
+    first = [str(path.relative_to(ROOT)) for path in own]
+    return [file, *first, folder, *also, "tests/test_laws.py"]
 
 
-def tried(mutant: tuple, copies: SimpleQueue, timeout: float) -> tuple:
+def tried(mutant: tuple, copies: SimpleQueue, kind: str, timeout: float) -> tuple:
     """Run the tests on a mutant, and return how that ended, and after how many seconds."""
     file, line, (start, end, new, _) = mutant
     copy, begun = copies.get(), time.monotonic()
@@ -147,7 +154,7 @@ def tried(mutant: tuple, copies: SimpleQueue, timeout: float) -> tuple:
         path.write_bytes(b"".join(lines))
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-x"]
         done = subprocess.run(
-            [*command, "-m", "fast", "--tb=no", *tests_of(file)],
+            [*command, "-m", kind, "--tb=no", *tests_of(file)],
             cwd=copy,
             # What was compiled is kept, though some machines say otherwise: it halves the time.
             env=os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""},
@@ -180,23 +187,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--number", type=int, default=150, help="of mutants")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="skip the mutants before this one")
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of these mutants alone")
     parser.add_argument("--jobs", type=int, default=2, help="mutants that are tried at once")
+    parser.add_argument("--kind", default="fast", help="of tests, as in pytest -m")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each of them")
     args = parser.parse_args()
-    mutants = drawn(args.number, args.seed)[args.first :]
+    mutants = dict(enumerate(drawn(args.number, args.seed)))
+    mutants = {i: mutants[i] for i in args.only or mutants}
     counts = {"killed": 0, "survived": 0, "no": 0}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         copies = SimpleQueue()
         for i in range(args.jobs):
             copies.put(copied(Path(folder, str(i))))
-        results = pool.map(lambda mutant: tried(mutant, copies, args.timeout), mutants)
-        for i, ((file, line, (start, end, new, kind)), ended, seconds) in enumerate(results):
+        results = pool.map(
+            lambda mutant: tried(mutant, copies, args.kind, args.timeout), mutants.values()
+        )
+        for i, (mutant, ended, seconds) in zip(mutants, results, strict=True):
+            file, line, (start, end, new, kind) = mutant
             counts[ended.split()[0]] += 1
             text = (ROOT / file).read_bytes().splitlines()[line - 1]
             was, place = text[start:end].decode(), f"{file}:{line}"
-            print(f"{args.first + i:3} {seconds:5.0f} s  {place}  {kind}: {was} -> {new}  {ended}")
+            print(f"{i:3} {seconds:5.0f} s  {place}  {kind}: {was} -> {new}  {ended}")
             if not ended.startswith("killed"):
                 print(f"{'':12}{text.decode().strip()}", flush=True)
     killed = counts["killed"] / max(1, len(mutants))
