@@ -63,6 +63,7 @@ def test_the_links_of_a_notebook_lead_somewhere(name):
 
 
 # These find what their first run has left. Of each notebook a cell is run again.
+PROCESSES = "many_processes"
 REPEATED = ("all_of_fnloop", "resume_and_checkpoints", "write_your_own_middleware")
 
 
@@ -70,7 +71,8 @@ REPEATED = ("all_of_fnloop", "resume_and_checkpoints", "write_your_own_middlewar
 @pytest.mark.parametrize(
     ("name", "times"),
     [
-        *((name, 1) for name in BOOKS),
+        *((name, 1) for name in BOOKS if name != PROCESSES),
+        pytest.param(PROCESSES, 1, marks=pytest.mark.long),  # as much as all the others together
         *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
     ],
 )
