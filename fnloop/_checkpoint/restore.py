@@ -237,9 +237,11 @@ class _Reader:
 
     def __init__(self, path: Path, state: TrainState | None, facts: Mapping[str, Json]) -> None:
         self._path, self._slices = path, Slices(path)
-        self._templates = {} if state is None else templates_of(state, facts)
         parameters = () if state is None else unwrap(state).parameters()
         self._like = next((p for p in parameters if split_dim(p) is not None), None)
+        self._templates: dict[str, dict[str, Tensor]] = {}
+        if state is not None and self._like is not None:
+            self._templates = templates_of(state, facts)
 
     def read_whole(self, group: str, file: str) -> dict[str, Tensor]:
         """Return a group of tensors that is in one file."""

@@ -409,6 +409,11 @@ class _LiftedMoment(Moment):
         return self.trigger.due(state)
 
 
+def is_moment(given: object) -> bool:
+    """Return whether this says when something is due: a moment, or an object like one."""
+    return not isinstance(given, type) and hasattr(given, "due")
+
+
 def as_moment(trigger: Trigger) -> Moment:
     """Return a trigger as a moment."""
     return trigger if isinstance(trigger, Moment) else _LiftedMoment(trigger)
@@ -656,7 +661,7 @@ def _refuse_positional(owner: str, given: object, names: Sequence[str]) -> NoRet
 
 
 def _check_trigger(other: Trigger, symbol: str) -> Moment:
-    if isinstance(other, type) or not hasattr(other, "due"):
+    if not is_moment(other):
         hint = ""
         if isinstance(other, ConditionalHook):
             hint = f". Give the hook to all of them: (... {symbol} ...)({name_of(other.hook)})"
@@ -671,7 +676,7 @@ def _check_trigger(other: Trigger, symbol: str) -> Moment:
 
 def check_hook(hook: HookFn, owner: str) -> Hook:
     """Return a hook, or raise TypeError if it is not one."""
-    if hasattr(hook, "due") and not isinstance(hook, type):
+    if is_moment(hook):
         raise TypeError(
             f"{owner} expects hook as a function state -> state, but {hook!r} says only when: "
             f"write {show_call(hook, 'hook')} in its place, or combine moments by |, & and ~"

@@ -17,7 +17,7 @@ from fnloop._core.runs import is_interruption
 from fnloop._core.state import TrainState
 from fnloop._core.types import END, Call, Output, name_of
 from fnloop._display import checks, figures, tables
-from fnloop._hooks.hook import Hook, Moment, as_moment, place_of, show_call
+from fnloop._hooks.hook import Hook, Moment, as_moment, is_moment, place_of, show_call
 from fnloop._hooks.hook import every as periodically
 
 if TYPE_CHECKING:
@@ -100,17 +100,18 @@ class inspect(Hook):
     def __attrs_post_init__(self) -> None:
         checks.function("inspect", "fn", self.fn, "a function (state, outputs) -> None", 2)
         checks.text("inspect", "loader", self.loader, "the name of a loader")
-        if isinstance(self.every, type) or not hasattr(self.every, "due"):
+        if not is_moment(self.every):
             raise TypeError(
                 "inspect expects every as every(epochs=1), every(steps=100) or when(predicate); "
                 f"got {checks.describe(self.every)}"
             )
-        if getattr(self.every, "monitors", ()):
+        moment = as_moment(self.every)
+        if moment.monitors:
             raise TypeError(
                 "inspect is asked before the record is made, so every cannot depend on it; got "
                 f"{self.every!r}. Write {show_call(self.every, f'inspect({name_of(self.fn)})')}"
             )
-        object.__setattr__(self, "every", as_moment(self.every).renew())  # with its own clock
+        object.__setattr__(self, "every", moment.renew())  # with its own clock
 
     @property
     def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]

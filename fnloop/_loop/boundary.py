@@ -24,7 +24,7 @@ from fnloop._core.runs import End
 from fnloop._core.state import TrainState
 from fnloop._core.types import END, EPOCH, RECORD
 from fnloop._display import checks
-from fnloop._hooks.hook import Moment, Trigger, as_moment
+from fnloop._hooks.hook import Moment, Trigger, as_moment, is_moment
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None
@@ -210,15 +210,17 @@ def own_clock(moment: Trigger) -> Moment:
     return as_moment(moment).renew()
 
 
-def check_moment(argument: str, given: object) -> None:
+def check_moment(argument: str, given: Trigger | None) -> None:
     """Raise TypeError unless this is a trigger, or None."""
-    if given is not None and (isinstance(given, type) or not hasattr(given, "due")):
+    if given is None:
+        return
+    if not is_moment(given):
         raise TypeError(
             f"fit expects {argument} as every(epochs=1), every(steps=100), when(predicate) or "
             "None, or as at_start(), at_end() or a combination by |, & and ~; got "
             f"{checks.describe(given)}"
         )
-    if getattr(given, "monitors", ()):
+    if as_moment(given).monitors:
         raise TypeError(
             f"fit expects {argument} as a moment that does not depend on records, because it makes "
             f"them; got {given!r}"

@@ -38,6 +38,7 @@ from fnloop._hooks.hook import (
     Moment,
     Trigger,
     as_hook,
+    is_moment,
     layers,
     once,
     show_call,
@@ -601,7 +602,7 @@ def _check_hook(hook: object) -> None:
         if isinstance(hook, Middleware):
             hint = f", which is middleware: write pipeline({name_of(hook)})(loss_fn)"
         raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}{hint}")
-    if hasattr(hook, "due") and not isinstance(hook, ConditionalHook):
+    if is_moment(hook) and not isinstance(hook, ConditionalHook):
         raise TypeError(f"{hook!r} says when, but not what: write {show_call(hook, 'hook')}")
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(hook)

@@ -86,6 +86,7 @@ WHOLE = shard(1, 0, 0), shard(2, 2, 0)
         (entry(shard(1, 0, 0), shard(2, 2)), "its index lacks parts of w"),
         (entry(), "its index lacks parts of w"),
         (entry(*WHOLE, dim=None), "its index lacks parts of w"),
+        (entry(shard(1, 0, 0), dim=None), "instead of"),
         (entry(*WHOLE, dim=2), "does not say how w is split"),
         (entry(*WHOLE, dim="0"), "model.w.dim is '0'"),
         (entry(*WHOLE, dtype="float64"), "is torch.float32 instead of torch.float64"),
