@@ -121,9 +121,11 @@ EARLY = {
 def test_processes_that_diverge_before_the_first_update_fail(tmp_path, way):
     found = launch.launch(tmp_path, 2, part_early, way, timeout=90, forked=True)
     assert all(found.codes), found
-    for error in found.errors:
-        assert "RuntimeError: the processes have diverged: " in error, found.errors
-        assert re.search(EARLY[way], error), found.errors
+    told = [error for error in found.errors if "the processes have diverged: " in error]
+    assert told and all(re.search(EARLY[way], error) for error in told), found.errors
+    # On a busy machine one may end before the other has read where both wait.
+    lost = "another process has ended or stopped by itself"
+    assert all(lost in error for error in found.errors if error not in told), found.errors
 
 
 def test_a_begin_that_raises_in_one_process_ends_all(tmp_path):
