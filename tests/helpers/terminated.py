@@ -77,7 +77,7 @@ def attempt(folder, moment, between=0.005):
     if pid == 0:
         try:
             os.setsid()
-            hung = Path(folder, "error").open("w")
+            hung = os.open(Path(folder, "error"), os.O_CREAT | os.O_WRONLY)
             faulthandler.dump_traceback_later(60, exit=True, file=hung)  # rather than wait forever
             Path(folder, "result").write_text(json.dumps(train(Path(folder, "runs"), moment, pipe)))
         except BaseException:
