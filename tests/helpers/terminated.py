@@ -3,6 +3,7 @@
 Schedulers signal a job repeatedly. The first signal stops the run, the second kills the workers.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -76,6 +77,8 @@ def attempt(folder, moment, between=0.005):
     if pid == 0:
         try:
             os.setsid()
+            hung = os.open(Path(folder, "error"), os.O_CREAT | os.O_WRONLY)
+            faulthandler.dump_traceback_later(60, exit=True, file=hung)  # rather than wait forever
             Path(folder, "result").write_text(json.dumps(train(Path(folder, "runs"), moment, pipe)))
         except BaseException:
             Path(folder, "error").write_text(traceback.format_exc())
