@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/security.md", "CHANGELOG.md")
 SCOPE = ("fnloop", "tests", "examples", "notebooks", *PAGES)
 EXEMPT = ("tests/english.py", "tests/test_english.py")  # they quote the phrases
 

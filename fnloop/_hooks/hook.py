@@ -50,7 +50,7 @@ class Hook:
         untried: why ``dry_run`` does not call it, such as "it would send records"; None: it does.
 
     Raises:
-        NotImplementedError: when it is called: a subclass does not define ``__call__``.
+        TypeError: when it is given to ``fit``, or to another hook: it does not define ``__call__``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -80,7 +80,7 @@ class Hook:
 
     def __call__(self, state: TrainState, /) -> TrainState:
         """Return the state to continue with: the same, or one with changes, such as ``stop``."""
-        raise NotImplementedError(f"{name_of(type(self))} has no method __call__(state) -> state")
+        raise NotImplementedError  # as_hook refuses a class that does not define it
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook that does not hold any more.
@@ -198,8 +198,17 @@ class LiftedHook(Hook):
 
 
 def as_hook(given: HookFn) -> Hook:
-    """Return a hook: a function, or an object that defines some of what :class:`Hook` does."""
-    return given if isinstance(given, Hook) else LiftedHook(given)
+    """Return a hook: a function, or an object that defines some of what :class:`Hook` does.
+
+    Raises:
+        TypeError: a subclass of Hook does not define ``__call__``.
+    """
+    if not isinstance(given, Hook):
+        return LiftedHook(given)
+    if type(given).__call__ is Hook.__call__:
+        name = type(given).__name__
+        raise TypeError(f"{name} is a Hook without a method __call__: define it, (state) -> state")
+    return given
 
 
 class Wrapper(Hook):

@@ -26,6 +26,7 @@ from fnloop._core.history import (
     is_evaluated,
     is_row,
     metric_names,
+    new_records,
     number_of_epoch,
     records_since,
     unfinished,
@@ -358,7 +359,7 @@ class Pace:
     def __init__(self, state: TrainState) -> None:
         self.began = time.monotonic()
         self._first = self._count(state)
-        self._known = len(state.history)  # how many records are taken into account
+        self._seen = state.history  # whose records are taken into account
         self._is_stream = is_stream(state)
         self._ended = state.epoch
         # Where the running epoch began, or a later step of it.
@@ -454,9 +455,8 @@ class Pace:
 
     def read_records(self, state: TrainState) -> list[Row]:
         """Return the new records, with the numbers of their epochs, from 1. Call it before look."""
-        history, new = state.history, []
-        self._known = min(self._known, len(history))  # a hook may have returned a snapshot
-        for record in records_since(history, self._known):
+        new = []
+        for record in new_records(state.history, self._seen):
             number = number_of_epoch(record, self._ended, self._ended_at)
             seconds = max(record.seconds - self._row_at, 0.0)
             new.append(Row(record, seconds, epoch=number))
@@ -465,7 +465,7 @@ class Pace:
             self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at
             if loaders := {k.partition("/")[0]: None for k in record.metrics if is_evaluated(k)}:
                 self._note_evaluations(state, [*loaders])
-        self._known = len(history)
+        self._seen = state.history
         return new
 
     def _note_evaluations(self, state: TrainState, loaders: list[str]) -> None:

@@ -829,6 +829,7 @@ class WeightAgreement:
             return False
         if self._are_batch_sizes is None:
             known = not is_left_out(out)  # else it says nothing of the weights of others
+            # No host read: a weight that may be on the device is one in aux.
             differs = known and ("weight" in out.aux or bool(out.weight != batch_size))
             any_differs, any_known = all_reduce_max([differs, known], "how batches weigh")
             if not any_known:

@@ -804,19 +804,20 @@ def sum_rows(rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, dict
         summed = summed[:half] + summed[half:]
     total = summed[0]
     metrics: dict[str, Metric] = {}
-    order = torch.arange(1, len(rows) + 1, device=rows.device)
-    newest = rows.index_select(0, (order * present[:, 0]).argmax(0, keepdim=True))[0]
     first = _OWN_COLUMNS
     for name, kind, shapes in layout.columns:
         values = []
         for how, shape in zip(kind.reductions.values(), shapes, strict=True):
             columns = slice(first, first + shape.numel())
-            if how in ("min", "max"):
-                sign = 1 if how == "min" else -1
-                least = torch.where(present, rows[:, columns] * sign, math.inf).amin(0)
-                found = least * sign
+            if how == "sum":
+                found = total[columns]
+            elif how == "last":
+                order = torch.arange(1, len(rows) + 1, device=rows.device)
+                newest = (order * present[:, 0]).argmax(0, keepdim=True)
+                found = rows[:, columns].index_select(0, newest)[0]
             else:
-                found = (newest if how == "last" else total)[columns]
+                sign = {"min": 1, "max": -1}[how]
+                found = torch.where(present, rows[:, columns] * sign, math.inf).amin(0) * sign
             values.append(found.reshape(shape))
             first = columns.stop
         metrics[name] = kind(*values)

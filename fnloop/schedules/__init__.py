@@ -23,7 +23,7 @@ import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from fnloop._core.types import Call, name_of
-from fnloop._display import checks, figures, tables
+from fnloop._display import checks, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -669,6 +669,8 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
         raise ValueError("plot expects at least one schedule, such as cosine(); got none")
     for schedule in named.values():
         check_schedule("plot", schedule)
+    from fnloop._display import figures  # of which only a plot has need
+
     figure, (axis,) = figures.panels("schedules.plot", [figures.LARGE])
     colors = figures.palette("schedules.plot", len(named))
     curves = [

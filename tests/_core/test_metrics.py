@@ -620,20 +620,38 @@ def hits(aux, batch):
     return Recall(found)
 
 
-own_kinds = fl.pipeline(
-    fl.metric(
-        recall=hits, widest=lambda aux, batch: Widest(torch.stack([batch.amax(), -batch.amin()]))
-    )
-)(toy_loss)
+class Newest(fl.Last):
+    """The first two values of the last batch."""
+
+    def compute(self):
+        return {str(i): value.item() for i, value in enumerate(self.value)}
+
+
+OWN_KINDS = fl.metric(
+    recall=hits,
+    widest=lambda aux, batch: Widest(torch.stack([batch.amax(), -batch.amin()])),
+    newest=lambda aux, batch: Newest(batch[:2]),
+)
+own_kinds = fl.pipeline(OWN_KINDS)(toy_loss)
 NUMBERS = [torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0]), torch.tensor([4.0, 6.0, 5.0])]
 # Class 0 has 0, 2, 4, 6 and class 1 has 1, 3, 5.
-EXPECTED = {"recall/0": 0.5, "recall/1": 2 / 3, "widest/0": 6.0, "widest/1": -0.0}
+EXPECTED = {
+    "recall/0": 0.5,
+    "recall/1": 2 / 3,
+    "widest/0": 6.0,
+    "widest/1": -0.0,
+    "newest/0": 4.0,
+    "newest/1": 6.0,
+}
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_kind_of_the_users_own_is_combined_over_batches_of_any_shape(exact):
-    state = fl.TrainState.create(*(lambda t: (t.model, t.optimizer))(toy()), seed=0, exact=exact)
-    state = fl.fit(own_kinds, state, (NUMBERS, NUMBERS), epochs=1, hooks=())
+def test_a_kind_of_the_users_own_is_combined_over_batches_of_any_shape(exact, window):
+    made = toy()
+    state = fl.TrainState.create(made.model, made.optimizer, seed=0, exact=exact)
+    step = fl.pipeline(OWN_KINDS, fl.accumulate(window))(toy_loss)
+    state = fl.fit(step, state, (NUMBERS, NUMBERS), epochs=1, hooks=())
     for loader in ("train", "valid"):
         found = {k: state.history.latest(f"{loader}/{k}") for k in EXPECTED}
         assert found == pytest.approx(EXPECTED)

@@ -1,6 +1,7 @@
 """Which records are new since a hook last looked: ``Hook.new_records``."""
 
 import attrs
+import pytest
 import torch
 
 import fnloop as fl
@@ -63,3 +64,21 @@ def test_a_frozen_record_may_be_a_hook():
     hook = Frozen([])
     fl.fit(step, toy(), [ONE], epochs=2, hooks=(hook,))
     assert hook.seen == [1, 2]
+
+
+def test_a_hook_without_a_call_is_refused_before_the_first_update():
+    calls = []
+
+    class OnlyFlushes(fl.Hook):
+        def flush(self, state):
+            return state
+
+    def loss(model, batch):
+        calls.append(batch)
+        return toy_loss(model, batch)
+
+    with pytest.raises(TypeError, match="OnlyFlushes is a Hook without a method __call__"):
+        fl.fit(fl.pipeline()(loss), toy(), [ONE], hooks=(OnlyFlushes(),))
+    with pytest.raises(TypeError, match="OnlyFlushes is a Hook without a method __call__"):
+        fl.fit(fl.pipeline()(loss), toy(), [ONE], hooks=(fl.every(epochs=1)(OnlyFlushes()),))
+    assert not calls

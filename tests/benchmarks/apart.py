@@ -57,7 +57,10 @@ class Running:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return float(self.process.stdout.readline())
+        took = self.process.stdout.readline()
+        if not took:
+            raise SystemExit("a contender has failed: its traceback is above")
+        return float(took)
 
     def close(self) -> None:
         self.process.communicate()

@@ -27,7 +27,6 @@ from typing import Any
 import apart
 
 ROUNDS = 200  # batches in a turn of an update
-WINDOW, MAX_NORM = 4, 1.0
 State = tuple[Any, Any]  # model, optimizer
 
 
@@ -63,47 +62,19 @@ def loss_fn(model: Any, batch: Any) -> Any:
 # --- updates
 
 
-def update_by_hand() -> apart.Once:
-    import torch
-    from torch.nn.functional import cross_entropy
+def trained_by_hand_by(name: str) -> Callable[[], apart.Once]:
+    def set_up() -> apart.Once:
+        import by_hand
 
-    (model, optimizer), data = make(), batches(ROUNDS)
+        (model, optimizer), data, train = make(), batches(ROUNDS), getattr(by_hand, name)
 
-    def once() -> None:
-        model.train()
-        total = torch.zeros(())
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach() * len(y)
-        total.item()
+        def once() -> None:
+            model.train()
+            train(model, optimizer, data)
 
-    return once
+        return once
 
-
-def accumulate_by_hand() -> apart.Once:
-    import torch
-    from torch.nn.functional import cross_entropy
-    from torch.nn.utils import clip_grad_norm_
-
-    (model, optimizer), data = make(), batches(ROUNDS)
-
-    def once() -> None:
-        model.train()
-        total = torch.zeros(())
-        for i in range(0, len(data), WINDOW):
-            optimizer.zero_grad()
-            for x, y in data[i : i + WINDOW]:
-                loss = cross_entropy(model(x), y)
-                (loss / WINDOW).backward()
-                total += loss.detach() * len(y)
-            clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-        total.item()
-
-    return once
+    return set_up
 
 
 def fitted(
@@ -365,12 +336,12 @@ def importing(line: str) -> Callable[[], apart.Once]:
 
 
 def contenders() -> Iterator[tuple[str, Callable[[], apart.Once]]]:
-    clipped = lambda fl: (fl.accumulate(WINDOW), fl.clip(MAX_NORM))
-    yield "200 updates: by hand", update_by_hand
+    clipped = lambda fl: (fl.accumulate(4), fl.clip(1.0))
+    yield "200 updates: by hand", trained_by_hand_by("train")
     yield "200 updates: fnloop", fitted()
     yield "200 updates: default hooks", fitted(hooks=default_hooks)
     yield "200 updates: record_every 50", recorded
-    yield "200 batches, accumulate and clip: by hand", accumulate_by_hand
+    yield "200 batches, accumulate and clip: by hand", trained_by_hand_by("train_accumulated")
     yield "200 batches, accumulate and clip: fnloop", fitted(clipped)
     yield "fit of one batch: by hand", one_update_by_hand(0)
     yield "fit of one batch: fnloop", fitted(number=1)

@@ -56,7 +56,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import by_hand
 import torch
+from by_hand import MAX_NORM, WINDOW
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -67,7 +69,6 @@ import fnloop as fl
 Batches = list[tuple[Tensor, Tensor]]
 Train = Callable[[Batches], Any]  # trains on every batch once, and lets CLOCK time it
 
-WINDOW, MAX_NORM = 4, 1.0
 PLAIN, ACCUMULATED = "plain", f"accumulate({WINDOW}) and clip({MAX_NORM})"
 TOLERANCE = {
     PLAIN: 0.0,
@@ -111,46 +112,15 @@ class Loader:
 # ---------------------------------------------------
 
 
-def train_by_hand(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    reads: bool = False,
-) -> None:
-    """Train. Read the loss of each update from the device, or only their sum."""
-    total, losses = torch.zeros((), device=next(model.parameters()).device), []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach() * len(y)
-        if reads:
-            losses.append(loss.item())
-    total.item()
+def with_nothing(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
+    loop = by_hand.train if setting == PLAIN else by_hand.train_accumulated
 
-
-def by_hand(model: nn.Module, optimizer: Optimizer, setting: str) -> Train:
-    def plain(batches: Batches) -> None:
+    def train(batches: Batches) -> None:
         CLOCK.start()
-        train_by_hand(model, optimizer, batches)
+        loop(model, optimizer, batches)
         CLOCK.stop()
 
-    def accumulated(batches: Batches) -> None:
-        CLOCK.start()
-        total = torch.zeros(())
-        for i in range(0, len(batches), WINDOW):
-            optimizer.zero_grad()
-            for x, y in batches[i : i + WINDOW]:
-                loss = cross_entropy(model(x), y)
-                (loss / WINDOW).backward()
-                total += loss.detach() * len(y)
-            clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-        total.item()
-        CLOCK.stop()
-
-    return plain if setting == PLAIN else accumulated
+    return train
 
 
 def with_fnloop(
@@ -314,7 +284,7 @@ def with_lightning(model: nn.Module, optimizer: Optimizer, setting: str) -> Trai
 
 HAND = "by hand"
 CONTENDERS = {  # name -> (distribution, how to build it)
-    HAND: ("torch", by_hand),
+    HAND: ("torch", with_nothing),
     "fnloop": ("fnloop", with_fnloop),
     "fnloop, default hooks": ("fnloop", with_default_hooks),
     "accelerate": ("accelerate", with_accelerate),
@@ -384,7 +354,7 @@ def train_in_turns(
     loader, (model, optimizer) = Turns(batches, turns, go, done), make_model()
     model.to(device)
     if name in READS:
-        train_by_hand(model, optimizer, loader, READS[name])
+        by_hand.train(model, optimizer, loader, READS[name])
     else:
         step, steps = fl.pipeline(*middleware())(loss_fn), RECORDS[name]
         moment = None if steps is None else fl.every(steps=steps)
