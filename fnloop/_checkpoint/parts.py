@@ -911,11 +911,10 @@ def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Me
     Each comes with the names of those that are of the process's own share of the data. The only
     process of a run has nothing but the merged metrics, which are saved anyway.
     """
-    metrics: Mapping[str, Any] = state.metrics
-    own = sent(metrics)
     if state.backend.exact:
         return []
-    every = gather_objects((engine_of(state).own_names(metrics), own), COLLECTED)
+    names = engine_of(state).own_names(state.metrics)
+    every = gather_objects((names, sent(state.metrics)), COLLECTED)
     return every if len(every) > 1 else []
 
 
