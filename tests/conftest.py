@@ -17,6 +17,7 @@ from fake_recorder import FakeRecorder
 from fake_terminal import fake_clock
 
 import fnloop as fl
+from fnloop._display import screen
 from fnloop._middleware import compiled
 
 torch.set_num_threads(1)
@@ -129,6 +130,11 @@ def a_fast_test_starts_no_process_and_compiles_nothing(request, monkeypatch):
     before = frames_compiled()
     yield
     assert frames_compiled() == before, "it compiles: mark it slow"
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said_before():
+    screen.warn_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run
 from fnloop._display.checks import folder_path
-from fnloop._display.screen import log
+from fnloop._display.screen import log, warn_once
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
 
@@ -277,15 +277,10 @@ def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> Non
             "or leave out the hook checkpoint"
         )
     if obstacle and backend.main and not is_torch_optimizer(optimizer):
-        _warn_once(
+        warn_once(
             f"could not try whether a run with {named.class_name}{label} resumes bit for bit "
             f"({obstacle}): compare a resumed run with an uninterrupted one"
         )
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning(text)
 
 
 def _compare_kept(every: Sequence[Mapping[str, _Kept]]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import zlib
 from collections import deque
@@ -24,7 +23,7 @@ from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
 from fnloop._data.map_style import set_epoch, sigterm_resistant_workers
 from fnloop._display.checks import describe
-from fnloop._display.screen import log
+from fnloop._display.screen import log, warn_once
 
 # --------------------------------------------------------------------------------------------------
 # Iterate a loader that is not map-style, from a position.
@@ -313,15 +312,10 @@ def fits(position: Position | None, keeper: Keeper | None) -> TypeGuard[Position
     return position is not None and position["keeper"] == type(keeper).__name__
 
 
-@functools.cache
-def _log_once(hint: str) -> None:
-    log.warning(hint)
-
-
 def hint_at_stateful_loader(loader: object) -> None:
     """Log once that a loader is read again because only its workers know where its dataset is."""
     if keeper_of(loader) is None and as_torch_reads_it(loader) and is_keeper(loader.dataset):
-        _log_once(
+        warn_once(
             "fit: the loader is read again up to the batch to continue at, because its workers "
             f"alone know where {type(loader.dataset).__name__} is: StatefulDataLoader of "
             "torchdata, in the place of DataLoader, continues there at once"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import os
@@ -217,3 +218,9 @@ def _wrap(record: logging.LogRecord) -> bool:
 
 
 log.addFilter(_wrap)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, unless this process has logged the same text before."""
+    log.warning(text)

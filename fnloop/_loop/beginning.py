@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -22,7 +21,7 @@ from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
 from fnloop._display.checks import join_names
-from fnloop._display.screen import log
+from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
 from fnloop._hooks.hook import Hook, begin_records
 from fnloop._loop.errors import check_returned, explain, warn_on_main
@@ -151,7 +150,7 @@ def suggest(loaders: Loaders, state: TrainState) -> None:
         suggest_precision(state)
         optimizers = optimizers_in(state.optimizer).values()
         if not trains_all(state) and (left := explain_untrained(state.model, optimizers)):
-            _log_once(f"fit: {left}")
+            warn_once(f"fit: {left}")
 
 
 LEAST_SHARE, LEAST_SAVED = 0.05, 1.0  # of the time of an update; seconds of a run so far
@@ -179,7 +178,7 @@ def suggest_fused(
         hint = fused_hint(optimizer, device)
         saved = updates * fused_saving(optimizer, device)
         if hint and ("foreach" in hint or saved >= max(LEAST_SAVED, LEAST_SHARE * seconds)):
-            _log_once(hint)
+            warn_once(hint)
 
 
 def fused_saving(optimizer: Optimizer, device: str) -> float:
@@ -200,11 +199,6 @@ def fused_saving(optimizer: Optimizer, device: str) -> float:
     per_tensor, per_element = (15e-6, 1e-9) if device == "cpu" else (0.0, 2e-11)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return per_tensor * len(trained) + per_element * sum(p.numel() for p in trained)
-
-
-@functools.cache
-def _log_once(hint: str) -> None:
-    log.warning(hint)
 
 
 def fused_hint(optimizer: Optimizer, device: str = "cuda") -> str | None:
@@ -241,7 +235,7 @@ def suggest_loaders(loaders: Loaders, device: torch.device) -> None:
     """Log once which settings of DataLoaders cannot do what they are for."""
     for name, loader in {"train": loaders.train, **loaders.evaluated}.items():
         for hint in loader_hints(name, loader, device):
-            _log_once(hint)
+            warn_once(hint)
 
 
 def loader_hints(name: str, loader: object, device: torch.device) -> Iterator[str]:
@@ -279,7 +273,7 @@ def suggest_precision(state: TrainState) -> None:
     if state.run is None or state.run.precision is None or state.backend.device.type != "cpu":
         return
     if hint := precision_hint(state.run.precision, cpu_capabilities()):
-        _log_once(hint)
+        warn_once(hint)
 
 
 _NATIVE = {  # what a CPU has that computes in a precision; AVX-512 alone helps with bf16
@@ -320,7 +314,7 @@ def check_length(source: Source, first: int, batches: int) -> None:
         return
     if batches == first + source.padded(source.left(0, first, 0) or 0):
         return
-    _log_once(
+    warn_once(
         f"fit: the length of the training loader is {said}, but an epoch of it had {batches} "
         f"batches. Schedules, and the number of updates, are made for {said}: let __len__ return "
         "the number of batches, or leave it out"

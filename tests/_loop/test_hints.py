@@ -12,7 +12,6 @@ import fnloop as fl
 from fnloop._data.loaders import Loaders
 from fnloop._display.screen import log
 from fnloop._loop.beginning import (
-    _log_once,
     fused_hint,
     loader_hints,
     precision_hint,
@@ -145,7 +144,6 @@ def test_on_the_cpu_fused_adam_is_named_with_its_rounding_and_nothing_else(caplo
         "fit: AdamW makes several passes over the parameters; AdamW(..., fused=True) makes one, "
         "equal up to rounding"
     )
-    fl._loop.beginning._log_once.cache_clear()
     suggest(torch.optim.AdamW(parameters()), CPU)
     assert len(caplog.messages) == 1
 
@@ -161,7 +159,6 @@ def test_what_is_advised_on_the_cpu_works_there(make):
 
 @pytest.mark.parametrize("main", [True, False])
 def test_only_the_main_process_is_told(caplog, main):
-    _log_once.cache_clear()
     suggest(torch.optim.AdamW(parameters()), CPU, main=main)
     assert ("fused=True" in caplog.text) is main
     caplog.clear()
@@ -189,7 +186,6 @@ def test_only_the_main_process_is_told(caplog, main):
 def test_a_fused_optimizer_is_advised_where_it_gains_5_percent(
     tensors, elements, device, seconds, updates, told, caplog
 ):
-    _log_once.cache_clear()
     with torch.device("meta"):
         sizes = [1] * (tensors - 1)
         weights = [torch.nn.Parameter(torch.zeros(n)) for n in (*sizes, elements - sum(sizes))]
@@ -198,7 +194,6 @@ def test_a_fused_optimizer_is_advised_where_it_gains_5_percent(
 
 
 def test_a_run_tells_its_time_and_its_updates(monkeypatch, caplog):
-    _log_once.cache_clear()
     model = torch.nn.Linear(1, 1)
     state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters()))
     step = fl.pipeline()(lambda model, x: model(x).mean())
@@ -210,7 +205,6 @@ def test_a_run_tells_its_time_and_its_updates(monkeypatch, caplog):
 
 
 def test_a_toy_is_told_nothing_of_fused_optimizers(caplog):
-    _log_once.cache_clear()
     model = torch.nn.Linear(1, 1)
     state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters()))
     step = fl.pipeline()(lambda model, x: model(x).mean())
@@ -264,7 +258,6 @@ def test_a_precision_that_a_cpu_emulates_is_named(precision, has, told):
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), (None, 0)])
 def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkeypatch, caplog):
     monkeypatch.setattr("fnloop._loop.beginning.cpu_capabilities", lambda: {"avx2": True})
-    _log_once.cache_clear()
     for _ in range(2):
         fl.fit(fl.pipeline(fl.amp(precision))(toy_loss), toy(), [torch.ones(1)], hooks=())
     assert len(caplog.messages) == lines and all("bf16" in line for line in caplog.messages)
@@ -272,7 +265,6 @@ def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkey
 
 def test_turns_with_different_precisions_are_named_together(monkeypatch, caplog):
     monkeypatch.setattr("fnloop._loop.beginning.cpu_capabilities", lambda: {"avx2": True})
-    _log_once.cache_clear()
     model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
     optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "dg"}
     precisions = {"d": "bf16", "g": "fp16"}
@@ -299,7 +291,6 @@ def test_parameters_that_the_optimizer_does_not_have_are_named_once(caplog):
     state = fl.TrainState.create(model, optimizer)
     assert "make the optimizer after that" in caplog.text
     caplog.clear()
-    _log_once.cache_clear()
     step = fl.pipeline()(lambda model, x: model(x).mean())
     for epochs in (1, 2):
         state = fl.fit(step, state, [torch.ones(2, 1)], epochs=epochs, hooks=())

@@ -321,7 +321,6 @@ def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog,
     problem = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.123))
     step = fl.pipeline(fl.compiled(update=True, backend="eager"))(problem.loss_fn)
     hints = importlib.import_module("fnloop._loop.beginning")
-    hints._log_once.cache_clear()
     monkeypatch.setattr(hints, "LEAST_SAVED", 0.0)
     hints.suggest_fused(step.pipeline.middleware, problem.state(), 1e-6, 1)
     assert not caplog.messages
