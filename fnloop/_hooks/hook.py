@@ -788,8 +788,8 @@ class every(Moment):
         return self.seconds is not None
 
     def renew(self) -> every:
-        """Return a copy with a clock of its own."""
-        return attrs.evolve(self)
+        """Return a copy with a clock of its own, if it has one."""
+        return attrs.evolve(self) if self.has_clock else self
 
     def check(self, run: RunInfo) -> None:
         """Begin a run: restart the clock.

@@ -16,7 +16,7 @@ from fnloop._core.metrics import RECENT, Elapsed, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import BOUNDARY
 from fnloop._core.serialize import Pending, materialize
-from fnloop._core.state import TrainState, trains_all
+from fnloop._core.state import TrainState, changed, trains_all
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
@@ -42,7 +42,7 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     state = _begin_hooks(plan.hooks, state)
     _to_training_mode(state)
     if plan.record_every is None:
-        state = attrs.evolve(state, metrics=without_recent(state.metrics))
+        state = changed(state, metrics=without_recent(state.metrics))
     plan.step.begin_run(state)
     suggest(plan.loaders, state)
     try:

@@ -21,7 +21,7 @@ import attrs
 
 from fnloop._core.history import Record, is_row
 from fnloop._core.runs import End
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, changed
 from fnloop._core.types import END, EPOCH, RECORD
 from fnloop._display import checks
 from fnloop._hooks.hook import Moment, Trigger, as_moment, is_moment
@@ -107,7 +107,7 @@ def ask(
     """
     __tracebackhide__ = True
     ends = END in state.events
-    continued = attrs.evolve(state, events=state.events - {END}) if ends else state
+    continued = changed(state, events=state.events - {END}) if ends else state
     now: list[tuple[str, ...]] = []
     at_end: list[tuple[str, ...]] = []
     for moment, names in evaluations:

@@ -487,7 +487,7 @@ class Run:
         if state.ends is not None and not self.plan.step.carries:
             at = (state.epoch, state.batch, state.samples)
             state = count_left_out(state, num_updates(self.source.left(*at), self.info.window) or 0)
-        return attrs.evolve(
+        return changed(
             state, epoch=state.epoch + 1, batch=0, samples=0, ends=None,
             events=state.events | {EPOCH}, saved_on=None,
         )  # fmt: skip

@@ -53,9 +53,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import apart
 import attrs
 import torch
-from overhead import cpu, version  # the benchmark in this folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -401,7 +401,7 @@ def main() -> None:
     versions = {distribution: version(distribution) for distribution, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _) in CONTENDERS.items() if versions[distribution]]
     threads = torch.get_num_threads()
-    print(f"{cpu()}, {threads} threads, Python {platform.python_version()}, ", end="")
+    print(f"{apart.cpu()}, {threads} threads, Python {platform.python_version()}, ", end="")
     print(f"{args.rounds} rounds of {args.megabytes} MB")
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -409,7 +409,7 @@ def main() -> None:
         times = measure(names, args.megabytes, Path(folder), args.rounds)
     show(times)
     facts = {
-        "cpu": cpu(),
+        "cpu": apart.cpu(),
         "threads": threads,
         "python": platform.python_version(),
         "versions": versions,

@@ -364,4 +364,4 @@ def contenders() -> Iterator[tuple[str, Callable[[], apart.Once]]]:
 CONTENDERS = dict(contenders())
 
 if __name__ == "__main__":
-    apart.main(CONTENDERS, base="by hand")
+    apart.main(CONTENDERS)
