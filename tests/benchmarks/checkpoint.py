@@ -37,6 +37,7 @@ import ctypes
 import functools
 import gc
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -79,6 +80,12 @@ class Contender(NamedTuple):
 
 # --- the contenders: (model, optimizer) -> how it saves and restores
 # ----------------------------------------
+
+
+def version(distribution: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return None
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer) -> Contender:
