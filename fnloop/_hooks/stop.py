@@ -173,6 +173,11 @@ class early_stop(Hook):
             call this 0.
         min_delta: the least improvement, in the units of the metric: a value must be better by more
             than this to count.
+        relative: whether ``min_delta`` is a share of the value that is compared with: 0.01 is 1 %.
+        baseline: a value that has to be beaten too. Evaluations that do not beat it count as ones
+            without improvement.
+        start_from_epoch: the epochs of a warm-up: an evaluation counts if more than these are
+            complete.
         mode: "min" if lower is better, "max" if higher. With None, the name after the loader's
             decides: "loss" and "error" should fall; "acc", "f1", "auc", "precision" and "recall"
             should rise. Any other name needs a mode.
@@ -215,6 +220,9 @@ class early_stop(Hook):
     min_delta: float = 0.0
     mode: str | None = None
     reference: str = attrs.field(default="accepted", kw_only=True)
+    relative: bool = attrs.field(default=False, kw_only=True)
+    baseline: float | None = attrs.field(default=None, kw_only=True)
+    start_from_epoch: int = attrs.field(default=0, kw_only=True)
     stopping_threshold: float | None = attrs.field(default=None, kw_only=True)
     divergence_threshold: float | None = attrs.field(default=None, kw_only=True)
     min_epochs: int = attrs.field(default=0, kw_only=True)
@@ -232,7 +240,9 @@ class early_stop(Hook):
         integer(owner, "patience", self.patience, meaning)
         number(owner, "min_delta", self.min_delta, "the least improvement", least=0)
         choice(owner, "reference", self.reference, ("accepted", "best"))
-        for name in ("stopping_threshold", "divergence_threshold"):
+        flag(owner, "relative", self.relative)
+        integer(owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0)
+        for name in ("baseline", "stopping_threshold", "divergence_threshold"):
             if (value := getattr(self, name)) is not None:
                 number(owner, name, value, "a value of the metric, or None", finite=False)
         integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
@@ -274,16 +284,22 @@ class early_stop(Hook):
     def _wait(self, before: _Wait | None, record: Record) -> _Wait | None:
         if record.closing or self.key not in record.metrics:
             return before
+        if self.start_from_epoch and record.epoch <= self.start_from_epoch:
+            return before
         value, mode = record.metrics[self.key], mode_of("early_stop", self.key, self.mode)
-        if before is None:
-            return _Wait(value, record)
-        margin = -self.min_delta if mode == "min" else self.min_delta
-        if better(value, before.reference + margin, mode):
-            return _Wait(value, record)
-        evaluations = before.evaluations + 1
+        evaluations = 1 if before is None else before.evaluations + 1
+        if before is None or self._improves(value, before.reference):
+            beaten = self.baseline is None or self._improves(value, self.baseline)
+            return _Wait(value, record, 0 if beaten else evaluations)
         if self.reference == "best" and better(value, before.reference, mode):
             return _Wait(value, record, evaluations)
         return attrs.evolve(before, evaluations=evaluations)
+
+    def _improves(self, value: float, reference: float) -> bool:
+        """Return whether a value is better than another by more than ``min_delta``."""
+        mode = mode_of("early_stop", self.key, self.mode)
+        margin = self.min_delta * (abs(reference) if self.relative else 1.0)
+        return better(value, reference - margin if mode == "min" else reference + margin, mode)
 
     def _find_reason(self, state: TrainState) -> str | None:
         """Return why to stop, or None."""
@@ -298,11 +314,14 @@ class early_stop(Hook):
         if bad is not None and better(bad, newest, mode):
             return f"diverged to {newest:g}, worse than {bad:g} {direction}"
         wait = self._waited(state.history, first_record(state.phases, self.since))
-        if wait.evaluations < self.patience:
+        if wait is None or wait.evaluations < self.patience:
             return None
         # With min_delta, later values may be better than an accepted one, but not by enough.
         best = "best" if self.reference == "best" or not self.min_delta else "compared with"
-        least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        share = f" {self.min_delta:.4g} of it" if self.relative else f" {self.min_delta:g}"
+        least = f" by more than{share}" if self.min_delta else ""
+        if self.baseline is not None and not self._improves(wait.reference, self.baseline):
+            least = f" on the baseline {self.baseline:g}{least}"
         where = _place(wait.record, state)
         return (
             f"has not improved{least} for {format_count(wait.evaluations, 'evaluation')} ({best} "
@@ -347,13 +366,16 @@ class halt_on_nonfinite(Hook):
         steps: applied updates between two reads; at least 1.
         keep: whether to find out which update and which samples it was. It costs a kernel in each
             update.
+        raises: whether to raise instead of stopping. The error has the state of that boundary, as
+            each that ends a run: ``error.state``.
 
     Returns:
         A hook.
 
     Raises:
         ValueError: steps is below 1.
-        TypeError: keep is not a bool.
+        TypeError: keep or raises is not a bool.
+        FloatingPointError: in a run, with ``raises``: the loss is not finite.
 
     Example:
         >>> import fnloop as fl, torch
@@ -369,15 +391,17 @@ class halt_on_nonfinite(Hook):
 
     steps: int = 100
     keep: bool = attrs.field(default=False, kw_only=True)
+    raises: bool = attrs.field(default=False, kw_only=True)
     _trail: Trail = attrs.field(init=False, eq=False, factory=Trail)
 
     def __attrs_post_init__(self) -> None:
         integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
         flag("halt_on_nonfinite", "keep", self.keep)
+        flag("halt_on_nonfinite", "raises", self.raises)
 
     def __repr__(self) -> str:
-        kept = {"keep": True} if self.keep else {}
-        return repr(Call(halt_on_nonfinite, (), {"steps": self.steps, **kept}))
+        flags = {name: True for name in ("keep", "raises") if getattr(self, name)}
+        return repr(Call(halt_on_nonfinite, (), {"steps": self.steps, **flags}))
 
     def begin(self, state: TrainState) -> TrainState:
         """Note where the run begins."""
@@ -400,11 +424,12 @@ class halt_on_nonfinite(Hook):
                 self._trail.forget()
             return state
         place = self._trail.find(state) if self.keep else None
-        reason = f"halt_on_nonfinite: the training loss became {loss} "
-        if place is not None:
-            extra = {**state.extra, KEY: place}
-            return attrs.evolve(state, stop=reason + describe_place(place), extra=extra)
-        return attrs.evolve(state, stop=reason + self._interval(state))
+        where = self._interval(state) if place is None else describe_place(place)
+        reason = f"halt_on_nonfinite: the training loss became {loss} {where}"
+        if self.raises:
+            raise FloatingPointError(reason)
+        extra = state.extra if place is None else {**state.extra, KEY: place}
+        return attrs.evolve(state, stop=reason, extra=extra)
 
     def _read(self, state: TrainState) -> float | None:
         """Return the mean loss of the epoch, or a bad one since the last record; None if unread."""
