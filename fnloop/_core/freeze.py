@@ -23,6 +23,7 @@ from fnloop._core.optimizers import (
     UNFROZEN,
     Group,
     initial_value,
+    labelled_groups,
     optimizers_in,
     set_initial_value,
 )
@@ -115,7 +116,8 @@ def unfreeze(
             ``(name, parameter) -> bool``; "*" is everything. Parameters of integers stay frozen.
         optimizer: with several optimizers, the name of the one that takes the parameters that none
             has yet.
-        group: settings of a parameter group: ``lr=1e-4``, ``weight_decay=0.0``.
+        group: settings of a parameter group: ``lr=1e-4``, ``weight_decay=0.0``, and
+            ``name="head"``, by which records call it: "train/lr/head".
 
     Returns:
         The state, with the same model and the same optimizer.
@@ -124,8 +126,8 @@ def unfreeze(
         StaleStateError: the state has been advanced.
         TypeError: there is no selector, one is something else, or the optimizer has no such
             setting.
-        ValueError: a selector is for nothing in the model, a setting is out of range, or it is open
-            which optimizer takes a parameter.
+        ValueError: a selector is for nothing in the model, a setting is out of range, another group
+            has the name, or it is open which optimizer takes a parameter.
 
     Example:
         >>> import fnloop as fl, torch
@@ -155,6 +157,7 @@ def unfreeze(
             _set_apart(one, chosen, group)
         if taking is not None:
             _add(taking, added, group)
+        labelled_groups(named)  # which raises for a name that another group has
         for p in trained.values():
             p.requires_grad_(True)
     except BaseException:
@@ -236,7 +239,7 @@ def _check_settings(optimizer: Optimizer, given: Mapping[str, object]) -> None:
     held = {key for group in optimizer.param_groups for key in group}
     known = [
         key
-        for key in {**optimizer.defaults, **dict.fromkeys(sorted(held))}
+        for key in {**optimizer.defaults, **dict.fromkeys(sorted(held)), "name": None}
         if key not in ("params", "param_names", UNFROZEN)
         and not key.startswith(("initial_", SCHEDULED))
     ]
@@ -246,6 +249,8 @@ def _check_settings(optimizer: Optimizer, given: Mapping[str, object]) -> None:
                 f"unfreeze: {type(optimizer).__name__} has no setting {key!r}; it has "
                 f"{', '.join(known)}{suggestion(key, known)}"
             )
+        if key == "name":
+            checks.text("unfreeze", key, value, "the name of the group in records: lr/head")
         default, least = optimizer.defaults.get(key), 0 if key == "lr" else -math.inf
         if isinstance(default, bool):
             checks.flag("unfreeze", key, value)
