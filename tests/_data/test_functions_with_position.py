@@ -17,22 +17,12 @@ def numbers(read, epoch, batch, n=6):
         yield torch.tensor([epoch + i + torch.rand(()).item()])
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda epoch, batch: [], True),
-        (lambda e, b: [], True),
-        (lambda e, b, size=3: [], True),
-        (lambda epoch=0, batch=0: [], True),
-        (functools.partial(numbers, []), True),
-        (list, False),
-        (lambda *a: [], False),
-        (lambda path="x", size=3: [], False),
-        (lambda epoch: [], False),
-        (lambda a, b, c: [], False),
-        ([], False),
-    ],
-)
+@pytest.mark.parametrize(("function", "expected"), [
+    (lambda epoch, batch: [], True), (lambda e, b: [], True), (lambda e, b, size=3: [], True),
+    (lambda epoch=0, batch=0: [], True), (functools.partial(numbers, []), True), (list, False),
+    (lambda *a: [], False), (lambda path="x", size=3: [], False), (lambda epoch: [], False),
+    (lambda a, b, c: [], False), ([], False),
+])  # fmt: skip
 def test_which_functions_take_a_position(function, expected):
     assert takes_position(function) is expected
 

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 import torch
 from numbered import Numbers, loader
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 import fnloop as fl
 from fnloop._core import rng
@@ -120,13 +117,10 @@ def drawing(drawn):
     return loss_fn, hook
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        *((name, case) for name in SOURCES if "workers" not in name for case in range(4)),
-        *(pytest.param(n, 0, marks=pytest.mark.slow) for n in SOURCES if "workers" in n),
-    ],
-)
+@pytest.mark.parametrize(("name", "case"), [
+    *((name, case) for name in SOURCES if "workers" not in name for case in range(4)),
+    *(pytest.param(n, 0, marks=pytest.mark.slow) for n in SOURCES if "workers" in n),
+])  # fmt: skip
 def test_prefetch_changes_no_number(name, case, tmp_path):
     chance = random.Random(f"{name} {case}")
     window, split, evaluated = (

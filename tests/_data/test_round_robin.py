@@ -80,11 +80,7 @@ def test_a_window_of_all_processes_begins_with_the_first_process():
     assert shares("abcdef", 1, window=4) == [list("abcdef")]
     assert shares("abcdef", 2, window=4) == [["a", "c", "e"], ["b", "d", "f"]]
     a, b, c = shares("abcdefgh", 3, window=4)
-    assert (a, b, c) == (
-        ["a", "d", "e", "h"],
-        ["b", ["d"], "f", ["h"]],
-        ["c", ["d"], "g", ["h"]],
-    )
+    assert (a, b, c) == (["a", "d", "e", "h"], ["b", ["d"], "f", ["h"]], ["c", ["d"], "g", ["h"]])
     assert shares("abc", 3, window=1) == [["a", "b", "c"], *[[["a"], ["b"], ["c"]]] * 2]
 
 

@@ -293,28 +293,16 @@ def collate_none(samples):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda w: DataLoader(AtItsEnd(), 2, num_workers=w),
-            "AtItsEnd raised StopIteration for sample 3",
-        ),
-        (
-            lambda w: DataLoader(AtItsEnd(), None, num_workers=w),
-            "AtItsEnd raised StopIteration for sample 3",
-        ),
-        (
-            lambda w: DataLoader(AllAtOnce(), 2, num_workers=w),
-            r"AllAtOnce raised StopIteration for samples \[2, 3\]",
-        ),
-        (
-            lambda w: DataLoader(AtItsEnd(3), 3, collate_fn=collate_none, num_workers=w),
-            r"the collate_fn of AtItsEnd raised StopIteration for samples \[0, 1, 2\]",
-        ),
-    ],
-    ids=["dataset", "without batches", "__getitems__", "collate_fn"],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda w: DataLoader(AtItsEnd(), 2, num_workers=w),
+        "AtItsEnd raised StopIteration for sample 3"),
+    (lambda w: DataLoader(AtItsEnd(), None, num_workers=w),
+        "AtItsEnd raised StopIteration for sample 3"),
+    (lambda w: DataLoader(AllAtOnce(), 2, num_workers=w),
+        r"AllAtOnce raised StopIteration for samples \[2, 3\]"),
+    (lambda w: DataLoader(AtItsEnd(3), 3, collate_fn=collate_none, num_workers=w),
+        r"the collate_fn of AtItsEnd raised StopIteration for samples \[0, 1, 2\]"),
+], ids=["dataset", "without batches", "__getitems__", "collate_fn"])  # fmt: skip
 def test_a_stop_iteration_in_a_dataset_is_an_error_with_any_number_of_workers(
     make, message, workers
 ):

@@ -267,19 +267,12 @@ def test_a_schedule_is_drawn_over_a_run_from_0_to_its_maximum():
     assert {y for _, y in points(below)} == {0.0, 60.0}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "length"),
-    [
-        (schedules.linear(warmup=0.5), "200"),
-        (schedules.linear(warmup=500), "2,000"),
-        (
-            schedules.join(schedules.constant(), schedules.inverse_sqrt(warmup=1000), at=[100]),
-            "4,000",
-        ),
-        (schedules.warmup(300)(schedules.linear()), "1,200"),
-        (schedules.multistep([100, 250]), "1,000"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "length"), [
+    (schedules.linear(warmup=0.5), "200"), (schedules.linear(warmup=500), "2,000"),
+    (schedules.join(schedules.constant(), schedules.inverse_sqrt(warmup=1000), at=[100]), "4,000"),
+    (schedules.warmup(300)(schedules.linear()), "1,200"),
+    (schedules.multistep([100, 250]), "1,000"),
+])  # fmt: skip
 def test_a_schedule_is_drawn_over_enough_updates_to_show_its_lengths(schedule, length):
     assert texts(schedule)[-1] == f"factor over {length} updates, at most 1"
 
@@ -296,16 +289,10 @@ def test_a_schedule_that_cannot_be_drawn_shows_its_repr(bad):
 # --- elements
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.123456789, "0.12346"),
-        (1e-9, "1e-09"),
-        (123456.0, "1.2346e+05"),
-        (1234567, "1,234,567"),
-        (2.0, "2"),
-    ],
-)
+@pytest.mark.parametrize(("value", "shown"), [
+    (0.123456789, "0.12346"), (1e-9, "1e-09"), (123456.0, "1.2346e+05"), (1234567, "1,234,567"),
+    (2.0, "2"),
+])  # fmt: skip
 def test_numbers_have_five_digits(value, shown):
     assert tables.format_number(value) == shown
 

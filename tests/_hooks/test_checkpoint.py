@@ -32,10 +32,7 @@ def test_the_end_of_a_run_is_saved_for_any_reason(tmp_path):
     fl.fit(step, toy(), [ONE] * 5, hooks=(fl.every(steps=1)(fl.checkpoint(tmp_path / "b")), stop))
     restored = fl.resume(tmp_path / "b", toy())
     # A later hook stopped the run, and that is saved too
-    assert (restored.step, restored.stop) == (
-        1,
-        "enough",
-    )
+    assert (restored.step, restored.stop) == (1, "enough")
     assert names(tmp_path / "b") == ["step-00000001"]
 
 
@@ -113,18 +110,15 @@ def test_an_unknown_best_metric_is_an_error_that_names_the_known_ones(tmp_path):
     assert error.value.state.epoch == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: fl.checkpoint("a", keep=0), ValueError, "keep as an int >= 1"),
-        (lambda: fl.checkpoint("a", keep_best=0), ValueError, "keep_best as an int >= 1"),
-        (lambda: fl.checkpoint("a", keep_best=2), ValueError, "ranks by nothing"),
-        (lambda: fl.checkpoint("a", mode="max"), ValueError, "ranks by nothing"),
-        (lambda: fl.checkpoint("a", since="run"), ValueError, "ranks by nothing"),
-        (lambda: fl.checkpoint("a", best=3), TypeError, 'such as "valid/loss"'),
-        (lambda: fl.checkpoint("a", mode="lowest"), ValueError, 'mode expects "min"'),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: fl.checkpoint("a", keep=0), ValueError, "keep as an int >= 1"),
+    (lambda: fl.checkpoint("a", keep_best=0), ValueError, "keep_best as an int >= 1"),
+    (lambda: fl.checkpoint("a", keep_best=2), ValueError, "ranks by nothing"),
+    (lambda: fl.checkpoint("a", mode="max"), ValueError, "ranks by nothing"),
+    (lambda: fl.checkpoint("a", since="run"), ValueError, "ranks by nothing"),
+    (lambda: fl.checkpoint("a", best=3), TypeError, 'such as "valid/loss"'),
+    (lambda: fl.checkpoint("a", mode="lowest"), ValueError, 'mode expects "min"'),
+])  # fmt: skip
 def test_wrong_arguments_are_errors_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()
@@ -170,17 +164,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("", ValueError, "got an empty one"),
-        ("s3://bucket/a", ValueError, "disks of this machine; got 's3://bucket/a'"),
-        ("gs:/bucket", ValueError, "disks of this machine"),
-        (5, TypeError, "such as .*; got 5"),
-        (b"runs", TypeError, "such as .*; got b'runs'"),
-        (None, TypeError, "got None"),
-    ],
-)
+@pytest.mark.parametrize(("path", "error", "message"), [
+    ("", ValueError, "got an empty one"),
+    ("s3://bucket/a", ValueError, "disks of this machine; got 's3://bucket/a'"),
+    ("gs:/bucket", ValueError, "disks of this machine"), (5, TypeError, "such as .*; got 5"),
+    (b"runs", TypeError, "such as .*; got b'runs'"), (None, TypeError, "got None"),
+])  # fmt: skip
 def test_an_argument_that_is_not_a_local_path_is_refused_by_name(
     name, path, error, message, tmp_path, monkeypatch
 ):
@@ -206,15 +195,10 @@ def test_a_save_between_evaluations_is_repeated_at_the_next_evaluation(tmp_path)
 FROM_THE_START = fl.at_start() | fl.every(epochs=1)  # when to evaluate
 
 
-@pytest.mark.parametrize(
-    ("moment", "saved", "best"),
-    [
-        (fl.every(epochs=1), [1, 3], 1),  # it is not due at the start: nothing to rank there
-        (fl.every(steps=2), [2, 3], 2),
-        (FROM_THE_START, [0, 3], 0),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("moment", "saved", "best"), [
+    (fl.every(epochs=1), [1, 3], 1),  # it is not due at the start: nothing to rank there
+    (fl.every(steps=2), [2, 3], 2), (FROM_THE_START, [0, 3], 0),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("background", [False, True])
 def test_the_untrained_model_can_be_the_best(moment, saved, best, background, tmp_path):
     """The loss of valid is 0 at first, and rises with each update."""
@@ -295,10 +279,7 @@ def test_a_failed_run_is_saved_once_if_asked_for(tmp_path):
     with pytest.raises(KeyError):
         fl.fit(step, state, [ONE] * 6, hooks=(hook, fail))
     # The latter was saved before the failure
-    assert names(tmp_path) == [
-        "step-00000002-exception_KeyError",
-        "step-00000004",
-    ]
+    assert names(tmp_path) == ["step-00000002-exception_KeyError", "step-00000004"]
 
 
 def test_a_failure_after_going_back_is_saved_as_a_new_state(tmp_path):
@@ -316,9 +297,7 @@ def test_a_failure_after_going_back_is_saved_as_a_new_state(tmp_path):
     assert fl.restore(tmp_path / "step-00000004-exception_ValueError", toy()).model.w.item() == -6.0
 
 
-def test_a_misspelled_metric_is_an_error_at_the_first_record(
-    tmp_path,
-):
+def test_a_misspelled_metric_is_an_error_at_the_first_record(tmp_path):
     loaders = {"train": [ONE], "valid": [ONE]}
     for hook in (fl.checkpoint(tmp_path, best="valid/losses"), fl.early_stop("valid/losses")):
         hooks = (lambda state: state, fl.every(epochs=4)(hook))

@@ -106,15 +106,12 @@ def test_an_unknown_metric_is_named_before_the_first_update(tmp_path):
         trained(tmp_path, named=("valid/lss",))
 
 
-@pytest.mark.parametrize(
-    ("named", "error", "message"),
-    [
-        ("valid/loss", TypeError, r"as a tuple of metrics, such as \(\"valid/loss\",\); got 'va"),
-        (None, TypeError, "as a tuple of metrics"),
-        ((3,), TypeError, "checkpoint expects named as the name of a metric"),
-        (("",), ValueError, "got an empty name"),
-    ],
-)
+@pytest.mark.parametrize(("named", "error", "message"), [
+    ("valid/loss", TypeError, r"as a tuple of metrics, such as \(\"valid/loss\",\); got 'va"),
+    (None, TypeError, "as a tuple of metrics"),
+    ((3,), TypeError, "checkpoint expects named as the name of a metric"),
+    (("",), ValueError, "got an empty name"),
+])  # fmt: skip
 def test_wrong_names_are_an_error_when_composing(tmp_path, named, error, message):
     with pytest.raises(error, match=message):
         fl.checkpoint(tmp_path, named=named)

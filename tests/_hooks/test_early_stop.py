@@ -48,32 +48,25 @@ def stops_at(values, **settings):
 # --- the value that stops a run
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (FALLING, {"patience": 1}, None),
-        (RISING, {"patience": 1}, 1),
-        (RISING, {"patience": 2}, 2),
-        (RISING, {}, 3),  # three evaluations, by default
-        ((1, 1, 1, 1), {"patience": 2}, 2),  # equal is not an improvement
-        ((3, 4, 2, 3, 3, 1), {"patience": 2}, 4),  # the improvement at 2 restarts the wait
-        ((3, 4, 2, 3, 1, 2), {"patience": 2}, None),
-        ((2,), {"patience": 1}, None),  # the first value is compared with nothing
-        # mode
-        (FALLING, {"patience": 1, "mode": "max"}, 1),
-        (RISING, {"patience": 1, "mode": "max"}, None),
-        ((1, 1, 1), {"patience": 2, "mode": "max"}, 2),
-        # min_delta: exactly that much is not an improvement
-        ((8, 7, 6, 5), {"patience": 1, "min_delta": 1}, 1),
-        ((8, 6, 4, 2), {"patience": 1, "min_delta": 1}, None),
-        ((2, 3, 4, 5), {"patience": 1, "min_delta": 1, "mode": "max"}, 1),
-        ((2, 4, 6, 8), {"patience": 1, "min_delta": 1, "mode": "max"}, None),
-        # to and from infinity
-        ((INF, 5, 4), {"patience": 1, "min_delta": 1}, 2),
-        ((-INF, 5, 4), {"patience": 1, "mode": "max"}, 2),
-        ((INF, INF, INF), {"patience": 2}, 2),
-    ],
-)
+@pytest.mark.parametrize(("values", "settings", "index"), [
+    (FALLING, {"patience": 1}, None), (RISING, {"patience": 1}, 1), (RISING, {"patience": 2}, 2),
+    (RISING, {}, 3),  # three evaluations, by default
+    ((1, 1, 1, 1), {"patience": 2}, 2),  # equal is not an improvement
+    ((3, 4, 2, 3, 3, 1), {"patience": 2}, 4),  # the improvement at 2 restarts the wait
+    ((3, 4, 2, 3, 1, 2), {"patience": 2}, None),
+    ((2,), {"patience": 1}, None),  # the first value is compared with nothing
+    # mode
+    (FALLING, {"patience": 1, "mode": "max"}, 1), (RISING, {"patience": 1, "mode": "max"}, None),
+    ((1, 1, 1), {"patience": 2, "mode": "max"}, 2),
+    # min_delta: exactly that much is not an improvement
+    ((8, 7, 6, 5), {"patience": 1, "min_delta": 1}, 1),
+    ((8, 6, 4, 2), {"patience": 1, "min_delta": 1}, None),
+    ((2, 3, 4, 5), {"patience": 1, "min_delta": 1, "mode": "max"}, 1),
+    ((2, 4, 6, 8), {"patience": 1, "min_delta": 1, "mode": "max"}, None),
+    # to and from infinity
+    ((INF, 5, 4), {"patience": 1, "min_delta": 1}, 2),
+    ((-INF, 5, 4), {"patience": 1, "mode": "max"}, 2), ((INF, INF, INF), {"patience": 2}, 2),
+])  # fmt: skip
 def test_patience_min_delta_and_mode(values, settings, index):
     assert stops_at(values, **settings) == index
 
@@ -81,75 +74,56 @@ def test_patience_min_delta_and_mode(values, settings, index):
 SLOW = (1, 0.994, 0.988, 0.982, 0.976, 0.97)  # gains of 0.006
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (SLOW, {}, None),  # "accepted": two small gains add up
-        (SLOW, {"reference": "accepted"}, None),
-        (SLOW, {"reference": "best"}, 3),  # "best": no gain is large enough alone
-        (tuple(-v for v in SLOW), {"reference": "accepted", "mode": "max"}, None),
-        (tuple(-v for v in SLOW), {"reference": "best", "mode": "max"}, 3),
-        (
-            (1, 0.995, 1.5, 0.99, 0.99),
-            {"reference": "best"},
-            3,
-        ),  # compared with 0.995, not with 1.5
-    ],
-)
+@pytest.mark.parametrize(("values", "settings", "index"), [
+    (SLOW, {}, None),  # "accepted": two small gains add up
+    (SLOW, {"reference": "accepted"}, None),
+    (SLOW, {"reference": "best"}, 3),  # "best": no gain is large enough alone
+    (tuple(-v for v in SLOW), {"reference": "accepted", "mode": "max"}, None),
+    (tuple(-v for v in SLOW), {"reference": "best", "mode": "max"}, 3),
+    ((1, 0.995, 1.5, 0.99, 0.99), {"reference": "best"}, 3),  # compared with 0.995, not with 1.5
+])  # fmt: skip
 def test_small_gains_add_up_only_from_the_accepted_value(values, settings, index):
     assert stops_at(values, patience=3, min_delta=0.01, **settings) == index
 
 
-@pytest.mark.parametrize(
-    ("values", "mode", "index"),
-    [
-        ((NAN, 0.9, 0.8, 0.7, 0.6), "min", None),  # NaN first: anything is better
-        ((NAN, 0.6, 0.7, 0.8), "max", None),
-        ((NAN, NAN, 3, 2), "min", None),
-        ((NAN, NAN, NAN), "min", 2),
-        ((3, NAN, 2, NAN, 1), "min", None),  # NaN later: an evaluation without improvement
-        ((3, NAN, NAN, 1), "min", 2),
-        ((3, 2, NAN, 2), "min", 3),  # it never becomes the reference
-        ((1, 2, NAN, 2), "max", 3),
-    ],
-)
+@pytest.mark.parametrize(("values", "mode", "index"), [
+    ((NAN, 0.9, 0.8, 0.7, 0.6), "min", None),  # NaN first: anything is better
+    ((NAN, 0.6, 0.7, 0.8), "max", None), ((NAN, NAN, 3, 2), "min", None),
+    ((NAN, NAN, NAN), "min", 2),
+    ((3, NAN, 2, NAN, 1), "min", None),  # NaN later: an evaluation without improvement
+    ((3, NAN, NAN, 1), "min", 2),
+    ((3, 2, NAN, 2), "min", 3),  # it never becomes the reference
+    ((1, 2, NAN, 2), "max", 3),
+])  # fmt: skip
 def test_nan_is_worse_than_anything(values, mode, index):
     assert stops_at(values, patience=2, mode=mode) == index
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (FALLING, {"stopping_threshold": 3}, 3),  # better than 3, not equal
-        (FALLING, {"stopping_threshold": 3.5}, 2),
-        ((0,), {"stopping_threshold": 3}, 0),  # even at the first value
-        (RISING, {"stopping_threshold": 3, "mode": "max"}, 3),
-        ((NAN, NAN), {"stopping_threshold": 3}, None),
-        ((3, 5, 1), {"divergence_threshold": 4}, 1),
-        ((3, 4, 1), {"divergence_threshold": 4}, None),  # equal to 4, not worse
-        ((3, NAN, 1), {"divergence_threshold": 4}, 1),  # NaN counts as worse
-        ((NAN,), {"divergence_threshold": INF}, 0),
-        ((3, 1, 5), {"divergence_threshold": 2, "mode": "max"}, 1),
-    ],
-)
+@pytest.mark.parametrize(("values", "settings", "index"), [
+    (FALLING, {"stopping_threshold": 3}, 3),  # better than 3, not equal
+    (FALLING, {"stopping_threshold": 3.5}, 2),
+    ((0,), {"stopping_threshold": 3}, 0),  # even at the first value
+    (RISING, {"stopping_threshold": 3, "mode": "max"}, 3),
+    ((NAN, NAN), {"stopping_threshold": 3}, None), ((3, 5, 1), {"divergence_threshold": 4}, 1),
+    ((3, 4, 1), {"divergence_threshold": 4}, None),  # equal to 4, not worse
+    ((3, NAN, 1), {"divergence_threshold": 4}, 1),  # NaN counts as worse
+    ((NAN,), {"divergence_threshold": INF}, 0),
+    ((3, 1, 5), {"divergence_threshold": 2, "mode": "max"}, 1),
+])  # fmt: skip
 def test_thresholds_ignore_patience(values, settings, index):
     assert stops_at(values, patience=100, **settings) == index
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (RISING, {"min_epochs": 4}, 3),
-        (RISING, {"min_steps": 40}, 3),
-        (RISING, {"min_steps": 31}, 3),  # the first evaluation after step 31
-        (RISING, {"min_epochs": 2, "min_steps": 40}, 3),  # both
-        (RISING, {"min_epochs": 4, "min_steps": 20}, 3),
-        (RISING, {"min_epochs": 1, "min_steps": 10}, 1),
-        ((1, 2, 0.5, 0.6), {"min_epochs": 3}, 3),  # it improved in between, so the wait restarted
-        (FALLING, {"min_epochs": 3, "stopping_threshold": 100}, 2),
-        (RISING, {"min_epochs": 3, "divergence_threshold": 0}, 2),
-    ],
-)
+@pytest.mark.parametrize(("values", "settings", "index"), [
+    (RISING, {"min_epochs": 4}, 3), (RISING, {"min_steps": 40}, 3),
+    (RISING, {"min_steps": 31}, 3),  # the first evaluation after step 31
+    (RISING, {"min_epochs": 2, "min_steps": 40}, 3),  # both
+    (RISING, {"min_epochs": 4, "min_steps": 20}, 3),
+    (RISING, {"min_epochs": 1, "min_steps": 10}, 1),
+    ((1, 2, 0.5, 0.6), {"min_epochs": 3}, 3),  # it improved in between, so the wait restarted
+    (FALLING, {"min_epochs": 3, "stopping_threshold": 100}, 2),
+    (RISING, {"min_epochs": 3, "divergence_threshold": 0}, 2),
+])  # fmt: skip
 def test_it_never_stops_before_min_epochs_and_min_steps(values, settings, index):
     assert stops_at(values, patience=1, **settings) == index
 
@@ -217,16 +191,10 @@ def test_a_record_without_the_metric_does_not_count():
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "stopped"),
-    [
-        ("valid/loss", False),
-        ("valid/error", False),
-        ("valid/accuracy", True),
-        ("valid/F1", True),
-        ("valid/auc_of_roc", True),
-    ],
-)
+@pytest.mark.parametrize(("key", "stopped"), [
+    ("valid/loss", False), ("valid/error", False), ("valid/accuracy", True), ("valid/F1", True),
+    ("valid/auc_of_roc", True),
+])  # fmt: skip
 def test_the_name_of_the_metric_implies_the_mode(key, stopped):
     """Falling values are better for a loss and worse for an accuracy."""
     assert (early_stop(key, patience=1)(reported(FALLING, key)).stop is not None) is stopped
@@ -343,29 +311,17 @@ def test_it_can_watch_the_training_loss_without_evaluation():
     assert state.epoch == 2
 
 
-@pytest.mark.parametrize(
-    ("hook", "text"),
-    [
-        (early_stop("valid/loss"), "early_stop('valid/loss')"),
-        (
-            early_stop(key="valid/loss", patience=3, check_finite=True),
-            "early_stop('valid/loss')",
-        ),  # the defaults
-        (early_stop("valid/loss", mode="min"), "early_stop('valid/loss', mode='min')"),
-        (
-            early_stop("valid/acc", 5, 0.1, "max"),
-            "early_stop('valid/acc', patience=5, min_delta=0.1, mode='max')",
-        ),
-        (
-            early_stop("loss", reference="best", min_steps=3),
-            "early_stop('loss', reference='best', min_steps=3)",
-        ),
-        (
-            early_stop("error", stopping_threshold=0.0),
-            "early_stop('error', stopping_threshold=0.0)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("hook", "text"), [
+    (early_stop("valid/loss"), "early_stop('valid/loss')"),
+    # the defaults
+    (early_stop(key="valid/loss", patience=3, check_finite=True), "early_stop('valid/loss')"),
+    (early_stop("valid/loss", mode="min"), "early_stop('valid/loss', mode='min')"),
+    (early_stop("valid/acc", 5, 0.1, "max"),
+        "early_stop('valid/acc', patience=5, min_delta=0.1, mode='max')"),
+    (early_stop("loss", reference="best", min_steps=3),
+        "early_stop('loss', reference='best', min_steps=3)"),
+    (early_stop("error", stopping_threshold=0.0), "early_stop('error', stopping_threshold=0.0)"),
+])  # fmt: skip
 def test_the_repr_has_the_settings_that_differ_from_the_defaults(hook, text):
     assert repr(hook) == text
     assert eval(text) == hook
@@ -381,15 +337,10 @@ def test_one_hook_can_serve_two_runs():
     assert fl.fit(STEP, cut, LOADERS, epochs=10, hooks=(hook,)).epoch == 3
 
 
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
-        ("val/loss", "valid/loss"),
-        ("test/loss", "train/loss"),
-        ("loss", "valid/loss"),
-        ("val_loss", "valid/loss"),
-    ],
-)
+@pytest.mark.parametrize(("key", "near"), [
+    ("val/loss", "valid/loss"), ("test/loss", "train/loss"), ("loss", "valid/loss"),
+    ("val_loss", "valid/loss"),
+])  # fmt: skip
 def test_an_unknown_loader_is_an_error_before_the_first_update(key, near):
     state = toy()
     with pytest.raises(
@@ -459,63 +410,30 @@ def test_an_unknown_metric_of_a_loader_evaluated_later_is_an_error_then():
     assert caught.value.state.epoch == 2
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: early_stop(3), TypeError, r'the name of a metric, such as "valid/loss"; got 3'),
-        (
-            lambda: early_stop("valid/loss", patience=0),
-            ValueError,
-            r"patience as an int >= 1, .*some libraries call that 0\); got 0",
-        ),
-        (
-            lambda: early_stop("valid/loss", patience=1.5),
-            ValueError,
-            r"patience as an int >= 1, a number of evaluations; got 1\.5",
-        ),
-        (
-            lambda: early_stop("valid/loss", patience=True),
-            ValueError,
-            r"patience as an int >= 1, a number of evaluations; got True",
-        ),
-        (
-            lambda: early_stop("valid/loss", min_delta=-0.1),
-            ValueError,
-            r"min_delta >= 0 and finite, the least improvement; got -0\.1",
-        ),
-        (
-            lambda: early_stop("valid/loss", min_delta=NAN),
-            ValueError,
-            r"min_delta >= 0 and finite, .*; got nan",
-        ),
-        (lambda: early_stop(""), ValueError, "an empty name"),
-        (
-            lambda: early_stop("valid/bleu"),
-            ValueError,
-            r'early_stop\("valid/bleu"\): .* lower or higher .*: write mode="min" or mode="max"',
-        ),
-        (
-            lambda: early_stop("accuracy/bleu"),
-            ValueError,
-            'write mode="min"',
-        ),  # the name of the loader does not count
-        (
-            lambda: early_stop("valid/loss_of_accuracy"),
-            ValueError,
-            'write mode="min"',
-        ),  # it has both words
-        (
-            lambda: early_stop("valid/loss", mode="lower"),
-            ValueError,
-            r'mode expects "min" .* or "max" .*got \'lower\'',
-        ),
-        (
-            lambda: early_stop("valid/loss", reference="last"),
-            ValueError,
-            r'reference as one of "accepted", "best"; got \'last\'',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: early_stop(3), TypeError, r'the name of a metric, such as "valid/loss"; got 3'),
+    (lambda: early_stop("valid/loss", patience=0), ValueError,
+        r"patience as an int >= 1, .*some libraries call that 0\); got 0"),
+    (lambda: early_stop("valid/loss", patience=1.5), ValueError,
+        r"patience as an int >= 1, a number of evaluations; got 1\.5"),
+    (lambda: early_stop("valid/loss", patience=True), ValueError,
+        r"patience as an int >= 1, a number of evaluations; got True"),
+    (lambda: early_stop("valid/loss", min_delta=-0.1), ValueError,
+        r"min_delta >= 0 and finite, the least improvement; got -0\.1"),
+    (lambda: early_stop("valid/loss", min_delta=NAN), ValueError,
+        r"min_delta >= 0 and finite, .*; got nan"),
+    (lambda: early_stop(""), ValueError, "an empty name"),
+    (lambda: early_stop("valid/bleu"), ValueError,
+        r'early_stop\("valid/bleu"\): .* lower or higher .*: write mode="min" or mode="max"'),
+    # the name of the loader does not count
+    (lambda: early_stop("accuracy/bleu"), ValueError, 'write mode="min"'),
+    # it has both words
+    (lambda: early_stop("valid/loss_of_accuracy"), ValueError, 'write mode="min"'),
+    (lambda: early_stop("valid/loss", mode="lower"), ValueError,
+        r'mode expects "min" .* or "max" .*got \'lower\''),
+    (lambda: early_stop("valid/loss", reference="last"), ValueError,
+        r'reference as one of "accepted", "best"; got \'last\''),
+])  # fmt: skip
 def test_a_wrong_setting_is_an_error_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -19,28 +19,15 @@ STEP = fl.pipeline()(toy_loss)
 OFFER = "; to stop at once: halt_on_nonfinite(steps=1)"
 
 
-@pytest.mark.parametrize(
-    ("batches", "steps", "stopped", "interval"),
-    [
-        (
-            [BAD, ONE, ONE],
-            100,
-            3,
-            "between steps 1 and 3",
-        ),  # read at the end of the epoch
-        ([ONE, ONE, BAD, ONE, ONE], 100, 5, "between steps 1 and 5"),
-        (
-            [ONE, ONE, BAD, ONE, ONE],
-            2,
-            4,
-            "between steps 1 and 4",
-        ),  # the finite read at step 2 is not remembered
-        ([ONE, ONE, ONE, BAD, ONE], 2, 4, "between steps 1 and 4"),
-        ([ONE, ONE, ONE, ONE, BAD], 2, 5, "between steps 1 and 5"),
-        ([ONE, BAD, ONE], 1, 2, "between steps 1 and 2"),
-        ([BAD], 100, 1, "at step 1"),
-    ],
-)
+@pytest.mark.parametrize(("batches", "steps", "stopped", "interval"), [
+    ([BAD, ONE, ONE], 100, 3, "between steps 1 and 3"),  # read at the end of the epoch
+    ([ONE, ONE, BAD, ONE, ONE], 100, 5, "between steps 1 and 5"),
+    # the finite read at step 2 is not remembered
+    ([ONE, ONE, BAD, ONE, ONE], 2, 4, "between steps 1 and 4"),
+    ([ONE, ONE, ONE, BAD, ONE], 2, 4, "between steps 1 and 4"),
+    ([ONE, ONE, ONE, ONE, BAD], 2, 5, "between steps 1 and 5"),
+    ([ONE, BAD, ONE], 1, 2, "between steps 1 and 2"), ([BAD], 100, 1, "at step 1"),
+])  # fmt: skip
 def test_it_halts_at_the_next_read_and_names_the_steps_since_the_last_record(
     batches, steps, stopped, interval
 ):
@@ -63,17 +50,11 @@ def test_it_checks_every_record():
     )
 
 
-@pytest.mark.parametrize(
-    ("records", "steps", "stopped", "interval"),
-    [
-        (1, 100, 3, "at step 3"),
-        (2, 100, 4, "between steps 3 and 4"),
-        (2, 2, 4, "between steps 3 and 4"),
-        (3, 100, 3, "between steps 1 and 3"),
-        (3, 1, 3, "between steps 1 and 3"),
-        (9, 100, 5, "between steps 1 and 5"),
-    ],
-)
+@pytest.mark.parametrize(("records", "steps", "stopped", "interval"), [
+    (1, 100, 3, "at step 3"), (2, 100, 4, "between steps 3 and 4"),
+    (2, 2, 4, "between steps 3 and 4"), (3, 100, 3, "between steps 1 and 3"),
+    (3, 1, 3, "between steps 1 and 3"), (9, 100, 5, "between steps 1 and 5"),
+])  # fmt: skip
 def test_it_checks_the_mean_since_the_last_record(records, steps, stopped, interval):
     state = fl.fit(
         STEP,
@@ -218,20 +199,16 @@ def place(epoch, batch, step, indices=None):
     return {"epoch": epoch, "batch": batch, "step": step, "indices": indices}
 
 
-@pytest.mark.parametrize(
-    ("batches", "settings", "found"),
-    [
-        ([ONE, ONE, BAD, ONE, ONE], {}, place(0, 2, 3)),
-        ([ONE, ONE, BAD, ONE, ONE], {"steps": 2}, place(0, 2, 3)),
-        ([BAD, ONE], {}, place(0, 0, 1)),
-        ([ONE, ONE, BAD], {}, place(0, 2, 3)),  # the last of an epoch
-        ([ONE, ONE, BAD], {"moment": fl.every(epochs=1)}, place(0, 2, 3)),
-        ([ONE] * 4 + [BAD, ONE], {"members": (fl.accumulate(2),)}, place(0, 4, 3)),
-        ([ONE] * 3 + [BAD], {"members": (fl.accumulate(2),), "steps": 1}, place(0, 2, 2)),
-        ([ONE, BAD, ONE], {"evaluate_every": fl.every(steps=1)}, place(0, 1, 2)),
-        ([ONE, ONE], {"epochs": 2}, None),
-    ],
-)
+@pytest.mark.parametrize(("batches", "settings", "found"), [
+    ([ONE, ONE, BAD, ONE, ONE], {}, place(0, 2, 3)),
+    ([ONE, ONE, BAD, ONE, ONE], {"steps": 2}, place(0, 2, 3)), ([BAD, ONE], {}, place(0, 0, 1)),
+    ([ONE, ONE, BAD], {}, place(0, 2, 3)),  # the last of an epoch
+    ([ONE, ONE, BAD], {"moment": fl.every(epochs=1)}, place(0, 2, 3)),
+    ([ONE] * 4 + [BAD, ONE], {"members": (fl.accumulate(2),)}, place(0, 4, 3)),
+    ([ONE] * 3 + [BAD], {"members": (fl.accumulate(2),), "steps": 1}, place(0, 2, 2)),
+    ([ONE, BAD, ONE], {"evaluate_every": fl.every(steps=1)}, place(0, 1, 2)),
+    ([ONE, ONE], {"epochs": 2}, None),
+])  # fmt: skip
 def test_it_names_the_update_that_made_it(batches, settings, found):
     assert kept(batches, **settings) == found
 

@@ -74,22 +74,17 @@ def test_another_loader_is_left_alone(loader, seen):
     assert looks.seen == [(1, seen)]
 
 
-@pytest.mark.parametrize(
-    ("every", "evaluate_every", "steps"),
-    [
-        (fl.every(epochs=2), fl.every(epochs=1), [6, 12]),
-        (fl.every(steps=1), fl.every(epochs=1), [3, 6, 9, 12]),
-        (fl.every(steps=4), fl.every(epochs=1), [6, 9, 12]),  # due at 4, 8 and 12
-        (fl.every(epochs=1), fl.every(steps=4), [4, 8, 12]),  # due at 3, 6, 9 and 12
-        (fl.every(steps=5), fl.every(steps=5), [5, 10]),
-        (fl.every(steps=1000), fl.every(epochs=1), []),
-        (fl.when(lambda state: state.step == 5), fl.every(epochs=1), [6]),
-        (fl.every(seconds=1000), fl.every(epochs=1), []),
-        (fl.at_start(), fl.at_start() | fl.every(epochs=1), [0]),
-        (fl.at_end(), fl.every(epochs=1), [12]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("every", "evaluate_every", "steps"), [
+    (fl.every(epochs=2), fl.every(epochs=1), [6, 12]),
+    (fl.every(steps=1), fl.every(epochs=1), [3, 6, 9, 12]),
+    (fl.every(steps=4), fl.every(epochs=1), [6, 9, 12]),  # due at 4, 8 and 12
+    (fl.every(epochs=1), fl.every(steps=4), [4, 8, 12]),  # due at 3, 6, 9 and 12
+    (fl.every(steps=5), fl.every(steps=5), [5, 10]), (fl.every(steps=1000), fl.every(epochs=1), []),
+    (fl.when(lambda state: state.step == 5), fl.every(epochs=1), [6]),
+    (fl.every(seconds=1000), fl.every(epochs=1), []),
+    (fl.at_start(), fl.at_start() | fl.every(epochs=1), [0]),
+    (fl.at_end(), fl.every(epochs=1), [12]),
+], ids=repr)  # fmt: skip
 def test_where_there_is_no_evaluation_it_waits_for_the_next(every, evaluate_every, steps):
     looks = Looks()
     run(fl.inspect(looks, every=every), epochs=4, evaluate_every=evaluate_every)
@@ -121,10 +116,9 @@ def test_the_closing_evaluation_of_a_stopped_run_is_seen():
 
 
 @pytest.mark.parametrize("evaluate_every", [fl.every(epochs=1), fl.every(epochs=1) | fl.at_end()])
-@pytest.mark.parametrize(
-    ("every", "steps"),
-    [(fl.at_end(), [6]), (fl.every(epochs=1) | fl.at_end(), [3, 6]), (fl.every(epochs=1), [3, 6])],
-)
+@pytest.mark.parametrize(("every", "steps"), [
+    (fl.at_end(), [6]), (fl.every(epochs=1) | fl.at_end(), [3, 6]), (fl.every(epochs=1), [3, 6]),
+])  # fmt: skip
 def test_the_end_of_a_run_that_a_hook_stops_at_an_evaluation_is_seen_once(
     evaluate_every, every, steps
 ):
@@ -136,16 +130,13 @@ def test_the_end_of_a_run_that_a_hook_stops_at_an_evaluation_is_seen_once(
     assert_same(state, run(stop, **made))
 
 
-@pytest.mark.parametrize(
-    ("every", "epochs", "steps"),
-    [
-        (fl.at_end(), 3, [9]),  # the last record has no evaluation of this loader
-        (fl.at_end(), 4, [12]),  # it has one
-        (fl.every(epochs=1) | fl.at_end(), 3, [6, 9]),
-        (fl.every(epochs=1), 3, [6]),  # what is due at an update waits for an evaluation
-        (fl.at_start() | fl.at_end(), 1, [3]),
-    ],
-)
+@pytest.mark.parametrize(("every", "epochs", "steps"), [
+    (fl.at_end(), 3, [9]),  # the last record has no evaluation of this loader
+    (fl.at_end(), 4, [12]),  # it has one
+    (fl.every(epochs=1) | fl.at_end(), 3, [6, 9]),
+    (fl.every(epochs=1), 3, [6]),  # what is due at an update waits for an evaluation
+    (fl.at_start() | fl.at_end(), 1, [3]),
+])  # fmt: skip
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_end_is_seen_where_this_loader_is_not_evaluated(every, epochs, steps, wrapped):
     looks, evaluated = Looks(), []
@@ -291,14 +282,10 @@ def test_an_error_of_the_function_names_the_hook():
 # --- wrong arguments
 
 
-@pytest.mark.parametrize(
-    ("loader", "loaders", "message"),
-    [
-        ("valdi", None, r"this run evaluates; those are: valid. Did you mean 'valid'\?"),
-        ("valid", [torch.ones(1)], "it evaluates none"),
-        ("train", None, '"seen": train'),
-    ],
-)
+@pytest.mark.parametrize(("loader", "loaders", "message"), [
+    ("valdi", None, r"this run evaluates; those are: valid. Did you mean 'valid'\?"),
+    ("valid", [torch.ones(1)], "it evaluates none"), ("train", None, '"seen": train'),
+])  # fmt: skip
 def test_a_loader_that_is_not_evaluated_is_refused_before_the_first_update(
     loader, loaders, message
 ):
@@ -314,16 +301,13 @@ def test_a_run_that_never_evaluates_refuses_it():
         run(fl.inspect(Looks()), evaluate_every=None)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fl.inspect(3), "inspect expects fn as a function"),
-        (lambda: fl.inspect(lambda state: None), "inspect expects fn as a function"),
-        (lambda: fl.inspect(Looks(), loader=3), "inspect expects loader"),
-        (lambda: fl.inspect(Looks(), every=3), "inspect expects every as every"),
-        (lambda: fl.inspect(Looks(), every=fl.every), "inspect expects every as every"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: fl.inspect(3), "inspect expects fn as a function"),
+    (lambda: fl.inspect(lambda state: None), "inspect expects fn as a function"),
+    (lambda: fl.inspect(Looks(), loader=3), "inspect expects loader"),
+    (lambda: fl.inspect(Looks(), every=3), "inspect expects every as every"),
+    (lambda: fl.inspect(Looks(), every=fl.every), "inspect expects every as every"),
+])  # fmt: skip
 def test_a_wrong_argument_is_an_error(make, message):
     with pytest.raises(TypeError, match=message):
         make()

@@ -198,22 +198,15 @@ def test_only_the_main_process_draws(tmp_path):
 
 def test_outside_a_notebook_it_needs_a_file():
     with pytest.raises(
-        ValueError,
-        match=r"this is not one\. To draw into a file, write live_plot\('run.png'\)",
+        ValueError, match=r"this is not one\. To draw into a file, write live_plot\('run.png'\)"
     ):
         live_plot()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"refresh": -1.0},
-        {"refresh": "1"},
-        {"x": "seconds"},
-        {"mode": "low"},
-        {"mode": {"loss": "low"}},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"refresh": -1.0}, {"refresh": "1"}, {"x": "seconds"}, {"mode": "low"},
+    {"mode": {"loss": "low"}},
+])  # fmt: skip
 def test_a_wrong_setting_is_an_error_when_composing(settings):
     with pytest.raises(ValueError, match="expects"):
         live_plot("run.png", **settings)

@@ -34,26 +34,14 @@ def stop_at(step):
 is_odd = when(lambda state: state.step % 2 == 1)
 
 
-@pytest.mark.parametrize(
-    ("moment", "steps"),
-    [
-        (every(steps=2) | every(steps=3), [2, 3, 4, 6, 8, 9]),
-        (every(steps=2) & every(epochs=1), [6]),
-        (~every(steps=2), [1, 3, 5, 7, 9]),
-        (~every(steps=2) & ~every(epochs=1), [1, 5, 7]),
-        (is_odd & every(epochs=1), [3, 9]),
-        (at_start(), [0]),
-        (at_end(), [9]),
-        (at_start() | at_end() | every(steps=4), [0, 4, 8, 9]),
-        (every(epochs=2) | at_end(), [6, 9]),
-        (~at_start(), [1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        (~at_end(), [1, 2, 3, 4, 5, 6, 7, 8]),
-        (at_start() & is_odd, []),
-        (at_end() & every(steps=3), [9]),
-        (at_end() & every(steps=2), []),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("moment", "steps"), [
+    (every(steps=2) | every(steps=3), [2, 3, 4, 6, 8, 9]), (every(steps=2) & every(epochs=1), [6]),
+    (~every(steps=2), [1, 3, 5, 7, 9]), (~every(steps=2) & ~every(epochs=1), [1, 5, 7]),
+    (is_odd & every(epochs=1), [3, 9]), (at_start(), [0]), (at_end(), [9]),
+    (at_start() | at_end() | every(steps=4), [0, 4, 8, 9]), (every(epochs=2) | at_end(), [6, 9]),
+    (~at_start(), [1, 2, 3, 4, 5, 6, 7, 8, 9]), (~at_end(), [1, 2, 3, 4, 5, 6, 7, 8]),
+    (at_start() & is_odd, []), (at_end() & every(steps=3), [9]), (at_end() & every(steps=2), []),
+], ids=repr)  # fmt: skip
 def test_due(moment, steps):
     assert calls(moment, epochs=3) == steps
 
@@ -92,20 +80,15 @@ def test_a_hook_is_given_to_the_whole_combination():
 MOMENT = every(epochs=1) | at_end()
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: at_end()(every(epochs=1)), r"every\(epochs=1\) says only when: write every\("),
-        (lambda: fl.once(MOMENT), r"once .* write \(every\(epochs=1\) \| at_end\(\)\)\(hook\)"),
-        (lambda: fl.on_main(~at_end()), r"on_main .* write \(~at_end\(\)\)\(hook\) in its place"),
-        (lambda: fl.fit(STEP, toy(), [ONE], hooks=(MOMENT,)), r"write \(every\(.*\)\)\(hook\)$"),
-        (lambda: fl.once(MOMENT(print)), r"write \(every\(.* at_end\(\)\)\(once\(print\)\)$"),
-        (
-            lambda: fl.inspect(print, every=fl.when_improved("valid/loss") | at_end()),
-            r"Write \(when_improved\('valid/loss'\) \| at_end\(\)\)\(inspect\(print\)\)$",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: at_end()(every(epochs=1)), r"every\(epochs=1\) says only when: write every\("),
+    (lambda: fl.once(MOMENT), r"once .* write \(every\(epochs=1\) \| at_end\(\)\)\(hook\)"),
+    (lambda: fl.on_main(~at_end()), r"on_main .* write \(~at_end\(\)\)\(hook\) in its place"),
+    (lambda: fl.fit(STEP, toy(), [ONE], hooks=(MOMENT,)), r"write \(every\(.*\)\)\(hook\)$"),
+    (lambda: fl.once(MOMENT(print)), r"write \(every\(.* at_end\(\)\)\(once\(print\)\)$"),
+    (lambda: fl.inspect(print, every=fl.when_improved("valid/loss") | at_end()),
+        r"Write \(when_improved\('valid/loss'\) \| at_end\(\)\)\(inspect\(print\)\)$"),
+])  # fmt: skip
 def test_what_a_message_says_can_be_typed(make, said):
     with pytest.raises(TypeError, match=said):
         make()
@@ -121,18 +104,12 @@ class Third:
         return "Third()"
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (lambda: every(2), r"of epochs=, steps=, seconds=; got 2: write every\(epochs=2\)"),
-        (lambda: every(print), r"seconds=; got print: write every\(epochs=1\)\(print\)"),
-        (
-            lambda: at_end(print),
-            r"at_end expects no argument; got print: write at_end\(\)\(print\)",
-        ),
-        (lambda: at_start(3), r"at_start expects no argument; got 3: write at_start\(\)"),
-    ],
-)
+@pytest.mark.parametrize("given, message", [
+    (lambda: every(2), r"of epochs=, steps=, seconds=; got 2: write every\(epochs=2\)"),
+    (lambda: every(print), r"seconds=; got print: write every\(epochs=1\)\(print\)"),
+    (lambda: at_end(print), r"at_end expects no argument; got print: write at_end\(\)\(print\)"),
+    (lambda: at_start(3), r"at_start expects no argument; got 3: write at_start\(\)"),
+])  # fmt: skip
 def test_what_is_given_without_a_name_is_refused(given, message):
     with pytest.raises(TypeError, match=message):
         given()
@@ -206,15 +183,9 @@ def test_a_hook_may_stop_the_run_at_the_start():
     assert (state.step, state.stop) == (0, "enough")
 
 
-@pytest.mark.parametrize(
-    ("moment", "closing"),
-    [
-        (at_start() | every(epochs=1), False),
-        (at_start() | at_end(), False),
-        (every(epochs=1), True),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("moment", "closing"), [
+    (at_start() | every(epochs=1), False), (at_start() | at_end(), False), (every(epochs=1), True),
+], ids=repr)  # fmt: skip
 def test_a_run_that_stops_at_the_start_evaluates_once(moment, closing):
     loaders, steps = {"train": [ONE] * 3, "valid": [ONE]}, []
     hooks = (at_start()(stop_at(0)),)
@@ -379,14 +350,11 @@ def test_loaders_at_their_own_moments():
     ]
 
 
-@pytest.mark.parametrize(
-    ("moments", "message"),
-    [
-        ({"valid": every(epochs=1)}, "without the loader 'test': add its moment, or None"),
-        ({"valid": None, "test": None, "tset": None}, "'tset', which is not a loader to evaluate"),
-        ({"valid": 3, "test": None}, r"expects evaluate_every\['valid'\] as every"),
-    ],
-)
+@pytest.mark.parametrize(("moments", "message"), [
+    ({"valid": every(epochs=1)}, "without the loader 'test': add its moment, or None"),
+    ({"valid": None, "test": None, "tset": None}, "'tset', which is not a loader to evaluate"),
+    ({"valid": 3, "test": None}, r"expects evaluate_every\['valid'\] as every"),
+])  # fmt: skip
 def test_a_mapping_has_a_moment_for_each_loader(moments, message):
     loaders = {"train": [ONE], "valid": [ONE], "test": [ONE]}
     with pytest.raises((TypeError, ValueError), match=message):
@@ -467,17 +435,13 @@ def called_at(step, moment, epochs=4):
     return steps
 
 
-@pytest.mark.parametrize(
-    ("moment", "steps"),
-    [
-        (every(seconds=2), [3, 5, 7, 9, 11]),  # the clock is started at the first boundary
-        (every(steps=3) | every(seconds=2), [3, 5, 6, 7, 9, 11, 12]),  # it runs on at 3, 9
-        ((every(seconds=2) | Third()) & every(epochs=1), [3, 6, 9, 12]),
-        ((every(seconds=5) | Third()) & every(epochs=1), [3, 9]),  # it is started at 3
-        (~every(seconds=5) & every(epochs=1), [3, 6, 12]),  # it is started at 3, and due at 9
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("moment", "steps"), [
+    (every(seconds=2), [3, 5, 7, 9, 11]),  # the clock is started at the first boundary
+    (every(steps=3) | every(seconds=2), [3, 5, 6, 7, 9, 11, 12]),  # it runs on at 3, 9
+    ((every(seconds=2) | Third()) & every(epochs=1), [3, 6, 9, 12]),
+    ((every(seconds=5) | Third()) & every(epochs=1), [3, 9]),  # it is started at 3
+    (~every(seconds=5) & every(epochs=1), [3, 6, 12]),  # it is started at 3, and due at 9
+], ids=repr)  # fmt: skip
 def test_clocks_in_combinations(tick, moment, steps):
     assert called_at(tick, moment) == steps
 
@@ -527,15 +491,10 @@ def test_all_hooks_see_the_record_at_the_start():
 
 
 @pytest.mark.parametrize("step", [2, 3], ids=["within an epoch", "at its end"])
-@pytest.mark.parametrize(
-    ("moment", "at"),
-    [
-        (at_end() & every(epochs=1), [3]),
-        (at_end() & when(lambda state: True), [2, 3]),
-        (at_end() & ~every(epochs=1), [2]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("moment", "at"), [
+    (at_end() & every(epochs=1), [3]), (at_end() & when(lambda state: True), [2, 3]),
+    (at_end() & ~every(epochs=1), [2]),
+], ids=repr)  # fmt: skip
 def test_the_end_composes_where_a_hook_stops(moment, at, step):
     expected = [step] if step in at else []
     assert calls(moment, hooks=(stop_at(step),), epochs=5) == expected

@@ -126,13 +126,10 @@ def test_a_hook_that_cannot_be_identified_needs_a_name(hook):
     assert once(hook, name="mine").slot == "once:mine"
 
 
-@pytest.mark.parametrize(
-    ("trigger", "text"),
-    [
-        (every(steps=2), r"every\(steps=2\)\(once\(notes\)\)"),
-        (when(len), r"when\(len\)\(once\(notes\)\)"),
-    ],
-)
+@pytest.mark.parametrize(("trigger", "text"), [
+    (every(steps=2), r"every\(steps=2\)\(once\(notes\)\)"),
+    (when(len), r"when\(len\)\(once\(notes\)\)"),
+])  # fmt: skip
 def test_once_around_a_trigger_is_refused_with_the_right_order(trigger, text):
     with pytest.raises(TypeError, match=rf"once counts each call, due or not: write {text}"):
         once(trigger(Notes()))

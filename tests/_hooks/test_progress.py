@@ -173,8 +173,7 @@ def test_an_update_costs_next_to_nothing_when_it_is_not_time_to_draw():
 @pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan"), "1"])
 def test_a_refresh_below_half_a_second_is_an_error(refresh):
     with pytest.raises(
-        ValueError,
-        match=r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings",
+        ValueError, match=r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings"
     ):
         progress(refresh)
 

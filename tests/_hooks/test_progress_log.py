@@ -118,10 +118,9 @@ def test_what_a_run_works_with(clock):
     )
 
 
-@pytest.mark.parametrize(
-    ("listed", "shown"),
-    [((), "amp bf16"), ((fl.amp(None),), "float32"), ((fl.amp("fp16"),), "amp fp16")],
-)
+@pytest.mark.parametrize(("listed", "shown"), [
+    ((), "amp bf16"), ((fl.amp(None),), "float32"), ((fl.amp("fp16"),), "amp fp16"),
+])  # fmt: skip
 def test_amp_in_the_pipeline_is_shown_and_else_what_accelerate_is_configured_for(listed, shown):
     state = toy()
     state = attrs.evolve(state, backend=attrs.evolve(state.backend, precision="bf16"))
@@ -129,14 +128,11 @@ def test_amp_in_the_pipeline_is_shown_and_else_what_accelerate_is_configured_for
     assert head == f"Toy on cpu, 1 parameter, {shown}, 1 epoch of 1 update"
 
 
-@pytest.mark.parametrize(
-    ("windows", "shown", "updates"),
-    [
-        (2, "3 epochs of 4 updates", 12),
-        ({0: 4, 1: 2}, "3 epochs, 10 updates in all", 10),
-        ({0: 2, 1: 4}, "3 epochs, 8 updates in all", 8),
-    ],
-)
+@pytest.mark.parametrize(("windows", "shown", "updates"), [
+    (2, "3 epochs of 4 updates", 12),
+    ({0: 4, 1: 2}, "3 epochs, 10 updates in all", 10),
+    ({0: 2, 1: 4}, "3 epochs, 8 updates in all", 8),
+])  # fmt: skip
 def test_epochs_of_different_lengths_are_told_by_their_updates(windows, shown, updates):
     accumulating = fl.pipeline(fl.accumulate(windows))(toy_loss)
     head, *_, last = logged(accumulating, [ONE] * 8, toy(), epochs=3)
@@ -312,14 +308,10 @@ def test_the_last_line_has_the_step_of_the_evaluation_that_failed(moment):
 
 @pytest.mark.parametrize("at", [2, 3, 4])
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (Broken, "failed: Broken;"),
-        (KeyboardInterrupt, "stopped: interrupted;"),
-        (SystemExit, "ended early:"),
-    ],
-)
+@pytest.mark.parametrize(("error", "reason"), [
+    (Broken, "failed: Broken;"), (KeyboardInterrupt, "stopped: interrupted;"),
+    (SystemExit, "ended early:"),
+])  # fmt: skip
 def test_the_last_line_has_the_step_of_the_hook_that_failed(at, order, error, reason):
     hooks = [progress, breaking(at, error)][:: 1 if order == "after" else -1]
     if error is KeyboardInterrupt:  # where no handler is installed, the run ends as after Ctrl-C

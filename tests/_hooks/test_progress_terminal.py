@@ -113,7 +113,7 @@ def test_records_of_record_every_update_the_bar_only(clock):
     fl.fit(step, toy(), [ONE] * 5, hooks=(progress(file=file),), record_every=often)
     assert len([line for line in file.lines() if "│" in line]) == 3  # a head and the epoch
     assert [line.split("loss ")[1].split()[0] for line in drawings(file)[:4]] == [
-        *("0.0000", "-1.0000", "-2.0000", "-3.0000"),  # the loss of that update
+        *("0.0000", "-1.0000", "-2.0000", "-3.0000")  # the loss of that update
     ]
 
 

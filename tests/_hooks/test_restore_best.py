@@ -42,16 +42,13 @@ def test_without_the_hook_it_ends_with_the_last():
     assert trained(hooks=()).model.w.item() == 2.0
 
 
-@pytest.mark.parametrize(
-    ("rates", "mode", "w"),
-    [
-        (RATES, "max", 2.0),
-        ((1.0, 1.0, 1.0), "min", -3.0),  # the last is the best
-        ((-1.0, -1.0, -1.0), "min", 1.0),  # the first is
-        ((1.0, 0.0, 0.0), "min", -1.0),
-        ((math.nan, 1.0), "min", math.nan),  # NaN is never the best, nor is there another
-    ],
-)
+@pytest.mark.parametrize(("rates", "mode", "w"), [
+    (RATES, "max", 2.0),
+    ((1.0, 1.0, 1.0), "min", -3.0),  # the last is the best
+    ((-1.0, -1.0, -1.0), "min", 1.0),  # the first is
+    ((1.0, 0.0, 0.0), "min", -1.0),
+    ((math.nan, 1.0), "min", math.nan),  # NaN is never the best, nor is there another
+])  # fmt: skip
 def test_whatever_is_the_best(rates, mode, w):
     hooks = (restore_best("valid/loss", mode),)
     state = trained(hooks=hooks, epochs=len(rates), rates=rates)
@@ -501,14 +498,11 @@ def test_two_are_refused():
 
 
 @pytest.mark.parametrize("wrap", [lambda hook: hook, fl.every(epochs=100)])
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("val/loss", "restore_best: there is no metric 'val/loss': its first part is not"),
-        ("valid/lss", "restore_best: there is no metric 'valid/lss': this pipeline evaluates"),
-        ("train/lss", "restore_best: there is no metric 'train/lss'; there are: train/loss"),
-    ],
-)
+@pytest.mark.parametrize(("key", "message"), [
+    ("val/loss", "restore_best: there is no metric 'val/loss': its first part is not"),
+    ("valid/lss", "restore_best: there is no metric 'valid/lss': this pipeline evaluates"),
+    ("train/lss", "restore_best: there is no metric 'train/lss'; there are: train/loss"),
+])  # fmt: skip
 def test_an_unknown_metric_is_named(wrap, key, message):
     with pytest.raises(KeyError, match=message):
         trained(hooks=(wrap(restore_best(key, "min")),))

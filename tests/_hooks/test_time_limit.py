@@ -114,16 +114,12 @@ def test_evaluation_counts(clock):
     assert (state.step, len(state.history)) == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({}, TypeError, r"a time above 0, such as time_limit\(hours=8\)"),
-        ({"hours": 0}, TypeError, "a time above 0"),
-        ({"hours": -1}, ValueError, "hours"),
-        ({"minutes": "ten"}, ValueError, "minutes"),
-        ({"hours": 1, "per": "epoch"}, ValueError, "per"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({}, TypeError, r"a time above 0, such as time_limit\(hours=8\)"),
+    ({"hours": 0}, TypeError, "a time above 0"), ({"hours": -1}, ValueError, "hours"),
+    ({"minutes": "ten"}, ValueError, "minutes"),
+    ({"hours": 1, "per": "epoch"}, ValueError, "per"),
+])  # fmt: skip
 def test_wrong_settings_are_refused(settings, error, message):
     with pytest.raises(error, match=message):
         fl.time_limit(**settings)

@@ -292,13 +292,10 @@ def test_a_tracker_that_needs_a_folder_gets_it(tmp_path):
     assert CALLS[0] == ("made", "", {"logging_dir": str(tmp_path)})
 
 
-@pytest.mark.parametrize(
-    ("name", "their_class", "continued"),
-    [
-        ("wandb", "WandBTracker", {"id": "xyz", "resume": "allow"}),
-        ("mlflow", "MLflowTracker", {"run_id": "xyz"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "their_class", "continued"), [
+    ("wandb", "WandBTracker", {"id": "xyz", "resume": "allow"}),
+    ("mlflow", "MLflowTracker", {"run_id": "xyz"}),
+])  # fmt: skip
 def test_a_later_run_continues_the_run_of_a_service(name, their_class, continued, monkeypatch):
     class Service(Fake):
         tracker = SimpleNamespace(id="xyz", info=SimpleNamespace(run_id="xyz"))
@@ -435,56 +432,28 @@ def test_an_exception_of_also_names_it_and_closes_the_tracker():
 # --- wrong arguments
 
 
-@pytest.mark.parametrize(
-    ("args", "settings", "error", "says"),
-    [
-        (
-            ("tensorbord",),
-            {},
-            ValueError,
-            r'track expects one of "aim", .*"tensorboard", .*; got \'tensorbord\'',
-        ),
-        (("all",), {}, ValueError, "got 'all'"),
-        ((3,), {}, TypeError, r'such as "tensorboard", or a GeneralTracker of accelerate; got 3'),
-        ((fl.History,), {}, TypeError, "got <class 'fnloop._core.history.History'>"),
-        (
-            (InFolder,),
-            {},
-            ValueError,
-            r"track\('fake'\) needs a folder: track\('fake', folder=\"runs/a\"\)",
-        ),
-        ((Fake, "runs"), {}, ValueError, r"track\('fake'\) takes no folder"),
-        (
-            (InFolder, "runs"),
-            {"nmae": "a"},
-            TypeError,
-            r"calls InFolder\(project, logging_dir\), but got an unexpected .*'nmae'",
-        ),
-        (
-            (InFolder, {"lr": 1}),
-            {},
-            TypeError,
-            r"""folder as a path, such as "runs/a"; got {'lr': 1}""",
-        ),
-        ((Fake,), {"project": 3}, TypeError, "project as the name of a project, a str; got 3"),
-        (
-            (Fake,),
-            {"config": [1]},
-            TypeError,
-            r"config as a mapping, such as {'lr': 0.1}; got \[1\]",
-        ),
-        ((Fake,), {"also": 3}, TypeError, r"also as a function \(client, state\); got 3"),
-        ((Fake,), {"also": lambda state: 0}, TypeError, r"<lambda> takes \(state\)"),
-        ((Fake,), {"config": ()}, TypeError, r"config as a mapping"),
-        (
-            (Fake,),
-            {"config": {"a": {"b": object}}},
-            TypeError,
-            r"plain data in config; got a.b=<class 'object'> \(type\)",
-        ),
-        ((Fake,), {"config": {"a": [print]}}, TypeError, "plain data in config; got a="),
-    ],
-)
+@pytest.mark.parametrize(("args", "settings", "error", "says"), [
+    (("tensorbord",), {}, ValueError,
+        r'track expects one of "aim", .*"tensorboard", .*; got \'tensorbord\''),
+    (("all",), {}, ValueError, "got 'all'"),
+    ((3,), {}, TypeError, r'such as "tensorboard", or a GeneralTracker of accelerate; got 3'),
+    ((fl.History,), {}, TypeError, "got <class 'fnloop._core.history.History'>"),
+    ((InFolder,), {}, ValueError,
+        r"track\('fake'\) needs a folder: track\('fake', folder=\"runs/a\"\)"),
+    ((Fake, "runs"), {}, ValueError, r"track\('fake'\) takes no folder"),
+    ((InFolder, "runs"), {"nmae": "a"}, TypeError,
+        r"calls InFolder\(project, logging_dir\), but got an unexpected .*'nmae'"),
+    ((InFolder, {"lr": 1}), {}, TypeError,
+        r"""folder as a path, such as "runs/a"; got {'lr': 1}"""),
+    ((Fake,), {"project": 3}, TypeError, "project as the name of a project, a str; got 3"),
+    ((Fake,), {"config": [1]}, TypeError, r"config as a mapping, such as {'lr': 0.1}; got \[1\]"),
+    ((Fake,), {"also": 3}, TypeError, r"also as a function \(client, state\); got 3"),
+    ((Fake,), {"also": lambda state: 0}, TypeError, r"<lambda> takes \(state\)"),
+    ((Fake,), {"config": ()}, TypeError, r"config as a mapping"),
+    ((Fake,), {"config": {"a": {"b": object}}}, TypeError,
+        r"plain data in config; got a.b=<class 'object'> \(type\)"),
+    ((Fake,), {"config": {"a": [print]}}, TypeError, "plain data in config; got a="),
+])  # fmt: skip
 def test_a_wrong_argument_is_an_error_when_composing(args, settings, error, says):
     with pytest.raises(error, match=says):
         fl.track(*args, **settings)
@@ -498,15 +467,10 @@ def test_an_instance_of_a_tracker_takes_no_settings():
         fl.track(Fake("mine"), name="other")
 
 
-@pytest.mark.parametrize(
-    ("name", "install"),
-    [
-        ("tensorboard", "'fnloop[tensorboard]'"),
-        ("wandb", "'fnloop[wandb]'"),
-        ("comet_ml", "comet-ml"),
-        ("swanlab", "swanlab"),
-    ],
-)
+@pytest.mark.parametrize(("name", "install"), [
+    ("tensorboard", "'fnloop[tensorboard]'"), ("wandb", "'fnloop[wandb]'"),
+    ("comet_ml", "comet-ml"), ("swanlab", "swanlab"),
+])  # fmt: skip
 def test_a_missing_package_is_an_error_when_composing(name, install, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError) as caught:

@@ -31,47 +31,33 @@ def called_at(trigger, batches=10, window=1, **targets):
 # --- every: epochs and steps
 
 
-@pytest.mark.parametrize(
-    ("trigger", "run", "steps"),
-    [
-        (every(steps=1), {"batches": 3}, [1, 2, 3]),
-        (every(steps=3), {"batches": 10}, [3, 6, 9]),
-        (every(steps=4), {"batches": 5, "epochs": 2}, [4, 8]),  # counted over epochs
-        (every(steps=7), {"batches": 5}, []),
-        (
-            every(steps=2),
-            {"batches": 5, "epochs": 2, "window": 2},
-            [2, 4, 6],
-        ),  # updates, not batches
-        (every(epochs=1), {"batches": 5, "epochs": 2}, [5, 10]),
-        (every(epochs=1), {"batches": 5, "epochs": 2, "window": 2}, [3, 6]),
-        (every(epochs=2), {"batches": 2, "epochs": 5}, [4, 8]),
-        (every(epochs=2.0), {"batches": 2, "epochs": 2}, [4]),
-        (every(epochs=1), {"batches": 5, "steps": 7}, [5]),  # the second epoch is not completed
-    ],
-)
+@pytest.mark.parametrize(("trigger", "run", "steps"), [
+    (every(steps=1), {"batches": 3}, [1, 2, 3]), (every(steps=3), {"batches": 10}, [3, 6, 9]),
+    (every(steps=4), {"batches": 5, "epochs": 2}, [4, 8]),  # counted over epochs
+    (every(steps=7), {"batches": 5}, []),
+    (every(steps=2), {"batches": 5, "epochs": 2, "window": 2}, [2, 4, 6]),  # updates, not batches
+    (every(epochs=1), {"batches": 5, "epochs": 2}, [5, 10]),
+    (every(epochs=1), {"batches": 5, "epochs": 2, "window": 2}, [3, 6]),
+    (every(epochs=2), {"batches": 2, "epochs": 5}, [4, 8]),
+    (every(epochs=2.0), {"batches": 2, "epochs": 2}, [4]),
+    (every(epochs=1), {"batches": 5, "steps": 7}, [5]),  # the second epoch is not completed
+])  # fmt: skip
 def test_every_counts_whole_epochs_and_steps(trigger, run, steps):
     assert called_at(trigger, **run) == steps
 
 
-@pytest.mark.parametrize(
-    ("fraction", "run", "steps"),
-    [
-        (0.25, {"batches": 10}, [3, 5, 8, 10]),  # 2.5, 5, 7.5, 10, rounded up
-        (0.3, {"batches": 10}, [3, 6, 9, 10]),
-        (0.5, {"batches": 5, "epochs": 2}, [3, 5, 8, 10]),
-        (0.1, {"batches": 10}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-        (0.25, {"batches": 2}, [1, 2]),  # more often than there are updates
-        (0.9, {"batches": 10}, [9, 10]),
-        (0.25, {"batches": 10, "window": 2}, [2, 3, 4, 5]),  # 1.25, 2.5, 3.75, 5 of 5 updates
-        (0.5, {"batches": 5, "window": 2}, [2, 3]),  # 1.5 and 3 of 3
-        (
-            0.07,
-            {"batches": 100},
-            [7, 14, 21, 28, 35, 42, 49, 56, 63, 70, 77, 84, 91, 98, 100],
-        ),  # 0.07 * 100 > 7
-    ],
-)
+@pytest.mark.parametrize(("fraction", "run", "steps"), [
+    (0.25, {"batches": 10}, [3, 5, 8, 10]),  # 2.5, 5, 7.5, 10, rounded up
+    (0.3, {"batches": 10}, [3, 6, 9, 10]),
+    (0.5, {"batches": 5, "epochs": 2}, [3, 5, 8, 10]),
+    (0.1, {"batches": 10}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+    (0.25, {"batches": 2}, [1, 2]),  # more often than there are updates
+    (0.9, {"batches": 10}, [9, 10]),
+    (0.25, {"batches": 10, "window": 2}, [2, 3, 4, 5]),  # 1.25, 2.5, 3.75, 5 of 5 updates
+    (0.5, {"batches": 5, "window": 2}, [2, 3]),  # 1.5 and 3 of 3
+    # 0.07 * 100 > 7
+    (0.07, {"batches": 100}, [7, 14, 21, 28, 35, 42, 49, 56, 63, 70, 77, 84, 91, 98, 100]),
+])  # fmt: skip
 def test_every_accepts_fractions_of_an_epoch(fraction, run, steps):
     assert called_at(every(epochs=fraction), **run) == steps
 
@@ -112,15 +98,11 @@ def test_steps_and_whole_epochs_work_without_a_length():
     assert (by_steps.steps, by_epochs.steps) == ([2, 4, 6], [3, 6])
 
 
-@pytest.mark.parametrize(
-    "when_to",
-    [
-        {"hooks": (every(epochs=0.5)(Notes()),)},
-        {"hooks": (every(steps=2)(every(epochs=0.5)(Notes())),)},
-        {"hooks": (), "evaluate_every": every(epochs=0.5)},
-    ],
-    ids=["a hook", "a hook inside another", "evaluation"],
-)
+@pytest.mark.parametrize("when_to", [
+    {"hooks": (every(epochs=0.5)(Notes()),)},
+    {"hooks": (every(steps=2)(every(epochs=0.5)(Notes())),)},
+    {"hooks": (), "evaluate_every": every(epochs=0.5)},
+], ids=["a hook", "a hook inside another", "evaluation"])  # fmt: skip
 def test_fractions_without_a_length_are_an_error_before_the_first_update(when_to):
     state = toy()
     with pytest.raises(
@@ -131,17 +113,10 @@ def test_fractions_without_a_length_are_an_error_before_the_first_update(when_to
     assert state.model.w.item() == 0.0
 
 
-@pytest.mark.parametrize(
-    ("when_to", "evaluated"),
-    [
-        (every(epochs=0.25), [3, 5, 8, 10]),
-        (every(steps=4), [4, 8]),
-        (every(epochs=2), []),
-        (when(lambda state: state.step == 7), [7]),
-        (None, []),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("when_to", "evaluated"), [
+    (every(epochs=0.25), [3, 5, 8, 10]), (every(steps=4), [4, 8]), (every(epochs=2), []),
+    (when(lambda state: state.step == 7), [7]), (None, []),
+], ids=repr)  # fmt: skip
 def test_triggers_also_say_when_to_evaluate(when_to, evaluated):
     loaders = {"train": [ONE] * 10, "valid": [ONE]}
     history = fl.fit(
@@ -158,16 +133,13 @@ def test_a_hook_in_two_triggers_runs_when_both_are_due():
 # --- every: seconds
 
 
-@pytest.mark.parametrize(
-    ("pace", "steps"),
-    [
-        (1.0, [4, 7, 10]),  # one second per update, counted from the first boundary
-        (0.5, [7]),
-        (2.0, [3, 5, 7, 9]),  # each time late by a second, which is not made up for
-        (5.0, [2, 3, 4, 5, 6, 7, 8, 9, 10]),  # updates are slower than the interval
-        (0.0, []),
-    ],
-)
+@pytest.mark.parametrize(("pace", "steps"), [
+    (1.0, [4, 7, 10]),  # one second per update, counted from the first boundary
+    (0.5, [7]),
+    (2.0, [3, 5, 7, 9]),  # each time late by a second, which is not made up for
+    (5.0, [2, 3, 4, 5, 6, 7, 8, 9, 10]),  # updates are slower than the interval
+    (0.0, []),
+])  # fmt: skip
 def test_every_counts_seconds(clock, pace, steps):
     def tick(state):
         clock.now += pace
@@ -211,15 +183,12 @@ def test_a_new_run_restarts_the_clock(clock):
 # --- when
 
 
-@pytest.mark.parametrize(
-    ("predicate", "steps"),
-    [
-        (lambda state: state.step in (2, 5), [2, 5]),
-        (lambda state: state.epoch == 1, [4, 5, 6, 7]),  # epoch 1 is completed by update 4
-        (lambda state: state.step // 8, [8]),  # any true value
-        (lambda state: "record" in state.events, [4, 8]),
-    ],
-)
+@pytest.mark.parametrize(("predicate", "steps"), [
+    (lambda state: state.step in (2, 5), [2, 5]),
+    (lambda state: state.epoch == 1, [4, 5, 6, 7]),  # epoch 1 is completed by update 4
+    (lambda state: state.step // 8, [8]),  # any true value
+    (lambda state: "record" in state.events, [4, 8]),
+])  # fmt: skip
 def test_a_hook_runs_when_the_predicate_holds(predicate, steps):
     assert called_at(when(predicate), batches=4, epochs=2) == steps
 
@@ -233,36 +202,20 @@ def test_a_hook_can_stop_the_run():
 # --- all triggers
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (
-            {"hooks": (every(steps=1),)},
-            r"every\(steps=1\) says when, but not what: write every\(steps=1\)\(hook\)",
-        ),
-        (
-            {"hooks": (when(len),)},
-            r"when\(len\) says when, but not what: write when\(len\)\(hook\)",
-        ),
-        (
-            {"hooks": (every,)},
-            r"a hook is a function state -> state; got every\. Call it: every\(\.\.\.\)",
-        ),
-        (
-            {"hooks": (), "evaluate_every": every},
-            r"evaluate_every as every\(epochs=1\), .*got the class every",
-        ),
-        (
-            {"hooks": (), "evaluate_every": when},
-            r"evaluate_every as every\(epochs=1\), .*got the class when",
-        ),
-        ({"hooks": (), "evaluate_every": 100}, r"evaluate_every as every\(epochs=1\), .*got 100"),
-        (
-            {"hooks": (), "evaluate_every": every(steps=1)(Notes())},
-            r"evaluate_every as .*got every\(steps=1\)\(notes\)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"hooks": (every(steps=1),)},
+        r"every\(steps=1\) says when, but not what: write every\(steps=1\)\(hook\)"),
+    ({"hooks": (when(len),)}, r"when\(len\) says when, but not what: write when\(len\)\(hook\)"),
+    ({"hooks": (every,)},
+        r"a hook is a function state -> state; got every\. Call it: every\(\.\.\.\)"),
+    ({"hooks": (), "evaluate_every": every},
+        r"evaluate_every as every\(epochs=1\), .*got the class every"),
+    ({"hooks": (), "evaluate_every": when},
+        r"evaluate_every as every\(epochs=1\), .*got the class when"),
+    ({"hooks": (), "evaluate_every": 100}, r"evaluate_every as every\(epochs=1\), .*got 100"),
+    ({"hooks": (), "evaluate_every": every(steps=1)(Notes())},
+        r"evaluate_every as .*got every\(steps=1\)\(notes\)"),
+])  # fmt: skip
 def test_a_run_refuses_a_trigger_without_a_hook_and_a_class(wrong, message):
     with pytest.raises(TypeError, match=message):
         fl.fit(fl.pipeline()(toy_loss), toy(), [ONE], **wrong)
@@ -281,17 +234,12 @@ def never(state):
     return False
 
 
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        (every(epochs=1), "every(epochs=1)"),
-        (every(epochs=0.25), "every(epochs=0.25)"),
-        (every(steps=100)(never), "every(steps=100)(never)"),
-        (every(seconds=60.0)(Notes()), "every(seconds=60.0)(notes)"),
-        (when(never), "when(never)"),
-        (when(never)(once(never)), "when(never)(once(never))"),
-    ],
-)
+@pytest.mark.parametrize(("made", "text"), [
+    (every(epochs=1), "every(epochs=1)"), (every(epochs=0.25), "every(epochs=0.25)"),
+    (every(steps=100)(never), "every(steps=100)(never)"),
+    (every(seconds=60.0)(Notes()), "every(seconds=60.0)(notes)"), (when(never), "when(never)"),
+    (when(never)(once(never)), "when(never)(once(never))"),
+])  # fmt: skip
 def test_the_repr_is_the_call(made, text):
     assert repr(made) == text
 
@@ -306,66 +254,31 @@ def test_triggers_of_equal_calls_are_equal_even_after_use():
     assert once(never) == once(never) != once(never, "name")
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: every(), TypeError, r"one of epochs=, steps= or seconds=; got none"),
-        (
-            lambda: every(epochs=1, steps=100),
-            TypeError,
-            r"one of epochs=, steps= or seconds=; got epochs, steps",
-        ),
-        (lambda: every(epochs=0), ValueError, r"every expects epochs > 0 and finite; got 0"),
-        (
-            lambda: every(epochs=float("inf")),
-            ValueError,
-            r"every expects epochs > 0 and finite; got inf",
-        ),
-        (lambda: every(steps=-1), ValueError, r"every expects steps > 0 and finite; got -1"),
-        (
-            lambda: every(seconds=float("nan")),
-            ValueError,
-            r"every expects seconds > 0 and finite; got nan",
-        ),
-        (
-            lambda: every(steps=True),
-            ValueError,
-            r"every expects steps as a number > 0 and finite; got True",
-        ),
-        (
-            lambda: every(steps="3"),
-            ValueError,
-            r"every expects steps as a number > 0 and finite; got '3'",
-        ),
-        (
-            lambda: every(steps=0.5),
-            ValueError,
-            r"steps as an int; got 0\.5\. For a part of an epoch, write every\(epochs=0\.25\)",
-        ),
-        (
-            lambda: every(epochs=1.5),
-            ValueError,
-            r"a whole number, or as a fraction below 1; got 1\.5",
-        ),
-        (
-            lambda: every(steps=2)(3),
-            TypeError,
-            r"every\(steps=2\) expects hook as a function state -> state; got 3",
-        ),
-        (
-            lambda: every(steps=2)(fl.progress),
-            TypeError,
-            r"got the class progress\. Call it: progress\(\.\.\.\)",
-        ),
-        (lambda: when(never)(None), TypeError, r"when\(never\) expects hook as .*got None"),
-        (
-            lambda: when(100),
-            TypeError,
-            r"when expects predicate as a function state -> bool; got 100",
-        ),
-        (lambda: once("hello"), TypeError, r"once expects hook as .*got 'hello'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: every(), TypeError, r"one of epochs=, steps= or seconds=; got none"),
+    (lambda: every(epochs=1, steps=100), TypeError,
+        r"one of epochs=, steps= or seconds=; got epochs, steps"),
+    (lambda: every(epochs=0), ValueError, r"every expects epochs > 0 and finite; got 0"),
+    (lambda: every(epochs=float("inf")), ValueError,
+        r"every expects epochs > 0 and finite; got inf"),
+    (lambda: every(steps=-1), ValueError, r"every expects steps > 0 and finite; got -1"),
+    (lambda: every(seconds=float("nan")), ValueError,
+        r"every expects seconds > 0 and finite; got nan"),
+    (lambda: every(steps=True), ValueError,
+        r"every expects steps as a number > 0 and finite; got True"),
+    (lambda: every(steps="3"), ValueError,
+        r"every expects steps as a number > 0 and finite; got '3'"),
+    (lambda: every(steps=0.5), ValueError,
+        r"steps as an int; got 0\.5\. For a part of an epoch, write every\(epochs=0\.25\)"),
+    (lambda: every(epochs=1.5), ValueError, r"a whole number, or as a fraction below 1; got 1\.5"),
+    (lambda: every(steps=2)(3), TypeError,
+        r"every\(steps=2\) expects hook as a function state -> state; got 3"),
+    (lambda: every(steps=2)(fl.progress), TypeError,
+        r"got the class progress\. Call it: progress\(\.\.\.\)"),
+    (lambda: when(never)(None), TypeError, r"when\(never\) expects hook as .*got None"),
+    (lambda: when(100), TypeError, r"when expects predicate as a function state -> bool; got 100"),
+    (lambda: once("hello"), TypeError, r"once expects hook as .*got 'hello'"),
+])  # fmt: skip
 def test_a_wrong_argument_is_an_error_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -33,21 +33,14 @@ def called_at(values, closing=(), **settings):
     return called
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "indices"),
-    [
-        ((3, 2, 1), {}, [0, 1, 2]),
-        ((1, 2, 3), {}, [0]),
-        ((1, 2, 3), {"mode": "max"}, [0, 1, 2]),
-        ((2, 2, 1, 1), {}, [0, 2]),  # equal is not better
-        ((2, 3, 1, 2, 0), {}, [0, 2, 4]),
-        ((3, 1, 2, 1.5), {}, [0, 1]),  # better than the one before is not enough
-        ((NAN, NAN, 2, NAN, 3, 1), {}, [2, 5]),
-        ((NAN, 1, 2), {"mode": "max"}, [1, 2]),
-        ((math.inf, 5, -math.inf, -math.inf), {}, [0, 1, 2]),
-        ((), {}, []),
-    ],
-)
+@pytest.mark.parametrize(("values", "settings", "indices"), [
+    ((3, 2, 1), {}, [0, 1, 2]), ((1, 2, 3), {}, [0]), ((1, 2, 3), {"mode": "max"}, [0, 1, 2]),
+    ((2, 2, 1, 1), {}, [0, 2]),  # equal is not better
+    ((2, 3, 1, 2, 0), {}, [0, 2, 4]),
+    ((3, 1, 2, 1.5), {}, [0, 1]),  # better than the one before is not enough
+    ((NAN, NAN, 2, NAN, 3, 1), {}, [2, 5]), ((NAN, 1, 2), {"mode": "max"}, [1, 2]),
+    ((math.inf, 5, -math.inf, -math.inf), {}, [0, 1, 2]), ((), {}, []),
+])  # fmt: skip
 def test_a_hook_runs_where_the_metric_is_better_than_ever(values, settings, indices):
     assert called_at(values, **settings) == indices
 
@@ -95,30 +88,20 @@ def test_a_resumed_run_calls_it_as_an_uninterrupted_one(tmp_path, split):
     assert seen == EXPECTED
 
 
-@pytest.mark.parametrize(
-    ("wrap", "expected"),
-    [
-        (lambda hook: fl.every(epochs=2)(when_improved("valid/loss")(hook)), []),
-        (lambda hook: fl.every(epochs=3)(when_improved("valid/loss")(hook)), [(3, -2.0)]),
-        (lambda hook: when_improved("valid/loss")(fl.every(epochs=5)(hook)), [(5, -3.0)]),
-        (lambda hook: when_improved("valid/loss")(fl.once(hook)), EXPECTED[:1]),
-        (lambda hook: fl.on_main(when_improved("valid/loss")(hook)), EXPECTED),
-        (lambda hook: when_improved("valid/loss")(fl.on_main(hook)), EXPECTED),
-        (
-            lambda hook: fl.when(lambda state: state.epoch > 1)(when_improved("valid/loss")(hook)),
-            EXPECTED[1:],
-        ),
-        (lambda hook: (fl.every(epochs=3) & when_improved("valid/loss"))(hook), [(3, -2.0)]),
-        (
-            lambda hook: (when_improved("valid/loss") | fl.every(epochs=6))(hook),
-            [*EXPECTED, (6, -2.0)],
-        ),
-        (
-            lambda hook: (~when_improved("valid/loss") & fl.every(epochs=1))(hook),
-            [(2, 1.0), (4, -2.0), (6, -2.0)],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("wrap", "expected"), [
+    (lambda hook: fl.every(epochs=2)(when_improved("valid/loss")(hook)), []),
+    (lambda hook: fl.every(epochs=3)(when_improved("valid/loss")(hook)), [(3, -2.0)]),
+    (lambda hook: when_improved("valid/loss")(fl.every(epochs=5)(hook)), [(5, -3.0)]),
+    (lambda hook: when_improved("valid/loss")(fl.once(hook)), EXPECTED[:1]),
+    (lambda hook: fl.on_main(when_improved("valid/loss")(hook)), EXPECTED),
+    (lambda hook: when_improved("valid/loss")(fl.on_main(hook)), EXPECTED),
+    (lambda hook: fl.when(lambda state: state.epoch > 1)(when_improved("valid/loss")(hook)),
+        EXPECTED[1:]),
+    (lambda hook: (fl.every(epochs=3) & when_improved("valid/loss"))(hook), [(3, -2.0)]),
+    (lambda hook: (when_improved("valid/loss") | fl.every(epochs=6))(hook), [*EXPECTED, (6, -2.0)]),
+    (lambda hook: (~when_improved("valid/loss") & fl.every(epochs=1))(hook),
+        [(2, 1.0), (4, -2.0), (6, -2.0)]),
+])  # fmt: skip
 def test_it_composes(wrap, expected):
     seen = []
     trained(toy(), (wrap(noting(seen)),))
@@ -165,19 +148,10 @@ def test_an_evaluation_within_an_epoch_counts():
 
 
 @pytest.mark.parametrize("wrap", [lambda hook: hook, fl.every(epochs=100)])
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        (
-            "val/loss",
-            r"when_improved\('val/loss', mode='min'\): there is no metric 'val/loss'",
-        ),
-        (
-            "valid/lss",
-            r"when_improved\('valid/lss', mode='min'\): there is no metric 'valid/lss'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("key", "message"), [
+    ("val/loss", r"when_improved\('val/loss', mode='min'\): there is no metric 'val/loss'"),
+    ("valid/lss", r"when_improved\('valid/lss', mode='min'\): there is no metric 'valid/lss'"),
+])  # fmt: skip
 def test_an_unknown_metric_is_named(wrap, key, message):
     with pytest.raises(KeyError, match=message):
         trained(toy(), (wrap(when_improved(key, "min")(lambda state: state)),))
@@ -237,20 +211,14 @@ def test_equality_pickling_and_repr():
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: when_improved(3), TypeError, "when_improved expects key as the name of a metric"),
-        (lambda: when_improved(""), ValueError, "got an empty name"),
-        (lambda: when_improved("valid/bleu"), ValueError, 'write mode="min" or mode="max"'),
-        (lambda: when_improved("valid/loss", "low"), ValueError, 'mode expects "min"'),
-        (
-            lambda: when_improved("valid/loss")(3),
-            TypeError,
-            r"when_improved\('valid/loss'\) expects hook as a function state -> state; got 3",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: when_improved(3), TypeError, "when_improved expects key as the name of a metric"),
+    (lambda: when_improved(""), ValueError, "got an empty name"),
+    (lambda: when_improved("valid/bleu"), ValueError, 'write mode="min" or mode="max"'),
+    (lambda: when_improved("valid/loss", "low"), ValueError, 'mode expects "min"'),
+    (lambda: when_improved("valid/loss")(3), TypeError,
+        r"when_improved\('valid/loss'\) expects hook as a function state -> state; got 3"),
+])  # fmt: skip
 def test_a_wrong_argument_is_an_error_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -94,12 +94,9 @@ def test_a_run_can_be_paused_and_continued(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("fixed", "fixed of buckets", "interleave of streams", "zip_cycle", "leave_out"),
-        *("take of interleaved", "twice the same"),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *("fixed", "fixed of buckets", "interleave of streams", "zip_cycle", "leave_out"),
+    *("take of interleaved", "twice the same"),
+])  # fmt: skip
 def test_workers_change_nothing(name):
     assert read(CASES[name](2), 1) == read(CASES[name](0), 1)

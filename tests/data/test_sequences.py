@@ -70,16 +70,13 @@ def test_the_order_is_a_function_of_seed_and_epoch_and_elsewhere_of_torchs_gener
     assert list(loader.batch_sampler) != orders[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1, 2],), "bucketed expects a limit: batch_size=32, .* or max_items=4096"),
-        (([1, -2], 8), r"numbers >= 0, one for each sample; got -2 for sample 1"),
-        (([1, float("nan")], 8), "got nan for sample 1"),
-        (([[1], [2, 3]], 8), "expects lengths as a sequence of numbers"),
-        (([], 8), "expects lengths as a sequence of numbers"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (([1, 2],), "bucketed expects a limit: batch_size=32, .* or max_items=4096"),
+    (([1, -2], 8), r"numbers >= 0, one for each sample; got -2 for sample 1"),
+    (([1, float("nan")], 8), "got nan for sample 1"),
+    (([[1], [2, 3]], 8), "expects lengths as a sequence of numbers"),
+    (([], 8), "expects lengths as a sequence of numbers"),
+])  # fmt: skip
 def test_what_bucketed_cannot_do_is_refused(arguments, message):
     lengths, *size = arguments
     with pytest.raises(ValueError, match=message):

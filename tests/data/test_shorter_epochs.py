@@ -25,16 +25,11 @@ def test_take_gives_the_first_batches_as_they_are():
     assert repr(take([], 5)) == "take([], 5)"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda data: take(data, 5),
-        lambda data: fraction(data, 0.8),
-        lambda data: fixed(data, 5),
-        lambda data: leave_out(data, lambda epoch, batch: batch >= 5),
-        lambda data: take(interleave({"a": data, "b": listed(0)}), 5),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda data: take(data, 5), lambda data: fraction(data, 0.8), lambda data: fixed(data, 5),
+    lambda data: leave_out(data, lambda epoch, batch: batch >= 5),
+    lambda data: take(interleave({"a": data, "b": listed(0)}), 5),
+])  # fmt: skip
 @pytest.mark.parametrize("processes", [1, 2])
 def test_no_sample_is_loaded_in_vain(make, processes):
     for start, rank in itertools.product(range(6), range(processes)):
@@ -57,13 +52,10 @@ def test_a_schedule_knows_the_length_of_what_was_taken():
     assert fl.fit(step, toy(), take([torch.ones(1)] * 5, 30), hooks=()).step == 3
 
 
-@pytest.mark.parametrize(
-    ("length", "f", "n"),
-    [
-        *[(100, 0.29, 29), (100, 0.57, 57), (1000, 0.001, 1), (7, 0.5, 3), (3, 1, 3)],
-        *[(10, np.float64(0.3), 3), (10, np.float32(0.7), 7), (10**6, 1e-5, 10)],
-    ],
-)
+@pytest.mark.parametrize(("length", "f", "n"), [
+    *[(100, 0.29, 29), (100, 0.57, 57), (1000, 0.001, 1), (7, 0.5, 3), (3, 1, 3)],
+    *[(10, np.float64(0.3), 3), (10, np.float32(0.7), 7), (10**6, 1e-5, 10)],
+])  # fmt: skip
 def test_a_fraction_is_meant_as_typed(length, f, n):
     assert len(fraction([0] * length, f)) == n
 
