@@ -21,3 +21,8 @@ def called_at(moment, *others, **run):
     steps = []
     fit(moment(lambda state: steps.append(state.step) or state), *others, **run)
     return steps
+
+
+def timed(clock, train=0.0, valid=0.0, *members):
+    """Return a step whose batches take some seconds of a fake clock."""
+    return fl.pipeline(*members)(clock.timed(toy_loss, train, valid))
