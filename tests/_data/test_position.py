@@ -53,18 +53,11 @@ def test_a_run_that_continues_reads_nothing_again(make, split, again, tmp_path):
     for step in (split, split + 1, split + 2):  # a resume of a resume
         READ.clear()
         state = again(train(make(), state, steps=step + 1), tmp_path)
+        assert (state.position is None) is (state.step % 6 == 0)  # at the end of an epoch
         following = 2 * (step % 6)  # the sample that the update begins with
         ahead = [*range(following, min(following + 4, 12))]  # that of the next update too
         assert ahead == READ
     assert_same(train(make(), state), whole)
-
-
-def test_at_batch_900_one_batch_is_read_to_continue(tmp_path):
-    state = restored(train(quiet(2000), steps=900), tmp_path)
-    READ.clear()
-    with pytest.raises(RuntimeError, match="stop here"):
-        train(quiet(2000), state, hooks=(stop_here,))
-    assert READ[:2] == [1800, 1801] and len(READ) == 4  # with the batch that is fetched ahead
 
 
 @pytest.mark.parametrize("pipe", [(), (fl.accumulate(2),)], ids=["plain", "accumulate(2)"])
@@ -80,11 +73,6 @@ def test_what_was_fetched_ahead_is_not_lost(pipe, prefetch, tmp_path):
     state = restored(state, tmp_path)
     assert_same(train(make(), state, pipe, epochs=2, prefetch=prefetch), whole)
     assert READ[0] == 2 * (4 if pipe else 2)
-
-
-def test_a_state_at_the_end_of_an_epoch_has_no_position():
-    assert train(LOADERS["a loader with a position"](), epochs=1).position is None
-    assert train([torch.ones(2)] * 4, steps=1).position is None  # a list has none
 
 
 def test_a_position_that_leaves_out_a_shuffle_buffer_changes_no_number(caplog, tmp_path):
@@ -156,12 +144,10 @@ def test_a_run_that_has_ended_leaves_the_stream_to_others():
     with reading(loader, to_load=True) as read:
         assert read.dataset is not loader.dataset
 
-
-def test_what_releases_something_when_it_is_deleted_is_not_copied():
     class Released(Stream):
         def __del__(self): ...
 
-    loader = DataLoader(Released(), 2)
+    loader = DataLoader(Released(), 2)  # what releases something when it is deleted is not copied
     with reading(loader, to_load=True) as read, reading(loader, to_load=True) as other:
         assert read is other is loader
 
@@ -216,32 +202,26 @@ class InPlace(Stream):
 
 
 def test_a_position_that_changes_afterwards_is_copied():
-    state = train(DataLoader(InPlace(), 2), steps=3)
+    make = lambda: DataLoader(InPlace(), 2)
+    state = train(make(), steps=3)
     assert state.position["state"]["at"] == 6
     READ.clear()
-    assert_same(train(DataLoader(InPlace(), 2), state), train(DataLoader(InPlace(), 2)))
+    assert_same(train(make(), state), train(make()))
     assert READ[0] == state.position["state"]["at"] == 6
 
 
-def test_a_checkpoint_without_a_position_is_resumed_as_before(tmp_path):
+def test_a_state_without_a_position_or_with_that_of_another_loader_is_resumed_as_before(tmp_path):
     state = attrs.evolve(restored(train(Batches(), steps=3), tmp_path), position=None)
     READ.clear()
     assert_same(train(Batches(), state), train(Batches()))
     assert READ[:12] == [*range(12)]
-
-
-def test_the_position_of_another_loader_is_left_alone():
     state = train(Batches(Stream(noisy=False)), steps=3)
     assert_same(train(quiet(), state), train(quiet()))
 
 
 class Odd(Batches):
-    """Its position is what ``odd`` returns."""
-
-    odd = staticmethod(object)
-
     def state_dict(self):
-        return {"it": self.odd()}
+        return {"it": object()}
 
 
 def test_a_position_that_is_not_plain_data_is_left_out_of_checkpoints(caplog, tmp_path):

@@ -43,12 +43,12 @@ def test_the_end_of_a_run_is_saved_for_any_reason(tmp_path):
 def test_saving_in_the_background_saves_the_same(tmp_path, background):
     problem = stochastic()
     step = fl.pipeline(fl.accumulate(2))(problem.loss_fn)
-    hook = saves(tmp_path, keep=99, background=background)
+    hooks = (saves(tmp_path / name, keep=99, background=background) for name in "ab")
     given = {"step": step, "loaders": problem.batches, "epochs": 2}
-    whole = fit(hook, state=problem.state(), **given)
-    assert len(names(tmp_path)) == 8
-    for name in names(tmp_path):
-        assert_same(fit(state=fl.restore(tmp_path / name, problem.state(seed=9)), **given), whole)
+    whole = fit(*hooks, state=problem.state(), **given)
+    assert names(tmp_path / "a") == names(tmp_path / "b") == steps(*range(1, 9))
+    for path in (tmp_path / "a").iterdir():
+        assert_same(fit(state=fl.restore(path, problem.state(seed=9)), **given), whole)
 
 
 def wait_for_the_writer(state):
@@ -71,11 +71,6 @@ def test_errors_in_the_background_are_raised(tmp_path, monkeypatch, moment, rais
     with pytest.raises(OSError, match="No space left") as error:
         fit(wait_for_the_writer, hook, train=9)
     assert error.value.state.step == raised_at
-
-
-def test_two_hooks_in_the_background_write_to_two_folders(tmp_path):
-    fit(*(saves(tmp_path / name, keep=9, background=True) for name in "ab"), train=5)
-    assert len(names(tmp_path / "a")) == len(names(tmp_path / "b")) == 5
 
 
 # --- the best

@@ -192,12 +192,6 @@ def test_a_run_continues_to_the_next_evaluation_after_its_stop_is_cleared():
     )  # fmt: skip
 
 
-def test_the_first_of_several_hooks_stops_the_run():
-    patient, impatient = (early_stop("valid/loss", patience=n, mode="max") for n in (5, 1))
-    for hooks in [(patient, impatient), (impatient, patient)]:
-        assert fit(*hooks, **RUN).epoch == 2
-
-
 def test_a_record_within_the_first_epoch_of_a_phase_is_named_by_its_step():
     """The epoch that the first phase left counts, without a record at its end."""
     state = fit(valid=1, phase="a", steps=2, evaluate_every=None)
@@ -361,13 +355,6 @@ def test_it_passes_the_other_calls_on():
 
     fit(BETTER(Hook()), valid=1)
     assert calls == ["begin", "flush", "close"]
-
-
-def test_checkpoints_of_the_best_only(tmp_path):
-    saves = BETTER(fl.checkpoint(tmp_path, keep=None))
-    fit(saves, **UP_AND_DOWN, train=1, valid=1, epochs=6)
-    # and at the end of the run, as always
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "3", "5", "6"]
 
 
 @pytest.mark.parametrize(("key", "moments", "steps"), [

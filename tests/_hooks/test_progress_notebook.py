@@ -1,5 +1,6 @@
 """progress in a notebook: one output of a cell, as text."""
 
+import contextlib
 import io
 
 import pytest
@@ -133,24 +134,16 @@ def test_a_cell_leaves_out_the_middle_of_a_long_run(cell, clock):
     assert rows(last) == [*map(str, range(1, 11)), "…", *map(str, range(41, 51))]
 
 
-# --- how it ends
-
-
-def test_the_reason_of_a_stop_is_shown_below_the_table(cell, clock):
-    fit(progress(), stop_at(2))
-    assert cell[0][-1][1:] == [
-        "            │ train",
-        "epoch  step │    loss       lr │ time",
-        "    1     2 │ -0.5000  1.0e+00 │ 0.0s",
-        "stopped: enough; epoch 1/1, step 2, after 0.0s",
-    ]
-
-
-def test_an_exception_leaves_no_bar(cell, clock):
-    with pytest.raises(RuntimeError):
-        fit(progress(), raise_at(3, RuntimeError))
-    _, note = cell[0][-1]
-    assert note == "failed: RuntimeError: no; epoch 1/1, step 3, after 0.0s"
+@pytest.mark.parametrize(("end", "lines"), [
+    (stop_at(2), ["    1     2 │ -0.5000  1.0e+00 │ 0.0s",
+                  "stopped: enough; epoch 1/1, step 2, after 0.0s"]),
+    (raise_at(3, RuntimeError), ["failed: RuntimeError: no; epoch 1/1, step 3, after 0.0s"]),
+])  # fmt: skip
+def test_how_it_ends_is_shown_below_the_table(cell, clock, end, lines):
+    with contextlib.suppress(RuntimeError):
+        fit(progress(), end)
+    assert cell[0][-1][-len(lines) :] == lines
+    assert len(cell[0][-1]) == (2 if "failed" in lines[0] else 5)  # a line, and a head
 
 
 def test_a_run_that_is_abandoned_keeps_its_records(cell, clock):

@@ -67,20 +67,16 @@ def check(writer, state, *expected):
 
 
 def test_the_file_equals_the_history_and_a_row_is_written_with_its_record(writer):
-    seen = []
-    state = train(writer, lambda state: seen.append(len(rows(writer.path))) or state)
+    seen, name = [], 'a, "b"'  # names are quoted
+    step = fl.pipeline(fl.metric(**{name: lambda aux, batch: batch.mean()}))(toy_loss)
+    look = lambda state: seen.append(len(rows(writer.path))) or state
+    check(writer, train(writer, look, step=step), 1, 2, 3)
     assert seen == [1, 2, 3]
     assert [row["train/loss"] for row in rows(writer.path)] == [0, -1, -2]
-    check(writer, state, 1, 2, 3)
+    assert [row[f"train/{name}"] for row in rows(writer.path)] == [1, 1, 1]
 
 
-def test_several_calls_of_fit_continue_one_file(writer):
-    state = train(writer, state=train(writer, epochs=1), epochs=2)
-    check(writer, state, 1, 2)
-    check(writer, train(again(writer), state=state), 1, 2, 3)
-
-
-def test_a_closing_record_is_marked(writer):
+def test_a_closing_record_is_marked_and_the_next_run_continues_the_file(writer):
     state = train(writer, train=4, epochs=None, steps=2)
     state = train(writer, state=state, train=4, epochs=1)
     assert [row.get("closing") for row in rows(writer.path)] == [1, None]
@@ -176,14 +172,6 @@ def test_nan_and_infinities_can_be_read_back(kind, tmp_path):
     assert table["train/loss"].dtype == "float64"
     assert table["train/loss"].isna().tolist() == [True, False, False, False]
     assert table["train/loss"].tolist()[1:3] == [math.inf, -math.inf]
-
-
-def test_names_of_metrics_are_quoted(writer):
-    name = 'a, "b"'
-    step = fl.pipeline(fl.metric(**{name: lambda aux, batch: batch.mean()}))(toy_loss)
-    state = train(writer, step=step, epochs=1)
-    check(writer, state, 1)
-    assert rows(writer.path)[0][f"train/{name}"] == 1.0
 
 
 # --- going back
