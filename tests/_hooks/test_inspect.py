@@ -181,25 +181,21 @@ def test_an_evaluation_that_a_signal_cuts_is_seen_when_it_is_made():
 # --- what is kept
 
 
-def test_a_loader_that_fills_one_tensor_again_does_not_change_what_was_seen():
+def test_outputs_are_copied_without_what_a_view_is_of():
     def loader():
         batch = torch.zeros(1)
         for i in range(3):
-            yield batch.fill_(i)
+            yield batch.fill_(i)  # one tensor again and again
 
-    looks = Looks()
-    run(fl.inspect(looks), loaders=(LOADERS["train"], loader))
-    assert looks.seen == [(3, [[0.0], [1.0], [2.0]])]
-
-
-def test_nested_values_are_copied_without_what_a_view_is_of():
     def nested(model, batch):
         loss, _ = loss_fn(model, batch)
         big = torch.arange(1000.0)
-        return loss, {"parts": [(big[:2], {"name": "a"})], "count": 3}
+        return loss, {"batch": batch, "parts": [(big[:2], {"name": "a"})], "count": 3}
 
-    found = []
-    run(fl.inspect(lambda state, outputs: found.extend(outputs)), loss=nested)
+    looks, found = Looks(), []
+    see = fl.inspect(lambda state, outputs: found.extend(outputs))
+    run(fl.inspect(looks), see, loaders=(LOADERS["train"], loader), loss=nested)
+    assert looks.seen == [(3, [[0.0], [1.0], [2.0]])]
     ((view, named),) = found[0].aux["parts"]
     assert (view.tolist(), named, found[0].aux["count"]) == ([0.0, 1.0], {"name": "a"}, 3)
     assert view.untyped_storage().nbytes() == 8

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -19,21 +18,9 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """A clock that stands still until a test moves it."""
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+def clock(clock, monkeypatch):
     monkeypatch.setattr(look, "time", clock)
     return clock
-
-
-def seconds(clock, seconds):
-    """Return a hook that takes some seconds."""
-
-    def hook(state):
-        clock.now += seconds
-        return state
-
-    return hook
 
 
 @pytest.fixture
@@ -88,7 +75,7 @@ def test_it_draws_each_history_once_and_a_tenth_of_the_time_at_most(tmp_path, mo
         return plot(self, **settings)
 
     monkeypatch.setattr(History, "plot", slow)
-    run(live_plot(tmp_path / "run.svg"), seconds(clock, 1.0), train=1, epochs=25)
+    run(live_plot(tmp_path / "run.svg"), clock.takes(1.0), train=1, epochs=25)
     assert began == [0, 20, 29]  # and at the end
 
 

@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from sample_hooks import Notes, stop_at
+from sample_hooks import Notes, raise_at, stop_at
 from toy_runs import ONE, called_at, fit
 
 import fnloop as fl
@@ -181,23 +181,26 @@ def test_all_hooks_see_the_record_at_the_start():
 # --- the end
 
 
-@pytest.mark.parametrize(("moment", "run", "steps"), [
+TWO, THREE = stop_at(2), stop_at(3)
+
+
+@pytest.mark.parametrize(("moment", "end", "steps"), [
     # at the target
     (at_end(), {"steps": 4}, [4]), (at_end(), {"epochs": 2, "steps": 4}, [4]),
     (at_end(), {"steps": 6}, [6]),
     # where a hook stops: within an epoch, and at its end
-    (at_end(), {"stop": 2}, [2]), (at_end(), {"stop": 3}, [3]), (~~at_end(), {"stop": 2}, [2]),
-    (at_end() & every(epochs=1), {"stop": 2}, []), (at_end() & every(epochs=1), {"stop": 3}, [3]),
-    (at_end() & ~every(epochs=1), {"stop": 2}, [2]), (at_end() & ~every(epochs=1), {"stop": 3}, []),
-    (at_end() & when(lambda state: True), {"stop": 2}, [2]),
+    (at_end(), TWO, [2]), (at_end(), THREE, [3]), (~~at_end(), TWO, [2]),
+    (at_end() & every(epochs=1), TWO, []), (at_end() & every(epochs=1), THREE, [3]),
+    (at_end() & ~every(epochs=1), TWO, [2]), (at_end() & ~every(epochs=1), THREE, []),
+    (at_end() & when(lambda state: True), TWO, [2]),
     # a hook that ran at the last update does not run again
-    (every(steps=1) | at_end(), {"stop": 2}, [1, 2]),
-    (every(steps=2) | at_end(), {"stop": 3}, [2, 3]),
+    (every(steps=1) | at_end(), TWO, [1, 2]),
+    (every(steps=2) | at_end(), THREE, [2, 3]),
+    (at_end(), raise_at(2, KeyboardInterrupt), []),  # an interruption is not the end
 ])  # fmt: skip
-def test_the_end(moment, run, steps):
-    targets = {"epochs": 5} | run
-    stop = stop_at(targets.pop("stop", None))
-    assert called_at(moment, stop, train=3, **targets) == steps
+def test_the_end(moment, end, steps):
+    hooks, targets = ((), end) if isinstance(end, dict) else ((end,), {"epochs": 5})
+    assert called_at(moment, *hooks, train=3, **targets) == steps
 
 
 def test_the_end_is_that_of_a_hook_listed_before_too_and_of_each_run():
@@ -241,13 +244,6 @@ def test_only_what_was_not_evaluated_is_evaluated_at_the_end():
     moments = {"valid": every(epochs=1), "test": at_end()}
     fit(stop_at(3), loaders=loaders, epochs=5, evaluate_every=moments)
     assert passes == ["valid", "test"]
-
-
-def test_an_interruption_is_not_the_end():
-    def interrupt(state):
-        raise KeyboardInterrupt
-
-    assert called_at(at_end(), every(steps=2)(interrupt)) == []
 
 
 @pytest.mark.parametrize(("moment", "hooks", "records"), [

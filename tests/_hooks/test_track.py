@@ -111,41 +111,6 @@ def test_every_metric_of_a_record_is_sent():
     assert set(state.history[0].metrics) == {*names, "train/grad_norm", "train/lr"}
 
 
-def linear(optimizer):
-    """Return the state of a model with an optimizer of its weight and bias."""
-    model = torch.nn.Linear(1, 1)
-    return fl.TrainState.create(model, optimizer(model.weight, model.bias))
-
-
-def two_groups(weight, bias):
-    return torch.optim.SGD([{"params": [weight], "lr": 0.5}, {"params": [bias], "lr": 0.25}])
-
-
-def with_a_tensor(*parameters):
-    return torch.optim.Adam(parameters, lr=torch.tensor(0.5), capturable=False)
-
-
-@pytest.mark.parametrize(("optimizer", "members", "rates"), [
-    (two_groups, (), {"train/lr": 0.5, "train/lr/1": 0.25}),
-    # those in the record are not sent twice
-    (two_groups, (fl.schedule(lambda i, total: 0.5),), {"train/lr": 0.25, "train/lr/1": 0.125}),
-    (with_a_tensor, (), {"train/lr": 0.5}),
-])  # fmt: skip
-def test_the_learning_rate_of_each_group_is_sent(optimizer, members, rates):
-    step = fl.pipeline(*members)(lambda model, batch: model(batch).mean())
-    state = linear(optimizer)
-    state = train(fl.track(Fake), state=state, step=step, loaders=[torch.ones(1, 1)], epochs=1)
-    ((_, metrics),) = sent()
-    assert {k: v for k, v in metrics.items() if "lr" in k} == rates
-    assert metrics == state.history[0].metrics
-
-
-def test_the_rate_that_was_used_is_sent_not_the_next_one():
-    halved = fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
-    train(fl.track(Fake), step=fl.pipeline(halved)(toy_loss))
-    assert [metrics["train/lr"] for _, metrics in sent()] == [1.0, 0.5]
-
-
 def test_the_configuration_is_flattened_to_plain_values():
     model = {"sizes": (1, 2), "act": {"name": "relu"}}
     config = {"lr": np.float32(0.5), "n": np.int64(3), "model": model, "none": None, "b": True}
