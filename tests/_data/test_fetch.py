@@ -15,12 +15,13 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
+from toy_runs import fit
 
 import fnloop as fl
 from fnloop._data import map_style
 from fnloop._data.map_style import fetch_batch
 from fnloop._data.source import open_source
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import assert_same, toy_loss
 
 X = torch.arange(10 * 3 * 4 * 5).float().view(10, 3, 4, 5)
 Y = torch.arange(10)
@@ -148,33 +149,28 @@ def test_a_batch_does_not_share_memory_with_the_dataset():
     assert values.sum() == 4
 
 
-def test_a_run_is_the_same_as_with_samples_that_are_stacked(monkeypatch):
-    def trained():
-        data = DataLoader(TensorDataset(torch.arange(7.0)), 2, shuffle=True)
-        loss_fn = lambda model, batch: toy_loss(model, batch[0])
-        return fl.fit(fl.pipeline()(loss_fn), toy(), (data, data), epochs=3, hooks=())
-
-    at_once = trained()
-    monkeypatch.setattr(map_style, "fetch_batch", lambda dataset, index: None)
-    assert_same(at_once, trained())
-
-
-def test_draws_of_the_loss_function_resume_exactly_though_no_fetch_seeds_them():
-    drawn = []
+def trained(drawn, state=None, **target):
+    """Train with a loss function that notes what it draws."""
 
     def loss_fn(model, batch):
         drawn.append((random.random(), np.random.rand()))
         return toy_loss(model, batch[0])
 
-    def train(state, **target):
-        data = DataLoader(TensorDataset(torch.arange(8.0)), 2, shuffle=True)
-        return fl.fit(fl.pipeline()(loss_fn), state, data, hooks=(), **target)
+    data = DataLoader(TensorDataset(torch.arange(7.0)), 2, shuffle=True)
+    return fit(step=fl.pipeline()(loss_fn), state=state, loaders=(data, data), **target)
 
-    train(toy(), epochs=2)
-    whole = drawn.copy()
-    drawn.clear()
-    state = train(toy(), steps=3)
+
+def test_a_run_is_the_same_as_with_samples_that_are_stacked(monkeypatch):
+    at_once = trained([], epochs=3)
+    monkeypatch.setattr(map_style, "fetch_batch", lambda dataset, index: None)
+    assert_same(at_once, trained([], epochs=3))
+
+
+def test_draws_of_the_loss_function_resume_exactly_though_no_fetch_seeds_them():
+    whole, drawn = [], []
+    trained(whole, epochs=2)
+    state = trained(drawn, steps=3, evaluate_every=None)
     random.random(), np.random.rand()
-    train(state, epochs=2)
+    trained(drawn, state, epochs=2)
     assert drawn == whole
     assert all(a != b for a, b in pairwise(whole))

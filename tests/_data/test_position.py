@@ -1,6 +1,7 @@
 """Streams that know where they are: they continue there, and read nothing again."""
 
 import copy
+import functools
 
 import attrs
 import numpy as np
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader
 import fnloop as fl
 from fnloop._data.iterable import Positions, checksum, hint_at_stateful_loader, keeper_of, reading
 from fnloop._data.loaders import takes_position
-from fnloop.testing import assert_same, toy
+from fnloop._data.source import open_source
+from fnloop.testing import assert_same, toy, toy_loss
 
 LOADERS = {  # each gives 6 batches of 2 samples
     "a dataset with a position, in a DataLoader": lambda: DataLoader(Stream(), 2),
@@ -21,8 +23,20 @@ LOADERS = {  # each gives 6 batches of 2 samples
 }
 
 
+STEP = fl.pipeline()(toy_loss)
+
+
 def restored(state, folder):
     return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
+
+
+def quiet(n=12, kind=Stream):
+    """Return a loader of a stream without noise."""
+    return DataLoader(kind(n, noisy=False), 2)
+
+
+def stop_here(*_):
+    raise RuntimeError("stop here")
 
 
 @pytest.fixture(autouse=True)
@@ -39,26 +53,11 @@ def test_a_run_that_continues_reads_nothing_again(make, split, again, tmp_path):
     for step in (split, split + 1, split + 2):  # a resume of a resume
         READ.clear()
         state = again(train(make(), state, steps=step + 1), tmp_path)
+        assert (state.position is None) is (state.step % 6 == 0)  # at the end of an epoch
         following = 2 * (step % 6)  # the sample that the update begins with
         ahead = [*range(following, min(following + 4, 12))]  # that of the next update too
         assert ahead == READ
     assert_same(train(make(), state), whole)
-
-
-def test_at_batch_900_one_batch_is_read_to_continue(tmp_path):
-    def make():
-        return DataLoader(Stream(2000, noisy=False), 2)
-
-    state = restored(train(make(), steps=900), tmp_path)
-    READ.clear()
-    step = fl.pipeline()(fl.testing.toy_loss)
-    with pytest.raises(RuntimeError, match="stop here"):
-        fl.fit(step, state, make(), hooks=(stop_here,), evaluate_every=None)
-    assert READ[:2] == [1800, 1801] and len(READ) == 4  # with the batch that is fetched ahead
-
-
-def stop_here(state):
-    raise RuntimeError("stop here")
 
 
 @pytest.mark.parametrize("pipe", [(), (fl.accumulate(2),)], ids=["plain", "accumulate(2)"])
@@ -76,33 +75,22 @@ def test_what_was_fetched_ahead_is_not_lost(pipe, prefetch, tmp_path):
     assert READ[0] == 2 * (4 if pipe else 2)
 
 
-def test_a_state_at_the_end_of_an_epoch_has_no_position():
-    assert train(LOADERS["a loader with a position"](), epochs=1).position is None
-    assert train([torch.ones(2)] * 4, steps=1).position is None  # a list has none
-
-
 def test_a_position_that_leaves_out_a_shuffle_buffer_changes_no_number(caplog, tmp_path):
-    def make():
-        return DataLoader(Forgetful(40, noisy=False), 2)
-
-    whole = train(make())
-    state = restored(train(make(), steps=12), tmp_path)
+    whole = train(quiet(40, Forgetful))
+    state = restored(train(quiet(40, Forgetful), steps=12), tmp_path)
     assert not caplog.messages
     READ.clear()
-    assert_same(train(make(), state), whole)
+    assert_same(train(quiet(40, Forgetful), state), whole)
     assert READ.count(0) == 2  # of the epoch that was left, and of the next one
-    assert ["Forgetful.state_dict() does not lead back" in line for line in caplog.messages] == [
-        True
-    ]
+    (line,) = caplog.messages
+    assert "Forgetful.state_dict() does not lead back" in line
 
 
 def test_such_a_position_is_refused_if_the_loader_cannot_begin_again():
     class Released(Forgetful):
         def __del__(self): ...
 
-    def make():
-        return DataLoader(Released(40, noisy=False), 2)
-
+    make = lambda: quiet(40, Released)
     state = train(make(), steps=12)
     with pytest.raises(RuntimeError, match="the loader cannot be copied"):
         train(make(), fl.snapshot(state))
@@ -114,18 +102,14 @@ def test_such_a_position_is_refused_if_the_loader_cannot_begin_again():
 
 @pytest.mark.parametrize("make", list(LOADERS.values())[:2], ids=list(LOADERS)[:2])
 def test_an_evaluation_on_the_stream_that_is_trained_on_begins_at_its_beginning(make, tmp_path):
-    def both(state=None, **kwargs):
-        kwargs = {"evaluate_every": fl.every(steps=2), "epochs": 2, "hooks": ()} | kwargs
-        stream = make()
-        step = fl.pipeline()(fl.testing.toy_loss)
-        return fl.fit(step, state or toy(lr=0.01), (stream, stream), **kwargs)
+    moment = {"evaluate_every": fl.every(steps=2)}
 
-    apart = fl.fit(
-        fl.pipeline()(fl.testing.toy_loss), toy(lr=0.01), (make(), make()), epochs=2, hooks=(),
-        evaluate_every=fl.every(steps=2),
-    )  # fmt: skip
+    def both(state=None, **target):
+        stream = make()
+        return train((stream, stream), state, **moment, **(target or {"epochs": 2}))
+
     whole = both()
-    assert_same(whole, apart)
+    assert_same(whole, train((make(), make()), **moment, epochs=2))
     state = restored(both(steps=5), tmp_path)  # evaluated after updates 2 and 4
     READ.clear()
     resumed = both(state, steps=6)
@@ -143,7 +127,7 @@ def test_a_loader_that_was_given_a_position_begins_later_epochs_at_their_beginni
 
 def test_an_evaluation_asks_for_no_position(monkeypatch, caplog):
     monkeypatch.setattr(Batches, "state_dict", stop_here)
-    assert fl.evaluate(fl.pipeline()(fl.testing.toy_loss), toy(w=1.0), Batches())["loss"] > 0
+    assert fl.evaluate(STEP, toy(w=1.0), Batches())["loss"] > 0
     assert not caplog.messages
 
 
@@ -156,16 +140,14 @@ def test_a_run_that_has_ended_leaves_the_stream_to_others():
                 assert other is not loader and other.dataset is not loader.dataset
         with pytest.raises(RuntimeError, match="stop here"), reading(loader, False) as read:
             assert read is loader
-            stop_here(None)
+            stop_here()
     with reading(loader, to_load=True) as read:
         assert read.dataset is not loader.dataset
 
-
-def test_what_releases_something_when_it_is_deleted_is_not_copied():
     class Released(Stream):
         def __del__(self): ...
 
-    loader = DataLoader(Released(), 2)
+    loader = DataLoader(Released(), 2)  # what releases something when it is deleted is not copied
     with reading(loader, to_load=True) as read, reading(loader, to_load=True) as other:
         assert read is other is loader
 
@@ -175,8 +157,7 @@ def test_what_releases_something_when_it_is_deleted_is_not_copied():
 
 def test_a_snapshot_and_a_fork_have_the_position():
     state = train(Batches(), steps=3)
-    copies = [fl.snapshot(state), *fl.fork(state, {"lr": [0.01]}).values()]
-    for one in copies:
+    for one in (fl.snapshot(state), *fl.fork(state, {"lr": [0.01]}).values()):
         READ.clear()
         assert_same(train(Batches(), one), train(Batches()))
         assert READ[0] == 6
@@ -185,24 +166,24 @@ def test_a_snapshot_and_a_fork_have_the_position():
 def test_a_hook_and_an_exception_give_states_with_the_position(tmp_path):
     saved = fl.every(steps=4)(lambda state: fl.save(state, tmp_path / "h") and state)
     train(Batches(), hooks=(saved,), steps=5)
-    state = fl.restore(tmp_path / "h", toy())
-    assert state.position["state"] == {"yielded": 4}
+    assert fl.restore(tmp_path / "h", toy()).position["state"] == {"yielded": 4}
     with pytest.raises(RuntimeError) as caught:
         train(Batches(), hooks=(fl.every(steps=4)(stop_here),), epochs=1)
     assert caught.value.state.position["state"] == {"yielded": 4}
 
 
 def test_a_hook_that_goes_back_goes_back_in_the_stream_too(back_once):
-    def once(state):
-        nonlocal read
-        before, state = state, back_once(state)
-        read = len(READ) if state.model is not before.model else read
-        return state
+    read = []
 
-    read = 0
+    def once(state):
+        back = back_once(state)
+        if back.model is not state.model:
+            read.append(len(READ))
+        return back
+
     state = train(Batches(), hooks=(once,), epochs=1)
     assert_same(state, train(Batches(), epochs=1))
-    assert READ[read:][:10] == [*range(2, 12)]  # from the state after one update
+    assert READ[read[0] :][:10] == [*range(2, 12)]  # from the state after one update
 
 
 class InPlace(Stream):
@@ -221,34 +202,26 @@ class InPlace(Stream):
 
 
 def test_a_position_that_changes_afterwards_is_copied():
-    state = train(DataLoader(InPlace(), 2), steps=3)
+    make = lambda: DataLoader(InPlace(), 2)
+    state = train(make(), steps=3)
     assert state.position["state"]["at"] == 6
     READ.clear()
-    assert_same(train(DataLoader(InPlace(), 2), state), train(DataLoader(InPlace(), 2)))
+    assert_same(train(make(), state), train(make()))
     assert READ[0] == state.position["state"]["at"] == 6
 
 
-def test_a_checkpoint_without_a_position_is_resumed_as_before(tmp_path):
+def test_a_state_without_a_position_or_with_that_of_another_loader_is_resumed_as_before(tmp_path):
     state = attrs.evolve(restored(train(Batches(), steps=3), tmp_path), position=None)
     READ.clear()
     assert_same(train(Batches(), state), train(Batches()))
     assert READ[:12] == [*range(12)]
-
-
-def test_the_position_of_another_loader_is_left_alone():
-    state = train(Batches(), steps=3)
-    whole = train(DataLoader(Stream(noisy=False), 2))
-    state = train(DataLoader(Stream(noisy=False), 2), train(Batches(Stream(noisy=False)), steps=3))
-    assert_same(state, whole)
+    state = train(Batches(Stream(noisy=False)), steps=3)
+    assert_same(train(quiet(), state), train(quiet()))
 
 
 class Odd(Batches):
-    """Its position is what ``odd`` returns."""
-
-    odd = staticmethod(object)
-
     def state_dict(self):
-        return {"it": self.odd()}
+        return {"it": object()}
 
 
 def test_a_position_that_is_not_plain_data_is_left_out_of_checkpoints(caplog, tmp_path):
@@ -264,12 +237,11 @@ def test_a_position_that_is_not_plain_data_is_left_out_of_checkpoints(caplog, tm
 def test_a_loader_that_cannot_say_where_it_is_is_read_again(caplog, monkeypatch):
     whole = train(Batches())
     monkeypatch.setattr(Batches, "state_dict", lambda self: None)
-    state = train(Batches(), steps=3)
-    assert state.position is None and not caplog.messages
+    assert train(Batches(), steps=3).position is None and not caplog.messages
     monkeypatch.setattr(Batches, "state_dict", lambda self: {}["yielded"])
-    caplog.clear()
     state = train(Batches(), steps=3)
-    assert ["state_dict() raised KeyError: 'yielded'" in line for line in caplog.messages] == [True]
+    (line,) = caplog.messages
+    assert "state_dict() raised KeyError: 'yielded'" in line
     assert_same(train(Batches(), state), whole)
 
 
@@ -314,18 +286,16 @@ def test_workers_without_a_position_are_told_what_would_be_faster(caplog):
 
 
 def test_no_more_is_kept_than_what_is_ahead():
-    positions = Positions()
+    positions, batches = Positions(), Batches()
     positions.begin(None, ahead=2)
-    batches = Batches()
+    positions.restart(0, batches)
     for n in range(1, 9):
-        positions.restart(0, batches) if n == 1 else None
         assert positions.note(n, torch.tensor([n]), batches)
-    found = [positions.at(0, n) for n in (5, 6, 7, 8, 9)]
-    assert [at and at["batch"] for at in found] == [None, 6, 7, 8, 8]
-    assert [at and at["next"] for at in found[1:]] == [
-        *(checksum(torch.tensor([n])) for n in (7, 8)), None, None
-    ]  # fmt: skip
-    assert positions.at(1, 6) is None
+    assert positions.at(0, 5) is positions.at(1, 6) is None
+    found = [positions.at(0, n) for n in (6, 7, 8, 9)]
+    sums = [checksum(torch.tensor([n])) for n in (7, 8)]
+    assert [at["batch"] for at in found] == [6, 7, 8, 8]
+    assert [at["next"] for at in found] == [*sums, None, None]
 
 
 def test_which_position_is_given_back():
@@ -343,12 +313,11 @@ def test_which_position_is_given_back():
     assert [positions.at(1, n)["batch"] for n in (8, 10, 11)] == [4, 5, 5]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"x": torch.ones(2, dtype=torch.float64)}, {"x": torch.ones(2), "y": 2}, {"y": torch.ones(2)},
-     {"x": np.ones(2)}, {"x": "text"}, {"x": b"bytes"}, {"x": torch.ones(2, dtype=torch.complex64)},
-     {"x": torch.tensor(1.0)}],
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    {"x": torch.ones(2, dtype=torch.float64)}, {"x": torch.ones(2), "y": 2}, {"y": torch.ones(2)},
+    {"x": np.ones(2)}, {"x": "text"}, {"x": b"bytes"}, {"x": torch.ones(2, dtype=torch.complex64)},
+    {"x": torch.tensor(1.0)},
+])  # fmt: skip
 def test_another_batch_has_another_checksum(other):
     batch = {"x": torch.ones(2)}
     assert checksum(batch) == checksum({"x": torch.ones(2)}) != checksum(other)
@@ -358,30 +327,44 @@ def test_another_batch_has_another_checksum(other):
 # --- a function that is called with where to begin
 
 
-def test_a_function_that_takes_epoch_and_batch_begins_there(tmp_path):
-    asked = []
+def numbers(asked, epoch, batch):
+    asked.append((epoch, batch))
+    for i in range(batch, 6):
+        yield torch.tensor([float(10 * epoch + i)]) + torch.rand(1)
 
-    def begin(epoch, batch):
-        asked.append((epoch, batch))
-        for i in range(batch, 6):
-            yield torch.tensor([float(10 * epoch + i)]) + torch.rand(1)
 
-    whole = train(begin)
+@pytest.mark.parametrize("pipe", [(), (fl.accumulate(2),)], ids=["plain", "accumulate(2)"])
+def test_a_function_that_takes_epoch_and_batch_begins_there(pipe, tmp_path):
+    asked, batches = [], 2 if pipe else 1
+    begin = functools.partial(numbers, asked)
+    whole = train(begin, pipe=pipe)
     assert asked == [(0, 0), (1, 0)]
-    for split in (1, 5, 6, 8):
-        state = restored(train(begin, steps=split), tmp_path)
+    for split in (1, 2, 5, 8) if not pipe else (1, 3, 4):
+        state = restored(train(begin, pipe=pipe, steps=split), tmp_path)
         asked.clear()
-        assert_same(train(begin, state), whole)
-        assert asked[0] == (split // 6, split % 6)
+        assert_same(train(begin, state, pipe), whole)
+        assert asked[0] == divmod(split * batches, 6)
     asked.clear()
-    fl.evaluate(fl.pipeline()(fl.testing.toy_loss), toy(), begin)
+    fl.evaluate(STEP, toy(), begin)
     assert asked == [(0, 0)]
+    asked.clear()  # each of several processes begins at the same batch
+    assert len(list(open_source(begin, 0, rank=1, processes=2).batches(3, 4, 0))) == 1
+    assert asked == [(3, 4)]
 
 
-def test_which_functions_take_a_position():
-    assert takes_position(lambda epoch, batch: []) and takes_position(lambda e, b, size=2, **k: [])
-    assert takes_position(lambda epoch=0, batch=0: [])
-    for other in ([], list, lambda a=0, b=0: [], lambda *a: [], lambda a, b, c: []):
-        assert not takes_position(other)
-    with pytest.raises(TypeError, match="a function that returns one"):
+@pytest.mark.parametrize(("function", "expected"), [
+    (lambda epoch, batch: [], True), (lambda e, b, size=3, **k: [], True),
+    (lambda epoch=0, batch=0: [], True), (functools.partial(numbers, []), True), (list, False),
+    (lambda *a: [], False), (lambda path="x", size=3: [], False), (lambda epoch: [], False),
+    (lambda a, b, c: [], False), ([], False),
+])  # fmt: skip
+def test_which_functions_take_a_position(function, expected):
+    assert takes_position(function) is expected
+
+
+def test_a_function_with_one_argument_is_refused():
+    says = (
+        r"expects the train loader as .*a function that returns one.*\(epoch, batch\); .*\(epoch\)"
+    )
+    with pytest.raises(TypeError, match=says):
         train(lambda epoch: [])

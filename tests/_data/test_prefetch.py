@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from numbered import Numbers, loader
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-)
+from sample_hooks import stop_at
+from torch.utils.data import DataLoader, IterableDataset
+from toy_runs import fit
 
 import fnloop as fl
 from fnloop._core import rng
@@ -29,7 +28,7 @@ def test_prefetch_fetches_that_number_of_windows_ahead():
         seen.append((int(batch), max(fetched)))
         return toy_loss(model, batch)
 
-    fl.fit(fl.pipeline()(loss), toy(), batches, hooks=(), prefetch=3)
+    fit(step=fl.pipeline()(loss), loaders=batches, prefetch=3)
     assert seen == [(0, 2), (1, 3), (2, 4), (3, 4), (4, 4)]
 
 
@@ -39,11 +38,11 @@ def test_an_error_in_a_fetch_ahead_costs_no_update():
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone") as caught:
-        fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=(), prefetch=3)
+        fit(loaders=batches, prefetch=3)
     assert caught.value.state.step == 3
     for wrong in (0, 1.5, True):
         with pytest.raises(ValueError, match="prefetch as an int >= 1"):
-            fl.fit(fl.pipeline()(toy_loss), toy(), batches, prefetch=wrong)
+            fit(prefetch=wrong)
 
 
 class Halves(IterableDataset):
@@ -98,8 +97,9 @@ SOURCES = {
 
 
 def drawing(drawn):
-    """Return a loss function, and a hook, that draw from every generator; what training and hooks
-    draw goes into a list.
+    """Return a loss function, and a hook, that draw from every generator.
+
+    What training and hooks draw goes into a list; the parts have more evaluations: closing ones.
     """
 
     def draw(noted=True):
@@ -108,9 +108,7 @@ def drawing(drawn):
         return sum(numbers)
 
     def loss_fn(model, batch):
-        return toy_loss(
-            model, batch.float() * draw(model.training)
-        )  # the parts have more evaluations: closing ones
+        return toy_loss(model, batch.float() * draw(model.training))
 
     def hook(state):
         if state.step % 3 == 1 or "epoch" in state.events:
@@ -120,57 +118,35 @@ def drawing(drawn):
     return loss_fn, hook
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        *((name, case) for name in SOURCES if "workers" not in name for case in range(4)),
-        *(pytest.param(n, 0, marks=pytest.mark.slow) for n in SOURCES if "workers" in n),
-    ],
-)
+@pytest.mark.parametrize(("name", "case"), [
+    *((name, case) for name in SOURCES if "workers" not in name for case in range(4)),
+    *(pytest.param(n, 0, marks=pytest.mark.slow) for n in SOURCES if "workers" in n),
+])  # fmt: skip
 def test_prefetch_changes_no_number(name, case, tmp_path):
     chance = random.Random(f"{name} {case}")
-    window, split, evaluated = (
-        chance.choice([1, 1, 2]),
-        chance.randrange(1, 7),
-        chance.random() < 0.5,
-    )
+    window, split = chance.choice([1, 1, 2]), chance.randrange(1, 7)
+    valid = {"valid": [torch.ones(1)] * 2} if chance.random() < 0.5 else {}
 
     def trained(*parts):
         """Train two epochs in parts, each with its prefetch; all but the last end at some update,
         and are saved.
         """
-        drawn = []
+        drawn, state = [], None
         loss_fn, hook = drawing(drawn)
         step = fl.pipeline(*([fl.accumulate(window)] if window > 1 else []))(loss_fn)
-        state = toy()
+        run = {"step": step, "epochs": 2, "evaluate_every": fl.every(steps=2)}
         for part, prefetch in enumerate(parts, 1):
-            end = [
-                fl.when(lambda s, part=part: s.step == part * split)(
-                    lambda s: attrs.evolve(s, stop="part")
-                )
-            ]
-            loaders = (SOURCES[name](), [torch.ones(1)] * 2 if evaluated else None)
-            hooks = (hook, *end) if part < len(parts) else (hook,)
-            state = fl.fit(
-                step,
-                state,
-                loaders,
-                epochs=2,
-                hooks=hooks,
-                evaluate_every=fl.every(steps=2),
-                prefetch=prefetch,
-            )
-            if part < len(parts):
+            loaders = {"train": SOURCES[name](), **valid}
+            last = part == len(parts)
+            hooks = (hook,) if last else (hook, stop_at(part * split))
+            state = fit(*hooks, **run, loaders=loaders, state=state, prefetch=prefetch)
+            if not last:
                 state = attrs.evolve(fl.restore(fl.save(state, tmp_path / "a"), toy()), stop=None)
         return state, drawn
 
     whole, drawn = trained(1)
-    for prefetch in (2, 3):
-        state, again = trained(prefetch)
-        assert again == drawn
-        assert_same(state, whole)
-    for parts in ((1, 1), (2, 2), (1, 3), (3, 2, 1)):
-        if split * len(parts) < 9:
+    for parts in ((2,), (3,), (1, 1), (2, 2), (1, 3), (3, 2, 1)):
+        if len(parts) == 1 or split * len(parts) < 9:
             state, again = trained(*parts)
             assert again == drawn, parts
             assert_same(state, whole)
@@ -189,33 +165,25 @@ def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
             yield torch.tensor([random.random()])
 
     drawn, interrupted = [], []
-    step = fl.pipeline()(drawing(drawn)[0])
-    whole = fl.fit(step, toy(), batches, hooks=(), prefetch=2)
+    run = {"step": fl.pipeline()(drawing(drawn)[0]), "loaders": batches, "prefetch": 2}
+    whole = fit(**run)
     straight, drawn[:], interrupted = [*drawn], [], [True]
-    state = fl.fit(step, toy(), batches, hooks=(), prefetch=2)
+    state = fit(**run)
     assert (state.stop, state.step) == ("interrupted", 1)
-    state = fl.fit(step, state, batches, epochs=1, hooks=(), prefetch=2)
+    state = fit(state=state, epochs=1, **run)
     assert drawn == straight
     assert_same(state, whole)
 
 
-@pytest.mark.parametrize(
-    ("make", "prefetch"), [(loader, 1), (lambda: [torch.ones(1)] * 4, 3)], ids=["one", "a list"]
-)
+@pytest.mark.parametrize(("make", "prefetch"), [
+    (loader, 1), (lambda: [torch.ones(1)] * 4, 3),
+], ids=["one", "a list"])  # fmt: skip
 def test_generators_are_not_captured_if_a_fetch_ahead_does_not_set_them(
     make, prefetch, monkeypatch
 ):
-    def looking():
-        looks.append(prefetch)
-        return capture()
-
     looks, capture = [], rng.Generators.capture
-    monkeypatch.setattr(rng.Generators, "capture", looking)
-    assert fl.fit(fl.pipeline()(toy_loss), toy(), make(), epochs=1, hooks=()).step == 4
-    usual = len(looks)  # what the run itself borrows and gives back
-    looks.clear()
-    assert (
-        fl.fit(fl.pipeline()(toy_loss), toy(), make(), epochs=1, hooks=(), prefetch=prefetch).step
-        == 4
-    )
-    assert len(looks) == usual == 1
+    monkeypatch.setattr(rng.Generators, "capture", lambda: looks.append(1) or capture())
+    for fetched in (1, prefetch):
+        looks.clear()
+        assert fit(loaders=make(), epochs=1, prefetch=fetched).step == 4
+        assert len(looks) == 1  # what the run itself borrows and gives back

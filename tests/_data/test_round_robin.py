@@ -18,23 +18,31 @@ def shares(items, processes, window=None, even=False):
     return [[[i.batch] if type(i) is Padding else i for i in share] for share in split]
 
 
-def test_each_process_gets_one_item_in_turn():
-    assert shares("abcdef", 1) == [list("abcdef")]
-    assert shares("abcdef", 2) == [["a", "c", "e"], ["b", "d", "f"]]
-
-
-def test_in_an_incomplete_round_the_first_item_is_padding():
-    assert shares("abcde", 2) == [["a", "c", "e"], ["b", "d", ["e"]]]
-    assert shares("abcde", 3) == [["a", "d"], ["b", "e"], ["c", ["d"]]]
-    assert shares("abcd", 3) == [["a", "d"], ["b", ["d"]], ["c", ["d"]]]
-
-
-def test_an_even_loader_ends_before_an_incomplete_round():
-    assert shares("abcde", 1, even=True) == [list("abcde")]
-    assert shares("abcde", 2, even=True) == [["a", "c"], ["b", "d"]]
-    assert shares("abcde", 3, even=True) == [["a"], ["b"], ["c"]]
-    assert shares("abcdef", 2, window=4, even=True) == [["a", "c", "e"], ["b", "d", "f"]]
-    assert shares("ab", 3, even=True) == [[], [], []]
+@pytest.mark.parametrize(("items", "settings", "expected"), [
+    # each process gets one item in turn
+    ("abcdef", {"processes": 1}, [list("abcdef")]),
+    ("abcdef", {"processes": 2}, [list("ace"), list("bdf")]),
+    # in an incomplete round the first item is padding
+    ("abcde", {"processes": 2}, [list("ace"), ["b", "d", ["e"]]]),
+    ("abcde", {"processes": 3}, [["a", "d"], ["b", "e"], ["c", ["d"]]]),
+    ("abcd", {"processes": 3}, [["a", "d"], ["b", ["d"]], ["c", ["d"]]]),
+    # an even loader ends before an incomplete round
+    ("abcde", {"processes": 1, "even": True}, [list("abcde")]),
+    ("abcde", {"processes": 2, "even": True}, [list("ac"), list("bd")]),
+    ("abcde", {"processes": 3, "even": True}, [["a"], ["b"], ["c"]]),
+    ("abcdef", {"processes": 2, "window": 4, "even": True}, [list("ace"), list("bdf")]),
+    ("ab", {"processes": 3, "even": True}, [[], [], []]),
+    # a window of all processes begins with the first process
+    ("abcdef", {"processes": 1, "window": 4}, [list("abcdef")]),
+    ("abcdef", {"processes": 2, "window": 4}, [list("ace"), list("bdf")]),
+    ("abcdefgh", {"processes": 3, "window": 4},
+        [["a", "d", "e", "h"], ["b", ["d"], "f", ["h"]], ["c", ["d"], "g", ["h"]]]),
+    ("abc", {"processes": 3, "window": 1}, [list("abc"), *[[["a"], ["b"], ["c"]]] * 2]),
+    # the last one may be shorter
+    ("abcdefg", {"processes": 2, "window": 5}, [list("acef"), ["b", "d", ["e"], "g"]]),
+])  # fmt: skip
+def test_what_each_process_gets(items, settings, expected):
+    assert shares(items, **settings) == expected
 
 
 def test_an_update_whose_batches_do_not_divide_is_refused_for_an_even_loader():
@@ -42,27 +50,6 @@ def test_an_update_whose_batches_do_not_divide_is_refused_for_an_even_loader():
     assert open_source(even(batches), 0, 0, 2, total=8).length_in(0) == 6
     with pytest.raises(ValueError, match="an update of 3 batches in all has such a round on 2 pro"):
         open_source(even(batches), 0, 0, 2, total=6)
-
-
-@pytest.mark.parametrize("of", ["list", "stream", "samples", "dropped", "composed"])
-def test_the_length_of_an_even_loader_is_that_of_its_complete_rounds(of):
-    """Of ten batches, three processes take nine. After four, they take the other six."""
-    loader = even(
-        {
-            "list": [torch.ones(2)] * 10,
-            "stream": WithLength(10),
-            "samples": DataLoader(torch.ones(20), batch_size=2),
-            "dropped": DataLoader(torch.ones(21), batch_size=2, drop_last=True),
-            "composed": take([torch.ones(2)] * 11, 10),
-        }[of]
-    )
-    sources = [open_source(loader, 0, rank, 3) for rank in range(3)]
-    for start, rounds in ((0, 3), (4, 2)):
-        read = [[*source.batches(0, start, 2 * start)] for source in sources]
-        assert [[len(batch) for batch in share] for share in read] == [[2] * rounds] * 3
-        assert sources[0].left(0, start, 2 * start) == 3 * rounds
-    assert sources[0].length_in(0) == 9
-    assert sources[0].length_in(0) == sources[0].left(0, 0, 0)
 
 
 class WithLength:
@@ -76,20 +63,19 @@ class WithLength:
         return iter([torch.ones(2)] * self.n)
 
 
-def test_a_window_of_all_processes_begins_with_the_first_process():
-    assert shares("abcdef", 1, window=4) == [list("abcdef")]
-    assert shares("abcdef", 2, window=4) == [["a", "c", "e"], ["b", "d", "f"]]
-    a, b, c = shares("abcdefgh", 3, window=4)
-    assert (a, b, c) == (
-        ["a", "d", "e", "h"],
-        ["b", ["d"], "f", ["h"]],
-        ["c", ["d"], "g", ["h"]],
-    )
-    assert shares("abc", 3, window=1) == [["a", "b", "c"], *[[["a"], ["b"], ["c"]]] * 2]
-
-
-def test_the_last_window_of_all_processes_may_be_shorter():
-    assert shares("abcdefg", 2, window=5) == [["a", "c", "e", "f"], ["b", "d", ["e"], "g"]]
+@pytest.mark.parametrize("loader", [
+    [torch.ones(2)] * 10, WithLength(10), DataLoader(torch.ones(20), 2),
+    DataLoader(torch.ones(21), 2, drop_last=True), take([torch.ones(2)] * 11, 10),
+], ids=["list", "stream", "samples", "dropped", "composed"])  # fmt: skip
+def test_the_length_of_an_even_loader_is_that_of_its_complete_rounds(loader):
+    """Of ten batches, three processes take nine. After four, they take the other six."""
+    sources = [open_source(even(loader), 0, rank, 3) for rank in range(3)]
+    for start, rounds in ((0, 3), (4, 2)):
+        read = [[*source.batches(0, start, 2 * start)] for source in sources]
+        assert [[len(batch) for batch in share] for share in read] == [[2] * rounds] * 3
+        assert sources[0].left(0, start, 2 * start) == 3 * rounds
+    assert sources[0].length_in(0) == 9
+    assert sources[0].length_in(0) == sources[0].left(0, 0, 0)
 
 
 def test_a_window_knows_its_batch_size_only_if_every_process_has_the_same():

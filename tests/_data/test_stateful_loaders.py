@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.source import open_source
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import assert_same, toy
 
 # By torchdata, of torch; and by Hugging Face's formatting.
 pytestmark = [
@@ -42,6 +42,14 @@ def check(make, folder, splits=(1, 5, 8), pipe=(), size=2, first=lambda n: n):
         if first is not None:
             assert READ[0] == first(size * (split % 6))
         assert_same(train(make(), restored(state, folder), pipe), whole)
+
+
+def check_evaluated(loader, folder):
+    """Check the same of a loader that is evaluated every two updates, too."""
+    run = {"evaluate_every": fl.every(steps=2)}
+    state = restored(train((loader, loader), steps=3, **run), folder)
+    whole = train((loader, loader), epochs=2, **run)
+    assert_same(train((loader, loader), state, epochs=2, **run), whole)
 
 
 # --- accelerate
@@ -99,12 +107,7 @@ def test_torchdata_with_workers(stateful, persistent, tmp_path, caplog):
     state = train(loader, steps=3)
     read = state.position["state"]["_snapshot"]["_worker_snapshots"]
     assert [read[f"worker_{i}"]["dataset_state"]["at"] for i in (0, 1)] == [8, 5]
-    whole = fl.fit(fl.pipeline()(toy_loss), toy(), (loader, loader), epochs=2, hooks=(),
-                   evaluate_every=fl.every(steps=2))  # fmt: skip
-    state = fl.fit(fl.pipeline()(toy_loss), toy(), (loader, loader), steps=3, hooks=(),
-                   evaluate_every=fl.every(steps=2))  # fmt: skip
-    assert_same(fl.fit(fl.pipeline()(toy_loss), restored(state, tmp_path), (loader, loader),
-                       epochs=2, hooks=(), evaluate_every=fl.every(steps=2)), whole)  # fmt: skip
+    check_evaluated(loader, tmp_path)
     assert not caplog.messages
 
 
@@ -164,13 +167,7 @@ def test_hugging_face(stateful, tmp_path, caplog):
     assert ["StatefulDataLoader.state_dict() does not lead" in line for line in found] == [True]
     caplog.clear()
     loader = DataLoader(sharded(), 2, collate_fn=values)
-    loaders, moment = (loader, loader), fl.every(steps=2)
-    whole, state = (
-        fl.fit(fl.pipeline()(toy_loss), toy(), loaders, hooks=(), evaluate_every=moment, **target)
-        for target in ({"epochs": 2}, {"steps": 3})
-    )
-    assert_same(fl.fit(fl.pipeline()(toy_loss), restored(state, tmp_path), loaders, epochs=2,
-                       hooks=(), evaluate_every=moment), whole)  # fmt: skip
+    check_evaluated(loader, tmp_path)
     assert not [line for line in caplog.messages if line.startswith("fit:")]
     check(lambda: DataLoader(sharded().shuffle(0, buffer_size=4), 2, collate_fn=values), tmp_path,
           (2,), first=None)  # fmt: skip

@@ -16,14 +16,9 @@ def test_nested_batches_are_moved_and_keep_their_structure():
     x = torch.ones(2)
     batch = {"pair": Pair(x, [x, (x, "text")]), "n": 3}
     moved = to_device(batch, torch.device("meta"))
-    assert isinstance(moved["pair"], Pair) and moved["n"] == 3 and moved["pair"].y[1][1] == "text"
-    assert {
-        t.device.type for t in (moved["pair"].x, moved["pair"].y[0], moved["pair"].y[1][0])
-    } == {"meta"}
-
-
-def test_a_batch_on_the_cpu_stays_the_same_object():
-    batch = [torch.ones(2)]
+    first, (second, (third, text)) = moved["pair"]
+    assert isinstance(moved["pair"], Pair) and moved["n"] == 3 and text == "text"
+    assert {part.device.type for part in (first, second, third)} == {"meta"}
     assert to_device(batch, torch.device("cpu")) is batch or torch.accelerator.is_available()
 
 
@@ -55,25 +50,22 @@ def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
     made, recorded = [], []
     elsewhere = torch.device("meta")  # so that no batch is there already
     stream = types.SimpleNamespace(wait_stream=lambda other: None, device=elsewhere)
+    side = lambda stream: made.append("side") or contextlib.nullcontext()
+    record = lambda tensor, stream: recorded.append(tensor.shape[0])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(
-        torch.cuda, "stream", lambda stream: made.append("side") or contextlib.nullcontext()
-    )
+    monkeypatch.setattr(torch.cuda, "stream", side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda t, stream: recorded.append(t.shape[0])
-    )
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
     monkeypatch.setattr(containers, "may_need_transfer", lambda device: True)
     copied = containers.copy_on_side_stream(torch.device("cpu"))
-    for batch in ({"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}, Pairs([torch.ones(3)])):
+    nested = {"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}
+    for batch in (nested, Pairs([torch.ones(3)])):
         assert type(copied(batch)) is type(batch)
     assert (recorded, len(made)) == ([1, 2, 3], 2)
-    copied((torch.ones(1), Opaque(torch.ones(1))))
-    copied(torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
-    assert (recorded, len(made)) == ([1, 2, 3], 2)
-    stream.device = torch.device("cpu")
-    there = {"x": torch.ones(1), "deep": [(torch.ones(2), "a")]}
-    assert copied(there) is there
-    assert (recorded, len(made)) == ([1, 2, 3], 2)
+    # What is not known to hold all of its tensors is copied where it is used.
     hiding = Opaque(torch.ones(1))
     assert copied((torch.ones(1), hiding))[1] is not hiding
+    copied(torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
+    stream.device = torch.device("cpu")
+    assert copied(nested) is nested  # it is there
+    assert (recorded, len(made)) == ([1, 2, 3], 2)

@@ -13,8 +13,11 @@ from fnloop import History, Output, Record, RunInfo, TrainState, pipeline, sched
 from fnloop._display import tables
 from fnloop.testing import toy, toy_loss
 
+TAGS = re.compile("div|span|b|code|small|table|tr|th|td|svg|polyline|path")
+NAMES = re.compile(
+    "style|xmlns|width|height|viewbox|role|d|points|fill|stroke|opacity|stroke-width|colspan"
+)
 NASTY = "<script>alert('&')</script>"
-VOID = {"polyline", "path"}
 
 
 class Page(HTMLParser):
@@ -78,121 +81,67 @@ def everything():
 def test_html_is_well_formed_and_escaped_and_has_no_assets_and_colours(value):
     page = Page(value._repr_html_())
     assert any("script>alert" in text for text in page.texts)  # as text
-    assert {tag for tag, _ in page.tags} <= {
-        "div",
-        "span",
-        "b",
-        "code",
-        "small",
-        "table",
-        "tr",
-        "th",
-        "td",
-        "svg",
-        *VOID,
-    }
-    names = {name for _, attributes in page.tags for name in attributes}
-    assert names <= {
-        "style",
-        "xmlns",
-        "width",
-        "height",
-        "viewbox",
-        "role",
-        "d",
-        "points",
-        "fill",
-        "stroke",
-        "opacity",
-    } | {"stroke-width", "colspan"}
-    looks = " ".join(
-        str(v) for _, attributes in page.tags for k, v in attributes.items() if k != "xmlns"
-    )
+    assert all(TAGS.fullmatch(tag) for tag, _ in page.tags)
+    assert all(NAMES.fullmatch(name) for _, attributes in page.tags for name in attributes)
+    looks = [str(v) for _, found in page.tags for k, v in found.items() if k != "xmlns"]
     assert not re.search(
-        r"url\(|http|#[0-9a-f]{3}|rgb\(|white(?!-space)|black", looks
+        r"url\(|http|#[0-9a-f]{3}|rgb\(|white(?!-space)|black", " ".join(looks)
     )  # no asset and no colour
 
 
 # --- state, run, output, record
 
+TWO = History([Record(1, 10, {"train/loss": 1 / 3}), Record(2, 20, {"train/loss": 0.25})])
+OUTPUT = Output(
+    torch.tensor(1 / 3), torch.tensor(1200), {"output": torch.ones(2, 3)},
+    {"accuracy": fl.Mean(torch.tensor(3.0), 4)}, "overflow",
+)  # fmt: skip
 
-def test_a_state_shows_counters_parts_and_the_newest_record():
-    state = attrs.evolve(
-        toy(),
-        history=History(
-            [Record(1, 10, {"train/loss": 1 / 3}), Record(2, 20, {"train/loss": 0.25})]
-        ),
-    )
-    assert rows(state) == {
-        "step": "0", "epoch": "0", "batch": "0", "model": "Toy (1 parameter)",
-        "optimizer": "SGD", "seed": "0",
-        "history": "2 records", "latest": "train/loss 0.25", "device": "cpu",
-    }  # fmt: skip
-    assert texts(state)[0] == "TrainState"
+
+@pytest.mark.parametrize(("value", "facts"), [
+    (attrs.evolve(toy(), history=TWO),
+        {"step": "0", "epoch": "0", "batch": "0", "model": "Toy (1 parameter)",
+         "optimizer": "SGD", "seed": "0", "history": "2 records", "latest": "train/loss 0.25",
+         "device": "cpu"}),
+    (RunInfo(total_steps=30, evaluated=("valid", "test")),
+        {"total_steps": "30", "window": "1", "evaluated": "valid, test"}),
+    (OUTPUT, {"loss": "0.33333", "weight": "1,200", "accuracy": "0.75",
+              "aux[&#x27;output&#x27;]": "float32 [2, 3]", "skip": "overflow"}),
+    (Record(1, 10, {"loss": 1 / 3}, 2.04),
+        {"epoch": "1", "step": "10", "loss": "0.33333", "seconds": "2.0"}),
+], ids=["state", "run", "output", "record"])  # fmt: skip
+def test_a_value_shows_the_known_facts_in_five_digits(value, facts):
+    assert rows(value) == facts
 
 
 def test_a_stale_state_says_so():
     state = toy()
+    assert texts(state)[0] == "TrainState"
     pipeline()(toy_loss)(state, torch.ones(1))
     assert texts(state)[0] == "stale TrainState"
 
 
-def test_the_repr_of_a_long_state_is_broken_into_lines():
-    state = attrs.evolve(
-        toy(),
-        slots={"schedule(lr)": 1, "amp": 2},
-        stop="early_stop: valid/loss has not improved on 0.5",
-    )
+def test_the_repr_of_a_long_value_is_broken_into_lines():
+    stop = "early_stop: valid/loss has not improved on 0.5"
+    state = attrs.evolve(toy(), slots={"schedule(lr)": 1, "amp": 2}, stop=stop)
     assert repr(state).splitlines() == [
         "TrainState(step=0, epoch=0, batch=0, model=Toy (1 parameter), optimizer=SGD, seed=0,",
-        "           slots=[schedule(lr), amp], stop='early_stop: valid/loss has not improved on "
-        "0.5')",
+        f"           slots=[schedule(lr), amp], stop='{stop}')",
     ]
-
-
-def test_a_run_shows_the_known_facts():
-    assert rows(RunInfo(total_steps=30, evaluated=("valid", "test"))) == {
-        "total_steps": "30", "window": "1", "evaluated": "valid, test",
-    }  # fmt: skip
     assert repr(RunInfo(epochs=3)) == (
         "RunInfo(epochs=3, total_steps=None, steps_per_epoch=None, batches_per_epoch=None, "
         "window=1,\n        evaluated=())"
     )
-    assert eval(repr(RunInfo(3, 30, 10, 10, 1, ("valid",)))) == RunInfo(
-        3, 30, 10, 10, 1, ("valid",)
-    )
-
-
-def test_an_output_shows_numbers_and_summarizes_aux():
-    out = Output(
-        torch.tensor(1 / 3),
-        torch.tensor(1200),
-        {"output": torch.ones(2, 3)},
-        {"accuracy": fl.Mean(torch.tensor(3.0), 4)},
-    )
-    assert rows(out) == {
-        "loss": "0.33333", "weight": "1,200", "accuracy": "0.75",
-        "aux[&#x27;output&#x27;]": "float32 [2, 3]",
-    }  # fmt: skip
-    assert rows(attrs.evolve(out, skip="overflow"))["skip"] == "overflow"
-
-
-def test_a_record_shows_five_digits():
-    assert rows(Record(1, 10, {"loss": 1 / 3}, 2.04)) == {
-        "epoch": "1",
-        "step": "10",
-        "loss": "0.33333",
-        "seconds": "2.0",
-    }
+    run = RunInfo(3, 30, 10, 10, 1, ("valid",))
+    assert eval(repr(run)) == run
 
 
 # --- steps
 
 
 def test_a_step_is_drawn_as_nested_boxes_around_the_loss_function():
-    step = pipeline(
-        fl.accumulate(4), fl.clip(1.0), fl.amp("bf16"), fl.schedule(schedules.linear())
-    )(toy_loss)
+    members = fl.accumulate(4), fl.clip(1.0), fl.amp("bf16"), fl.schedule(schedules.linear())
+    step = pipeline(*members)(toy_loss)
     words = [text.strip() for text in texts(step)]
     assert [word for word in words if word] == [
         *("step", "schedule(linear())"),
@@ -200,55 +149,42 @@ def test_a_step_is_drawn_as_nested_boxes_around_the_loss_function():
         *("gradient", "backward", "→", "accumulate(4)", "→", "clip(1.0)"),
         *("forward", "amp('bf16')", "toy_loss(model, batch)"),
     ]  # fmt: skip
-    assert (
-        repr(step)
-        == "pipeline(accumulate(4), clip(1.0), amp('bf16'), schedule(linear()))(toy_loss)"
-    )
+    named = "pipeline(accumulate(4), clip(1.0), amp('bf16'), schedule(linear()))"
+    assert repr(step) == f"{named}(toy_loss)"
 
 
 def test_each_box_is_inside_that_of_the_ring_around_it():
-    depth = deepest = 0
-    for tag in re.findall(
-        r"</?div style=\"border|<div|</div", pipeline(fl.clip(1.0))._repr_html_()
-    ):
+    depth, depths = 0, []
+    for tag in re.findall(r"<div|</div", pipeline(fl.clip(1.0))._repr_html_()):
         depth += -1 if tag == "</div" else 1
-        deepest = max(deepest, depth)
-    assert deepest == 1 + 2 + 1  # the frame, two rings, and the loss function in the inner one
+        depths.append(depth)
+    assert max(depths) == 1 + 2 + 1  # the frame, two rings, and the loss function in the inner one
 
 
-def test_a_step_prints_as_rings():
-    step = pipeline(fl.clip(1.0), fl.accumulate(2), fl.metric(half=lambda aux, batch: 0.5))(
-        toy_loss
-    )
+def test_a_step_prints_as_rings_that_fit_a_terminal():
+    half = fl.metric(half=lambda aux, batch: 0.5)
+    step = pipeline(fl.clip(1.0), fl.accumulate(2), half)(toy_loss)
     assert str(step).splitlines() == [
         "┌ update    the optimizer's step",
         "│ ┌ gradient  backward → clip(1.0) → accumulate(2)",
         "│ │ ┌ forward   metric(half=<lambda>)",
         "│ │ │ toy_loss(model, batch)",
     ]
-
-
-def test_the_rings_of_a_long_pipeline_fit_a_terminal():
-    members = [
-        fl.Middleware(f"a_middleware_with_a_long_name_{i}", update=lambda step: step)
-        for i in range(9)
-    ]
+    long = "a_middleware_with_a_long_name_"
+    members = [fl.Middleware(f"{long}{i}", update=lambda step: step) for i in range(9)]
     lines = str(pipeline(*members)(toy_loss)).splitlines()
     assert max(map(len, lines)) <= 100
     assert [line[:4] for line in lines[:2]] == ["┌ up", "│   "]
-    assert sum(line.count("a_middleware_with_a_long_name_") for line in lines) == 9
+    assert sum(line.count(long) for line in lines) == 9
 
 
-# --- history
+# --- history and schedules
 
 
 def test_a_long_history_leaves_out_the_middle_in_html():
     made = History([Record(i, i, {"loss": i}) for i in range(1, 101)])
     epochs = re.findall(r"<tr><td[^>]*>(.*?)</td>", made._repr_html_())
     assert epochs == [*map(str, range(1, 21)), "…", *map(str, range(81, 101))]
-
-
-# --- schedules
 
 
 def points(schedule):
@@ -258,54 +194,40 @@ def points(schedule):
 
 def test_a_schedule_is_drawn_over_a_run_from_0_to_its_maximum():
     drawn = points(schedules.linear())
-    assert (drawn[0], drawn[-1]) == (
-        (0.0, 0.0),
-        (220.0, 59.7),
-    )  # y grows downwards: 60 is 0, and the last factor is 1/200
+    # y grows downwards: 60 is 0, and the last factor is 1/200
+    assert (drawn[0], drawn[-1]) == ((0.0, 0.0), (220.0, 59.7))
     assert all(y == 0.0 for _, y in points(schedules.constant()))
     below = schedules.join(schedules.constant(), lambda step, total: -1.0, at=[0.5])
     assert {y for _, y in points(below)} == {0.0, 60.0}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "length"),
-    [
-        (schedules.linear(warmup=0.5), "200"),
-        (schedules.linear(warmup=500), "2,000"),
-        (
-            schedules.join(schedules.constant(), schedules.inverse_sqrt(warmup=1000), at=[100]),
-            "4,000",
-        ),
-        (schedules.warmup(300)(schedules.linear()), "1,200"),
-        (schedules.multistep([100, 250]), "1,000"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "length"), [
+    (schedules.linear(warmup=0.5), "200"), (schedules.linear(warmup=500), "2,000"),
+    (schedules.join(schedules.constant(), schedules.inverse_sqrt(warmup=1000), at=[100]), "4,000"),
+    (schedules.warmup(300)(schedules.linear()), "1,200"),
+    (schedules.multistep([100, 250]), "1,000"),
+])  # fmt: skip
 def test_a_schedule_is_drawn_over_enough_updates_to_show_its_lengths(schedule, length):
     assert texts(schedule)[-1] == f"factor over {length} updates, at most 1"
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_schedule_that_cannot_be_drawn_shows_its_repr(bad):
-    odd = schedules.join(schedules.constant(), lambda step, total: bad, at=[0.5])
-    fails = schedules.exponential(10.0**300)  # overflows
-    for schedule in (odd, fails):
-        assert texts(schedule) == [repr(schedule)]
-        assert "<svg" not in schedule._repr_html_()
+@pytest.mark.parametrize("schedule", [
+    *(schedules.join(schedules.constant(), lambda step, total, bad=bad: bad, at=[0.5])
+      for bad in (float("nan"), float("inf"))),
+    schedules.exponential(10.0**300),  # overflows
+])  # fmt: skip
+def test_a_schedule_that_cannot_be_drawn_shows_its_repr(schedule):
+    assert texts(schedule) == [repr(schedule)]
+    assert "<svg" not in schedule._repr_html_()
 
 
 # --- elements
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.123456789, "0.12346"),
-        (1e-9, "1e-09"),
-        (123456.0, "1.2346e+05"),
-        (1234567, "1,234,567"),
-        (2.0, "2"),
-    ],
-)
+@pytest.mark.parametrize(("value", "shown"), [
+    (0.123456789, "0.12346"), (1e-9, "1e-09"), (123456.0, "1.2346e+05"), (1234567, "1,234,567"),
+    (2.0, "2"),
+])  # fmt: skip
 def test_numbers_have_five_digits(value, shown):
     assert tables.format_number(value) == shown
 

@@ -1,6 +1,7 @@
 """The bottom line of a terminal, and what is printed above it."""
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -31,15 +32,11 @@ def on(terminal):
         assert sys.stdout is sys.stderr is terminal
 
 
-def test_a_shorter_line_leaves_nothing_of_the_longer_one(terminal):
+def test_a_shorter_line_leaves_nothing_of_the_longer_one(terminal, monkeypatch):
     with on(terminal) as screen:
-        screen.draw("a long line")
+        screen.draw("x" * 50)
         screen.draw("short")
         assert terminal.lines() == ["short"]
-
-
-def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_as_a_whole(terminal, monkeypatch):
-    with on(terminal) as screen:
         screen.draw("x" * 50)
         monkeypatch.setenv("COLUMNS", "20")  # it is on three rows now
         before = len(terminal.getvalue())
@@ -51,7 +48,9 @@ def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_as_a_whole(termi
 
 def test_what_is_printed_appears_above(terminal):
     with on(terminal) as screen:
+        before = {*threading.enumerate()}
         screen.draw("the bar")
+        assert {*threading.enumerate()} == before  # no thread watches the bar
         print("first")
         print("second", file=sys.stderr)
         sys.stdout.writelines(["third\n", "fourth\n"])
@@ -106,40 +105,28 @@ def test_a_prompt_gets_an_empty_line(terminal, monkeypatch):
 
 def test_several_threads_may_print(terminal):
     with on(terminal) as screen:
-
-        def work(name):
-            for i in range(20):
-                print(f"{name}{i}")
-
         screen.draw("the bar")
+        work = lambda name: [print(f"{name}{i}") for i in range(20)]
         threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        *printed, bar, end = (line for line in [*terminal.lines(), "end"])
-        assert (bar, end) == ("the bar", "end")
-        assert sum(line.startswith(tuple("abcd")) for line in printed) >= 1
+        *printed, bar = terminal.lines()
+        assert bar == "the bar" and any(line.startswith(tuple("abcd")) for line in printed)
         assert sum(terminal.getvalue().count(f"{name}19") for name in "abcd") == 4
 
 
-def test_a_file_is_left_alone(terminal, monkeypatch, tmp_path):
-    with (tmp_path / "log").open("w") as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        screen = Screen(terminal)
+def test_a_file_and_a_stream_that_was_replaced_meanwhile_are_left_alone(terminal, monkeypatch):
+    with on(terminal) as screen, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        file, theirs = sys.stdout, Terminal()
         screen.draw("the bar")
-        assert sys.stdout is file
-        assert sys.stderr is not terminal
+        assert sys.stdout is file and sys.stderr is not terminal
+        sys.stderr = theirs
         screen.close()
-
-
-def test_a_stream_that_was_replaced_meanwhile_is_left_alone(terminal):
-    screen, theirs = Screen(terminal), Terminal()
-    screen.draw("the bar")
-    sys.stdout = theirs
-    screen.close()
-    assert sys.stdout is theirs
-    sys.stdout = terminal
+        assert sys.stderr is theirs
+        sys.stderr = terminal
 
 
 def test_a_screen_in_a_screen(terminal):
@@ -173,13 +160,6 @@ def test_a_bar_of_tqdm_is_drawn_below(terminal, monkeypatch, leave):
         screen.draw("the bar")
         assert terminal.lines()[4:6] == (["own 2/2", "the bar"] if leave else ["the bar", ""])
     assert not any("the bar" in line for line in terminal.lines())
-
-
-def test_no_thread_watches_the_bar(terminal):
-    before = set(threading.enumerate())  # one may watch the bar of another test
-    with on(terminal) as screen:
-        screen.draw("the bar")
-        assert set(threading.enumerate()) == before
 
 
 def test_a_child_process_draws_nothing(terminal, monkeypatch):

@@ -1,8 +1,14 @@
 """A table: columns that make texts of rows, written as text, as HTML, and line by line."""
 
-import pytest
+import contextlib
+import io
 
+import pytest
+from toy_runs import ONE, fit
+
+import fnloop as fl
 from fnloop._display.tables import Column, Shown, Table, column_form, fit_number, format_metric
+from fnloop.testing import toy_loss
 
 WORDS = Column("word", lambda row: row[0], left=True)
 SIZE = Column("size", lambda row: str(row[1]), "of it", rank=(1, 2))
@@ -39,14 +45,8 @@ def test_later_rows_have_lines_as_wide_as_those_of_the_first():
 
 def test_the_words_of_the_last_column_and_the_note_are_wrapped():
     made = Table([WORDS, Column("more", lambda row: "one two three", left=True)], ROWS, "four five")
-    assert made.text(14).splitlines() == [
-        "word  more",
-        "a     one two",
-        "      three",
-        "bcd   one two",
-        "      three",
-        "four five",
-    ]
+    rows = ["a     one two", "      three", "bcd   one two", "      three"]
+    assert made.text(14).splitlines() == ["word  more", *rows, "four five"]
     assert made.text(8).splitlines()[1] == "a     one two three"  # there is no room beside it
 
 
@@ -69,3 +69,28 @@ def test_a_value_shows_its_lines_and_tables():
 def test_a_learning_rate_is_written_alike_alone_and_in_a_column(name):
     assert format_metric(name, 3e-4) == "3.0e-04"
     assert fit_number(3e-4, column_form(name, [3e-4], None), 7) == "3.0e-04"
+
+
+# --- where stdout lacks a sign
+
+
+def printed(encoding, make):
+    """Return what a console shows of what a function returns."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with contextlib.redirect_stdout(console):
+        print(make())
+    console.flush()
+    return console.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize(("encoding", "size"), [("ascii", "gr??e"), ("cp1252", "größe")])
+def test_lines_and_arrows_are_drawn_in_ascii_and_a_missing_letter_is_a_question_mark(
+    encoding, size
+):
+    size_of = fl.metric(größe=lambda aux, batch: 1.0)
+    step = fl.pipeline(fl.clip(1.0), fl.accumulate(2), size_of)(toy_loss)
+    state = fit(step=step, valid=1)
+    history = printed(encoding, lambda: state.history)
+    assert history.splitlines()[0].startswith("            | valid") and size in history
+    assert "| parameters " in printed(encoding, lambda: fl.summary(state, ONE))
+    assert "backward > clip(1.0)" in printed(encoding, lambda: step)

@@ -1,234 +1,120 @@
-"""The hook checkpoint: when it saves, in the background or not, and its arguments."""
+"""The hook checkpoint: when it saves, in the background or not, its names and arguments."""
 
+import math
 import os
 import threading
 
 import attrs
 import pytest
 import torch
+from sample_hooks import raise_at, stop_at
+from toy_runs import ONE, fit
 
 import fnloop as fl
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
 
-ONE = torch.ones(1)
-step = fl.pipeline()(toy_loss)
-
 
 def names(folder):
-    return sorted(p.name for p in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
-def train(folder, state, steps, every=1, **settings):
-    hook = fl.every(steps=every)(fl.checkpoint(folder, **settings))
-    return fl.fit(step, state, [ONE] * 100, steps=steps, hooks=(hook,))
+def saves(folder, every=1, **settings):
+    return fl.every(steps=every)(fl.checkpoint(folder, **settings))
+
+
+def steps(*numbers):
+    """Return the names of the checkpoints of some steps."""
+    return [f"step-{n:08d}" for n in numbers]
 
 
 def test_the_end_of_a_run_is_saved_for_any_reason(tmp_path):
-    fl.fit(
-        step, toy(), [ONE] * 5, steps=3, hooks=(fl.every(epochs=9)(fl.checkpoint(tmp_path / "a")),)
-    )
-    assert names(tmp_path / "a") == ["step-00000003"]
-    stop = lambda state: attrs.evolve(state, stop="enough")
-    fl.fit(step, toy(), [ONE] * 5, hooks=(fl.every(steps=1)(fl.checkpoint(tmp_path / "b")), stop))
+    fit(saves(tmp_path / "a", 9), steps=3)
+    assert names(tmp_path / "a") == steps(3)
+    fit(saves(tmp_path / "b"), stop_at(1))
     restored = fl.resume(tmp_path / "b", toy())
     # A later hook stopped the run, and that is saved too
-    assert (restored.step, restored.stop) == (
-        1,
-        "enough",
-    )
-    assert names(tmp_path / "b") == ["step-00000001"]
+    assert (restored.step, restored.stop) == (1, "enough")
+    assert names(tmp_path / "b") == steps(1)
+    fit(saves(tmp_path / "c"), lambda state: attrs.evolve(state, extra={"n": state.step}))
+    assert fl.resume(tmp_path / "c", toy()).extra == {"n": 4}
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_saving_in_the_background_saves_the_same(tmp_path, background):
     problem = stochastic()
-    make = fl.pipeline(fl.accumulate(2))(problem.loss_fn)
-    saves = fl.every(steps=1)(fl.checkpoint(tmp_path, keep=99, background=background))
-    whole = fl.fit(make, problem.state(), problem.batches, epochs=2, hooks=(saves,))
-    assert len(names(tmp_path)) == 8
-    for name in names(tmp_path):
-        resumed = fl.restore(tmp_path / name, problem.state(seed=9))
-        resumed = (
-            fl.fit(make, resumed, problem.batches, epochs=2, hooks=())
-            if resumed.step < 8
-            else resumed
-        )
-        assert_same(resumed, whole)
+    step = fl.pipeline(fl.accumulate(2))(problem.loss_fn)
+    hooks = (saves(tmp_path / name, keep=99, background=background) for name in "ab")
+    given = {"step": step, "loaders": problem.batches, "epochs": 2}
+    whole = fit(*hooks, state=problem.state(), **given)
+    assert names(tmp_path / "a") == names(tmp_path / "b") == steps(*range(1, 9))
+    for path in (tmp_path / "a").iterdir():
+        assert_same(fit(state=fl.restore(path, problem.state(seed=9)), **given), whole)
 
 
-def full(*args, **kwargs):
-    raise OSError(28, "No space left on device")
+def wait_for_the_writer(state):
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    return state
 
 
-def test_errors_in_the_background_are_raised(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("moment", "raised_at"), [
+    (fl.every(steps=2), 3),  # at the next boundary after the writer failed
+    (fl.when(lambda state: state.step == 1), 2),  # also if no save is due
+])  # fmt: skip
+def test_errors_in_the_background_are_raised(tmp_path, monkeypatch, moment, raised_at):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
     monkeypatch.setattr("fnloop._hooks.keep.write_checkpoint", full)
+    hook = moment(fl.checkpoint(tmp_path, background=True))
     with pytest.raises(OSError, match="No space left") as error:
-        fl.fit(
-            step,
-            toy(),
-            [ONE] * 9,
-            hooks=(fl.every(steps=2)(fl.checkpoint(tmp_path, background=True)),),
-        )
-    assert error.value.state.step in (3, 4)  # at the next boundary after the writer failed
+        fit(wait_for_the_writer, hook, train=9)
+    assert error.value.state.step == raised_at
 
 
-def test_errors_in_the_background_are_raised_even_if_no_save_is_due(tmp_path, monkeypatch):
-    monkeypatch.setattr("fnloop._hooks.keep.write_checkpoint", full)
-
-    def wait(state):
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":
-                thread.join()
-        return state
-
-    first = fl.when(lambda state: state.step == 1)
-    with pytest.raises(OSError, match="No space left") as error:
-        fl.fit(
-            step, toy(), [ONE] * 9, hooks=(wait, first(fl.checkpoint(tmp_path, background=True)))
-        )
-    assert error.value.state.step == 2
-
-
-def test_two_hooks_in_the_background_write_to_two_folders(tmp_path):
-    hooks = [
-        fl.every(steps=1)(fl.checkpoint(tmp_path / name, keep=9, background=True)) for name in "ab"
-    ]
-    fl.fit(step, toy(), [ONE] * 5, hooks=hooks)
-    assert len(names(tmp_path / "a")) == len(names(tmp_path / "b")) == 5
-
-
-def test_changes_by_a_later_hook_at_the_last_boundary_are_saved(tmp_path):
-    note = lambda state: attrs.evolve(state, extra={"n": state.step})
-    fl.fit(step, toy(), [ONE] * 3, hooks=(fl.every(steps=1)(fl.checkpoint(tmp_path)), note))
-    assert fl.resume(tmp_path, toy()).extra == {"n": 3}
-
-
-def test_an_unknown_best_metric_is_an_error_that_names_the_known_ones(tmp_path):
-    # The hook before it might add metrics.
-    hooks = (lambda state: state, fl.every(epochs=1)(fl.checkpoint(tmp_path, best="valid/losses")))
-    with pytest.raises(
-        KeyError, match="no metric 'valid/losses'; there are: train/loss, train/lr, valid/loss"
-    ) as error:
-        fl.fit(step, toy(), ([ONE] * 2, [ONE]), epochs=3, hooks=hooks)
-    assert error.value.state.epoch == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: fl.checkpoint("a", keep=0), ValueError, "keep as an int >= 1"),
-        (lambda: fl.checkpoint("a", keep_best=0), ValueError, "keep_best as an int >= 1"),
-        (lambda: fl.checkpoint("a", keep_best=2), ValueError, "ranks by nothing"),
-        (lambda: fl.checkpoint("a", mode="max"), ValueError, "ranks by nothing"),
-        (lambda: fl.checkpoint("a", since="run"), ValueError, "ranks by nothing"),
-        (lambda: fl.checkpoint("a", best=3), TypeError, 'such as "valid/loss"'),
-        (lambda: fl.checkpoint("a", mode="lowest"), ValueError, 'mode expects "min"'),
-    ],
-)
-def test_wrong_arguments_are_errors_when_composing(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_a_relative_folder_is_fixed_when_the_hook_is_created(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    hook = fl.checkpoint("rel/run", keep=9)
-
-    def move(state):
-        if state.step == 2:
-            os.chdir(tmp_path / "elsewhere")
-        return state
-
-    fl.fit(step, toy(), [ONE] * 4, hooks=(move, fl.every(steps=1)(hook)))
-    assert names(tmp_path / "rel" / "run") == [f"step-{n:08d}" for n in (1, 2, 3, 4)]
-    assert repr(hook) == "checkpoint('rel/run', keep=9)" and names(tmp_path / "elsewhere") == []
-
-
-def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert fl.save(toy(w=2.0), "~/ck/a") == tmp_path / "ck" / "a"
-    assert (
-        fl.restore("~/ck/a", toy()).model.w.item() == fl.resume("~/ck", toy()).model.w.item() == 2.0
-    )
-    train("~/run", toy(), 1)
-    fl.fit(step, toy(), [ONE], hooks=(fl.to_csv("~/a.csv"),))
-    assert names(tmp_path) == [".a.csv.run", "a.csv", "ck", "run"]
-
-
-CALLS = {
-    "save": lambda path: fl.save(toy(), path),
-    "restore": lambda path: fl.restore(path, toy()),
-    "resume": lambda path: fl.resume(path, toy()),
-    "latest": fl.latest,
-    "best": fl.best,
-    "checkpoint": fl.checkpoint,
-    "to_csv": fl.to_csv,
-    "to_jsonl": fl.to_jsonl,
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("", ValueError, "got an empty one"),
-        ("s3://bucket/a", ValueError, "disks of this machine; got 's3://bucket/a'"),
-        ("gs:/bucket", ValueError, "disks of this machine"),
-        (5, TypeError, "such as .*; got 5"),
-        (b"runs", TypeError, "such as .*; got b'runs'"),
-        (None, TypeError, "got None"),
-    ],
-)
-def test_an_argument_that_is_not_a_local_path_is_refused_by_name(
-    name, path, error, message, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=rf"(?s){name} .*{message}"):
-        CALLS[name](path)
-    assert names(tmp_path) == []
+# --- the best
 
 
 def test_a_save_between_evaluations_is_repeated_at_the_next_evaluation(tmp_path):
-    values = iter([5.0, 1.0, 3.0, 4.0, 4.0])
+    values = iter([5.0, 1.0, 3.0])  # of the evaluations at 4, 8 and 10
     loss = lambda model, batch: (
         model.w * batch.mean() if model.training else torch.tensor(next(values))
     )
-    hook = fl.every(steps=3)(fl.checkpoint(tmp_path, keep=9, best="valid/loss", mode="min"))
-    loaders = {"train": [ONE] * 10, "valid": [ONE]}
-    fl.fit(fl.pipeline()(loss), toy(), loaders, evaluate_every=fl.every(steps=4), hooks=(hook,))
-    # Evaluations at 4, 8 and 10
-    assert names(tmp_path) == [f"step-{n:08d}" for n in (3, 4, 6, 8, 9, 10)]
+    hook, step = saves(tmp_path, 3, keep=9, best="valid/loss"), fl.pipeline()(loss)
+    fit(hook, step=step, train=10, valid=1, evaluate_every=fl.every(steps=4))
+    assert names(tmp_path) == steps(3, 4, 6, 8, 9, 10)
     assert fl.best(tmp_path).name == "step-00000008"
+
+
+def test_a_resumed_run_still_saves_the_next_evaluation(tmp_path):
+    make = lambda: saves(tmp_path, 3, keep=9, best="valid/loss")
+    settings = {"train": 10, "valid": 1, "evaluate_every": fl.every(steps=4)}
+    with pytest.raises(KeyError):
+        fit(make(), raise_at(3), **settings)
+    fit(make(), state=fl.resume(tmp_path, toy()), steps=5, **settings)
+    assert "step-00000004" in names(tmp_path)
 
 
 FROM_THE_START = fl.at_start() | fl.every(epochs=1)  # when to evaluate
 
 
-@pytest.mark.parametrize(
-    ("moment", "saved", "best"),
-    [
-        (fl.every(epochs=1), [1, 3], 1),  # it is not due at the start: nothing to rank there
-        (fl.every(steps=2), [2, 3], 2),
-        (FROM_THE_START, [0, 3], 0),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("moment", "saved", "best"), [
+    (fl.every(epochs=1), [1, 3], 1),  # it is not due at the start: nothing to rank there
+    (fl.every(steps=2), [2, 3], 2), (FROM_THE_START, [0, 3], 0),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("background", [False, True])
 def test_the_untrained_model_can_be_the_best(moment, saved, best, background, tmp_path):
     """The loss of valid is 0 at first, and rises with each update."""
-    loaders = {"train": [ONE], "valid": [-ONE]}
-    settings = {"epochs": 3, "evaluate_every": FROM_THE_START}
+    rising = {"train": [ONE], "valid": [-ONE]}
+    settings = {"loaders": rising, "epochs": 3, "evaluate_every": FROM_THE_START}
     hook = moment(fl.checkpoint(tmp_path, keep=1, best="valid/loss", background=background))
-    state = fl.fit(fl.pipeline()(toy_loss), toy(), loaders, hooks=(hook,), **settings)
+    state = fit(hook, **settings)
     assert state.history["valid/loss"] == (0.0, 1.0, 2.0, 3.0)
-    assert fl.best(tmp_path).name == f"step-{best:08d}"
-    assert names(tmp_path) == [f"step-{n:08d}" for n in saved]
+    assert fl.best(tmp_path).name == f"step-{best:08d}" and names(tmp_path) == steps(*saved)
     back = fl.restore(fl.best(tmp_path), toy())
     assert (back.step, len(back.history)) == (best, best + 1)
-    resumed = fl.fit(fl.pipeline()(toy_loss), back, loaders, hooks=(), **settings)
-    assert resumed.history == state.history
+    assert fit(state=back, **settings).history == state.history
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["stop first", "checkpoint first"])
@@ -237,15 +123,10 @@ def test_a_closing_record_of_another_loader_takes_no_metric_from_the_last_checkp
     tmp_path, order, keep
 ):
     """A hook stops at the best evaluation, and "test" is evaluated at the end."""
-    stop = fl.when(lambda state: state.step == 4)(lambda s: attrs.evolve(s, stop="enough"))
-    saves = fl.checkpoint(tmp_path, keep=keep, best="valid/loss", named=("valid/loss",))
-    state = fl.fit(
-        fl.pipeline()(toy_loss),
-        toy(),
-        {"train": [torch.ones(1)] * 6, "valid": [torch.ones(1)], "test": [torch.ones(1)]},
-        hooks=(stop, fl.every(steps=2)(saves))[::order],
-        evaluate_every={"valid": fl.every(steps=2), "test": fl.at_end()},
-    )
+    hook = saves(tmp_path, 2, keep=keep, best="valid/loss", named=("valid/loss",))
+    loaders = {"train": [ONE] * 6, "valid": [ONE], "test": [ONE]}
+    moments = {"valid": fl.every(steps=2), "test": fl.at_end()}
+    state = fit(*(stop_at(4), hook)[::order], loaders=loaders, evaluate_every=moments)
     assert [(r.step, r.closing) for r in state.history] == [(2, False), (4, False), (4, True)]
     assert "valid/loss" not in state.history[-1].metrics
     assert fl.best(tmp_path).name == "step-00000004-valid-loss=-4"
@@ -253,84 +134,184 @@ def test_a_closing_record_of_another_loader_takes_no_metric_from_the_last_checkp
     assert len(names(tmp_path)) == min(keep, 2)
 
 
-def test_a_resumed_run_still_saves_the_next_evaluation(tmp_path):
-    loss = lambda model, batch: model.w * batch.mean()
-    make = lambda: fl.every(steps=3)(fl.checkpoint(tmp_path, keep=9, best="valid/loss", mode="min"))
-    loaders = {"train": [ONE] * 10, "valid": [ONE]}
-    settings = {"evaluate_every": fl.every(steps=4)}
-
-    class Killed(BaseException):
-        pass
-
-    def kill(state):
-        if state.step == 3:
-            raise Killed
-        return state
-
-    with pytest.raises(Killed):
-        fl.fit(fl.pipeline()(loss), toy(), loaders, hooks=(make(), kill), **settings)
-    fl.fit(
-        fl.pipeline()(loss),
-        fl.resume(tmp_path, toy()),
-        loaders,
-        steps=5,
-        hooks=(make(),),
-        **settings,
-    )
-    assert "step-00000004" in names(tmp_path)
+# --- failures
 
 
 def test_a_failed_run_is_saved_once_if_asked_for(tmp_path):
-    def fail(state):
-        if state.step in (2, 4):
-            raise KeyError("no")
-        return state
-
-    hook = fl.every(steps=2)(fl.checkpoint(tmp_path, on_exception=True))
     with pytest.raises(KeyError):
-        fl.fit(step, toy(), [ONE] * 6, hooks=(fail, hook))
-    assert names(tmp_path) == ["step-00000002-exception_KeyError"]
-    state = fl.resume(tmp_path, toy())
+        fit(raise_at(2), saves(tmp_path / "not", 2))
+    assert fl.latest(tmp_path / "not") is None
+    hook = saves(tmp_path / "a", 2, on_exception=True)
+    with pytest.raises(KeyError):
+        fit(raise_at(2), hook, train=6)
+    assert names(tmp_path / "a") == ["step-00000002-exception_KeyError"]
+    state = fl.resume(tmp_path / "a", toy())
     assert (state.step, state.model.w.item()) == (2, -2.0)
     with pytest.raises(KeyError):
-        fl.fit(step, state, [ONE] * 6, hooks=(hook, fail))
+        fit(hook, raise_at(4), state=state, train=6)
     # The latter was saved before the failure
-    assert names(tmp_path) == [
-        "step-00000002-exception_KeyError",
-        "step-00000004",
-    ]
+    assert names(tmp_path / "a") == ["step-00000002-exception_KeyError", "step-00000004"]
 
 
 def test_a_failure_after_going_back_is_saved_as_a_new_state(tmp_path):
-    train(tmp_path, toy(), 6, keep=None)
-
-    def fail(state):
-        if state.step == 4:
-            raise ValueError("no")
-        return state
-
-    hook = fl.every(steps=100)(fl.checkpoint(tmp_path, keep=None, on_exception=True))
+    fit(saves(tmp_path, keep=None), train=6)
+    hook = saves(tmp_path, 100, keep=None, on_exception=True)
     back = fl.restore(tmp_path / "step-00000002", toy())
     with pytest.raises(ValueError, match="no"):
-        fl.fit(step, back, [2 * ONE] * 100, hooks=(fail, hook))
+        fit(raise_at(4, ValueError), hook, state=back, loaders=[2 * ONE] * 6)
     assert fl.restore(tmp_path / "step-00000004-exception_ValueError", toy()).model.w.item() == -6.0
 
 
-def test_a_misspelled_metric_is_an_error_at_the_first_record(
-    tmp_path,
-):
-    loaders = {"train": [ONE], "valid": [ONE]}
-    for hook in (fl.checkpoint(tmp_path, best="valid/losses"), fl.early_stop("valid/losses")):
-        hooks = (lambda state: state, fl.every(epochs=4)(hook))
-        with pytest.raises(KeyError, match="no metric 'valid/losses'") as error:
-            fl.fit(step, toy(), loaders, epochs=9, hooks=hooks)
+# --- arguments
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"keep": 0}, ValueError, "keep as an int >= 1"),
+    ({"keep_best": 0}, ValueError, "keep_best as an int >= 1"),
+    ({"keep_best": 2}, ValueError, "ranks by nothing"),
+    ({"mode": "max"}, ValueError, "ranks by nothing"),
+    ({"since": "run"}, ValueError, "ranks by nothing"),
+    ({"best": 3}, TypeError, 'such as "valid/loss"'),
+    ({"mode": "lowest"}, ValueError, 'mode expects "min"'),
+    ({"named": "valid/loss"}, TypeError, r"a tuple of metrics, such as \(\"valid/loss\",\); got"),
+    ({"named": (3,)}, TypeError, "checkpoint expects named as the name of a metric"),
+    ({"named": ("",)}, ValueError, "got an empty name"),
+])  # fmt: skip
+def test_wrong_arguments_are_errors_when_composing(settings, error, message):
+    with pytest.raises(error, match=message):
+        fl.checkpoint("a", **settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"best": "valid/losses"},
+        "no metric 'valid/losses'; there are: train/loss, train/lr, valid/loss"),
+    ({"named": ("valid/loss", "val/loss")}, "checkpoint: there is no metric 'val/loss'"),
+    ({"named": ("valid/lss",)}, "checkpoint: there is no metric 'valid/lss'"),
+])  # fmt: skip
+def test_an_unknown_metric_is_an_error_as_soon_as_it_is_known(settings, message, tmp_path):
+    hook, might_add_metrics = saves(tmp_path, 100, **settings), lambda state: state
+    with pytest.raises(KeyError, match=settings.get("best", message)):
+        fit(hook, train=2, valid=1)
+    if "best" in settings:
+        with pytest.raises(KeyError, match=message) as error:
+            fit(might_add_metrics, hook, train=2, valid=1, epochs=3)
         assert error.value.state.epoch == 1
 
 
-def test_a_failed_run_is_not_saved_by_default(tmp_path):
-    def fail(state):
-        raise KeyError("no")
+def test_a_relative_folder_is_fixed_when_the_hook_is_created(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hook = fl.checkpoint("rel/run", keep=9)
+    move = fl.when(lambda state: state.step == 2)(lambda state: os.chdir("elsewhere") or state)
+    fit(move, fl.every(steps=1)(hook))
+    assert names(tmp_path / "rel" / "run") == steps(1, 2, 3, 4)
+    assert repr(hook) == "checkpoint('rel/run', keep=9)" and names(tmp_path / "elsewhere") == []
 
-    with pytest.raises(KeyError):
-        fl.fit(step, toy(), [ONE] * 6, hooks=(fail, fl.every(steps=2)(fl.checkpoint(tmp_path))))
-    assert fl.latest(tmp_path) is None
+
+def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert fl.save(toy(w=2.0), "~/ck/a") == tmp_path / "ck" / "a"
+    assert fl.restore("~/ck/a", toy()).model.w.item() == 2.0
+    assert fl.resume("~/ck", toy()).model.w.item() == 2.0
+    fit(saves("~/run"), fl.to_csv("~/a.csv"))
+    assert names(tmp_path) == [".a.csv.run", "a.csv", "ck", "run"]
+
+
+CALLS = {
+    "save": lambda path: fl.save(toy(), path), "restore": lambda path: fl.restore(path, toy()),
+    "resume": lambda path: fl.resume(path, toy()), "latest": fl.latest, "best": fl.best,
+    "checkpoint": fl.checkpoint, "to_csv": fl.to_csv, "to_jsonl": fl.to_jsonl,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("path", "message"), [
+    ("", "got an empty one"), ("s3://bucket/a", "disks of this machine; got 's3://bucket/a'"),
+    ("gs:/bucket", "disks of this machine"), (b"runs", "such as .*; got b'runs'"),
+])  # fmt: skip
+def test_an_argument_that_is_not_a_local_path_is_refused_by_name(
+    name, path, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((TypeError, ValueError), match=rf"(?s){name} .*{message}"):
+        CALLS[name](path)
+    assert names(tmp_path) == []
+
+
+# --- metrics in the names, which nothing depends on
+
+RATES = fl.schedule(lambda i, total: (1, 1, -1, -1, -1)[i])  # w is -1, -2, -1, 0, 1
+
+
+def named(folder, state=None, train=1, epochs=5, **settings):
+    settings = {"named": ("valid/loss",), **settings}
+    step = fl.pipeline(RATES)(toy_loss)
+    return fit(
+        saves(folder, **settings), state=state, step=step, train=train, valid=1, epochs=epochs
+    )
+
+
+def test_names_show_metrics(tmp_path):
+    named(tmp_path, keep=None, named=("valid/loss", "train/loss"), epochs=2)
+    assert names(tmp_path) == [
+        "step-00000001-valid-loss=-1-train-loss=0",
+        "step-00000002-valid-loss=-2-train-loss=-1",
+    ]
+
+
+def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
+    named(tmp_path, keep=1, best="valid/loss")
+    assert names(tmp_path) == ["step-00000002-valid-loss=-2", "step-00000005-valid-loss=1"]
+    assert fl.best(tmp_path).name == "step-00000002-valid-loss=-2"
+    assert fl.latest(tmp_path).name == "step-00000005-valid-loss=1"
+
+
+@pytest.mark.parametrize(("name", "value", "shown"), [
+    *(("value", value, f"value={value:.4g}") for value in (math.nan, math.inf, -1e-30, 0.43125)),
+    ("top 5/é=(a)", 1.0, "top-5-a-=1"),  # what a disk or a shell could not take
+])  # fmt: skip
+def test_any_number_and_any_name_is_in_a_name(tmp_path, name, value, shown):
+    number = fl.metric(**{name: lambda aux, batch: fl.Last(value)})
+    hook, step = saves(tmp_path, keep=1, named=(f"valid/{name}",)), fl.pipeline(number)(toy_loss)
+    fit(hook, step=step, train=1, valid=1, epochs=2)
+    assert names(tmp_path) == [f"step-00000002-valid-{shown}"]
+
+
+def test_a_name_is_only_for_the_metrics_of_its_own_boundary(tmp_path):
+    named(tmp_path / "a", train=2, epochs=1, keep=None)
+    assert names(tmp_path / "a") == ["step-00000001", "step-00000002-valid-loss=-2"]
+    # A hook stops the run in mid-epoch after the save, and a closing record is made.
+    hook = saves(tmp_path / "b", keep=2, named=("valid/loss",))
+    fit(hook, stop_at(3), valid=1)
+    assert names(tmp_path / "b") == ["step-00000002", "step-00000003-valid-loss=-3"]
+
+
+def test_other_metrics_may_be_named_after_a_resume(tmp_path):
+    named(tmp_path, epochs=3, keep=2)
+    state = named(tmp_path, fl.resume(tmp_path, toy()), keep=2, named=())
+    assert names(tmp_path) == steps(4, 5)
+    assert_same(state, named(tmp_path / "other"))
+
+
+def test_what_killed_processes_left_is_used_and_removed(tmp_path):
+    named(tmp_path, epochs=3, keep=2)
+    half = tmp_path / ".step-00000002-valid-loss=-2.removing-0123456789ab"
+    (tmp_path / "step-00000002-valid-loss=-2").rename(half)
+    old = tmp_path / "step-00000003-valid-loss=-1"
+    backup = old.rename(tmp_path / f".{old.name}.old")
+    assert fl.resume(tmp_path, toy()).step == 3
+    fl.save(fl.resume(tmp_path, toy()), old)
+    named(tmp_path, fl.resume(tmp_path, toy()), epochs=4, keep=1)
+    assert not backup.exists() and names(tmp_path) == ["step-00000004-valid-loss=0"]
+
+
+def test_damaged_ones_are_ordered_by_their_steps(tmp_path):
+    for name in ("step-00000002-valid-value=500", "step-00000001-valid-value=1000"):
+        fl.save(toy(), tmp_path / name)
+        (tmp_path / name / "manifest.json").write_text("{}")
+    with (
+        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
+        pytest.raises(fl.CheckpointError, match=r"step-00000002.*step-00000001"),
+    ):
+        fl.resume(tmp_path, toy())

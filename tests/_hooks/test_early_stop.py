@@ -1,41 +1,34 @@
-"""early_stop: at which of a sequence of values a run stops, and the reason that it gives."""
+"""early_stop and when_improved: at which of a sequence of values they act, and what they say."""
 
 import math
 import pickle
 
 import attrs
 import pytest
-import torch
+from sample_hooks import Notes
+from toy_runs import fit
 
 import fnloop as fl
-from fnloop import History, Record, early_stop
+from fnloop import History, Record, early_stop, when_improved
 from fnloop.testing import toy, toy_loss
 
 NAN, INF = math.nan, math.inf
-
-
-ONE = torch.tensor([1.0])
-
-
 FALLING = (5, 4, 3, 2, 1)
-
-
 RISING = (1, 2, 3, 4, 5)
+RUN = {"train": 1, "valid": 1, "epochs": 10}  # each update lowers w, and so the loss, by 1
 
 
-def reported(values, key="valid/loss"):
-    """Return the state after one evaluation for each value, at the end of epochs of 10 steps."""
+def reported(values, key="valid/loss", closing=()):
+    """Return the state after one evaluation for each value, at the end of epochs of 10 steps.
+
+    Those at some indices are closing records.
+    """
     history = History(
-        Record(i, 10 * i, {"train/loss": 0, key: value}) for i, value in enumerate(values, 1)
+        Record(i, 10 * i, {"train/loss": 0, key: value}, closing=i - 1 in closing)
+        for i, value in enumerate(values, 1)
     )
-    n = len(values)
-    return attrs.evolve(
-        toy(),
-        epoch=n,
-        step=10 * n,
-        history=history,
-        events=frozenset({"update", "epoch", "record"}),
-    )
+    n, events = len(values), frozenset({"update", "epoch", "record"})
+    return attrs.evolve(toy(), epoch=n, step=10 * n, history=history, events=events)
 
 
 def stops_at(values, **settings):
@@ -47,373 +40,202 @@ def stops_at(values, **settings):
 
 # --- the value that stops a run
 
+SLOW = (1, 0.994, 0.988, 0.982, 0.976, 0.97)  # gains of 0.006
+MINUS = tuple(-value for value in SLOW)
+SMALL = {"patience": 3, "min_delta": 0.01}
 
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (FALLING, {"patience": 1}, None),
-        (RISING, {"patience": 1}, 1),
-        (RISING, {"patience": 2}, 2),
-        (RISING, {}, 3),  # three evaluations, by default
-        ((1, 1, 1, 1), {"patience": 2}, 2),  # equal is not an improvement
-        ((3, 4, 2, 3, 3, 1), {"patience": 2}, 4),  # the improvement at 2 restarts the wait
-        ((3, 4, 2, 3, 1, 2), {"patience": 2}, None),
-        ((2,), {"patience": 1}, None),  # the first value is compared with nothing
-        # mode
-        (FALLING, {"patience": 1, "mode": "max"}, 1),
-        (RISING, {"patience": 1, "mode": "max"}, None),
-        ((1, 1, 1), {"patience": 2, "mode": "max"}, 2),
-        # min_delta: exactly that much is not an improvement
-        ((8, 7, 6, 5), {"patience": 1, "min_delta": 1}, 1),
-        ((8, 6, 4, 2), {"patience": 1, "min_delta": 1}, None),
-        ((2, 3, 4, 5), {"patience": 1, "min_delta": 1, "mode": "max"}, 1),
-        ((2, 4, 6, 8), {"patience": 1, "min_delta": 1, "mode": "max"}, None),
-        # to and from infinity
-        ((INF, 5, 4), {"patience": 1, "min_delta": 1}, 2),
-        ((-INF, 5, 4), {"patience": 1, "mode": "max"}, 2),
-        ((INF, INF, INF), {"patience": 2}, 2),
-    ],
-)
-def test_patience_min_delta_and_mode(values, settings, index):
+
+@pytest.mark.parametrize(("values", "settings", "index"), [
+    (FALLING, {"patience": 1}, None), (RISING, {"patience": 1}, 1), (RISING, {"patience": 2}, 2),
+    (RISING, {}, 3),  # three evaluations, by default
+    ((1, 1, 1, 1), {"patience": 2}, 2),  # equal is not an improvement
+    ((3, 4, 2, 3, 3, 1), {"patience": 2}, 4),  # the improvement at 2 restarts the wait
+    ((3, 4, 2, 3, 1, 2), {"patience": 2}, None),
+    ((2,), {"patience": 1}, None),  # the first value is compared with nothing
+    # mode
+    (FALLING, {"patience": 1, "mode": "max"}, 1), (RISING, {"patience": 1, "mode": "max"}, None),
+    ((1, 1, 1), {"patience": 2, "mode": "max"}, 2),
+    # min_delta: exactly that much is not an improvement
+    ((8, 7, 6, 5), {"patience": 1, "min_delta": 1}, 1),
+    ((8, 6, 4, 2), {"patience": 1, "min_delta": 1}, None),
+    ((2, 3, 4, 5), {"patience": 1, "min_delta": 1, "mode": "max"}, 1),
+    ((2, 4, 6, 8), {"patience": 1, "min_delta": 1, "mode": "max"}, None),
+    # small gains add up only from the accepted value
+    (SLOW, SMALL, None), (SLOW, {**SMALL, "reference": "accepted"}, None),
+    (SLOW, {**SMALL, "reference": "best"}, 3),  # no gain is large enough alone
+    (MINUS, {**SMALL, "reference": "accepted", "mode": "max"}, None),
+    (MINUS, {**SMALL, "reference": "best", "mode": "max"}, 3),
+    ((1, 0.995, 1.5, 0.99, 0.99), {**SMALL, "reference": "best"}, 3),  # compared with 0.995
+    # to and from infinity
+    ((INF, 5, 4), {"patience": 1, "min_delta": 1}, 2),
+    ((-INF, 5, 4), {"patience": 1, "mode": "max"}, 2), ((INF, INF, INF), {"patience": 2}, 2),
+    # NaN is worse than anything. First: anything is better
+    ((NAN, 0.9, 0.8, 0.7, 0.6), {"patience": 2}, None), ((NAN, NAN, 3, 2), {"patience": 2}, None),
+    ((NAN, 0.6, 0.7, 0.8), {"patience": 2, "mode": "max"}, None),
+    ((NAN, NAN, NAN), {"patience": 2}, 2),
+    # NaN later: an evaluation without improvement, which never becomes the reference
+    ((3, NAN, 2, NAN, 1), {"patience": 2}, None), ((3, NAN, NAN, 1), {"patience": 2}, 2),
+    ((3, 2, NAN, 2), {"patience": 2}, 3), ((1, 2, NAN, 2), {"patience": 2, "mode": "max"}, 3),
+    # a value that is not finite stops at once
+    ((3, NAN, 1), {"check_finite": True}, 1), ((INF,), {"check_finite": True}, 0),
+    ((NAN, NAN, 3), {"check_finite": True, "min_epochs": 2}, 1),
+    # thresholds ignore patience: better than 3, not equal, even at the first value
+    (FALLING, {"patience": 100, "stopping_threshold": 3}, 3),
+    (FALLING, {"patience": 100, "stopping_threshold": 3.5}, 2),
+    ((0,), {"patience": 100, "stopping_threshold": 3}, 0),
+    (RISING, {"patience": 100, "stopping_threshold": 3, "mode": "max"}, 3),
+    ((NAN, NAN), {"stopping_threshold": 3}, None),
+    # worse than 4, not equal; NaN counts as worse
+    ((3, 5, 1), {"divergence_threshold": 4}, 1), ((3, 4, 1), {"divergence_threshold": 4}, None),
+    ((3, NAN, 1), {"divergence_threshold": 4}, 1), ((NAN,), {"divergence_threshold": INF}, 0),
+    ((3, 1, 5), {"divergence_threshold": 2, "mode": "max"}, 1),
+    # never before min_epochs and min_steps
+    (RISING, {"patience": 1, "min_epochs": 4}, 3), (RISING, {"patience": 1, "min_steps": 40}, 3),
+    (RISING, {"patience": 1, "min_steps": 31}, 3),  # the first evaluation after step 31
+    (RISING, {"patience": 1, "min_epochs": 2, "min_steps": 40}, 3),  # both
+    (RISING, {"patience": 1, "min_epochs": 4, "min_steps": 20}, 3),
+    (RISING, {"patience": 1, "min_epochs": 1, "min_steps": 10}, 1),
+    ((1, 2, 0.5, 0.6), {"patience": 1, "min_epochs": 3}, 3),  # it improved, so the wait restarted
+    (FALLING, {"min_epochs": 3, "stopping_threshold": 100}, 2),
+    (RISING, {"min_epochs": 3, "divergence_threshold": 0}, 2),
+])  # fmt: skip
+def test_the_value_that_stops_a_run(values, settings, index):
     assert stops_at(values, **settings) == index
 
 
-SLOW = (1, 0.994, 0.988, 0.982, 0.976, 0.97)  # gains of 0.006
+@pytest.mark.parametrize(("values", "settings", "reason"), [
+    ((2, 3, 3), {"patience": 2}, "has not improved for 2 evaluations (best 2, epoch 1)"),
+    ((2, 1), {"stopping_threshold": 1.5}, "reached 1, better than 1.5 (lower is better)"),
+    ((2, 9), {"divergence_threshold": 4}, "diverged to 9, worse than 4 (lower is better)"),
+    ((2, 3), {"patience": 1}, "has not improved for 1 evaluation (best 2, epoch 1)"),
+    ((2, 1, 0.96, 1), {"patience": 2, "min_delta": 0.1},
+        "has not improved by more than 0.1 for 2 evaluations (compared with 1, epoch 2)"),
+    ((2, 1, 0.96, 1), {"patience": 2, "min_delta": 0.1, "reference": "best"},
+        "has not improved by more than 0.1 for 2 evaluations (best 0.96, epoch 3)"),
+    ((2, NAN), {}, "is not finite: nan"), ((2, -INF), {}, "is not finite: -inf"),
+    ((2, NAN), {"divergence_threshold": 4, "check_finite": False},
+        "diverged to nan, worse than 4 (lower is better)"),
+])  # fmt: skip
+def test_the_reason_names_the_numbers(values, settings, reason):
+    stop = early_stop("valid/loss", **settings)(reported(values)).stop
+    assert stop == f"early_stop: valid/loss {reason}"
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (SLOW, {}, None),  # "accepted": two small gains add up
-        (SLOW, {"reference": "accepted"}, None),
-        (SLOW, {"reference": "best"}, 3),  # "best": no gain is large enough alone
-        (tuple(-v for v in SLOW), {"reference": "accepted", "mode": "max"}, None),
-        (tuple(-v for v in SLOW), {"reference": "best", "mode": "max"}, 3),
-        (
-            (1, 0.995, 1.5, 0.99, 0.99),
-            {"reference": "best"},
-            3,
-        ),  # compared with 0.995, not with 1.5
-    ],
-)
-def test_small_gains_add_up_only_from_the_accepted_value(values, settings, index):
-    assert stops_at(values, patience=3, min_delta=0.01, **settings) == index
+def test_without_a_new_record_of_the_metric_it_returns_the_same_state():
+    hook, rising = early_stop("valid/loss", patience=1), reported(RISING)
+    bare = rising.history.append(Record(5, 55, {"train/loss": 0}))
+    for state in (
+        attrs.evolve(rising, events=frozenset({"update"})),
+        attrs.evolve(rising, history=bare),
+        reported(FALLING),
+        reported((2, 3), closing={1}),
+    ):
+        assert hook(state) is state
 
 
-@pytest.mark.parametrize(
-    ("values", "mode", "index"),
-    [
-        ((NAN, 0.9, 0.8, 0.7, 0.6), "min", None),  # NaN first: anything is better
-        ((NAN, 0.6, 0.7, 0.8), "max", None),
-        ((NAN, NAN, 3, 2), "min", None),
-        ((NAN, NAN, NAN), "min", 2),
-        ((3, NAN, 2, NAN, 1), "min", None),  # NaN later: an evaluation without improvement
-        ((3, NAN, NAN, 1), "min", 2),
-        ((3, 2, NAN, 2), "min", 3),  # it never becomes the reference
-        ((1, 2, NAN, 2), "max", 3),
-    ],
-)
-def test_nan_is_worse_than_anything(values, mode, index):
-    assert stops_at(values, patience=2, mode=mode) == index
+def test_closing_records_do_not_count():
+    """2, then 3 in a closing record, then 3: one evaluation without improvement, not two."""
+    hook = early_stop("valid/loss", patience=2)
+    assert hook(reported((2, 3, 3))).stop is not None
+    assert hook(reported((2, 3, 3), closing={1})).stop is None
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (FALLING, {"stopping_threshold": 3}, 3),  # better than 3, not equal
-        (FALLING, {"stopping_threshold": 3.5}, 2),
-        ((0,), {"stopping_threshold": 3}, 0),  # even at the first value
-        (RISING, {"stopping_threshold": 3, "mode": "max"}, 3),
-        ((NAN, NAN), {"stopping_threshold": 3}, None),
-        ((3, 5, 1), {"divergence_threshold": 4}, 1),
-        ((3, 4, 1), {"divergence_threshold": 4}, None),  # equal to 4, not worse
-        ((3, NAN, 1), {"divergence_threshold": 4}, 1),  # NaN counts as worse
-        ((NAN,), {"divergence_threshold": INF}, 0),
-        ((3, 1, 5), {"divergence_threshold": 2, "mode": "max"}, 1),
-    ],
-)
-def test_thresholds_ignore_patience(values, settings, index):
-    assert stops_at(values, patience=100, **settings) == index
-
-
-@pytest.mark.parametrize(
-    ("values", "settings", "index"),
-    [
-        (RISING, {"min_epochs": 4}, 3),
-        (RISING, {"min_steps": 40}, 3),
-        (RISING, {"min_steps": 31}, 3),  # the first evaluation after step 31
-        (RISING, {"min_epochs": 2, "min_steps": 40}, 3),  # both
-        (RISING, {"min_epochs": 4, "min_steps": 20}, 3),
-        (RISING, {"min_epochs": 1, "min_steps": 10}, 1),
-        ((1, 2, 0.5, 0.6), {"min_epochs": 3}, 3),  # it improved in between, so the wait restarted
-        (FALLING, {"min_epochs": 3, "stopping_threshold": 100}, 2),
-        (RISING, {"min_epochs": 3, "divergence_threshold": 0}, 2),
-    ],
-)
-def test_it_never_stops_before_min_epochs_and_min_steps(values, settings, index):
-    assert stops_at(values, patience=1, **settings) == index
-
-
-@pytest.mark.parametrize(
-    ("values", "settings", "stop"),
-    [
-        (
-            (2, 3, 3),
-            {"patience": 2},
-            "early_stop: valid/loss has not improved for 2 evaluations (best 2, epoch 1)",
-        ),
-        (
-            (2, 1),
-            {"stopping_threshold": 1.5},
-            "early_stop: valid/loss reached 1, better than 1.5 (lower is better)",
-        ),
-        (
-            (2, 9),
-            {"divergence_threshold": 4},
-            "early_stop: valid/loss diverged to 9, worse than 4 (lower is better)",
-        ),
-        (
-            (2, 3),
-            {"patience": 1},
-            "early_stop: valid/loss has not improved for 1 evaluation (best 2, epoch 1)",
-        ),
-        (
-            (2, 1, 0.96, 1),
-            {"patience": 2, "min_delta": 0.1},
-            "early_stop: valid/loss has not improved by more than 0.1 for 2 evaluations (compared "
-            "with 1, epoch 2)",
-        ),
-        (
-            (2, 1, 0.96, 1),
-            {"patience": 2, "min_delta": 0.1, "reference": "best"},
-            "early_stop: valid/loss has not improved by more than 0.1 for 2 evaluations (best "
-            "0.96, epoch 3)",
-        ),
-        ((2, NAN), {}, "early_stop: valid/loss is not finite: nan"),
-        ((2, -INF), {}, "early_stop: valid/loss is not finite: -inf"),
-        (
-            (2, NAN),
-            {"divergence_threshold": 4, "check_finite": False},
-            "early_stop: valid/loss diverged to nan, worse than 4 (lower is better)",
-        ),
-    ],
-)
-def test_the_reason_names_the_numbers(values, settings, stop):
-    assert early_stop("valid/loss", **settings)(reported(values)).stop == stop
-
-
-def test_without_a_new_record_it_returns_the_same_state():
-    state = attrs.evolve(reported(RISING), events=frozenset({"update"}))
-    assert early_stop("valid/loss", patience=1)(state) is state
-    state = reported(FALLING)
-    assert early_stop("valid/loss", patience=1)(state) is state
-
-
-def test_a_record_without_the_metric_does_not_count():
-    evaluated = reported((1, 2))
-    history = evaluated.history.append(Record(2, 25, {"train/loss": 0}))
-    assert (
-        early_stop("valid/loss", patience=1)(attrs.evolve(evaluated, history=history)).stop is None
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "stopped"),
-    [
-        ("valid/loss", False),
-        ("valid/error", False),
-        ("valid/accuracy", True),
-        ("valid/F1", True),
-        ("valid/auc_of_roc", True),
-    ],
-)
+@pytest.mark.parametrize(("key", "stopped"), [
+    ("valid/loss", False), ("valid/error", False), ("valid/accuracy", True), ("valid/F1", True),
+    ("valid/auc_of_roc", True),
+])  # fmt: skip
 def test_the_name_of_the_metric_implies_the_mode(key, stopped):
     """Falling values are better for a loss and worse for an accuracy."""
     assert (early_stop(key, patience=1)(reported(FALLING, key)).stop is not None) is stopped
     assert (early_stop(key, patience=1)(reported(RISING, key)).stop is not None) is not stopped
 
 
-@pytest.mark.parametrize(("values", "settings", "index"), [
-    ((3, NAN, 1), {}, 1),
-    ((INF,), {}, 0),
-    ((3, NAN, 2, NAN), {"check_finite": False}, None),
-    ((NAN, NAN, 3), {"min_epochs": 2}, 1),
-])  # fmt: skip
-def test_a_value_that_is_not_finite_stops_at_once(values, settings, index):
-    assert stops_at(values, **{"check_finite": True, **settings}) == index
-
-
-def test_closing_records_do_not_count():
-    """2, then 3 in a closing record, then 3: one evaluation without improvement, not two."""
-    state = reported((2, 3, 3))
-    first, second, third = state.history
-    closed = attrs.evolve(
-        state, history=History([first, attrs.evolve(second, closing=True), third])
-    )
-    hook = early_stop("valid/loss", patience=2)
-    assert hook(state).stop is not None
-    assert hook(closed).stop is None
-    at_the_end = attrs.evolve(
-        state, history=History([first, second, attrs.evolve(third, closing=True)])
-    )
-    assert early_stop("valid/loss", patience=1)(at_the_end).stop is None
-
-
 def test_the_decision_depends_only_on_the_history():
     """One hook sees two forks of a history in turn, and decides as a new hook does."""
-    begin = reported((3,))
+    begin, hook = reported((3,)), early_stop("valid/loss", patience=1)
     better, worse = (begin.history.append(Record(2, 20, {"valid/loss": value})) for value in (2, 4))
-    hook = early_stop("valid/loss", patience=1)
-    for history in (
-        better,
-        worse,
-        begin.history,
-        worse,
-        better.append(Record(3, 30, {"valid/loss": 2})),
-        better,
-        worse,
-    ):
+    best = better.append(Record(3, 30, {"valid/loss": 2}))
+    for history in (better, worse, begin.history, worse, best, better, worse):
         state = attrs.evolve(begin, epoch=9, step=90, history=history)
         assert hook(state).stop == early_stop("valid/loss", patience=1)(state).stop
-    assert pickle.loads(pickle.dumps(hook)) == hook
-    assert (
-        pickle.loads(pickle.dumps(hook))(state).stop
-        == hook(state).stop
-        == ("early_stop: valid/loss has not improved for 1 evaluation (best 3, epoch 1)")
-    )
+    copied = pickle.loads(pickle.dumps(hook))
+    assert copied == hook and copied(state).stop == hook(state).stop is not None
 
 
-# --- in a run: each update lowers w, and so the loss, by 1
+# --- early_stop in a run
 
 
-STEP = fl.pipeline()(toy_loss)
-
-
-LOADERS = {"train": [ONE], "valid": [ONE]}
-
-
-@pytest.mark.parametrize(("mode", "stopped"), [("max", 3), ("min", 10)])
-def test_a_run_ends_at_the_evaluation_that_exhausts_patience(mode, stopped):
-    state = fl.fit(
-        STEP, toy(), LOADERS, epochs=10, hooks=(early_stop("valid/loss", patience=2, mode=mode),)
-    )
-    assert state.epoch == stopped
-    assert (state.stop is not None) == (mode == "max")
-
-
-def test_patience_counts_evaluations_not_epochs():
-    hook = early_stop("valid/loss", patience=2, mode="max")
-    state = fl.fit(
-        STEP, toy(), LOADERS, epochs=10, hooks=(hook,), evaluate_every=fl.every(epochs=2)
-    )
-    assert (
-        state.epoch == 6
-    )  # evaluated at 2, 4 and 6; no error at epoch 1, which has no valid/loss yet
-
-
-def test_a_run_can_stop_in_the_middle_of_an_epoch():
-    loaders = {"train": [ONE] * 10, "valid": [ONE]}
-    hook = early_stop("valid/loss", patience=1, mode="max")
-    state = fl.fit(STEP, toy(), loaders, hooks=(hook,), evaluate_every=fl.every(steps=3))
-    assert (state.step, state.epoch, state.batch) == (6, 0, 6)
-    assert state.stop.endswith("valid/loss has not improved for 1 evaluation (best -3, step 3)")
+@pytest.mark.parametrize(("settings", "run", "place"), [
+    ({"patience": 2, "mode": "max"}, {}, (3, 3)), ({"patience": 2, "mode": "min"}, {}, (10, 10)),
+    # evaluations count, not epochs: at 2, 4 and 6
+    ({"patience": 2, "mode": "max"}, {"evaluate_every": fl.every(epochs=2)}, (6, 6)),
+    # in the middle of an epoch
+    ({"patience": 1, "mode": "max"}, {"train": 10, "evaluate_every": fl.every(steps=3)}, (0, 6)),
+    # the training loss, without evaluation
+    ({"key": "train/loss", "patience": 1, "mode": "max"}, {"valid": 0}, (2, 2)),
+])  # fmt: skip
+def test_where_a_run_ends(settings, run, place):
+    hook = early_stop(**{"key": "valid/loss", **settings})
+    for _ in range(2):  # one hook can serve two runs
+        state = fit(hook, **{**RUN, **run})
+        assert (state.epoch, state.step) == place
+        assert (state.stop is not None) == (settings["mode"] == "max")
 
 
 def test_a_run_continues_to_the_next_evaluation_after_its_stop_is_cleared():
-    settings = {"epochs": 10, "hooks": (early_stop("valid/loss", patience=2, mode="max"),)}
-    state = fl.fit(STEP, toy(), LOADERS, **settings)
-    assert fl.fit(STEP, state, LOADERS, **settings).epoch == 3  # it stays stopped
-    state = fl.fit(STEP, attrs.evolve(state, stop=None), LOADERS, **settings)
-    assert state.epoch == 4
-    assert (
-        state.stop == "early_stop: valid/loss has not improved for 3 evaluations (best -1, epoch 1)"
-    )
+    hook = early_stop("valid/loss", patience=2, mode="max")
+    state = fit(hook, state=fit(hook, **{**RUN, "epochs": 2}), **RUN)
+    assert state.epoch == fit(hook, state=state, **RUN).epoch == 3  # it stays stopped
+    state = fit(hook, state=attrs.evolve(state, stop=None), **RUN)
+    assert (state.epoch, state.stop) == (
+        4, "early_stop: valid/loss has not improved for 3 evaluations (best -1, epoch 1)",
+    )  # fmt: skip
 
 
-def test_the_first_of_several_hooks_stops_the_run():
-    patient, impatient = (early_stop("valid/loss", patience=n, mode="max") for n in (5, 1))
-    for hooks in [(patient, impatient), (impatient, patient)]:
-        assert fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=hooks).epoch == 2
+def test_a_record_within_the_first_epoch_of_a_phase_is_named_by_its_step():
+    """The epoch that the first phase left counts, without a record at its end."""
+    state = fit(valid=1, phase="a", steps=2, evaluate_every=None)
+    assert [(r.epoch, r.step) for r in state.history] == [(0, 2)]
+    stop, moment = early_stop("valid/loss", patience=1, mode="max"), fl.every(steps=1)
+    state = fit(stop, state=state, valid=1, phase="b", epochs=9, evaluate_every=moment)
+    assert [(r.epoch, r.step) for r in state.history[1:]] == [(1, 3), (1, 4)]
+    assert state.stop.endswith("(best -3, step 3)")
 
 
-def test_it_can_watch_the_training_loss_without_evaluation():
-    state = fl.fit(
-        STEP, toy(), [ONE], epochs=10, hooks=(early_stop("train/loss", patience=1, mode="max"),)
-    )
-    assert state.epoch == 2
+# --- early_stop: names and arguments
 
 
-@pytest.mark.parametrize(
-    ("hook", "text"),
-    [
-        (early_stop("valid/loss"), "early_stop('valid/loss')"),
-        (
-            early_stop(key="valid/loss", patience=3, check_finite=True),
-            "early_stop('valid/loss')",
-        ),  # the defaults
-        (early_stop("valid/loss", mode="min"), "early_stop('valid/loss', mode='min')"),
-        (
-            early_stop("valid/acc", 5, 0.1, "max"),
-            "early_stop('valid/acc', patience=5, min_delta=0.1, mode='max')",
-        ),
-        (
-            early_stop("loss", reference="best", min_steps=3),
-            "early_stop('loss', reference='best', min_steps=3)",
-        ),
-        (
-            early_stop("error", stopping_threshold=0.0),
-            "early_stop('error', stopping_threshold=0.0)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("hook", "text"), [
+    (early_stop("valid/loss"), "early_stop('valid/loss')"),
+    (early_stop(key="valid/loss", patience=3, check_finite=True), "early_stop('valid/loss')"),
+    (early_stop("valid/loss", mode="min"), "early_stop('valid/loss', mode='min')"),
+    (early_stop("valid/acc", 5, 0.1, "max"),
+        "early_stop('valid/acc', patience=5, min_delta=0.1, mode='max')"),
+    (early_stop("loss", reference="best", min_steps=3),
+        "early_stop('loss', reference='best', min_steps=3)"),
+    (early_stop("error", stopping_threshold=0.0), "early_stop('error', stopping_threshold=0.0)"),
+])  # fmt: skip
 def test_the_repr_has_the_settings_that_differ_from_the_defaults(hook, text):
     assert repr(hook) == text
     assert eval(text) == hook
 
 
-def test_one_hook_can_serve_two_runs():
-    hook = early_stop("valid/loss", patience=2, mode="max")
-    assert [fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=(hook,)).epoch for _ in range(2)] == [
-        3,
-        3,
-    ]
-    cut = fl.fit(STEP, toy(), LOADERS, epochs=2, hooks=(hook,))
-    assert fl.fit(STEP, cut, LOADERS, epochs=10, hooks=(hook,)).epoch == 3
-
-
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
-        ("val/loss", "valid/loss"),
-        ("test/loss", "train/loss"),
-        ("loss", "valid/loss"),
-        ("val_loss", "valid/loss"),
-    ],
-)
-def test_an_unknown_loader_is_an_error_before_the_first_update(key, near):
+@pytest.mark.parametrize(("key", "run", "message"), [
+    *((key, {}, rf"early_stop: there is no metric '{key}'.*: train, valid\. Did you mean '{near}'")
+        for key, near in [("val/loss", "valid/loss"), ("test/loss", "train/loss"),
+                          ("loss", "valid/loss"), ("val_loss", "valid/loss")]),
+    ("valid/loss", {"evaluate_every": None}, r"never makes 'valid/loss'.* give it a moment"),
+    ("valid/loss", {"evaluate_every": {"valid": None}}, r"never makes 'valid/loss'.* a moment"),
+    ("vali/loss", {"evaluate_every": None}, r"those are: train\. Did you mean 'train/loss'"),
+])  # fmt: skip
+@pytest.mark.parametrize("wrap", [
+    lambda hook: hook, fl.every(epochs=100), fl.on_main, fl.when(bool),
+])  # fmt: skip
+def test_an_unknown_loader_is_an_error_before_the_first_update(wrap, key, run, message):
     state = toy()
-    with pytest.raises(
-        KeyError,
-        match=rf"early_stop: there is no metric '{key}'.*: train, valid\. Did you mean '{near}'\?",
-    ):
-        fl.fit(STEP, state, LOADERS, epochs=10, hooks=(early_stop(key),))
+    with pytest.raises(KeyError, match=message):
+        fit(wrap(early_stop(key)), state=state, **{**RUN, **run})
     assert state.model.w.item() == 0.0
-
-
-@pytest.mark.parametrize(
-    "wrap", [fl.every(epochs=1), fl.on_main, fl.when(bool)], ids=["every", "on_main", "when"]
-)
-def test_the_loader_is_checked_inside_wrappers_too(wrap):
-    with pytest.raises(KeyError, match="'val/loss'"):
-        fl.fit(STEP, toy(), LOADERS, hooks=(wrap(early_stop("val/loss")),))
-
-
-def test_a_loader_that_is_never_evaluated_has_no_metrics():
-    for never in (None, {"valid": None}):
-        with pytest.raises(KeyError, match=r"never makes 'valid/loss'.* give it a moment"):
-            fl.fit(STEP, toy(), LOADERS, hooks=(early_stop("valid/loss"),), evaluate_every=never)
-    with pytest.raises(KeyError, match=r"those are: train\. Did you mean 'train/loss'"):
-        fl.fit(STEP, toy(), LOADERS, hooks=(early_stop("vali/loss"),), evaluate_every=None)
 
 
 def test_a_metric_that_another_hook_reports_is_accepted():
@@ -428,105 +250,154 @@ def test_a_metric_that_another_hook_reports_is_accepted():
 
     stop = early_stop("mine/loss", patience=2)
     with pytest.raises(KeyError, match="'mine/loss'"):
-        fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=(count, stop))
+        fit(count, stop, **RUN)
     count.reports = ("mine/loss",)
-    assert fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=(count, stop)).epoch == 3
+    assert fit(count, stop, **RUN).epoch == 3
 
 
-MINE = lambda state: state  # a hook that might add metrics
+@pytest.mark.parametrize(("key", "every", "message"), [
+    *((key, 1, rf"there is no metric '{key}'; .*: train/loss, train/lr, valid/loss\. Did you mean "
+        rf"'{key.replace('lss', 'loss')}'\?") for key in ("valid/lss", "train/lss")),
+    ("valid/los", 2, "there is no metric 'valid/los'"),  # of a loader that is evaluated later
+])  # fmt: skip
+def test_an_unknown_metric_is_an_error_at_the_first_evaluation(key, every, message):
+    might_add_metrics = lambda state: state
+    rarely = fl.every(epochs=4)(early_stop(key, mode="min"))  # it is checked at each record
+    with pytest.raises(KeyError, match=message) as caught:
+        fit(might_add_metrics, rarely, **RUN, evaluate_every=fl.every(epochs=every))
+    assert caught.value.state.step == every
 
 
-@pytest.mark.parametrize("key", ["valid/lss", "train/lss"])
-def test_an_unknown_metric_is_an_error_at_the_first_evaluation(key):
-    right = key.replace("lss", "loss")
-    with pytest.raises(
-        KeyError,
-        match=rf"there is no metric '{key}'; .*: train/loss, train/lr, valid/loss\. "
-        rf"Did you mean '{right}'\?",
-    ) as caught:
-        fl.fit(STEP, toy(), LOADERS, epochs=10, hooks=(MINE, early_stop(key, mode="min")))
-    assert caught.value.state.step == 1
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"patience": 0}, r"patience as an int >= 1, .*some libraries call that 0\); got 0"),
+    ({"patience": 1.5}, r"patience as an int >= 1, a number of evaluations; got 1\.5"),
+    ({"min_delta": -0.1}, r"min_delta >= 0 and finite, the least improvement; got -0\.1"),
+    ({"key": ""}, "an empty name"), ({"key": 3}, "the name of a metric, such as .*; got 3"),
+    ({"key": "valid/bleu"},
+        r'early_stop\("valid/bleu"\): .* lower or higher .*: write mode="min" or mode="max"'),
+    ({"key": "accuracy/bleu"}, 'write mode="min"'),  # the name of the loader does not count
+    ({"key": "valid/loss_of_accuracy"}, 'write mode="min"'),  # it has both words
+    ({"mode": "lower"}, r'mode expects "min" .* or "max" .*got \'lower\''),
+    ({"reference": "last"}, r'reference as one of "accepted", "best"; got \'last\''),
+])  # fmt: skip
+def test_a_wrong_setting_is_an_error_when_composing(settings, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        early_stop(**{"key": "valid/loss", **settings})
 
 
-def test_an_unknown_metric_of_a_loader_evaluated_later_is_an_error_then():
-    settings = {
-        "epochs": 10,
-        "hooks": (MINE, early_stop("valid/los", mode="min")),
-        "evaluate_every": fl.every(epochs=2),
-    }
-    with pytest.raises(KeyError, match=r"there is no metric 'valid/los'") as caught:
-        fl.fit(STEP, toy(), LOADERS, **settings)
-    assert caught.value.state.epoch == 2
+# --- when_improved
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: early_stop(3), TypeError, r'the name of a metric, such as "valid/loss"; got 3'),
-        (
-            lambda: early_stop("valid/loss", patience=0),
-            ValueError,
-            r"patience as an int >= 1, .*some libraries call that 0\); got 0",
-        ),
-        (
-            lambda: early_stop("valid/loss", patience=1.5),
-            ValueError,
-            r"patience as an int >= 1, a number of evaluations; got 1\.5",
-        ),
-        (
-            lambda: early_stop("valid/loss", patience=True),
-            ValueError,
-            r"patience as an int >= 1, a number of evaluations; got True",
-        ),
-        (
-            lambda: early_stop("valid/loss", min_delta=-0.1),
-            ValueError,
-            r"min_delta >= 0 and finite, the least improvement; got -0\.1",
-        ),
-        (
-            lambda: early_stop("valid/loss", min_delta=NAN),
-            ValueError,
-            r"min_delta >= 0 and finite, .*; got nan",
-        ),
-        (lambda: early_stop(""), ValueError, "an empty name"),
-        (
-            lambda: early_stop("valid/bleu"),
-            ValueError,
-            r'early_stop\("valid/bleu"\): .* lower or higher .*: write mode="min" or mode="max"',
-        ),
-        (
-            lambda: early_stop("accuracy/bleu"),
-            ValueError,
-            'write mode="min"',
-        ),  # the name of the loader does not count
-        (
-            lambda: early_stop("valid/loss_of_accuracy"),
-            ValueError,
-            'write mode="min"',
-        ),  # it has both words
-        (
-            lambda: early_stop("valid/loss", mode="lower"),
-            ValueError,
-            r'mode expects "min" .* or "max" .*got \'lower\'',
-        ),
-        (
-            lambda: early_stop("valid/loss", reference="last"),
-            ValueError,
-            r'reference as one of "accepted", "best"; got \'last\'',
-        ),
-    ],
-)
-def test_a_wrong_setting_is_an_error_when_composing(make, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("values", "settings", "indices"), [
+    ((3, 2, 1), {}, [0, 1, 2]), ((1, 2, 3), {}, [0]), ((1, 2, 3), {"mode": "max"}, [0, 1, 2]),
+    ((2, 2, 1, 1), {}, [0, 2]),  # equal is not better
+    ((2, 3, 1, 2, 0), {}, [0, 2, 4]),
+    ((3, 1, 2, 1.5), {}, [0, 1]),  # better than the one before is not enough
+    ((NAN, NAN, 2, NAN, 3, 1), {}, [2, 5]), ((NAN, 1, 2), {"mode": "max"}, [1, 2]),
+    ((INF, 5, -INF, -INF), {}, [0, 1, 2]), ((), {}, []),
+    ((3, 1, 2), {"closing": {1}}, [0, 2]),
+])  # fmt: skip
+@pytest.mark.parametrize("fresh", [False, True], ids=["one hook", "a new one each time"])
+def test_a_hook_runs_where_the_metric_is_better_than_ever(values, settings, indices, fresh):
+    settings = {**settings}
+    closing, called = settings.pop("closing", ()), []
+    make = lambda: when_improved("valid/loss", **settings)(lambda s: called.append(s.epoch) or s)
+    hook = make()
+    for i in range(len(values)):
+        (make() if fresh else hook)(reported(values[: i + 1], closing=closing))
+    assert [epoch - 1 for epoch in called] == indices
+
+
+RATES = (1.0, -2.0, 3.0, 0.0, 1.0, -1.0)  # w is -1, 1, -2, -2, -3, -2
+UP_AND_DOWN = {"step": fl.pipeline(fl.schedule(lambda i, total: RATES[i]))(toy_loss)}
+BETTER = when_improved("valid/loss")
+
+
+@pytest.mark.parametrize(("wrap", "steps"), [
+    (BETTER, [1, 3, 5]), (lambda hook: fl.every(epochs=2)(BETTER(hook)), []),
+    (lambda hook: fl.every(epochs=3)(BETTER(hook)), [3]),
+    (lambda hook: BETTER(fl.every(epochs=5)(hook)), [5]), (lambda hook: BETTER(fl.once(hook)), [1]),
+    (lambda hook: fl.on_main(BETTER(hook)), [1, 3, 5]),
+    (lambda hook: BETTER(fl.on_main(hook)), [1, 3, 5]),
+    (lambda hook: fl.when(lambda state: state.epoch > 1)(BETTER(hook)), [3, 5]),
+    (fl.every(epochs=3) & BETTER, [3]), (BETTER | fl.every(epochs=6), [1, 3, 5, 6]),
+    (~BETTER & fl.every(epochs=1), [2, 4, 6]),
+])  # fmt: skip
+def test_it_composes(wrap, steps):
+    notes = Notes()
+    fit(wrap(notes), **UP_AND_DOWN, train=1, valid=1, epochs=6)
+    assert notes.steps == steps
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_a_resumed_run_calls_it_as_an_uninterrupted_one(tmp_path, split):
+    notes, run = Notes(), {**UP_AND_DOWN, "train": 1, "valid": 1}
+    path = fl.save(fit(BETTER(notes), **run, epochs=split), tmp_path / "a")
+    fit(BETTER(notes), **run, state=fl.restore(path, toy()), epochs=6)
+    assert notes.steps == [1, 3, 5]
+
+
+def test_it_passes_the_other_calls_on():
+    calls = []
+
+    class Hook(fl.Hook):
+        def __call__(self, state):
+            return state
+
+        def begin(self, state):
+            return calls.append("begin") or state
+
+        def flush(self, state):
+            return calls.append("flush") or state
+
+        def close(self):
+            calls.append("close")
+
+    fit(BETTER(Hook()), valid=1)
+    assert calls == ["begin", "flush", "close"]
+
+
+@pytest.mark.parametrize(("key", "moments", "steps"), [
+    ("valid/loss", {"evaluate_every": fl.every(steps=1)}, [1, 2, 3, 4]),  # within an epoch
+    ("recent/loss", {"record_every": fl.every(steps=2)}, [2, 4]),
+    ("valid/loss", {"record_every": fl.every(steps=1)}, [4]),  # records without the metric
+])  # fmt: skip
+def test_which_records_count(key, moments, steps):
+    notes = Notes()
+    fit(when_improved(key)(notes), valid=1, **moments)
+    assert notes.steps == steps
+
+
+@pytest.mark.parametrize(("hook", "message"), [
+    *((wrap(when_improved(key, "min")(print)),
+        rf"when_improved\('{key}', mode='min'\): there is no metric '{key}'")
+        for wrap in (lambda hook: hook, fl.every(epochs=100)) for key in ("val/loss", "valid/lss")),
+    ((fl.every(epochs=100) & when_improved("val/loss"))(print),
+        r"every\(epochs=100\) & when_improved\('val/loss'\): there is no metric 'val/loss'"),
+    ((~when_improved("valdi/loss"))(print), "Did you mean 'valid/loss'"),
+])  # fmt: skip
+def test_an_unknown_metric_of_a_moment_is_named_before_the_first_update(hook, message):
+    state = toy()
+    with pytest.raises(KeyError, match=message):
+        fit(hook, state=state, valid=1)
+    assert (state.model.w.item(), state.step) == (0.0, 0)
+
+
+def test_equality_pickling_and_repr():
+    made = when_improved("valid/bleu", "max")
+    assert repr(made) == "when_improved('valid/bleu', mode='max')"
+    assert pickle.loads(pickle.dumps(made)) == made != when_improved("valid/bleu", "min")
+    assert repr(BETTER(fl.progress())).startswith("when_improved('valid/loss')(progress(")
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: when_improved(3), "when_improved expects key as the name of a metric"),
+    (lambda: when_improved("valid/bleu"), 'write mode="min" or mode="max"'),
+    (lambda: when_improved("valid/loss", "low"), 'mode expects "min"'),
+    (lambda: BETTER(3), r"when_improved\('valid/loss'\) expects hook as a function"),
+    (lambda: fit(BETTER, valid=1), r"write when_improved\('valid/loss'\)\(hook\)"),
+    (lambda: fl.once(BETTER(print)), r"write when_improved\('valid/loss'\)\(once\("),
+])  # fmt: skip
+def test_a_wrong_use_is_an_error_that_says_what_to_write(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
-
-
-def test_a_record_within_the_first_epoch_of_a_phase_is_named_by_its_step():
-    """The epoch that the first phase left counts, without a record at its end."""
-    loaders, given = {"train": [ONE] * 4, "valid": [ONE]}, {"evaluate_every": fl.every(steps=1)}
-    state = fl.fit(STEP, toy(), loaders, phase="a", steps=2, hooks=(), evaluate_every=None)
-    assert [(r.epoch, r.step) for r in state.history] == [(0, 2)]
-    stop = fl.early_stop("valid/loss", patience=1, mode="max")
-    state = fl.fit(STEP, state, loaders, phase="b", epochs=9, hooks=(stop,), **given)
-    assert [(r.epoch, r.step) for r in state.history[1:]] == [(1, 3), (1, 4)]
-    assert state.stop.endswith("(best -3, step 3)")

@@ -1,36 +1,32 @@
-"""progress: how rarely it reads from the device, how little it costs, and who shows it."""
+"""progress: how rarely it reads from the device, who shows it, and its pace.
+
+The pace is the rate and the time left of a run, where a whole run would show too little.
+"""
 
 import io
 import sys
-import timeit
-from unittest import mock
 
 import attrs
 import pytest
 import torch
 from fake_terminal import Terminal
-from torch.utils._python_dispatch import TorchDispatchMode
+from host_reads import CountReads
+from sample_middleware import skip_negative
+from toy_runs import ONE, STEP, fit, timed
 
 import fnloop as fl
-from fnloop import Mean, RunInfo, progress
+from fnloop import Mean, Record, RunInfo, progress
 from fnloop._backend.processes import Backend
 from fnloop._display import tables
-from fnloop.testing import toy, toy_loss
-
-ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
-STEP = fl.pipeline()(toy_loss)
+from fnloop._hooks.progress import Pace
+from fnloop.testing import toy
 
 
 def boundary(batch, **changes):
     """Return the state after an update in the middle of an epoch of 1000."""
     run, running = RunInfo(epochs=1, steps_per_epoch=1000), {"loss": Mean(torch.tensor(6.0), 2)}
-    state = attrs.evolve(
-        toy(), step=batch, batch=batch, run=run, metrics=running, events=frozenset({"update"})
-    )
-    return attrs.evolve(state, **changes)
-
-
-# --- with several processes
+    update = {"step": batch, "batch": batch, "events": frozenset({"update"})}
+    return attrs.evolve(toy(), run=run, metrics=running, **{**update, **changes})
 
 
 @pytest.mark.parametrize("file", [Terminal, io.StringIO])
@@ -50,75 +46,45 @@ def test_only_the_main_process_shows_anything(file, clock):
 # --- how often it reads from the device
 
 
-class CountReads(TorchDispatchMode):
-    """Counts the reads from the device: of one number, and of several at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __enter__(self):
-        tolist = torch.Tensor.tolist
-
-        def counted(tensor):
-            self.count += 1
-            return tolist(tensor)
-
-        self.patch = mock.patch.object(torch.Tensor, "tolist", counted)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.stop()
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("refresh", "most"), [(0.5, 20), (2.0, 5)])
-def test_refresh_limits_the_reads_however_fast_the_updates_are(clock, refresh, most):
-    hook = progress(refresh, file=Terminal())
-    with CountReads() as reads:
+@pytest.mark.parametrize(("refresh", "file", "reads"), [
+    (0.5, Terminal(), 20), (2.0, Terminal(), 5), (2.0, io.StringIO(), 0),
+])  # fmt: skip
+def test_refresh_limits_the_reads_however_fast_the_updates_are(clock, refresh, file, reads):
+    hook = progress(refresh, file=file)
+    with CountReads() as found:
         for batch in range(1, 641):  # ten seconds of updates
             hook(boundary(batch))
             clock.now += 1 / 64
     hook.close()
-    assert reads.count == most
+    assert found.count == reads
 
 
 def count_reads(*hooks, **settings):
     """Return the number of reads in a run of 50 short epochs."""
     with CountReads() as reads:
-        fl.fit(STEP, toy(), [ONE] * 2, epochs=50, hooks=hooks, **settings)
+        fit(*hooks, train=2, epochs=50, **settings)
     return reads.count
 
 
-def test_many_short_epochs_cause_no_more_reads(clock):
+def test_many_short_epochs_and_their_evaluations_cause_no_more_reads(clock, monkeypatch):
     assert count_reads() == 50  # one for each record
     assert count_reads(progress(file=Terminal())) == 51
     assert count_reads(progress(file=io.StringIO())) == 50
-
-
-def test_in_a_notebook_many_short_epochs_cause_no_more_reads(monkeypatch, clock):
+    evaluations = {"valid": 1, "evaluate_every": fl.every(steps=1)}
+    assert (
+        count_reads(progress(file=Terminal()), **evaluations) == count_reads(**evaluations) == 100
+    )
     monkeypatch.setattr(tables, "in_notebook", lambda: True)
     monkeypatch.setattr(tables.Display, "show", lambda self, value: None)
     assert count_reads(progress()) == 51
 
 
 def test_an_evaluation_is_shown_without_a_read(clock):
-    step, file = fl.pipeline()(clock.timed(toy_loss, 0.0, 1.0)), Terminal()
-    loaders = ([ONE], [ONE] * 9)
+    file = Terminal()
     with CountReads() as reads:
-        fl.fit(step, toy(), loaders, hooks=(progress(file=file),))
+        fit(progress(file=file), step=timed(clock, 0.0, 1.0), train=1, valid=9)
     assert "9/9" in file.getvalue()
     assert reads.count == 1  # of the record
-
-
-def test_drawing_a_record_causes_no_read():
-    every_step = {"evaluate_every": fl.every(steps=1)}
-    assert count_reads(progress(file=Terminal()), **every_step) == count_reads(**every_step) == 100
 
 
 def test_within_the_refresh_interval_nothing_is_drawn(clock):
@@ -130,24 +96,8 @@ def test_within_the_refresh_interval_nothing_is_drawn(clock):
     hook(boundary(2))
     assert file.getvalue() == drawn
     clock.now += 0.25
-    hook(boundary(3))
+    assert hook(state := boundary(3)) is state
     assert "3/1,000" in file.getvalue()
-    hook.close()
-
-
-def test_a_log_causes_no_reads(clock):
-    hook = progress(file=io.StringIO())
-    with CountReads() as reads:
-        for batch in range(1, 10):
-            hook(boundary(batch))
-            clock.now += 1.0
-    assert reads.count == 0
-
-
-def test_it_returns_the_same_state():
-    hook = progress(file=Terminal())
-    for state in (boundary(1), boundary(2), boundary(3, events=frozenset())):
-        assert hook(state) is state
     hook.close()
 
 
@@ -159,27 +109,13 @@ def test_close_can_be_called_at_any_time():
     hook.close()
 
 
-def test_an_update_costs_next_to_nothing_when_it_is_not_time_to_draw():
-    hook, state = progress(file=Terminal()), boundary(1)
-    hook(state)
-    took = min(timeit.repeat(lambda: hook(state), number=1000, repeat=20)) / 1000
-    hook.close()
-    assert took < 5e-6  # seconds; 0.2e-6 on the machine where it was written
+# --- arguments, and where it cannot write
 
 
-# --- arguments
-
-
-@pytest.mark.parametrize("refresh", [0.1, 0, -1.0, float("nan"), "1"])
-def test_a_refresh_below_half_a_second_is_an_error(refresh):
-    with pytest.raises(
-        ValueError,
-        match=r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings",
-    ):
-        progress(refresh)
-
-
-def test_the_repr_is_the_call():
+def test_a_refresh_below_half_a_second_is_an_error():
+    why = r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings"
+    with pytest.raises(ValueError, match=why):
+        progress(0.1)
     assert repr(progress()) == "progress()"
     assert repr(progress(refresh=2.0)) == "progress(refresh=2.0)"
 
@@ -195,12 +131,126 @@ def test_a_run_without_stderr_trains_in_silence(closed, monkeypatch):
 
 def test_a_file_that_cannot_hold_a_name_or_is_closed_ends_no_run():
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-
-    def close(state):
-        file.close()
-        return state
-
-    loaders, hooks = {"train": [ONE], "prüfung": [ONE]}, (progress(file=file),)
-    assert fl.fit(STEP, toy(), loaders, epochs=2, hooks=hooks).step == 2
+    run = {"loaders": {"train": [ONE], "prüfung": [ONE]}, "epochs": 2}
+    assert fit(progress(file=file), **run).step == 2
     assert "pr?fung/loss -2.0000*" in file.buffer.getvalue().decode()
-    assert fl.fit(STEP, toy(), loaders, epochs=2, hooks=(close, progress(file=file))).step == 2
+    assert fit(lambda state: file.close() or state, progress(file=file), **run).step == 2
+
+
+# --- the pace
+
+
+class Timed:
+    """A state of a run of 10 epochs of 100 updates, whose times are given, and its pace."""
+
+    def __init__(self, clock, device="cpu", **facts):
+        facts = {"epochs": 10, "steps_per_epoch": 100, "total_steps": 1000, **facts}
+        self.state = attrs.evolve(toy(), run=RunInfo(**facts), backend=Backend(device))
+        self.clock, self.pace = clock, Pace(self.state)
+
+    def update(self, updates, seconds, waits=0.0):
+        """Make some updates, which take some time, and more in hooks."""
+        self.clock.now += seconds + waits
+        self.state.run.stopwatch.trained += seconds
+        step, batch = self.state.step + updates, self.state.batch + updates
+        self.state = attrs.evolve(self.state, step=step, batch=batch, events=frozenset({"update"}))
+        return self
+
+    def evaluate(self, seconds, *loaders):
+        """Make a record, whose evaluations took some time; that of each loader may be told."""
+        for loader, each in loaders:
+            self.pace.begin_evaluation(loader)
+            self.clock.now += each
+        self.clock.now += 0.0 if loaders else seconds
+        self.state.run.stopwatch.evaluated = seconds
+        metrics = {f"{loader}/loss": 1.0 for loader, _ in loaders or [("valid", 0)]}
+        record = Record(self.state.epoch, self.state.step, metrics)
+        self.state = attrs.evolve(
+            self.state,
+            history=self.state.history.append(record),
+            events=self.state.events | {"record"},
+        )
+        self.pace.read_records(self.state)
+        return self
+
+    def end_epoch(self, *events):
+        events = frozenset({*self.state.events, "epoch", *events})
+        self.state = attrs.evolve(self.state, epoch=self.state.epoch + 1, batch=0, events=events)
+        return self
+
+    def look(self):
+        return self.pace.look(self.state)
+
+
+@pytest.mark.parametrize(("device", "rate"), [("cpu", 10.0), ("cuda", 5.0)])
+def test_hooks_count_where_they_may_wait_for_a_device(clock, device, rate):
+    run = Timed(clock, device)
+    assert run.update(10, 1.0).look().rate == 10.0
+    assert run.update(10, 1.0, waits=2.0).look().rate == pytest.approx(rate)
+
+
+def test_evaluations_do_not_count_on_any_device(clock):
+    run = Timed(clock, "cuda").update(10, 1.0)
+    run.look()
+    assert run.update(10, 1.0).evaluate(5.0).look().rate == 10.0
+
+
+def test_the_time_left_has_the_evaluations_to_come(clock):
+    run = Timed(clock)
+    for evaluations in (19, 18, 17):
+        run.update(50, 50.0).evaluate(4.0)
+        if run.state.batch == 100:
+            run.end_epoch()
+        assert run.look().left == (1000 - run.state.step) * 1.0 + evaluations * 4.0
+
+
+def test_each_loader_is_expected_at_its_own_pace(clock):
+    """One takes a second after every 10 updates; the other 30 seconds after every 400."""
+    run = Timed(clock)
+    for step in range(10, 500, 10):
+        rare = [("test", 30.0)] if step % 400 == 0 else []
+        run.update(10, 10.0).evaluate(1.0 + 30.0 * len(rare), ("valid", 1.0), *rare)
+        left = (1000 - step) * 1.0 + (1000 - step) // 10 * 1.0
+        left += 30.0 * (step >= 400)  # at 800; before 400, nothing is known of it
+        assert run.look().left == pytest.approx(left), step
+
+
+def test_the_first_evaluation_is_expected_again_while_it_runs(clock):
+    run = Timed(clock).update(100, 100.0)
+    position = run.look()
+    assert position.left == 900.0
+    run.end_epoch().pace.begin_evaluation("valid")
+    # 5 seconds have passed and 15 are left, and then there are nine more of 20 seconds.
+    left = run.pace.left_in_evaluation(run.state, "valid", position, 0.0, 5.0, 15.0)
+    assert left == 900.0 + 15.0 + 9 * 20.0
+    assert run.pace.left_in_evaluation(run.state, "valid", position, 0.0, 5.0, None) is None
+    assert run.evaluate(20.0).look().left == 900.0 + 9 * 20.0
+
+
+def test_an_evaluation_at_the_start_is_expected_at_the_end_of_each_epoch(clock):
+    run = Timed(clock).evaluate(4.0)
+    assert run.update(50, 50.0).look().left == 950 * 1.0 + 10 * 4.0
+
+
+def test_the_smaller_of_two_targets_decides(clock):
+    run = Timed(clock, total_steps=150).update(100, 100.0).end_epoch("record")
+    position = run.look()
+    assert (position.epoch, position.done, position.total, position.left) == (1, 100, 100, 50.0)
+    position = run.update(10, 10.0).look()
+    assert (position.epoch, position.done, position.total) == (2, 10, 50)
+
+
+def test_skipped_updates_are_updates(clock):
+    """As after an overflow of fp16: nothing is applied, and the batch is gone."""
+    file, step = Terminal(), timed(clock, 1.0, 0.0, skip_negative())
+    state = fit(progress(file=file), step=step, loaders=[ONE, -ONE, ONE, ONE])
+    assert (state.step, state.skipped) == (3, 1)
+    assert "2/4  1.00 step/s" in file.getvalue()
+    assert "3/4  1.00 step/s" in file.getvalue()
+
+
+def test_a_hook_that_goes_back_to_a_snapshot(clock, back_once):
+    file = Terminal()
+    state = fit(progress(file=file), back_once, step=timed(clock, 1.0), train=6, epochs=2)
+    assert (state.step, state.epoch) == (12, 2)
+    assert file.lines()[-2].startswith("done: epoch 2/2, step 12, after 14s")

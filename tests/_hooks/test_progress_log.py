@@ -9,13 +9,12 @@ import signal
 import attrs
 import pytest
 import torch
+from sample_hooks import raise_at, stop_at
+from toy_runs import ONE, STEP, fit, timed
 
 import fnloop as fl
 from fnloop import progress
 from fnloop.testing import toy, toy_loss
-
-ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
-STEP = fl.pipeline()(toy_loss)
 
 
 class Flushed(io.StringIO):
@@ -27,18 +26,27 @@ class Flushed(io.StringIO):
         self.flushed = self.getvalue().count("\n")
 
 
-def logged(step, loaders, state=None, hooks=(), **settings):
-    """Return the lines of a run."""
-    file = Flushed()
-    fl.fit(step, state or toy(), loaders, hooks=(progress(file=file), *hooks), **settings)
+def logged(*hooks, error=None, **run):
+    """Return the lines of a run, and the state that an error has if one ends it."""
+    file, caught = Flushed(), None
+    hooks = [progress(file=file) if hook is progress else hook for hook in hooks or (progress,)]
+    if error is None:
+        fit(*hooks, **run)
+    else:
+        with pytest.raises(error) as caught:
+            fit(*hooks, **run)
     lines = file.getvalue().splitlines()
-    assert file.flushed == len(lines)
-    return lines
+    assert file.flushed == len(lines) and file.getvalue().isascii()
+    assert not {"\x1b", "\r"} & set(file.getvalue())
+    return lines if caught is None else (lines, caught.value.state)
+
+
+# --- records
 
 
 def test_a_line_per_record(clock):
-    step, loaders = fl.pipeline()(clock.timed(toy_loss, 1.0, 0.5)), ([ONE] * 3, [ONE])
-    assert logged(step, loaders, epochs=2, evaluate_every=fl.every(steps=2)) == [
+    step, every = timed(clock, 1.0, 0.5), fl.every(steps=2)
+    assert logged(step=step, train=3, valid=1, epochs=2, evaluate_every=every) == [
         "Toy on cpu, 1 parameter, float32, 2 epochs of 3 updates, evaluated on valid",
         "epoch 1/2  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  2.5s",
         "epoch 1/2  step 3  train/loss -1.0000  train/lr 1.0e+00  1.0s",  # an epoch's end
@@ -49,11 +57,8 @@ def test_a_line_per_record(clock):
 
 
 def test_the_table_of_the_history_has_the_epochs_of_the_log():
-    loaders, moment = ([ONE] * 3, [ONE]), fl.every(steps=2) | fl.at_start()
-    file = io.StringIO()
-    state = fl.fit(
-        STEP, toy(), loaders, steps=7, evaluate_every=moment, hooks=(progress(file=file),)
-    )
+    file, moment = io.StringIO(), fl.every(steps=2) | fl.at_start()
+    state = fit(progress(file=file), train=3, valid=1, steps=7, evaluate_every=moment)
     log = [line.split() for line in file.getvalue().splitlines()[1:-1]]
     # At the start, at steps 2, 3 (the end of epoch 1), 4, 6 (the end of epoch 2), and 7 (closing).
     expected = [0, 1, 1, 2, 2, 3]
@@ -69,84 +74,83 @@ def test_the_table_of_the_history_has_the_epochs_of_the_log():
     assert [row["epoch"] for row in state.history.to_dicts()] == completed
 
 
-def test_a_heartbeat_when_there_is_no_record(clock):
-    step = fl.pipeline()(clock.timed(toy_loss, 8.0))
-    assert logged(step, [ONE] * 10, epochs=90)[1:4] == [
+@pytest.mark.parametrize(("hooks", "run", "lines"), [
+    *((hooks, {},
+       ["epoch 1/1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  0.0s",
+        "stopped: enough; epoch 1/1, step 2, after 0.0s; best valid/loss -2.0000 at step 2"])
+      for hooks in ((stop_at(2), progress), (progress, stop_at(2)))),
+    ((progress,), {"steps": 2},
+      ["epoch 1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  0.0s",
+       "done: epoch 1, step 2, after 0.0s; best valid/loss -2.0000 at step 2"]),
+])  # fmt: skip
+def test_the_closing_record_is_printed_once(clock, hooks, run, lines):
+    assert logged(*hooks, valid=1, **run)[1:] == lines
+
+
+def test_the_last_line_has_the_best_of_the_loader_that_was_given_first():
+    moments = {"valid": fl.every(epochs=1), "test": fl.at_start() | fl.at_end()}
+    loaders = {"train": [ONE], "valid": [ONE], "test": [2 * ONE]}
+    *_, last = logged(loaders=loaders, epochs=2, evaluate_every=moments)
+    assert last.endswith("; best valid/loss -2.0000 at step 2")
+
+
+def test_a_resumed_run_knows_the_best_of_before(clock):
+    state, loaders = fit(train=2, valid=1), ([ONE] * 2, [-ONE])
+    lines = logged(state=state, loaders=loaders, epochs=2)
+    assert lines[0].endswith("from step 2")
+    assert lines[1].startswith("epoch 2/2  step 4  valid/loss 4.0000  train")  # no star
+    assert lines[2].endswith("; best valid/loss -2.0000 at step 2")
+
+
+def test_of_turns_the_losses_are_shown_and_no_mean_is_the_best(clock):
+    """The heartbeat has the loss of each. Neither the mean of a model nor of an average is best."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "dg"})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.0) for name in "dg"}
+    torch.nn.init.ones_(model["d"].weight), torch.nn.init.zeros_(model["g"].weight)
+
+    def turn(name):
+        def loss_fn(model, x):
+            clock.now += 15 * model.training
+            return model[name](x).mean()
+
+        return fl.pipeline()(loss_fn)
+
+    state, x = fl.TrainState.create(model, optimizers, seed=0), torch.ones(1, 1)
+    step = fl.pipeline(fl.ema(0.5))(fl.alternate({name: turn(name) for name in "dg"}))
+    lines = logged(state=state, step=step, loaders={"train": [x] * 2, "valid": [x]})
+    heartbeat, _, record = (line.split("  ") for line in lines[1:-1])
+    assert heartbeat[:5] == ["epoch 1/1", "50%", "step 1", "d/loss 1.0000", "g/loss 0.0000"]
+    losses = ["valid/loss 0.5000", "valid/d/loss 1.0000*", "valid/g/loss 0.0000*"]
+    assert record[:5] == ["epoch 1/1", "step 2", *losses]
+    starred = [field.split()[0] for field in record if field.endswith("*")]
+    assert starred == ["valid/d/loss", "valid/g/loss", "valid/ema/d/loss", "valid/ema/g/loss"]
+    assert lines[-1] == "done: epoch 1/1, step 2, after 1m 00s"
+
+
+# --- heartbeats
+
+
+@pytest.mark.parametrize(("seconds", "run", "lines"), [
+    ((8.0,), {"train": 10, "epochs": 90}, [
         "epoch 1/90  40%  step 4  loss -1.5000  lr 1.0e+00  8.00 s/step  1h 59m left",
         "epoch 1/90  80%  step 8  loss -3.5000  lr 1.0e+00  8.00 s/step  1h 58m left",
-        "epoch 1/90  step 10  train/loss -4.5000  train/lr 1.0e+00  1m 20s",
-    ]
-
-
-def test_a_heartbeat_during_an_evaluation(clock):
-    step = fl.pipeline()(clock.timed(toy_loss, 1.0, 16.0))
-    assert logged(step, ([ONE] * 2, [ONE] * 4))[1:4] == [
+        "epoch 1/90  step 10  train/loss -4.5000  train/lr 1.0e+00  1m 20s"]),
+    # during an evaluation
+    ((1.0, 16.0), {"train": 2, "valid": 4}, [
         "epoch 1/1  step 2  valid 2/4  16.0 s/batch  32s left",
         "epoch 1/1  step 2  valid 4/4  16.0 s/batch  0s left",
-        "epoch 1/1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  1m 06s",
-    ]
-
-
-def test_records_of_record_every_are_a_line_every_ten_seconds(clock):
-    step = fl.pipeline()(clock.timed(toy_loss, 4.0))
-    lines = logged(step, [ONE] * 8, record_every=fl.every(steps=1))
-    assert lines[1:4] == [
+        "epoch 1/1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  1m 06s"]),
+    # records of record_every are a line every ten seconds
+    ((4.0,), {"train": 8, "record_every": fl.every(steps=1)}, [
         "epoch 1/1  37%  step 3  loss -2.0000  lr 1.0e+00  4.00 s/step  20s left",
         "epoch 1/1  75%  step 6  loss -5.0000  lr 1.0e+00  4.00 s/step  8s left",
-        "epoch 1/1  step 8  train/loss -3.5000  train/lr 1.0e+00  32s",
-    ]
-
-
-def test_a_stream_has_neither_percentages_nor_a_time_left(clock):
-    step = fl.pipeline()(clock.timed(toy_loss, 16.0))
-    lines = logged(step, lambda: iter([ONE] * 3))
-    assert lines[:2] == [
-        "Toy on cpu, 1 parameter, float32, 1 epoch",
-        "epoch 1/1  step 2  loss -0.5000  lr 1.0e+00  16.0 s/step",
-    ]
-
-
-def test_what_a_run_works_with(clock):
-    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 1))
-    model[0].requires_grad_(False)
-    state = fl.TrainState.create(model, torch.optim.SGD(model[1].parameters(), lr=0.1), seed=0)
-    step = fl.pipeline(fl.amp("bf16"))(lambda model, batch: model(batch).mean())
-    head = logged(step, {"train": [torch.ones(1, 30)], "test": [torch.ones(1, 30)]}, state)[0]
-    assert head == (
-        "Sequential on cpu, 1,281 parameters, 41 trained, amp bf16, 1 epoch of 1 update, "
-        "evaluated on test"
-    )
-
-
-@pytest.mark.parametrize(
-    ("listed", "shown"),
-    [((), "amp bf16"), ((fl.amp(None),), "float32"), ((fl.amp("fp16"),), "amp fp16")],
-)
-def test_amp_in_the_pipeline_is_shown_and_else_what_accelerate_is_configured_for(listed, shown):
-    state = toy()
-    state = attrs.evolve(state, backend=attrs.evolve(state.backend, precision="bf16"))
-    head = logged(fl.pipeline(*listed)(toy_loss), [ONE], state)[0]
-    assert head == f"Toy on cpu, 1 parameter, {shown}, 1 epoch of 1 update"
-
-
-@pytest.mark.parametrize(
-    ("windows", "shown", "updates"),
-    [
-        (2, "3 epochs of 4 updates", 12),
-        ({0: 4, 1: 2}, "3 epochs, 10 updates in all", 10),
-        ({0: 2, 1: 4}, "3 epochs, 8 updates in all", 8),
-    ],
-)
-def test_epochs_of_different_lengths_are_told_by_their_updates(windows, shown, updates):
-    accumulating = fl.pipeline(fl.accumulate(windows))(toy_loss)
-    head, *_, last = logged(accumulating, [ONE] * 8, toy(), epochs=3)
-    assert head == f"Toy on cpu, 1 parameter, float32, {shown}"
-    assert f"step {updates}," in last
-
-
-def test_a_run_that_continues_has_epochs_of_the_same_length():
-    state = fl.fit(STEP, toy(), [ONE] * 4, steps=6, hooks=())
-    assert "3 epochs of 4 updates, from step 6" in logged(STEP, [ONE] * 4, state, epochs=3)[0]
+        "epoch 1/1  step 8  train/loss -3.5000  train/lr 1.0e+00  32s"]),
+    # a stream has neither percentages nor a time left
+    ((16.0,), {"loaders": lambda: iter([ONE] * 3)}, [
+        "epoch 1/1  step 2  loss -0.5000  lr 1.0e+00  16.0 s/step"]),
+])  # fmt: skip
+def test_a_heartbeat_where_there_is_no_record(clock, seconds, run, lines):
+    assert logged(step=timed(clock, *seconds), **run)[1 : 1 + len(lines)] == lines
 
 
 def test_skipped_updates_are_told_where_there_are_some(clock):
@@ -159,179 +163,101 @@ def test_skipped_updates_are_told_where_there_are_some(clock):
         return loss if len(calls) % 10 == 0 else loss * math.nan, aux
 
     step = fl.pipeline(fl.skip_nonfinite(99))(clock.timed(loss_fn, 2.0))
-    *_, status, row, last = logged(step, [ONE] * 20, toy())
+    *_, status, row, last = logged(step=step, train=20)
     assert "step 1  14 skipped  loss" in status  # the heartbeat after 30 s
     assert row.split("  ")[-2:] == ["18 skipped", "40s"]
     assert last == "done: epoch 1/1, step 2, 18 skipped, after 40s"
 
 
-def test_the_last_line_has_the_best_of_the_loader_that_was_given_first():
-    moments = {"valid": fl.every(epochs=1), "test": fl.at_start() | fl.at_end()}
-    loaders = {"train": [ONE], "valid": [ONE], "test": [2 * ONE]}
-    *_, last = logged(STEP, loaders, toy(), epochs=2, evaluate_every=moments)
-    assert last.endswith("; best valid/loss -2.0000 at step 2")
+# --- the first line
 
 
-def test_a_run_that_ends_by_its_updates_tells_them():
-    head = logged(STEP, [ONE] * 4, toy(), epochs=3, steps=6)[0]
-    assert head.endswith("3 epochs, 6 updates in all")
+def test_what_a_run_works_with():
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 1))
+    model[0].requires_grad_(False)
+    state = fl.TrainState.create(model, torch.optim.SGD(model[1].parameters(), lr=0.1), seed=0)
+    step = fl.pipeline(fl.amp("bf16"))(lambda model, batch: model(batch).mean())
+    x = torch.ones(1, 30)
+    assert logged(step=step, loaders={"train": [x], "test": [x]}, state=state)[0] == (
+        "Sequential on cpu, 1,281 parameters, 41 trained, amp bf16, 1 epoch of 1 update, "
+        "evaluated on test"
+    )
 
 
-@pytest.mark.parametrize("stops_first", [True, False], ids=["before", "after"])
-def test_the_closing_record_of_a_stopped_run_is_printed_once(clock, stops_first):
-    file = io.StringIO()
-    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
-    show = progress(file=file)
-    fl.fit(STEP, toy(), ([ONE] * 4, [ONE]), hooks=(stop, show) if stops_first else (show, stop))
-    assert file.getvalue().splitlines()[1:] == [
-        "epoch 1/1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  0.0s",
-        "stopped: enough; epoch 1/1, step 2, after 0.0s; best valid/loss -2.0000 at step 2",
-    ]
+@pytest.mark.parametrize(("listed", "shown"), [
+    ((), "amp bf16"), ((fl.amp(None),), "float32"), ((fl.amp("fp16"),), "amp fp16"),
+])  # fmt: skip
+def test_amp_in_the_pipeline_is_shown_and_else_what_accelerate_is_configured_for(listed, shown):
+    state = toy()
+    state = attrs.evolve(state, backend=attrs.evolve(state.backend, precision="bf16"))
+    head = logged(step=fl.pipeline(*listed)(toy_loss), train=1, state=state)[0]
+    assert head == f"Toy on cpu, 1 parameter, {shown}, 1 epoch of 1 update"
 
 
-def test_the_closing_record_of_a_finished_run_is_printed_once(clock):
-    assert logged(STEP, ([ONE] * 4, [ONE]), steps=2)[1:] == [
-        "epoch 1  step 2  valid/loss -2.0000*  train/loss -0.5000  train/lr 1.0e+00  0.0s",
-        "done: epoch 1, step 2, after 0.0s; best valid/loss -2.0000 at step 2",
-    ]
+@pytest.mark.parametrize(("windows", "targets", "shown", "updates"), [
+    (2, {"epochs": 3}, "3 epochs of 4 updates", 12),
+    ({0: 4, 1: 2}, {"epochs": 3}, "3 epochs, 10 updates in all", 10),
+    ({0: 2, 1: 4}, {"epochs": 3}, "3 epochs, 8 updates in all", 8),
+    (1, {"epochs": 3, "steps": 6}, "3 epochs, 6 updates in all", 6),
+    (1, {"epochs": 3, "state": 6}, "3 epochs of 8 updates, from step 6", 24),
+    (1, {"loaders": lambda: iter([ONE] * 3)}, "1 epoch", 3),
+])  # fmt: skip
+def test_epochs_of_different_lengths_are_told_by_their_updates(windows, targets, shown, updates):
+    run = {"step": fl.pipeline(fl.accumulate(windows))(toy_loss), "train": 8}
+    begun = {"state": fit(**run, steps=targets["state"])} if "state" in targets else {}
+    head, *_, last = logged(**{**run, **targets, **begun})
+    assert head == f"Toy on cpu, 1 parameter, float32, {shown}"
+    assert f"step {updates}," in last
 
 
-def test_nan_says_why_it_stopped(clock):
-    lines = logged(STEP, [ONE * float("nan")] * 3, epochs=9, hooks=(fl.halt_on_nonfinite(),))
-    assert lines[-1].startswith("stopped: halt_on_nonfinite: the training loss became nan")
+# --- the last line
 
 
-def test_an_exception_leaves_a_last_line(clock):
-    file = io.StringIO()
-    with pytest.raises(ZeroDivisionError):
-        fl.fit(
-            STEP,
-            toy(),
-            [ONE] * 3,
-            hooks=(progress(file=file), lambda state: (state.step < 2 and state) or 1 / 0),
-        )
-    assert file.getvalue().splitlines()[1:] == [
-        "failed: ZeroDivisionError: division by zero; epoch 1/1, step 2, after 0.0s"
-    ]
+def evaluation_fails(model, batch):
+    if not model.training:
+        raise RuntimeError("no")
+    return toy_loss(model, batch)
 
 
-def test_a_resumed_run_knows_the_best_of_before(clock):
-    state = fl.fit(STEP, toy(), ([ONE] * 2, [ONE]), hooks=())
-    lines = logged(STEP, ([ONE] * 2, [-ONE]), state, epochs=2)
-    assert lines[0].endswith("from step 2")
-    assert lines[1].startswith("epoch 2/2  step 4  valid/loss 4.0000  train")  # no star
-    assert lines[2].endswith("; best valid/loss -2.0000 at step 2")
-
-
-def test_a_log_that_cannot_be_written_does_not_end_the_run(clock):
-    class Full(io.StringIO):
-        def write(self, text):
-            raise OSError(28, "No space left on device")
-
-    assert fl.fit(STEP, toy(), [ONE] * 2, hooks=(progress(file=Full()),)).step == 2
-
-
-def test_sigusr1_is_not_the_end(clock):
-    """A hook's flush is called then, too."""
-    file = io.StringIO()
-    hook = progress(file=file)
-    middle = fl.when(lambda state: state.step == 2)(hook.flush)
-    fl.fit(STEP, toy(), [ONE] * 4, hooks=(hook, middle))
-    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["Toy", "epoch", "done:"]
-
-
-def test_sigusr1_at_the_end_does_not_end_it_twice(clock):
-    file = io.StringIO()
-    hook = progress(file=file)
-    last = fl.when(lambda state: state.step == 4)(hook.flush)
-    fl.fit(STEP, toy(), [ONE] * 4, hooks=(hook, last))
-    assert file.getvalue().count("done") == 1
-
-
-def test_there_are_no_escape_codes(clock):
-    file = io.StringIO()
-    fl.fit(STEP, toy(), ([ONE], [ONE]), epochs=3, hooks=(progress(file=file),))
-    assert file.getvalue().isascii()
-    assert not {"\x1b", "\r"} & set(file.getvalue())
-
-
-def test_it_writes_to_the_current_stderr(clock, capsys):
-    hook = progress()
-    fl.fit(STEP, toy(), [ONE], hooks=(hook,))
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.splitlines() == [
-        "Toy on cpu, 1 parameter, float32, 1 epoch of 1 update",
-        "epoch 1/1  step 1  train/loss 0.0000  train/lr 1.0e+00  0.0s",
-        "done: epoch 1/1, step 1, after 0.0s",
-    ]
-
-
-def test_it_is_one_of_the_default_hooks(capsys):
-    fl.fit(STEP, toy(), [ONE])
-    assert "epoch 1/1  step 1  train/loss 0.0000" in capsys.readouterr().err
-    fl.fit(STEP, toy(), [ONE], hooks=())
-    assert capsys.readouterr().err == ""
-
-
-class Broken(Exception):
-    pass
-
-
-def last_line(hooks, steps=3, error=Broken, loss=toy_loss, **given):
-    """Return the last line of a run that an error ends, and the state that the error has."""
-    file = io.StringIO()
-    hooks = [progress(file=file) if hook is progress else hook for hook in hooks]
-    loaders = {"train": [ONE] * steps, "valid": [ONE]}
-    with pytest.raises(error) as caught:
-        fl.fit(fl.pipeline()(loss), toy(), loaders, epochs=3, hooks=hooks, **given)
-    return file.getvalue().splitlines()[-1], caught.value.state
-
-
-def breaking(at, error=Broken):
-    def hook(state):
-        if state.step == at:
-            raise error
-        return state
-
-    return hook
-
-
-@pytest.mark.parametrize("moment", [fl.every(epochs=1), fl.every(steps=1), fl.every(steps=2)])
-def test_the_last_line_has_the_step_of_the_evaluation_that_failed(moment):
-    def loss(model, batch):
-        if not model.training:
-            raise Broken("no")
-        return toy_loss(model, batch)
-
-    line, state = last_line([progress], loss=loss, evaluate_every=moment)
-    steps = {"every(epochs=1)": 3}.get(repr(moment), moment.steps)
-    assert state.step == steps
-    assert line.startswith(f"failed: Broken: no; epoch 1/3, step {steps}, after ")
+@pytest.mark.parametrize(("moment", "step"), [
+    (fl.every(epochs=1), 3), (fl.every(steps=1), 1), (fl.every(steps=2), 2),
+])  # fmt: skip
+def test_the_last_line_has_the_step_of_the_evaluation_that_failed(moment, step):
+    run = {"step": fl.pipeline()(evaluation_fails), "train": 3, "valid": 1, "epochs": 3}
+    (*_, line), state = logged(error=RuntimeError, evaluate_every=moment, **run)
+    assert state.step == step
+    assert line.startswith(f"failed: RuntimeError: no; epoch 1/3, step {step}, after ")
 
 
 @pytest.mark.parametrize("at", [2, 3, 4])
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (Broken, "failed: Broken;"),
-        (KeyboardInterrupt, "stopped: interrupted;"),
-        (SystemExit, "ended early:"),
-    ],
-)
+@pytest.mark.parametrize("order", [1, -1], ids=["after", "before"])
+@pytest.mark.parametrize(("error", "reason"), [
+    (RuntimeError, "failed: RuntimeError: no;"), (SystemExit, "ended early:"),
+    (KeyboardInterrupt, "stopped: interrupted;"),  # the run ends as after Ctrl-C
+])  # fmt: skip
 def test_the_last_line_has_the_step_of_the_hook_that_failed(at, order, error, reason):
-    hooks = [progress, breaking(at, error)][:: 1 if order == "after" else -1]
-    if error is KeyboardInterrupt:  # where no handler is installed, the run ends as after Ctrl-C
-        file = io.StringIO()
-        hooks = [progress(file=file) if hook is progress else hook for hook in hooks]
-        state = fl.fit(STEP, toy(), {"train": [ONE] * 3, "valid": [ONE]}, epochs=3, hooks=hooks)
-        line = file.getvalue().splitlines()[-1]
-    else:
-        line, state = last_line(hooks, error=error)
-    epoch = 1 + (at > 3)
-    assert state.step == at
-    assert line.startswith(f"{reason} epoch {epoch}/3, step {at}, after ")
+    hooks = (progress, raise_at(at, error))[::order]
+    raised = None if error is KeyboardInterrupt else error
+    found = logged(*hooks, error=raised, train=3, valid=1, epochs=3)
+    lines, state = (found, None) if raised is None else found
+    assert state is None or state.step == at
+    assert lines[-1].startswith(f"{reason} epoch {1 + (at > 3)}/3, step {at}, after ")
+
+
+def test_the_last_line_of_a_failure_counts_skipped_updates():
+    def loss(model, batch):
+        if model.w.item() <= -2:
+            raise RuntimeError("no")
+        return toy_loss(model, batch)
+
+    step, loaders = fl.pipeline(fl.skip_nonfinite())(loss), [ONE, math.nan * ONE, ONE, ONE]
+    (*_, last), _ = logged(error=RuntimeError, step=step, loaders=loaders)
+    assert last.startswith("failed: RuntimeError: no; epoch 1/1, step 2, 1 skipped, after ")
+
+
+def test_nan_says_why_it_stopped():
+    *_, last = logged(progress, fl.halt_on_nonfinite(), loaders=[ONE * math.nan] * 3, epochs=9)
+    assert last.startswith("stopped: halt_on_nonfinite: the training loss became nan")
 
 
 def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):
@@ -346,9 +272,8 @@ def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):
         return toy_loss(model, batch)
 
     file = io.StringIO()
-    loaders = {"train": [ONE] * 3, "valid": [ONE] * 5}
     with pytest.raises(KeyboardInterrupt):
-        fl.fit(fl.pipeline()(loss), toy(), loaders, epochs=3, hooks=(progress(file=file),))
+        fit(progress(file=file), step=fl.pipeline()(loss), train=3, valid=5, epochs=3)
     assert len(evaluated) == 4
     assert caplog.messages == [
         "fit: Ctrl-C ends the run after the evaluation; a second one ends it at once, and then the "
@@ -358,39 +283,35 @@ def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):
     assert last.startswith("interrupted at once: epoch 1/3, step 3, after ")
 
 
-def test_of_turns_the_losses_are_shown_and_not_their_mean(clock):
-    """The bar and the heartbeat have the loss of each, and no mean is the best."""
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "dg"})
-    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.0) for name in "dg"}
-    torch.nn.init.ones_(model["d"].weight), torch.nn.init.zeros_(model["g"].weight)
-
-    def turn(name):
-        def loss_fn(model, x):
-            clock.now += 15 * model.training
-            return model[name](x).mean()
-
-        return fl.pipeline()(loss_fn)
-
-    state = fl.TrainState.create(model, optimizers, seed=0)
-    step = fl.alternate({name: turn(name) for name in "dg"})
-    x = torch.ones(1, 1)
-    lines = logged(step, {"train": [x] * 2, "valid": [x]}, state)
-    heartbeat, _, record = (line.split("  ") for line in lines[1:-1])
-    assert heartbeat[:5] == ["epoch 1/1", "50%", "step 1", "d/loss 1.0000", "g/loss 0.0000"]
-    losses = ["valid/loss 0.5000", "valid/d/loss 1.0000*", "valid/g/loss 0.0000*"]
-    assert record[:5] == ["epoch 1/1", "step 2", *losses]
-    assert lines[-1] == "done: epoch 1/1, step 2, after 1m 00s"
+@pytest.mark.parametrize("at", [2, 4], ids=["in the middle", "at the end"])
+def test_a_flush_for_sigusr1_is_not_the_end(at):
+    file = io.StringIO()
+    hook = progress(file=file)
+    fit(hook, fl.when(lambda state: state.step == at)(hook.flush))
+    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["Toy", "epoch", "done:"]
 
 
-def test_the_last_line_of_a_failure_counts_skipped_updates():
-    def loss(model, batch):
-        if model.w.item() <= -2:
-            raise Broken("no")
-        return toy_loss(model, batch)
+# --- where it writes
 
-    file, nan = io.StringIO(), torch.tensor([math.nan])
-    step = fl.pipeline(fl.skip_nonfinite())(loss)
-    with pytest.raises(Broken):
-        fl.fit(step, toy(), [ONE, nan, ONE, ONE], hooks=(progress(file=file),))
-    last = file.getvalue().splitlines()[-1]
-    assert last.startswith("failed: Broken: no; epoch 1/1, step 2, 1 skipped, after ")
+
+def test_it_writes_to_the_current_stderr_and_is_one_of_the_default_hooks(clock, capsys):
+    hook = progress()
+    for hooks in ({"hooks": (hook,)}, {}):
+        fl.fit(STEP, toy(), [ONE], **hooks)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.splitlines() == [
+            "Toy on cpu, 1 parameter, float32, 1 epoch of 1 update",
+            "epoch 1/1  step 1  train/loss 0.0000  train/lr 1.0e+00  0.0s",
+            "done: epoch 1/1, step 1, after 0.0s",
+        ]
+    fl.fit(STEP, toy(), [ONE], hooks=())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    assert fit(progress(file=Full()), train=2).step == 2

@@ -1,25 +1,30 @@
 """progress in a terminal: the lines that a user sees."""
 
 import contextlib
-import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import attrs
 import pytest
 import torch
 from fake_terminal import Terminal
+from sample_hooks import raise_at, stop_at
+from toy_runs import ONE, STEP, fit, timed
 
 import fnloop as fl
 from fnloop import progress
 from fnloop.testing import toy, toy_loss
 
 ROOT = str(Path(__file__).parents[2])
-ONE = torch.tensor([1.0])  # each update lowers w, and so the next loss, by 1
-STEP = fl.pipeline()(toy_loss)
+
+
+def shown(*hooks, file=None, **run):
+    """Return the terminal of a run."""
+    file = Terminal() if file is None else file
+    fit(progress(file=file), *hooks, **run)
+    return file
 
 
 def drawings(file):
@@ -27,46 +32,35 @@ def drawings(file):
     return [part for part in file.drawings() if "━" in part]
 
 
-def accuracy(aux, batch):
-    return torch.tensor(0.5)
+def stream():
+    while True:
+        yield ONE
 
 
 # --- the table
 
 
-def test_a_line_per_record_below_what_the_run_works_with(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0, 2.0))
-    loaders = {"train": [ONE] * 3, "valid": [ONE]}
-    fl.fit(step, toy(), loaders, epochs=2, hooks=(progress(file=file),))
-    assert file.lines() == [
-        "Toy on cpu, 1 parameter, float32, 2 epochs of 3 updates, evaluated on valid",
-        "            │ valid    │ train",
-        "epoch  step │    loss  │    loss       lr │ time",
-        "    1     3 │ -3.0000* │ -1.0000  1.0e+00 │ 5.0s",
-        "    2     6 │ -6.0000* │ -4.0000  1.0e+00 │ 5.0s",
+def test_a_line_per_record_below_what_the_run_works_with(clock, monkeypatch):
+    """The best so far has a star."""
+    monkeypatch.setenv("COLUMNS", "100")
+    loaders = {"train": [ONE] * 3, "valid": [ONE], "test": [-ONE]}
+    assert shown(step=timed(clock, 1.0, 1.0), loaders=loaders, epochs=2).lines() == [
+        "Toy on cpu, 1 parameter, float32, 2 epochs of 3 updates, evaluated on valid, test",
+        "            │ valid    │ test     │ train",
+        "epoch  step │    loss  │    loss  │    loss       lr │ time",
+        "    1     3 │ -3.0000* │  3.0000* │ -1.0000  1.0e+00 │ 5.0s",
+        "    2     6 │ -6.0000* │  6.0000  │ -4.0000  1.0e+00 │ 5.0s",
         "done: epoch 2/2, step 6, after 10s; best valid/loss -6.0000 at step 6",
         "",
     ]
 
 
-def test_the_best_so_far_has_a_star(clock):
-    file = Terminal()
-    loaders = {"train": [ONE], "valid": [ONE], "test": [-ONE]}
-    fl.fit(STEP, toy(), loaders, epochs=2, hooks=(progress(file=file),))
-    assert file.lines()[-4:-2] == [
-        "    1     1 │ -1.0000* │  1.0000* │  0.0000  1.0e+00 │ 0.0s",
-        "    2     2 │ -2.0000* │  2.0000  │ -1.0000  1.0e+00 │ 0.0s",
-    ]
-
-
 def test_the_columns_that_do_not_fit_are_left_out(clock, monkeypatch):
-    step = fl.pipeline(fl.metric(accuracy=accuracy), fl.clip(1.0))(toy_loss)
-    heads = {}
+    accuracy = fl.metric(accuracy=lambda aux, batch: torch.tensor(0.5))
+    step, heads = fl.pipeline(accuracy, fl.clip(1.0))(toy_loss), {}
     for width in (100, 80, 60, 40, 20):
         monkeypatch.setenv("COLUMNS", str(width))
-        file = Terminal()
-        fl.fit(step, toy(), ([ONE] * 3, [ONE]), hooks=(progress(file=file),))
-        lines = file.lines()
+        lines = shown(step=step, train=3, valid=1).lines()
         heads[width] = next(line for line in lines if line.startswith("epoch ")).split()
         assert all(len(line) < width for line in lines if "│" in line)
     assert [*map(len, heads.values())] == sorted(map(len, heads.values()), reverse=True)
@@ -77,51 +71,28 @@ def test_the_columns_that_do_not_fit_are_left_out(clock, monkeypatch):
     assert heads[20] == ["epoch", "│", "loss"]
 
 
-def test_new_columns_have_a_new_head(clock):
-    file = Terminal()
-    seldom = fl.every(epochs=2)
-    loaders = ([ONE] * 2, [ONE])
-    fl.fit(STEP, toy(), loaders, epochs=3, hooks=(progress(file=file),), evaluate_every=seldom)
-    assert [line.split("│")[0].strip() for line in file.lines()[1:-2]] == [
-        *("", "epoch  step", "1     2"),
-        *("", "epoch  step", "2     4", "3     6"),
-    ]
+HEAD = ["", "epoch step"]
 
 
-def test_a_record_between_two_epochs_has_the_number_of_the_running_one(clock):
-    file = Terminal()
-    loaders, twice = ([ONE] * 4, [ONE]), fl.every(epochs=0.5)
-    fl.fit(STEP, toy(), loaders, epochs=2, hooks=(progress(file=file),), evaluate_every=twice)
-    rows = [line.split()[:2] for line in file.lines()[3:7]]
-    assert rows == [["1", "2"], ["1", "4"], ["2", "6"], ["2", "8"]]
+@pytest.mark.parametrize(("train", "epochs", "moment", "rows"), [
+    # new columns have a new head
+    (2, 3, fl.every(epochs=2), [*HEAD, "1 2", *HEAD, "2 4", "3 6"]),
+    # a record between two epochs has the number of the running one
+    (4, 2, fl.every(epochs=0.5), [*HEAD, "1 2", "1 4", "2 6", "2 8"]),
+    (2, 1, fl.every(epochs=1) | fl.at_start(), [*HEAD, "0 0", *HEAD, "1 2"]),
+])  # fmt: skip
+def test_the_rows_of_a_run(clock, train, epochs, moment, rows):
+    lines = shown(train=train, valid=1, epochs=epochs, evaluate_every=moment).lines()
+    assert [" ".join(line.split("│")[0].split()) for line in lines[1:-2]] == rows
 
 
-def test_a_record_at_the_start_is_a_line(clock):
-    file, moments = Terminal(), fl.every(epochs=1) | fl.at_start()
-    fl.fit(
-        STEP, toy(), ([ONE] * 2, [ONE]), hooks=(progress(file=file),), evaluate_every=moments
-    )  # fmt: skip
-    assert [line.split()[:2] for line in file.lines() if line.startswith("    ")][1:] in (
-        [["0", "0"], ["│", "valid"], ["1", "2"]],
-        [["0", "0"], ["1", "2"]],
-    )
-
-
-def test_records_of_record_every_update_the_bar_only(clock):
-    file, often = Terminal(), fl.every(steps=1)
-    step = fl.pipeline()(clock.timed(toy_loss, 1.0))
-    fl.fit(step, toy(), [ONE] * 5, hooks=(progress(file=file),), record_every=often)
+def test_records_of_record_every_update_the_bar_and_are_a_line_every_ten_seconds(clock):
+    file = shown(step=timed(clock, 1.0), train=5, record_every=fl.every(steps=1))
     assert len([line for line in file.lines() if "│" in line]) == 3  # a head and the epoch
-    assert [line.split("loss ")[1].split()[0] for line in drawings(file)[:4]] == [
-        *("0.0000", "-1.0000", "-2.0000", "-3.0000"),  # the loss of that update
-    ]
-
-
-def test_records_of_record_every_are_a_line_every_ten_seconds(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 4.0, 2.0))
-    loaders, often = {"train": [ONE] * 7, "valid": [ONE]}, fl.every(steps=1)
-    hooks = (progress(file=file),)
-    fl.fit(step, toy(), loaders, epochs=2, hooks=hooks, record_every=often)
+    losses = [line.split("loss ")[1].split()[0] for line in drawings(file)[:4]]
+    assert losses == ["0.0000", "-1.0000", "-2.0000", "-3.0000"]  # of that update
+    step, often = timed(clock, 4.0, 2.0), fl.every(steps=1)
+    file = shown(step=step, train=7, valid=1, epochs=2, record_every=often)
     assert file.lines()[1:-2] == [
         "            │ train",
         "epoch  step │    loss       lr │  time",
@@ -141,145 +112,169 @@ def test_a_line_of_record_every_has_the_means_since_the_last_record_and_is_faint
 ):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 4.0))
-    often = fl.every(steps=4)
-    fl.fit(step, toy(), [ONE] * 5, hooks=(progress(file=file),), record_every=often)
-    lines = [line for line in file.getvalue().splitlines() if "│" in line and "epoch" not in line]
+    text = shown(step=timed(clock, 4.0), train=5, record_every=fl.every(steps=4)).getvalue()
+    lines = [line for line in text.splitlines() if "│" in line and "epoch" not in line]
     (faint,) = [line for line in lines if "    1     4" in line]
     (plain,) = [line for line in lines if "    1     5" in line]
     assert faint.strip() == "\x1b[2m    1     4 │ -1.5000  1.0e+00 │ 16.0s\x1b[0m"
     assert "\x1b[2m│" in plain and "\x1b[2m " not in plain
 
 
-# --- the bar
-
-
 def test_a_stream_that_evaluates_nothing_has_a_line_per_interval(clock):
-    def stream():
-        while True:
-            yield ONE
-
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
-    moment = fl.every(steps=2)
-    fl.fit(step, toy(), stream, steps=4, hooks=(progress(file=file),), record_every=moment)
-    assert [line.split("│")[::2] for line in file.lines()[3:5]] == [
-        ["    1     2 ", " 2.0s"],
-        ["    1     4 ", " 2.0s"],
+    file = shown(step=timed(clock, 1.0), loaders=stream, steps=4, record_every=fl.every(steps=2))
+    rows = [line.split("│") for line in file.lines()[3:5]]
+    assert [(row[0].split(), row[-1]) for row in rows] == [
+        *((["1", "2"], " 2.0s"), (["1", "4"], " 2.0s"))
     ]
 
 
+def test_a_table_below_another_has_its_head_again(clock):
+    """A hook trains another model, whose table has other columns."""
+    file = Terminal()
+    train = fl.when(lambda state: state.step == 3)(
+        lambda state: (shown(file=file, train=1, valid=1), state)[1]
+    )
+    shown(train, file=file, train=2, epochs=3)
+    heads = [line.split() for line in file.lines() if line.startswith("epoch ") and "│" in line]
+    assert [len(head) for head in heads] == [7, 9, 7]
+
+
+def test_the_time_of_a_row_fits_from_the_beginning(clock):
+    """The first row shown is of epoch 2, and took longer than it says in a history."""
+    state = fit(train=1)
+    lines = shown(step=timed(clock, 500.0), state=state, train=1, epochs=4).lines()
+    rows = [line for line in lines if "│" in line][2:]
+    assert [row.split()[-1] for row in rows] == ["8:20"] * 3
+    assert len({len(row) for row in rows}) == 1 and lines[1:].count(lines[1]) == 1
+
+
+def test_the_first_line_is_never_cut_and_begins_with_the_name_of_the_model(monkeypatch):
+    """Also where the name does not fit, or nothing does."""
+    model = type("A" * 50, (torch.nn.Linear,), {})(1, 1)
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    for width in (2, 1, 40):
+        monkeypatch.setenv("COLUMNS", str(width))
+        state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
+        assert shown(step=step, state=state, train=1).lines()[0] == "A" * max(width - 1, 1)
+    for long in (2, 9):
+        names = [f"valid_{letter * long}" for letter in "abcde"]
+        lines = shown(loaders={name: [ONE] for name in ("train", *names)}).lines()
+        assert max(map(len, lines)) < 40
+        assert f"evaluated on {', '.join(names)}" in " ".join(lines)
+
+
+# --- the bar
+
+
+def test_a_bar_is_there_before_the_first_update():
+    file, seen = Terminal(), []
+
+    def loss_fn(model, batch):
+        seen.append(file.lines()[-1])
+        return toy_loss(model, batch)
+
+    shown(file=file, step=fl.pipeline()(loss_fn), train=1, epochs=3)
+    assert seen[0] == "epoch 1/3    0% ──────────  0/1"
+
+
 def test_the_bar_has_the_rate_of_the_updates_and_the_time_left_of_the_run(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.5, 2.0))
-    slow = fl.every(steps=5)(clock.takes(3.0))
-    loaders = {"train": [ONE] * 10, "valid": [ONE] * 2}
-    fl.fit(step, toy(), loaders, epochs=3, hooks=(progress(file=file), slow))
-    shown = [line for line in drawings(file) if "valid" not in line]
-    bar = "━" * 1 + "─" * 9
+    slow, step = fl.every(steps=5)(clock.takes(3.0)), timed(clock, 0.5, 2.0)
+    file = shown(slow, step=step, train=10, valid=2, epochs=3)
+    lines = [line for line in drawings(file) if "valid" not in line]
     # 30 updates of 0.5 s: nothing is known of hooks and evaluations yet
-    assert shown[0] == (f"epoch 1/3   10% {bar}   1/10  2.00 step/s  loss 0.0000  14s left")
-    rates = {line.split("step/s")[0].split()[-1] for line in shown if "step/s" in line}
+    assert lines[0] == "epoch 1/3   10% ━─────────   1/10  2.00 step/s  loss 0.0000  14s left"
+    rates = {line.split("step/s")[0].split()[-1] for line in lines if "step/s" in line}
     assert rates == {"2.00"}
     # 9 updates are left, and an update takes 0.5 s and 3 s of every fifth; and an evaluation of 4 s
-    (last,) = [line for line in shown if line.startswith("epoch 3/3   10%")]
+    (last,) = [line for line in lines if line.startswith("epoch 3/3   10%")]
     assert last.endswith("14s left")
 
 
 def test_after_a_resume_the_rate_is_that_of_the_new_updates(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.5))
-    state = fl.fit(step, toy(), [ONE] * 10, steps=4, hooks=())
-    fl.fit(step, state, [ONE] * 10, epochs=1, hooks=(progress(file=file),))
+    """It counts updates, not batches."""
+    step = timed(clock, 0.5, 0.0, fl.accumulate(2))
+    file = shown(step=step, state=fit(step=step, train=20, steps=4), train=20, epochs=1)
     assert drawings(file)[0] == "epoch 1/1   40% ━━━━──────   4/10"  # before the first update
-    assert drawings(file)[1].startswith("epoch 1/1   50% ━━━━━─────   5/10  2.00 step/s")
-    assert drawings(file)[1].endswith("3s left")
+    assert drawings(file)[1].startswith("epoch 1/1   50% ━━━━━─────   5/10  1.00 step/s")
+    assert drawings(file)[1].endswith("5s left")
     assert "from step 4" in file.lines()[0]
 
 
-def test_the_rate_counts_updates_not_batches(clock):
-    file, step = Terminal(), fl.pipeline(fl.accumulate(2))(clock.timed(toy_loss, 0.5))
-    fl.fit(step, toy(), [ONE] * 5, hooks=(progress(file=file),))
-    assert drawings(file)[0].startswith("epoch 1/1   33% ━━━───────  1/3  1.00 step/s")
-
-
 def test_an_evaluation_has_a_bar_of_its_own(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0, 4.0))
-    loaders = {"train": [ONE] * 2, "valid": [ONE] * 4}
-    fl.fit(step, toy(), loaders, hooks=(progress(file=file),))
-    shown = [line for line in drawings(file) if "valid " in line]
-    assert shown[0] == "epoch 1/1  valid   25% ━━────────  1/4  4.00 s/batch  12s left"
-    parts = dict.fromkeys(line.split("%")[0][-3:] for line in shown)
+    file = shown(step=timed(clock, 1.0, 4.0), train=2, valid=4)
+    lines = [line for line in drawings(file) if "valid " in line]
+    assert lines[0] == "epoch 1/1  valid   25% ━━────────  1/4  4.00 s/batch  12s left"
+    parts = dict.fromkeys(line.split("%")[0][-3:] for line in lines)
     assert [*parts] == [" 25", " 50", " 75", "100"]
 
 
-def test_the_bar_of_a_run_to_a_step_ends_there(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
-    fl.fit(step, toy(), lambda: iter([ONE] * 10), steps=4, hooks=(progress(file=file),))
+def test_the_end_of_a_bar_without_a_length_of_the_loader(clock):
+    """It is that of a run to a step, or of the first epoch."""
+    ten = lambda: iter([ONE] * 10)
+    file = shown(step=timed(clock, 1.0), loaders=ten, steps=4)
     assert drawings(file)[0].startswith("epoch 1   25% ")
     assert drawings(file)[0].endswith("3s left")
     assert file.lines()[0] == "Toy on cpu, 1 parameter, float32, to step 4"
-
-
-def test_the_length_of_an_epoch_is_known_after_the_first(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
-    fl.fit(step, toy(), lambda: iter([ONE] * 10), epochs=2, hooks=(progress(file=file),))
+    file = shown(step=timed(clock, 1.0), loaders=ten, epochs=2)
     first, *_, last = [line for line in file.drawings() if "step/s" in line]
     assert first == "epoch 1/2  1  1.00 step/s  loss 0.0000  lr 1.0e+00"
     assert last.startswith("epoch 2/2   90% ━━━━━━━━━─   9/10  1.00 step/s")
 
 
-@pytest.mark.parametrize("width", [79, 60, 50, 40, 30, 20, 10])
-def test_a_bar_is_never_wider_than_the_terminal(clock, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0, 1.0))
-    fl.fit(step, toy(), ([ONE] * 10, [ONE] * 2), epochs=3, hooks=(progress(file=file),))
-    shown = [part for part in file.drawings() if "\n" not in part]
-    assert all(len(line) <= width - 3 for line in shown)
-
-
-def test_the_width_follows_the_terminal(clock, monkeypatch):
-    def grow(state):
-        monkeypatch.setenv("COLUMNS", "160")
-        return state
-
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
-    hooks = progress(file=file), fl.when(lambda state: state.step == 2)(grow)
-    fl.fit(step, toy(), [ONE] * 4, hooks=hooks)
+def test_a_bar_is_never_wider_than_the_terminal_and_follows_it(clock, monkeypatch):
+    for width in (79, 60, 50, 40, 30, 20, 10):
+        monkeypatch.setenv("COLUMNS", str(width))
+        file = shown(step=timed(clock, 1.0, 1.0), train=10, valid=2, epochs=3)
+        assert all(len(part) <= width - 3 for part in file.drawings() if "\n" not in part)
+    monkeypatch.setenv("COLUMNS", "80")
+    grow = lambda state: monkeypatch.setenv("COLUMNS", "160") or state
+    file = shown(fl.when(lambda state: state.step == 2)(grow), step=timed(clock, 1.0))
     assert [line.count("━") + line.count("─") for line in drawings(file)[:3]] == [10, 10, 40]
 
 
 def test_a_hook_that_is_called_rarely_shows_the_position_in_the_epoch(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
+    file = Terminal()
     hook = fl.every(steps=4)(progress(file=file))
-    fl.fit(step, toy(), [ONE] * 10, epochs=2, hooks=(hook,))
+    fit(hook, step=timed(clock, 1.0), train=10, epochs=2)
     counts = dict.fromkeys(re.findall(r"\d+/10 ", file.getvalue()))
     assert [*counts] == ["4/10 ", "8/10 ", "2/10 ", "6/10 "]
     rows = [line.split()[:2] for line in file.lines() if line.startswith("    ") and "." in line]
     assert rows == [["1", "10"], ["2", "20"]]
 
 
+@pytest.mark.parametrize(("width", "fields"), [(80, 2), (100, 3), (160, 5)])
+def test_the_bar_of_turns_has_their_losses(clock, monkeypatch, width, fields):
+    """It gets shorter before anything goes, and the losses go last."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.5) for name in "dg"}
+
+    def turn(name):
+        return fl.pipeline()(clock.timed(lambda model, x: 0 * model[name](x).mean() + 1, 0.5))
+
+    state = fl.TrainState.create(model, optimizers, seed=0)
+    step = fl.alternate({name: turn(name) for name in "dg"})
+    file = shown(step=step, state=state, loaders=[torch.ones(1, 1)] * 10)
+    found = re.sub(r"\x1b\[[0-9;]*m", "", drawings(file)[1]).split("  ")
+    losses = ["d/loss 1.0000", "g/loss 1.0000"]
+    rates = ["1.00 step/s", "lr/d 5.0e-01", "lr/g 5.0e-01"]
+    assert found[-1 - fields : -1] == [*losses, *rates][:fields]
+
+
 # --- how it ends
 
 
-def test_the_reason_of_a_stop_is_the_last_line(clock):
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 1.0))
-    stop = fl.when(lambda state: state.step == 2)(lambda state: attrs.evolve(state, stop="enough"))
-    fl.fit(step, toy(), [ONE] * 4, epochs=3, hooks=(progress(file=file), stop))
-    assert file.lines()[-2:] == ["stopped: enough; epoch 1/3, step 2, after 2.0s", ""]
-    assert "    1     2 │ -0.5000  1.0e+00 │ 2.0s" in file.lines()
-
-
-def test_an_exception_leaves_no_bar(clock):
-    def fail(state):
-        if state.step == 3:
-            raise RuntimeError("a bad hook")
-        return state
-
-    file, step = Terminal(), fl.pipeline()(clock.timed(toy_loss, 0.1))
-    with pytest.raises(RuntimeError, match="a bad hook") as raised:
-        fl.fit(step, toy(), [ONE] * 4, epochs=2, hooks=(progress(file=file), fail))
-    assert file.lines()[1:] == [
-        "failed: RuntimeError: a bad hook; epoch 1/2, step 3, after 0.3s",
+def test_the_reason_of_a_stop_or_a_failure_is_the_last_line_and_no_bar_is_left(clock):
+    lines = shown(stop_at(2), step=timed(clock, 1.0), epochs=3).lines()
+    assert lines[-3:] == [
+        "    1     2 │ -0.5000  1.0e+00 │ 2.0s",
+        "stopped: enough; epoch 1/3, step 2, after 2.0s",
         "",
     ]
+    file = Terminal()
+    with pytest.raises(RuntimeError) as raised:
+        shown(raise_at(3, RuntimeError), file=file, step=timed(clock, 0.1), epochs=2)
+    assert file.lines()[1:] == ["failed: RuntimeError: no; epoch 1/2, step 3, after 0.3s", ""]
     assert "epoch 1, batch 3, step 3" in raised.value.__notes__[0]  # the same numbers
 
 
@@ -292,18 +287,18 @@ def test_a_run_that_is_abandoned_leaves_no_bar(clock):
     assert file.lines()[-2:] == ["ended early: epoch 1/3, step 3, after 0.0s", ""]
 
 
-def test_the_next_run_of_a_hook_begins_again(clock):
-    file = Terminal()
-    hook = progress(file=file)
-    state = fl.fit(STEP, toy(), [ONE] * 2, hooks=(hook,))
-    fl.fit(STEP, state, [ONE] * 2, epochs=2, hooks=(hook,))
-    assert [line.split()[0] for line in file.lines()[:-1]] == [
-        *("Toy", "│", "epoch", "1", "done:"),
-        *("Toy", "│", "epoch", "2", "done:"),
-    ]
+def test_the_next_run_of_a_hook_begins_again_and_two_terminals_have_a_table_each(clock):
+    files = Terminal(), Terminal()
+    hooks = [progress(file=file) for file in files]
+    fit(*hooks, state=fit(*hooks), epochs=2)
+    for file in files:
+        assert [line.split()[0] for line in file.lines()[:-1]] == [
+            *("Toy", "│", "epoch", "1", "done:"),
+            *("Toy", "│", "epoch", "2", "done:"),
+        ]
 
 
-# --- colors
+# --- colors and letters
 
 
 def test_colors_unless_there_is_no_color(clock, monkeypatch):
@@ -312,30 +307,23 @@ def test_colors_unless_there_is_no_color(clock, monkeypatch):
         monkeypatch.delenv("NO_COLOR", raising=False)
         if value is not None:
             monkeypatch.setenv("NO_COLOR", value)
-        file = Terminal()
-        fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(progress(file=file),))
-        assert bool(re.search(r"\x1b\[\d+m", file.getvalue())) is colored
+        assert bool(re.search(r"\x1b\[\d+m", shown(valid=1).getvalue())) is colored
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "no such encoding"])
-def test_a_terminal_without_unicode_gets_ascii(clock, encoding):
-    file = type("Console", (Terminal,), {"encoding": encoding})()
-    fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(progress(file=file),))
+def test_a_terminal_without_unicode_gets_ascii_and_a_question_mark(clock, encoding):
+    console = type("Console", (Terminal,), {"encoding": encoding})
+    file = shown(file=console(), train=1, valid=1)
     assert file.getvalue().isascii()
     assert "    1     1 | -1.0000* |  0.0000  1.0e+00 | 0.0s" in file.lines()
-
-
-def test_a_terminal_that_lacks_a_letter_gets_a_question_mark(clock):
-    file = type("Console", (Terminal,), {"encoding": "ascii"})()
-    loaders = {"train": [ONE], "prüfung": [ONE]}
-    fl.fit(STEP, toy(), loaders, hooks=(progress(file=file),))
-    assert "            | pr?fung  | train" in file.lines()
+    file = shown(file=console(), loaders={"train": [ONE], "prüfung": [ONE]})
+    letter = "?" if encoding == "ascii" else "ü"
+    assert f"            | pr{letter}fung  | train" in file.lines()
 
 
 def test_a_dumb_terminal_gets_a_log(clock, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    file = Terminal()
-    fl.fit(STEP, toy(), [ONE], hooks=(progress(file=file),))
+    file = shown(train=1)
     assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
     assert "epoch 1/1  step 1  train/loss 0.0000  train/lr 1.0e+00  0.0s" in file.lines()
 
@@ -388,103 +376,3 @@ def test_workers_print_and_a_hook_asks():
     asked = lines.index("your name? Ann")
     assert lines[asked + 1] == "hello Ann"
     assert lines[-1].startswith("done: epoch 1/1, step 4")
-
-
-def test_a_bar_is_there_before_the_first_update():
-    file, seen = Terminal(), []
-
-    def loss_fn(model, batch):
-        seen.append(file.lines()[-1])
-        return toy_loss(model, batch)
-
-    fl.fit(fl.pipeline()(loss_fn), toy(), [ONE], epochs=3, hooks=(progress(file=file),))
-    assert seen[0] == "epoch 1/3    0% ──────────  0/1"
-
-
-def test_a_table_below_another_has_its_head_again(clock):
-    """A hook trains another model, whose table has other columns."""
-    file = Terminal()
-
-    def train(state):
-        if state.step == 3:
-            fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(progress(file=file),))
-        return state
-
-    fl.fit(STEP, toy(), [ONE] * 2, epochs=3, hooks=(progress(file=file), train))
-    heads = [line.split() for line in file.lines() if line.startswith("epoch ") and "│" in line]
-    assert [len(head) for head in heads] == [7, 9, 7]
-
-
-def test_the_time_of_a_row_fits_from_the_beginning(clock):
-    """The first row shown is of epoch 2, and took longer than it says in a history."""
-    file, slow = Terminal(), fl.pipeline()(clock.timed(toy_loss, 500.0))
-    state = fl.fit(STEP, toy(), [ONE], hooks=())
-    fl.fit(slow, state, [ONE], epochs=4, hooks=(progress(file=file),))
-    rows = [line for line in file.lines() if "│" in line][2:]
-    assert [row.split()[-1] for row in rows] == ["8:20"] * 3
-    assert len({len(row) for row in rows}) == 1 and file.lines()[1:].count(file.lines()[1]) == 1
-
-
-def test_the_first_line_begins_with_the_name_of_the_model(monkeypatch):
-    """Also where the name does not fit, or nothing does."""
-    model = type("A" * 50, (torch.nn.Linear,), {})(1, 1)
-    step = fl.pipeline()(lambda model, x: model(x).mean())
-    for width in (40, 2, 1):
-        monkeypatch.setenv("COLUMNS", str(width))
-        state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
-        file = Terminal()
-        fl.fit(step, state, [ONE], hooks=(progress(file=file),))
-        assert file.lines()[0] == "A" * max(width - 1, 1)
-
-
-@pytest.mark.parametrize("long", [False, True])
-def test_the_first_line_is_never_cut(monkeypatch, long):
-    monkeypatch.setenv("COLUMNS", "40")
-    names = [f"valid_{letter * (9 if long else 2)}" for letter in "abcde"]
-    file, loaders = Terminal(), {name: [ONE] for name in ("train", *names)}
-    fl.fit(STEP, toy(), loaders, hooks=(progress(file=file),))
-    assert max(map(len, file.lines())) < 40
-    assert f"evaluated on {', '.join(names)}" in " ".join(file.lines())
-
-
-def test_two_terminals_have_a_table_each(clock):
-    files = Terminal(), Terminal()
-    fl.fit(STEP, toy(), [ONE], epochs=3, hooks=[progress(file=file) for file in files])
-    for file in files:
-        assert sum(line.startswith("epoch ") and "│" in line for line in file.lines()) == 1
-
-
-@pytest.mark.parametrize(("width", "shown"), [(80, 2), (100, 3), (160, 5)])
-def test_the_bar_of_turns_has_their_losses(clock, monkeypatch, width, shown):
-    """It gets shorter before anything goes, and the losses go last."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
-    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.5) for name in "dg"}
-
-    def turn(name):
-        return fl.pipeline()(clock.timed(lambda model, x: 0 * model[name](x).mean() + 1, 0.5))
-
-    file, state = Terminal(), fl.TrainState.create(model, optimizers, seed=0)
-    step = fl.alternate({name: turn(name) for name in "dg"})
-    fl.fit(step, state, [torch.ones(1, 1)] * 10, hooks=(progress(file=file),))
-    fields = re.sub(r"\x1b\[[0-9;]*m", "", drawings(file)[1]).split("  ")
-    losses = ["d/loss 1.0000", "g/loss 1.0000"]
-    rates = ["1.00 step/s", "lr/d 5.0e-01", "lr/g 5.0e-01"]
-    assert fields[-1 - shown : -1] == [*losses, *rates][:shown]
-
-
-def test_no_mean_of_turns_is_the_best(clock):
-    """Neither that of the model nor that of an average of it."""
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
-    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.5) for name in "dg"}
-    turns = {
-        name: fl.pipeline()(lambda model, x, name=name: model[name](x).mean()) for name in "dg"
-    }
-    file, state = io.StringIO(), fl.TrainState.create(model, optimizers, seed=0)
-    step = fl.pipeline(fl.ema(0.5))(fl.alternate(turns))
-    x = [torch.ones(1, 1)]
-    fl.fit(step, state, (x, x), hooks=(progress(file=file),))
-    _, record, last = file.getvalue().splitlines()
-    starred = [field.split()[0] for field in record.split("  ") if field.endswith("*")]
-    assert starred == ["valid/d/loss", "valid/g/loss", "valid/ema/d/loss", "valid/ema/g/loss"]
-    assert "best" not in last

@@ -5,11 +5,13 @@ import pytest
 import torch
 from composed_cases import ALWAYS_THE_SAME, CASES, contents, read, samples
 from public_names import MODULES, returning
+from sample_hooks import stop_at
+from toy_runs import fit
 
 import fnloop as fl
 from fnloop import schedules
 from fnloop._data.source import open_source
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import assert_same, toy_loss
 
 EPOCHS = (0, 1, 2)
 
@@ -59,10 +61,8 @@ def test_batches_are_distributed_to_processes_once(make, processes):
         for rank, share in enumerate(shares):
             mine = whole[rank::processes]
             assert share[: len(mine)] == mine
-            rest = (
-                [[whole[-(len(whole) % processes)]]] if rank >= len(whole) % processes > 0 else []
-            )
-            assert share[len(mine) :] == rest  # padding
+            left = len(whole) % processes
+            assert share[len(mine) :] == ([[whole[-left]]] if rank >= left > 0 else [])  # padding
 
 
 def loss(model, batch):
@@ -70,36 +70,27 @@ def loss(model, batch):
     return toy_loss(model, numbers / 50)[0], {"weight": len(numbers)}
 
 
-def pausing(step):
-    return (fl.when(lambda state: state.step == step)(lambda s: attrs.evolve(s, stop="paused")),)
-
-
 @table
 def test_a_run_can_be_paused_and_continued(make):
     """With accumulation, an evaluation, and a schedule where the length of the run is known."""
     known = open_source(make(0), 0).length is not None
     step = fl.pipeline(fl.accumulate(2), *[fl.schedule(schedules.linear())] * known)(loss)
-
-    def fit(state, hooks=(), prefetch=1):
-        loaders = (make(0), make(0))
-        return fl.fit(step, state, loaders, epochs=2, hooks=hooks, prefetch=prefetch)
-
-    whole = fit(toy())
+    run = lambda *hooks, **state: fit(
+        *hooks, loaders=(make(0), make(0)), step=step, epochs=2, **state
+    )
+    whole = run()
     assert whole.epoch == 2
-    assert_same(fit(toy(), prefetch=3), whole)
+    assert_same(run(prefetch=3), whole)
     for split in range(1, whole.step, 3):
-        paused = fit(toy(), pausing(split))
+        paused = run(stop_at(split))
         assert paused.step == split
-        assert_same(fit(attrs.evolve(paused, stop=None)), whole)
+        assert_same(run(state=attrs.evolve(paused, stop=None)), whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("fixed", "fixed of buckets", "interleave of streams", "zip_cycle", "leave_out"),
-        *("take of interleaved", "twice the same"),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *("fixed", "fixed of buckets", "interleave of streams", "zip_cycle", "leave_out"),
+    *("take of interleaved", "twice the same"),
+])  # fmt: skip
 def test_workers_change_nothing(name):
     assert read(CASES[name](2), 1) == read(CASES[name](0), 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from composed_cases import Numbers, Stream, listed, plain, read, samples, shuffled
 from torch.utils.data import DataLoader, Sampler
+from toy_runs import fit
 
 import fnloop as fl
 from fnloop.data import fixed, fraction, interleave, leave_out, take
@@ -25,16 +26,11 @@ def test_take_gives_the_first_batches_as_they_are():
     assert repr(take([], 5)) == "take([], 5)"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda data: take(data, 5),
-        lambda data: fraction(data, 0.8),
-        lambda data: fixed(data, 5),
-        lambda data: leave_out(data, lambda epoch, batch: batch >= 5),
-        lambda data: take(interleave({"a": data, "b": listed(0)}), 5),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda data: take(data, 5), lambda data: fraction(data, 0.8), lambda data: fixed(data, 5),
+    lambda data: leave_out(data, lambda epoch, batch: batch >= 5),
+    lambda data: take(interleave({"a": data, "b": listed(0)}), 5),
+])  # fmt: skip
 @pytest.mark.parametrize("processes", [1, 2])
 def test_no_sample_is_loaded_in_vain(make, processes):
     for start, rank in itertools.product(range(6), range(processes)):
@@ -48,22 +44,18 @@ def test_no_sample_is_loaded_in_vain(make, processes):
 
 
 def test_a_schedule_knows_the_length_of_what_was_taken():
-    seen = []
+    seen, endless = [], lambda: itertools.repeat(torch.ones(1))
     step = fl.pipeline(fl.schedule(lambda step, total: seen.append((step, total)) or 1.0))(toy_loss)
-    endless = lambda: itertools.repeat(torch.ones(1))
-    fl.fit(step, toy(), take(endless, 3), epochs=2, hooks=())
+    fit(step=step, loaders=take(endless, 3), epochs=2)
     assert sorted(set(seen)) == [(step, 6) for step in range(6)]
     step = fl.pipeline(fl.accumulate(2))(toy_loss)
-    assert fl.fit(step, toy(), take([torch.ones(1)] * 5, 30), hooks=()).step == 3
+    assert fit(step=step, loaders=take([torch.ones(1)] * 5, 30)).step == 3
 
 
-@pytest.mark.parametrize(
-    ("length", "f", "n"),
-    [
-        *[(100, 0.29, 29), (100, 0.57, 57), (1000, 0.001, 1), (7, 0.5, 3), (3, 1, 3)],
-        *[(10, np.float64(0.3), 3), (10, np.float32(0.7), 7), (10**6, 1e-5, 10)],
-    ],
-)
+@pytest.mark.parametrize(("length", "f", "n"), [
+    *[(100, 0.29, 29), (100, 0.57, 57), (1000, 0.001, 1), (7, 0.5, 3), (3, 1, 3)],
+    *[(10, np.float64(0.3), 3), (10, np.float32(0.7), 7), (10**6, 1e-5, 10)],
+])  # fmt: skip
 def test_a_fraction_is_meant_as_typed(length, f, n):
     assert len(fraction([0] * length, f)) == n
 
@@ -125,7 +117,7 @@ def test_fixed_tells_a_sampler_and_a_dataset_their_epoch():
 def test_fixed_gives_the_same_samples_in_training_and_in_evaluation():
     loader = fixed(shuffled(), 2)
     trained = []
-    fl.fit(fl.pipeline()(lambda m, b: trained.append(b) or toy_loss(m, b[:, 0])), toy(), loader)
+    fit(step=fl.pipeline()(lambda m, b: trained.append(b) or toy_loss(m, b[:, 0])), loaders=loader)
     found = list(fl.predict(lambda model, batch: batch.tolist(), toy(), loader))
     assert sorted_samples([batch.tolist() for batch in trained]) == sorted_samples(found)
 
@@ -141,19 +133,15 @@ def test_leave_out_counts_positions_as_without_it():
 def test_the_length_of_a_run_is_exact_where_epochs_differ():
     """A schedule that falls to 0 at the end shows it, and so do the updates of each epoch."""
     totals, lengths = set(), []
-
-    def factor(step, total):
-        totals.add(total)
-        return 1.0
-
-    step = fl.pipeline(fl.accumulate(2), fl.schedule(factor))(toy_loss)
+    schedule = fl.schedule(lambda step, total: totals.add(total) or 1.0)
+    step = fl.pipeline(fl.accumulate(2), schedule)(toy_loss)
     loader = leave_out([torch.ones(1)] * 6, lambda epoch, batch: epoch == 1 and batch < 3)
 
     def look(state):
         lengths.append((state.run.steps_per_epoch, state.run.batches_per_epoch))
         return state
 
-    state = fl.fit(step, toy(), loader, epochs=3, hooks=(fl.every(epochs=1)(look),))
+    state = fit(fl.every(epochs=1)(look), step=step, loaders=loader, epochs=3)
     assert (state.step, totals) == (3 + 2 + 3, {8})
     assert lengths == [(3, 6), (2, 3), (3, 6)]
 
@@ -161,9 +149,12 @@ def test_the_length_of_a_run_is_exact_where_epochs_differ():
 def test_what_leave_out_cannot_do_is_refused():
     with pytest.raises(TypeError, match=r"True or False; .*\(0, 0\) returned None"):
         len(leave_out(listed(3), lambda epoch, batch: None))
-    step, nothing = fl.pipeline()(toy_loss), leave_out(listed(3), lambda epoch, batch: True)
     with pytest.raises(ValueError, match="the training loader gave no batch in epoch 1"):
-        fl.fit(step, toy(), nothing, hooks=())
+        fit(loaders=leave_out(listed(3), lambda epoch, batch: True))
+    without_length = leave_out(plain(3), lambda epoch, batch: False)
+    with pytest.raises(TypeError, match=r"leave_out\(...\) has no length: that of its loaders"):
+        len(without_length)
+    assert sum(1 for _ in without_length) == 3
 
 
 def test_one_can_be_iterated_by_itself():
@@ -189,19 +180,9 @@ def test_the_generators_between_batches_are_the_callers():
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
 
 
-def test_what_has_no_length_says_so():
-    with pytest.raises(TypeError, match=r"leave_out\(...\) has no length: that of its loaders"):
-        len(without_length())
-    assert sum(1 for _ in without_length()) == 3
-
-
-def without_length():
-    return leave_out(plain(3), lambda epoch, batch: False)
-
-
 def test_one_process_has_its_own_share_or_takes_part_in_the_whole():
     share = fl.sharded(DataLoader(Stream(9), 2))
     with pytest.raises(ValueError, match=r"sharded\(.*\) gives this process its own already: mark"):
         take(share, 2)
-    step = fl.pipeline()(lambda m, b: toy_loss(m, b[:, 0]))
-    assert fl.fit(step, toy(), fl.sharded(take(DataLoader(Stream(9), 2), 2)), hooks=()).step == 2
+    step = fl.pipeline()(lambda model, batch: toy_loss(model, batch[:, 0]))
+    assert fit(step=step, loaders=fl.sharded(take(DataLoader(Stream(9), 2), 2))).step == 2

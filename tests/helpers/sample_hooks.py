@@ -1,5 +1,8 @@
 """Hooks that several test files use."""
 
+import os
+import signal
+
 import attrs
 
 import fnloop as fl
@@ -28,3 +31,22 @@ def stop_at(step):
     return fl.when(lambda state: state.step == step)(
         lambda state: attrs.evolve(state, stop="enough")
     )
+
+
+def signal_at(step, number=signal.SIGTERM):
+    """Send this process a signal after a step."""
+
+    def send(state):
+        os.kill(os.getpid(), number)
+        return state
+
+    return fl.when(lambda state: state.step == step)(send)
+
+
+def raise_at(step, error=KeyError):
+    """Raise an exception after a step."""
+
+    def fail(state):
+        raise error("no")
+
+    return fl.when(lambda state: state.step == step)(fail)
