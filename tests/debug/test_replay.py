@@ -63,17 +63,23 @@ ALL = [
     fl.pipeline(fl.retry_on_oom(), fl.microbatch(100), fl.accumulate(2)),
     fl.pipeline(fl.ema(0.5, start=0.5), fl.swa(0.5), fl.torch_scheduler(decay)),
 ]
-TURNS = [(pipe, several.alternating(**each)) for pipe in laws.AROUND for each in laws.EACH]
 FP16 = fl.pipeline(fl.amp("fp16", init_scale=2.0**17, growth_interval=3), fl.accumulate(2))
+
+
+def in_turn(groups):
+    """Return all rows: of each group one is slow, the others are long."""
+    for i, rows in enumerate(groups):
+        for j, row in enumerate(rows):
+            yield pytest.param(*row, marks=[pytest.mark.long] * (i % len(rows) != j))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipe", "problem"),
     [
-        *((pipe, problem()) for pipe in ALL for problem in (small, stochastic)),
+        *in_turn([[(pipe, problem()) for problem in (small, stochastic)] for pipe in ALL]),
         *((pipe, several.problem(several.muon_and_sgd)) for pipe in laws.SEVERAL),
-        *TURNS,
+        *in_turn([[(pipe, several.alternating(**o)) for pipe in laws.AROUND] for o in laws.EACH]),
         (FP16, laws.single_precision(small())),
     ],
     ids=shown,
@@ -107,15 +113,6 @@ def test_gradients_are_those_that_the_optimizer_took(tmp_path):
         recorded(folder, step, toy(), BATCHES, (1,))
         made = replay(folder, step, toy(), BATCHES, update=3)
         assert made.grads["w"].item() == pytest.approx([1, 3][i], abs=1e-5)
-
-
-def test_before_can_be_continued_to_after(tmp_path):
-    problem = stochastic()
-    step = fl.pipeline(fl.ema(0.9))(problem.loss_fn)
-    recorded(tmp_path, step, problem.state(), problem.batches, (1,), epochs=2)
-    made = replay(tmp_path, step, problem.state(), problem.batches, update=9)
-    again = fl.fit(step, made.before, problem.batches, epochs=2, steps=9, hooks=())
-    assert_same(again, made.after)
 
 
 def test_it_draws_from_no_generator_and_leaves_no_hook(tmp_path):
