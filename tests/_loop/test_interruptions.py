@@ -1,5 +1,6 @@
 """Ctrl-C and signals."""
 
+import contextlib
 import signal
 import time
 
@@ -10,6 +11,8 @@ from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, 
 from sample_hooks import stop_at
 
 import fnloop as fl
+from fnloop._loop import peers as consensus
+from fnloop._loop.peers import Interrupts
 from fnloop.testing import assert_same, toy, toy_loss
 
 
@@ -41,7 +44,12 @@ def test_a_second_ctrl_c_raises_and_loses_nothing():
     assert fit(error.value.state, NUMBERS).model.w.item() == -6.0
 
 
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+SIGNALS = pytest.mark.parametrize(
+    ("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")]
+)
+
+
+@SIGNALS
 def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
     hook = fl.when(lambda state: state.step == 3)(lambda state: (how(), state)[1])
     states = list(fl.run(step, toy(), [ONE] * 3, epochs=3, hooks=(hook,)))
@@ -49,7 +57,7 @@ def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
     assert fit(hooks=(hook,)).stop == reason  # at the last boundary of the run too
 
 
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+@SIGNALS
 def test_a_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(how, reason):
     def dies():
         yield from NUMBERS[:2]
@@ -132,7 +140,7 @@ def test_an_evaluation_is_abandoned_where_a_scheduler_ends_the_job(
     assert_same(fl.fit(step, state, loaders, **settings), whole)
 
 
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+@SIGNALS
 @pytest.mark.parametrize(
     ("moment", "evaluated"), [("the update", 0), ("the update", 1), ("the closing evaluation", 1)]
 )
@@ -244,3 +252,62 @@ def test_so_does_the_record_of_an_epoch_that_a_hook_ended_at_the_target(tmp_path
     state = fl.fit(step, fl.restore(tmp_path / "left", toy()), [TWO] * 6, epochs=1, hooks=())
     assert "train/product" not in state.history[-1].metrics
     assert "is made without product" in caplog.text
+
+
+# --- what processes agree on: here one that agrees with itself, and a clock of the test
+
+
+@pytest.mark.parametrize("then", ["an evaluation", "the next epoch"])
+@pytest.mark.parametrize("updates", [1, 100, 5000])
+@pytest.mark.parametrize("at", [1, 2, 3, 50])
+def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
+    then, updates, at, monkeypatch
+):
+    """An update takes 0.1 ms, and a batch 10 s after that. A scheduler waits for 30 s."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
+    state, interrupts = toy(), Interrupts(single_process=False)
+    peers = consensus.Consensus(state)
+    for _ in range(updates):
+        now[0] += 1e-4
+        peers.poll(state, interrupts)
+    if then == "an evaluation":
+        peers.hurry()
+    else:
+        peers.barrier(state, interrupts, 0)
+    for batch in range(60):
+        peers.poll(state, interrupts)
+        if interrupts.stop is not None:
+            break
+        now[0] += 10.0
+        interrupts.requested[0] |= batch == at
+    assert interrupts.stop == "SIGTERM" and batch <= at + 2
+
+
+@pytest.mark.parametrize("slow", ["evaluation", "training"])
+def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
+    """There are 300 batches of 0.1 ms. Then each takes 10 s. The signal comes in the third."""
+    now, batches = [0.0], {"training": 0, "evaluation": 0}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
+    monkeypatch.setattr("fnloop._loop.run.peers_of", consensus.Consensus)
+    ones, interrupts = [torch.ones(1)], Interrupts(single_process=False)
+    monkeypatch.setattr(
+        "fnloop._loop.run._listening", lambda *_: contextlib.nullcontext(interrupts)
+    )
+
+    def loss_fn(model, batch):
+        kind = "training" if model.training else "evaluation"
+        is_slow = kind == slow and sum(batches.values()) >= 300
+        batches[kind] += is_slow or kind != slow
+        now[0] += 10.0 if is_slow else 1e-4
+        interrupts.requested[0] |= batches[slow] == 3
+        return toy_loss(model, batch)
+
+    number = {"training": 300, "evaluation": 300, slow: 600}
+    loaders = {"train": ones * number["training"], "valid": ones * number["evaluation"]}
+    first = fl.every(steps=300) if slow == "evaluation" else fl.at_start()
+    step = fl.pipeline()(loss_fn)
+    state = fl.fit(step, toy(), loaders, evaluate_every=first, hooks=())
+    assert state.stop == "SIGTERM" and batches[slow] <= 5
