@@ -135,7 +135,7 @@ def test_what_would_not_resume_or_not_be_captured(step, state, loader, problem):
     assert state.optimizer.param_groups[0]["lr"] in (0.1, 1.0)
 
 
-def test_what_a_loader_and_a_loss_scale_read_is_no_problem():
+def test_what_a_loader_and_a_loss_scale_read_is_not_a_problem():
     collate = lambda samples: torch.tensor([sample.item() for sample in samples])
     loader = DataLoader(torch.ones(8), batch_size=2, collate_fn=collate)
     assert fl.dry_run(fl.pipeline(fl.amp("fp16"))(toy_loss), toy(), loader).problems == ()
