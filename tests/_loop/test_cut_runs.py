@@ -10,9 +10,11 @@ import signal
 import attrs
 import pytest
 import torch
+from loop_cases import Boom, boom, press, terminate
 from sample_hooks import stop_at
 
 import fnloop as fl
+from fnloop._hooks.hook import Hook
 from fnloop.testing import assert_same, toy, toy_loss
 
 TRAIN = [torch.tensor([x]) for x in (2.0, -1.0, 3.0, -2.0, 1.0)]
@@ -21,10 +23,6 @@ LOADERS = {"train": TRAIN, "valid": [torch.tensor([2.0, -1.0])], "test": [torch.
 
 class Killed(BaseException):
     """The process was killed here."""
-
-
-class Failed(Exception):
-    """A batch failed here."""
 
 
 class Cuts:
@@ -39,7 +37,7 @@ class Cuts:
             self.how()
 
 
-class CutHook:
+class CutHook(Hook):
     """A hook at whose calls a run may be cut."""
 
     def __init__(self, cuts):
@@ -56,18 +54,6 @@ def kill():
     raise Killed
 
 
-def fail():
-    raise Failed
-
-
-def press():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 # --- the table
 
 
@@ -77,6 +63,9 @@ def stop_after_a_skip():
 
 def end_epoch_at(batch):
     return fl.when(lambda s: s.batch == batch)(lambda s: attrs.evolve(s, ends="epoch"))
+
+
+# --- the table
 
 
 HOOKS = {  # each makes hooks; ``note`` is one that notes its calls, ``see`` is for inspect
@@ -128,7 +117,7 @@ def rows():
         members, targets = MEMBERS[n % 5], TARGETS[n // 2 % 3]
         given = {"record_every": record_every, "evaluate_every": evaluate_every, **targets}
         label = f"{name}, {record_every}, {evaluate_every}, {fl.pipeline(*members)}, {targets}"
-        for i, how in enumerate((kill, terminate, press, fail)):
+        for i, how in enumerate((kill, terminate, press, boom)):
             marks = [] if i == n % 4 else [pytest.mark.long]
             row = name, members, given, how
             found.append(pytest.param(*row, id=f"{label}, {how.__name__}", marks=marks))
@@ -165,7 +154,7 @@ def continued(folder, point, how, row):
         state = train(folder, Cuts(point, how), before, *row)
     except (Killed, KeyboardInterrupt):
         pass
-    except Failed as error:
+    except Boom as error:
         state = error.state
     return train(folder, Cuts(), after, *row, None if folder else state), after
 
@@ -182,7 +171,7 @@ def test_a_run_that_is_cut_and_continued_is_the_one_that_was_not(
     whole = train(None, cuts, calls, *row)
     assert {"training", "evaluation", "hook"} == {*cuts.points}
     for point, at in enumerate(cuts.points):
-        if how is fail and at == "hook":
+        if how is boom and at == "hook":
             continue  # the hooks after it are not called at that boundary
         folder = tmp_path / str(point) if how in (kill, terminate) else None
         found, after = continued(folder, point, how, row)

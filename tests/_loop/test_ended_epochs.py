@@ -3,7 +3,9 @@
 import attrs
 import pytest
 import torch
+from loop_cases import Boom, failing_once
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset
 
 import fnloop as fl
 from fnloop import schedules
@@ -55,37 +57,11 @@ def test_the_epoch_is_evaluated_and_its_hooks_are_called():
 def test_the_next_epoch_draws_as_any_second_epoch():
     loader = torch.utils.data.DataLoader(torch.arange(10.0), batch_size=2, shuffle=True)
     seen = []
-
-    def loss_fn(model, batch):
-        seen.append(batch.tolist())
-        return toy_loss(model, batch)
-
-    fl.fit(fl.pipeline()(loss_fn), toy(), loader, epochs=2, hooks=(ends_at(2),))
-    early = seen[2:]
-    seen.clear()
-    fl.fit(fl.pipeline()(loss_fn), toy(), loader, epochs=2, hooks=())
+    step = fl.pipeline()(lambda m, batch: (seen.append(batch.tolist()), toy_loss(m, batch))[1])
+    fl.fit(step, toy(), loader, epochs=2, hooks=(ends_at(2),))
+    early, seen[:] = seen[2:], []
+    fl.fit(step, toy(), loader, epochs=2, hooks=())
     assert early == seen[5:7]
-
-
-@pytest.mark.parametrize("killed_at", [1, 2, 3, 4])
-def test_a_run_that_is_killed_continues_where_the_epoch_ended(killed_at, tmp_path):
-    class Killed(BaseException):
-        pass
-
-    def kill(state):
-        if state.step == killed_at:
-            raise Killed
-        return state
-
-    def run(state, *hooks):
-        saving = fl.every(steps=1)(fl.checkpoint(tmp_path / "run"))
-        return fl.fit(STEP, state, ONES, epochs=2, hooks=(ends_at(2), saving, *hooks))
-
-    with pytest.raises(Killed):
-        run(toy(), kill)
-    resumed = run(fl.resume(tmp_path / "run", toy()))
-    assert_same(resumed, fl.fit(STEP, toy(), ONES, epochs=2, hooks=(ends_at(2),)))
-    assert [r.step for r in resumed.history] == [2, 4]
 
 
 def test_it_is_kept_when_the_run_ends_at_the_same_update():
@@ -100,21 +76,16 @@ def test_at_the_end_of_an_epoch_it_changes_nothing():
     assert (state.step, state.epoch, state.ends) == (10, 2, None)
 
 
-@pytest.mark.parametrize("name", ["step", "epoch", "batch", "samples", "skipped", "seed"])
-def test_a_hook_may_not_change_a_counter(name):
-    def change(state):
-        return attrs.evolve(state, **{name: getattr(state, name) + 1})
-
-    with pytest.raises(ValueError, match=f"change changed state.{name} from .*ends=.epoch"):
-        fl.fit(STEP, toy(), ONES, hooks=(change,))
-
-
-@pytest.mark.parametrize(("name", "value"), [("phases", ()), ("updates", {"": 7})])
-def test_a_hook_may_not_change_what_is_kept_of_phases_and_optimizers(name, value):
-    def change(state):
-        return attrs.evolve(state, **{name: value})
-
-    with pytest.raises(ValueError, match=f"change changed state.{name} from .*ends=.epoch"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 99) for name in ("step", "epoch", "batch", "samples", "skipped", "seed")),
+        *(("phases", ()), ("updates", {"": 7})),
+    ],
+)
+def test_a_hook_may_not_change_a_counter(name, value):
+    change = fl.every(steps=1)(lambda state: attrs.evolve(state, **{name: value}))
+    with pytest.raises(ValueError, match=f"changed state.{name} from .*ends=.epoch"):
         fl.fit(STEP, toy(), ONES, hooks=(change,), phase="a")
 
 
@@ -153,19 +124,12 @@ def test_a_run_that_continues_has_the_length_that_was_planned(rate, ended, caplo
 
 def test_updates_left_out_are_counted_once_if_the_evaluation_fails():
     """Three of five are, in each of two epochs."""
-    passes = []
-
-    def fails_once():
-        passes.append(1)
-        if len(passes) == 1:
-            raise OSError("no answer")
-        yield ONES[0]
-
+    loaders, whole = ({"train": ONES, "valid": failing_once(at)} for at in (1, 0))
     given = {"hooks": (ends_at(2),), "epochs": 2}
-    with pytest.raises(OSError, match="no answer") as caught:
-        fl.fit(STEP, toy(), {"train": ONES, "valid": fails_once}, **given)
-    state = fl.fit(STEP, caught.value.state, {"train": ONES, "valid": fails_once}, **given)
-    assert_same(state, fl.fit(STEP, toy(), {"train": ONES, "valid": ONES[:1]}, **given))
+    with pytest.raises(Boom) as caught:
+        fl.fit(STEP, toy(), loaders, **given)
+    state = fl.fit(STEP, caught.value.state, loaders, **given)
+    assert_same(state, fl.fit(STEP, toy(), whole, **given))
     assert state.slots["ends"] == 6
 
 
@@ -175,3 +139,78 @@ def test_the_end_of_an_epoch_that_a_phase_left_does_not_end_one_of_the_next_phas
     assert (state.step, state.ends) == (2, "epoch")
     state = fl.fit(STEP, state, ONES, phase="b", hooks=())
     assert (state.step, state.epoch, state.ends) == (7, 2, None)
+
+
+# --- data that shrank before a resume: an epoch whose position is beyond its end is over
+
+
+def batches(n):
+    return [torch.ones(2)] * n
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(batches(self.n))
+
+
+def generator(n):
+    def made():
+        yield from batches(n)
+
+    return made
+
+
+LOADERS = {  # n -> a loader of n batches
+    "a list": batches,
+    "a map-style loader": lambda n: DataLoader(torch.ones(2 * n), batch_size=2),
+    "a shuffling loader": lambda n: DataLoader(torch.ones(2 * n), batch_size=2, shuffle=True),
+    "a loader that drops the last": lambda n: DataLoader(torch.ones(2 * n + 1), 2, drop_last=True),
+}
+STREAMS = {  # without a length
+    "an iterable loader": lambda n: DataLoader(Stream(n), batch_size=None),
+    "a generator function": generator,
+}
+
+
+@pytest.fixture
+def paused(tmp_path):
+    """Return a function that restores a state after 3 of 4 batches of the first epoch."""
+
+    def make(loader):
+        step = fl.pipeline()(toy_loss)
+        state = fl.fit(step, toy(), loader(4), steps=3, hooks=(), evaluate_every=None)
+        return fl.restore(fl.save(state, tmp_path / "a"), toy())
+
+    return make
+
+
+@pytest.mark.parametrize("loader", [*LOADERS.values(), *STREAMS.values()], ids=[*LOADERS, *STREAMS])
+@pytest.mark.parametrize("left", [3, 2, 1])
+def test_an_epoch_whose_position_is_beyond_the_data_ends_without_an_update(paused, loader, left):
+    """Three updates were made and none follows in this epoch. Its record is that of the three."""
+    state = paused(loader)
+    assert (state.step, state.epoch, state.batch) == (3, 0, 3)
+    ended = fl.fit(fl.pipeline()(toy_loss), state, loader(left), epochs=1, hooks=())
+    assert (ended.step, ended.epoch, ended.batch, ended.model.w.item()) == (3, 1, 0, -3.0)
+    record = ended.history[-1]
+    assert (record.epoch, record.step, record.metrics["train/loss"]) == (1, 3, -1.0)  # of 0, -1, -2
+    more = fl.fit(fl.pipeline()(toy_loss), ended, loader(left), epochs=2, hooks=())
+    assert (more.step, more.epoch, more.model.w.item()) == (3 + left, 2, -3.0 - left)
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_the_length_of_the_run_excludes_missing_updates_of_the_epoch_that_is_over(paused, loader):
+    """Three updates were made and an epoch of two follows. Both subtract the total, 5."""
+    step = fl.pipeline(fl.schedule(lambda i, total: total))(toy_loss)
+    state = fl.fit(step, paused(loader), loader(2), epochs=2, hooks=())
+    assert (state.step, state.epoch, state.model.w.item()) == (5, 2, -3.0 - 5.0 - 5.0)
+
+
+def test_empty_data_end_the_epoch_and_are_an_error_in_the_next(paused):
+    state = fl.fit(fl.pipeline()(toy_loss), paused(batches), [], epochs=1, hooks=())
+    assert (state.step, state.epoch) == (3, 1)
+    with pytest.raises(ValueError, match="gave no batch in epoch 2"):
+        fl.fit(fl.pipeline()(toy_loss), state, [], epochs=2, hooks=())

@@ -7,7 +7,6 @@ import pytest
 from loop_cases import ONE, Boom
 
 import fnloop as fl
-from fnloop._core.history import Record
 from fnloop._core.runs import (
     BOUNDARY,
     FLUSH,
@@ -21,9 +20,7 @@ from fnloop._core.runs import (
     kind_of,
     left_in_events,
 )
-from fnloop._core.types import END, EPOCH, RECORD, UPDATE
 from fnloop._hooks.hook import Hook
-from fnloop._loop.boundary import Answers, Append, Call, Collect, Leave, due
 from fnloop.testing import assert_same, toy, toy_loss
 
 TRAIN, VALID = [ONE, 2 * ONE, 3 * ONE], [-ONE]  # w falls, so valid/loss rises: never better
@@ -125,52 +122,42 @@ def test_the_end_is_made_by_the_run_that_continues_from_an_exception(
 ):
     """Its hooks at_end(), its save, and restore_best. Rates of 1, 1 and -5: step 2 is best."""
     rates = fl.schedule(lambda i, total: (1, 1, -5)[i])
-    planted, ended = [], []
+    planted, ended = [steps], []
 
     class Bomb(Hook):
-        def __call__(self, state):
-            return self.explode(state) if raised == "a hook" else state
-
-        def flush(self, state):
-            return self.explode(state) if raised == "the last save" else state
-
         def explode(self, state):
-            if state.step == steps and not planted:
-                planted.append(1)
+            if state.step in planted:
+                planted.clear()
                 raise Boom
             return state
 
-    def run(state, hooks):
+        __call__ = explode if raised == "a hook" else lambda self, state: state
+        flush = explode if raised == "the last save" else Hook.flush
+
+    def run(state):
         end = fl.at_end()(lambda state: ended.append(state.step) or state)
-        kept = (*hooks, end, fl.restore_best("valid/loss"))
         save = fl.every(epochs=5)(fl.checkpoint(tmp_path / "run"))
-        given = {"steps": steps, "evaluate_every": fl.every(steps=1)}
-        return fl.fit(
-            fl.pipeline(rates)(toy_loss), state, (TRAIN, [ONE]), hooks=(*kept, save), **given
-        )
+        hooks = (Bomb(), end, fl.restore_best("valid/loss"), save)
+        given = {"steps": steps, "evaluate_every": fl.every(steps=1), "hooks": hooks}
+        return fl.fit(fl.pipeline(rates)(toy_loss), state, (TRAIN, [ONE]), **given)
 
     with pytest.raises(Boom) as caught:
-        run(toy(lr=1.0), (Bomb(),))
+        run(toy(lr=1.0))
     left = caught.value.state
     assert left.left == ((FLUSH,) if raised == "the last save" else (End(),))
     assert ended == ([steps] if raised == "the last save" else [])
     assert not (tmp_path / "run" / f"step-{steps:08d}").exists()
-    state = run(continued(left, tmp_path), (Bomb(),))
+    state = run(continued(left, tmp_path))
     assert ended == [steps] and state.left == ()
     assert (tmp_path / "run" / f"step-{steps:08d}").exists()
     assert state.model.w.item() == -3.0  # -1 - 2; after step 3 it would be 12
-    assert run(state, ()) is state  # nothing is left
+    assert run(state) is state  # nothing is left
 
 
 def test_an_end_that_was_left_is_void_if_the_target_is_raised():
-    def boom(state):
-        if state.step == 3 and not done:
-            done.append(1)
-            raise Boom
-        return state
-
-    done, seen = [], []
-    with pytest.raises(Boom) as caught:
+    seen, bombs = [], [3]
+    boom = fl.when(lambda state: state.step in bombs)(lambda state: bombs.clear() or 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
         train(toy(), seen, hooks=(boom,), epochs=1, evaluate_every=None)
     assert caught.value.state.left == (End(),)
     state = train(caught.value.state, seen, epochs=2, evaluate_every=None)
@@ -196,68 +183,10 @@ def test_all_hooks_of_a_boundary_see_the_same_events():
         seen.clear()
 
 
-def test_the_first_reason_to_stop_stays():
-    step = program({2: Stop("guarded", "guard")})
-    later = lambda state: attrs.evolve(state, stop="later") if state.stop else state
-    state = fl.fit(step, toy(), {"train": TRAIN, "valid": VALID}, hooks=(later, later))
-    assert state.stop == "guarded" and kind_of(state.stop) == "guard"
-
-
 def test_no_record_is_made_by_a_moment_that_excludes_the_end():
     given = {"evaluate_every": None, "hooks": (), "record_every": ~fl.at_end()}
     state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 9, steps=3, **given)
     assert [(r.step, r.closing) for r in state.history] == [(1, False), (2, False), (3, True)]
-
-
-# --- the list of actions
-
-
-NAMES = ("valid", "test")
-VALID_DUE = Answers(now=("valid",))
-
-
-@pytest.mark.parametrize(
-    ("stage", "events", "answers", "actions"),
-    [
-        ("start", (), Answers(), [Call("start")]),
-        ("start", (), VALID_DUE, [Append("evaluation", ("valid",)), Call("start")]),
-        ("boundary", (UPDATE,), Answers(), [Call("boundary")]),
-        ("boundary", (UPDATE,), Answers(record=True), [Append("recent"), Call("boundary")]),
-        ("boundary", (UPDATE,), VALID_DUE, [Append("evaluation", ("valid",)), Call("boundary")]),
-        ("boundary", (UPDATE, EPOCH), Answers(), [Append("epoch"), Call("boundary")]),
-        ("boundary", (UPDATE, END), Answers(), [Append("closing", NAMES), Call("boundary")]),
-        (
-            "boundary",
-            (UPDATE, END),
-            Answers(record=True),
-            [Append("recent"), Append("closing", NAMES), Call("boundary")],
-        ),
-        (
-            "boundary",
-            (UPDATE, END),
-            VALID_DUE,
-            [Append("evaluation", ("valid",)), Collect(("test",)), Call("boundary")],
-        ),
-        (
-            "boundary",
-            (UPDATE, EPOCH, END),
-            Answers(now=("valid",), at_end=("test",)),
-            [Append("epoch", ("valid",)), Leave(End()), Call("boundary")],
-        ),
-        ("end", (END,), Answers(), [Append("closing", NAMES), Collect(NAMES), Call("end")]),
-        ("end", (EPOCH, RECORD, END), Answers(), [Collect(NAMES), Call("end")]),
-        (
-            "end",
-            (EPOCH, RECORD, END),
-            Answers(at_end=NAMES),  # the record has "valid" already
-            [Append("closing", ("test",)), Collect(NAMES), Call("end")],
-        ),
-    ],
-)
-def test_what_is_due(stage, events, answers, actions):
-    history = fl.History([Record(1, 3, {"train/loss": 0.5, "valid/loss": 1.0})])
-    state = attrs.evolve(toy(), events=frozenset(events), history=history)
-    assert due(stage, state, answers, NAMES) == actions
 
 
 # --- stops
@@ -279,27 +208,20 @@ def test_which_stop_stays(before, after, stays):
 
 @pytest.mark.parametrize(
     "left",
-    [
-        (),
-        (BOUNDARY,),
-        (FLUSH,),
-        (End(),),
-        *itertools.product([BOUNDARY], [End(Stop("a")), End(Stop("a", "limit"))]),
-    ],
+    [(), (BOUNDARY,), (FLUSH,), (End(),)]
+    + [(BOUNDARY, End(stop)) for stop in (Stop("a"), Stop("a", "limit"))],
     ids=repr,
 )
 def test_what_is_left_can_be_written(left):
     found = decode_left(encode_left(left))
-    assert found == left
-    kinds = [
-        [kind_of(action.stop) for action in x if isinstance(action, End)] for x in (found, left)
-    ]
-    assert kinds[0] == kinds[1]
+    kinds = lambda left: [kind_of(action.stop) for action in left if isinstance(action, End)]
+    assert found == left and kinds(found) == kinds(left)
 
 
-@pytest.mark.parametrize(
-    "saved", [None, {}, "end", 1, [{}], ["end"], [{"end": 1}], [{"boundary": 0}]]
-)
+WRONG = [None, {}, "end", 1, [{}], ["end"], [{"end": 1}], [{"boundary": 0}]]
+
+
+@pytest.mark.parametrize("saved", WRONG)
 def test_what_is_left_cannot_be_read_from_something_else(saved):
     with pytest.raises(TypeError):
         decode_left(saved)

@@ -1,8 +1,12 @@
 """Records, ``evaluate`` and ``predict``."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
-from loop_cases import ONE, fit, generators, step
+from evaluation_draws import CALLS, draws_in
+from loop_cases import ONE, fit, generators
 from torch import nn
 
 import fnloop as fl
@@ -14,12 +18,6 @@ def test_epoch_means_are_exact_over_uneven_batches():
     data = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])]
     state = fit(toy(w=1.0, lr=0.0), loaders=(data, data))
     assert state.history["train/loss"] == state.history["valid/loss"] == (4.0,)
-
-
-def test_a_record_has_its_epoch_and_step():
-    state = fit(epochs=2)
-    assert [(r.epoch, r.step) for r in state.history] == [(1, 3), (2, 6)]
-    assert 0 < state.history[0].seconds < state.history[1].seconds
 
 
 @pytest.mark.parametrize(
@@ -46,22 +44,6 @@ def test_a_mid_epoch_record_has_the_running_mean():
     assert state.history["train/loss"] == (0.0, -0.5, -1.0)
 
 
-def test_an_interrupted_epoch_has_the_mean_of_the_whole_epoch():
-    state = fit(fit(steps=2))
-    assert [(r.step, r.metrics["train/loss"], r.closing) for r in state.history] == [
-        (2, -0.5, True),
-        (3, -1.0, False),
-    ]
-
-
-@pytest.mark.parametrize("wrong", [2, "epoch", lambda state: True])
-def test_evaluate_every_must_be_a_trigger(wrong):
-    with pytest.raises(
-        TypeError, match=r"every\(epochs=1\), every\(steps=100\), when\(predicate\) or None"
-    ):
-        fit(evaluate_every=wrong)
-
-
 def test_evaluate_leaves_the_state_unchanged():
     problem = stochastic()
     make = fl.pipeline()(problem.loss_fn)
@@ -75,26 +57,16 @@ def test_evaluate_leaves_the_state_unchanged():
     assert_same(state, before)
 
 
-def test_evaluation_does_not_change_training():
+def test_evaluation_and_draws_of_hooks_do_not_change_training():
     problem = stochastic()
     make = fl.pipeline()(problem.loss_fn)
     shuffled = torch.utils.data.DataLoader(problem.batches, batch_size=None, shuffle=True)
+    draw = lambda state: (torch.rand(3), state)[1]
     plain = fl.fit(make, problem.state(), shuffled, epochs=2, hooks=())
-    watched = fl.fit(
-        make,
-        problem.state(),
-        {"train": shuffled, "valid": shuffled},
-        epochs=2,
-        hooks=(lambda state: (torch.rand(3), state)[1],),
-        evaluate_every=fl.every(steps=2),
-    )
+    given = {"epochs": 2, "hooks": (draw,), "evaluate_every": fl.every(steps=2)}
+    watched = fl.fit(make, problem.state(), (shuffled, shuffled), **given)
     for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_an_empty_evaluation_is_an_error():
-    with pytest.raises(ValueError, match="gave no batch"):
-        fl.evaluate(step, toy(), [])
 
 
 def test_evaluating_a_new_state_does_not_create_a_scheduler():
@@ -109,13 +81,11 @@ def test_an_evaluation_does_not_call_set_epoch():
         def set_epoch(self, epoch):
             told.append(epoch)
 
-    told: list[int] = []
+    told = []
     data = torch.utils.data.DataLoader(Told(torch.ones(2)))
-    first = fl.pipeline()(
-        lambda model, batch: toy_loss(model, batch[0] if isinstance(batch, list) else batch)
-    )
+    first = fl.pipeline()(lambda model, batch: toy_loss(model, batch[0]))
     fl.evaluate(first, toy(), data)
-    fl.fit(first, toy(), ([ONE], data), epochs=2, hooks=())
+    fl.fit(first, toy(), ([[ONE]], data), epochs=2, hooks=())
     assert told == []
 
 
@@ -134,18 +104,10 @@ def test_predict_is_lazy_and_in_order():
 
 def test_between_predictions_the_model_is_unchanged():
     state = toy()
-    for flag in fl.predict(
-        lambda model, batch: (model.training, torch.is_grad_enabled()), state, [ONE, ONE]
-    ):
+    flags = lambda model, batch: (model.training, torch.is_grad_enabled())
+    for flag in fl.predict(flags, state, [ONE, ONE]):
         assert flag == (False, False)
         assert state.model.training and torch.is_grad_enabled()
-
-
-def test_predict_requires_a_function_first():
-    with pytest.raises(
-        TypeError, match=r"predict\(lambda model, batch: model\(batch\), state, loader\)"
-    ):
-        fl.predict(toy(), lambda model, batch: batch, [ONE])
 
 
 # --- buffers that a model updates in evaluation mode
@@ -185,8 +147,8 @@ def watched_loss(model, batch):
     return model(batch)
 
 
-def watcher():
-    model = Watcher()
+def watcher(made=Watcher):
+    model = made()
     return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
 
 
@@ -199,37 +161,30 @@ def buffers_of(state):
 
 WATCHED = fl.pipeline()(watched_loss)
 EVALUATIONS = {
-    "evaluate": lambda state: fl.evaluate(WATCHED, state, XS),
-    "one batch": lambda state: WATCHED.evaluate(state, XS[0]),
-    "predict": lambda state: [*fl.predict(watched_loss, state, XS)],
-    "summary": lambda state: fl.summary(state, XS[0]),
+    "evaluate": lambda state, loader, loss: fl.evaluate(fl.pipeline()(loss), state, loader),
+    "predict": lambda state, loader, loss: [*fl.predict(loss, state, loader)],
+    "one batch": lambda state, loader, loss: WATCHED.evaluate(state, XS[0]),
+    "summary": lambda state, loader, loss: fl.summary(state, XS[0]),
 }
 
 
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_an_evaluation_puts_buffers_back(name):
-    state = watcher()
-    state, _ = WATCHED(state, XS[0])
-    before = buffers_of(state)
-    assert EVALUATIONS[name](state) is not None
-    assert buffers_of(state) == before
-
-
-@pytest.mark.parametrize("raised", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("name", ["evaluate", "predict"])
-def test_an_evaluation_that_fails_puts_buffers_back_too(name, raised):
+@pytest.mark.parametrize(
+    ("name", "raised"),
+    [
+        *((name, None) for name in EVALUATIONS),
+        *itertools.product(("evaluate", "predict"), (OSError, KeyboardInterrupt)),
+    ],
+)
+def test_an_evaluation_puts_buffers_back_also_where_it_fails(name, raised):
     def failing(model, batch):
         if len(batch) == 1:
             raise raised
         return model(batch)
 
-    state, loader = watcher(), [*XS, torch.ones(1)]
+    state, _ = WATCHED(watcher(), XS[0])
     before = buffers_of(state)
-    with pytest.raises(raised):
-        if name == "evaluate":
-            fl.evaluate(fl.pipeline()(failing), state, loader)
-        else:
-            [*fl.predict(failing, state, loader)]
+    with pytest.raises(raised) if raised else contextlib.nullcontext():
+        EVALUATIONS[name](state, [*XS, torch.ones(1)] if raised else XS, failing)
     assert buffers_of(state) == before
 
 
@@ -271,14 +226,10 @@ class Teacher(nn.Module):
 )
 @pytest.mark.parametrize("every", [fl.every(steps=1), fl.every(epochs=1)], ids=repr)
 def test_training_is_the_same_bit_for_bit_with_and_without_evaluations(made, members, every):
-    def new():
-        model = made()
-        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
-
     step = fl.pipeline(*members)(watched_loss)
-    settings = {"epochs": 2, "hooks": (), "evaluate_every": every}
-    one = fl.fit(step, new(), {"train": XS, "valid": XS, "test": XS[:1]}, **settings)
-    two = fl.fit(step, new(), XS, **settings)
+    given = {"epochs": 2, "hooks": (), "evaluate_every": every}
+    one = fl.fit(step, watcher(made), {"train": XS, "valid": XS, "test": XS[:1]}, **given)
+    two = fl.fit(step, watcher(made), XS, **given)
     assert one.history["valid/loss"] and one.model.w.item() == two.model.w.item() != 0.0
     assert [t.tolist() for t in one.model.buffers()] == [t.tolist() for t in two.model.buffers()]
     for name in two.slots:
@@ -298,3 +249,14 @@ def test_buffers_that_do_not_change_are_not_written_to():
     versions = [b._version for b in model.buffers()]
     fl.evaluate(fl.pipeline()(lambda m, x: m(x).mean()), state, [torch.ones(2, 1)])
     assert [b._version for b in model.buffers()] == versions
+
+
+# --- draws of a forward in evaluation
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_each_batch_has_its_own_draw_which_depends_on_the_seed_and_the_position_alone(call):
+    draws = draws_in(call)
+    assert len(draws) == len(set(draws.values())) == 6
+    torch.manual_seed(7)  # the caller's generator is not used
+    assert draws_in(call) == draws == draws_in(call, wasteful=(0, 2, 3))

@@ -1,7 +1,6 @@
 """Ctrl-C and signals."""
 
-import functools
-import os
+import contextlib
 import signal
 import time
 
@@ -9,8 +8,11 @@ import attrs
 import pytest
 import torch
 from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, step, terminate
+from sample_hooks import stop_at
 
 import fnloop as fl
+from fnloop._loop import peers as consensus
+from fnloop._loop.peers import Interrupts
 from fnloop.testing import assert_same, toy, toy_loss
 
 
@@ -24,12 +26,15 @@ def test_ctrl_c_stops_the_run_after_the_current_update():
 
 def test_an_interrupt_that_is_raised_returns_the_state_before_the_update():
     state = fl.fit(interrupting(2, raise_interrupt), toy(), NUMBERS, hooks=())
-    assert (state.step, state.model.w.item(), state.stop, state.model.w.grad) == (
-        1,
-        -1.0,
-        "interrupted",
-        None,
-    )
+    assert (state.step, state.model.w.item(), state.stop) == (1, -1.0, "interrupted")
+    assert (state.model.w.grad, len(state.history)) == (None, 0)
+
+
+def test_hooks_see_an_interruption():
+    seen = []
+    note = lambda state: seen.append(state.stop) or state
+    fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=(note,))
+    assert seen == [None, "interrupted"]
 
 
 def test_a_second_ctrl_c_raises_and_loses_nothing():
@@ -39,7 +44,12 @@ def test_a_second_ctrl_c_raises_and_loses_nothing():
     assert fit(error.value.state, NUMBERS).model.w.item() == -6.0
 
 
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+SIGNALS = pytest.mark.parametrize(
+    ("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")]
+)
+
+
+@SIGNALS
 def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
     hook = fl.when(lambda state: state.step == 3)(lambda state: (how(), state)[1])
     states = list(fl.run(step, toy(), [ONE] * 3, epochs=3, hooks=(hook,)))
@@ -47,7 +57,7 @@ def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
     assert fit(hooks=(hook,)).stop == reason  # at the last boundary of the run too
 
 
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+@SIGNALS
 def test_a_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(how, reason):
     def dies():
         yield from NUMBERS[:2]
@@ -59,96 +69,80 @@ def test_a_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(how, r
     assert (state.step, state.epoch, state.stop, state.model.w.item()) == (3, 1, None, -6.0)
 
 
-def test_hooks_see_an_interruption():
-    seen = []
-    fl.fit(
-        interrupting(2, press),
-        toy(),
-        NUMBERS,
-        hooks=(lambda state: (seen.append(state.stop), state)[1],),
-    )
-    assert seen == [None, "interrupted"]
-
-
 def test_the_first_ctrl_c_waits_for_the_update_even_after_a_sigterm():
     """Only a second Ctrl-C raises at once."""
-
-    def loss_fn(model, batch):
-        if model.w.item() == -1.0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-        return toy_loss(model, batch)
-
     try:
-        state = fl.fit(fl.pipeline()(loss_fn), toy(), [ONE] * 5, hooks=())
+        state = fl.fit(interrupting(2, lambda: (terminate(), press())), toy(), NUMBERS, hooks=())
     except KeyboardInterrupt:
         pytest.fail("the first Ctrl-C raised")
-    assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -2.0)
+    assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -3.0)
+
+
+@pytest.fixture
+def raised(monkeypatch):
+    """The signals that a run has raised at its end."""
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    return raised
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(monkeypatch, in_time):
+def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(raised, in_time):
     """An earlier one is recorded in the state instead."""
-    raised = []
-    monkeypatch.setattr(signal, "raise_signal", raised.append)
 
     class Terminating:
         def __call__(self, state):
             if in_time and state.step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+                terminate()
             return state
 
         def close(self):
             if not in_time:
-                os.kill(os.getpid(), signal.SIGTERM)
+                terminate()
 
     state = fl.fit(step, toy(), [ONE] * 3, hooks=(Terminating(),))
     expected = (2, "SIGTERM", []) if in_time else (3, None, [signal.SIGTERM])
     assert (state.step, state.stop, raised) == expected
 
 
+EACH_EPOCH = fl.every(epochs=1)
+
+
 @pytest.mark.parametrize(
-    ("how", "evaluated"), [(terminate, 2), (press, 5)], ids=["SIGTERM", "Ctrl-C"]
+    ("how", "every", "nth", "evaluated", "steps"),
+    [
+        (terminate, EACH_EPOCH, 2, 2, 3),
+        (terminate, fl.every(steps=2), 2, 2, 2),
+        (terminate, fl.at_start() | EACH_EPOCH, 1, 1, 0),  # of the untrained model
+        (press, EACH_EPOCH, 2, 5, 3),
+        (press, fl.every(steps=2), 2, 5, 2),
+    ],
 )
-@pytest.mark.parametrize("every", [{"epochs": 1}, {"steps": 2}], ids=str)
-def test_an_evaluation_is_abandoned_where_a_scheduler_ends_the_job(how, evaluated, every):
+def test_an_evaluation_is_abandoned_where_a_scheduler_ends_the_job(
+    how, every, nth, evaluated, steps
+):
     """Its grace period is some seconds. A resumed run evaluates from the beginning."""
     seen = []
 
     def loss_fn(model, batch):
         if not model.training:
             seen.append(model.w.item())
-            if len(seen) == 2:
+            if len(seen) == nth:
                 how()
         return toy_loss(model, batch)
 
-    settings = {"evaluate_every": fl.every(**every), "epochs": 2, "hooks": ()}
+    settings = {"evaluate_every": every, "epochs": 2, "hooks": ()}
     loaders = ([ONE] * 3, [ONE] * 5)
     state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, **settings)
-    assert len(seen) == evaluated and state.stop in ("SIGTERM", "interrupted")
-    assert len(state.history) == (evaluated == 5)
+    assert (len(seen), state.step, len(state.history)) == (evaluated, steps, evaluated == 5)
+    assert state.stop == ("SIGTERM" if how is terminate else "interrupted")
     whole = fl.fit(step, toy(), loaders, **settings)
     assert_same(fl.fit(step, state, loaders, **settings), whole)
 
 
-def test_an_evaluation_of_the_untrained_model_is_abandoned_too():
-    def loss_fn(model, batch):
-        if not model.training and model.w.item() == 0.0:
-            terminate()
-        return toy_loss(model, batch)
-
-    settings = {"evaluate_every": fl.at_start() | fl.every(epochs=1), "hooks": ()}
-    loaders = ([ONE] * 3, [ONE] * 5)
-    state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, **settings)
-    assert (state.step, state.stop, len(state.history)) == (0, "SIGTERM", 0)
-    whole = fl.fit(step, toy(), loaders, **settings)
-    assert_same(fl.fit(step, state, loaders, **settings), whole)
-
-
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+@SIGNALS
 @pytest.mark.parametrize(
-    ("moment", "evaluated"),
-    [("the update", 0), ("the update", 1), ("the closing evaluation", 1)],
+    ("moment", "evaluated"), [("the update", 0), ("the update", 1), ("the closing evaluation", 1)]
 )
 @pytest.mark.parametrize("phase", [None, "one"])
 def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(
@@ -161,29 +155,23 @@ def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(
             how()
         return toy_loss(model, batch)
 
-    stop = fl.every(steps=1)(lambda state: attrs.evolve(state, stop="enough"))
     loaders = {"train": [ONE] * 3, **({"valid": [ONE]} if evaluated else {})}
-    settings = {"loaders": loaders, "hooks": (stop,), "phase": phase}
-    signalled = functools.partial(fl.fit, fl.pipeline()(loss_fn), **settings)
-    quiet = functools.partial(fl.fit, step, **settings)
-    state = signalled(state=toy())
+    train = lambda state, step: fl.fit(step, state, loaders, hooks=(stop_at(1),), phase=phase)
+    state = train(toy(), fl.pipeline()(loss_fn))
     assert (state.step, state.stop, len(state.history)) == (1, reason, 0)
     if phase is not None:
         with pytest.raises(ValueError, match=f"'one'.*has not ended.*{reason}"):
             fl.fit(step, state, loaders, hooks=(), phase="two")
-    state = quiet(state=state)
+    state = train(state, step)
     assert (state.step, state.stop) == (1, "enough")
     assert [r.closing for r in state.history] == [True]
-    assert_same(state, quiet(state=toy()))
+    assert_same(state, train(toy(), step))
 
 
-def test_a_sigterm_in_the_hooks_of_the_end_is_raised_when_the_run_has_ended(monkeypatch):
+def test_a_sigterm_in_the_hooks_of_the_end_is_raised_when_the_run_has_ended(raised):
     """The script would not see it in the state."""
-    raised = []
-    monkeypatch.setattr(signal, "raise_signal", raised.append)
-    stop = fl.when(lambda state: state.step == 1)(lambda state: attrs.evolve(state, stop="enough"))
     end = fl.at_end()(lambda state: terminate() or state)
-    state = fl.fit(step, toy(), [ONE] * 3, hooks=(stop, end))
+    state = fl.fit(step, toy(), [ONE] * 3, hooks=(stop_at(1), end))
     assert (state.step, state.stop, raised) == (1, "enough", [signal.SIGTERM])
     assert [r.closing for r in state.history] == [True]
 
@@ -214,54 +202,112 @@ def test_a_metric_of_evaluation_alone_does_not_continue_one_of_training(tmp_path
     assert state.history[-1].metrics["train/q"] == 2.0  # the mean of 0, ..., 4
 
 
-def test_the_times_of_a_record_that_is_left_are_those_of_the_run_before(tmp_path, monkeypatch):
-    now, armed = [0.0], [True]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+TWO = torch.tensor([2.0])
+
+
+def cut_in_the_evaluation(folder, *members, then=lambda: None):
+    """Return the state of a run that SIGTERM cut in its first evaluation, saved and continued."""
+    armed = [True]
 
     def loss_fn(model, batch):
-        if not model.training and armed:
+        if model.training:
+            then()
+        elif armed:
             armed.clear()
-            os.kill(os.getpid(), signal.SIGTERM)
-        now[0] += 0.5 if model.training else 0.0
+            terminate()
         return toy_loss(model, batch)
 
-    step = fl.pipeline(fl.timings(), fl.throughput())(loss_fn)
-    loaders, often = ([torch.ones(2)] * 4, [torch.ones(1)]), {"evaluate_every": fl.every(steps=2)}
-    fl.save(fl.fit(step, toy(), loaders, hooks=(), **often), tmp_path / "cut")
-    state = fl.restore(tmp_path / "cut", toy())
-    first = fl.fit(step, state, loaders, hooks=(), **often).history[0].metrics
+    step = fl.pipeline(*members)(loss_fn)
+    given = {"evaluate_every": fl.every(steps=2), "hooks": ()}
+    fl.save(fl.fit(step, toy(), ([TWO] * 4, [ONE]), **given), folder / "cut")
+    return fl.fit(step, fl.restore(folder / "cut", toy()), ([TWO] * 4, [ONE]), **given)
+
+
+def test_the_times_of_a_record_that_is_left_are_those_of_the_run_before(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    passes = lambda: now.append(now.pop() + 0.5)
+    state = cut_in_the_evaluation(tmp_path, fl.timings(), fl.throughput(), then=passes)
+    first = state.history[0].metrics
     assert (first["train/time/step"], first["train/time/data"]) == (0.5, 0.0)
-    assert first["train/throughput/samples"] == 4.0
+    assert first["train/throughput/samples"] == 2.0
+
+
+PRODUCT = fl.metric(product=lambda aux, batch: Product(batch.prod()), on="training")
 
 
 def test_a_record_that_is_left_lacks_a_metric_of_an_own_class_and_a_warning_says_so(
     tmp_path, caplog
 ):
-    armed = [True]
-
-    def loss_fn(model, batch):
-        if not model.training and armed:
-            armed.clear()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return toy_loss(model, batch)
-
-    own = fl.metric(product=lambda aux, batch: Product(batch.prod()), on="training")
-    step = fl.pipeline(own)(loss_fn)
-    loaders = ([torch.tensor([2.0])] * 4, [torch.ones(1)])
-    often = {"evaluate_every": fl.every(steps=2), "hooks": ()}
-    fl.save(fl.fit(step, toy(), loaders, **often), tmp_path / "cut")
-    assert not caplog.text
-    state = fl.fit(step, fl.restore(tmp_path / "cut", toy()), loaders, **often)
+    first, last = cut_in_the_evaluation(tmp_path, PRODUCT).history
     assert "the record of step 2" in caplog.text and "is made without product" in caplog.text
-    first, last = state.history
     assert "train/product" not in first.metrics and last.metrics["train/product"] == 2.0**4
 
 
 def test_so_does_the_record_of_an_epoch_that_a_hook_ended_at_the_target(tmp_path, caplog):
     end = lambda state: attrs.evolve(state, ends="epoch") if state.step == 3 else state
-    step = fl.pipeline(fl.metric(product=lambda aux, batch: Product(batch.prod())))(toy_loss)
-    batches = [torch.tensor([2.0])] * 6
-    fl.save(fl.fit(step, toy(), batches, steps=3, hooks=(end,)), tmp_path / "left")
-    state = fl.fit(step, fl.restore(tmp_path / "left", toy()), batches, epochs=1, hooks=())
+    step = fl.pipeline(PRODUCT)(toy_loss)
+    fl.save(fl.fit(step, toy(), [TWO] * 6, steps=3, hooks=(end,)), tmp_path / "left")
+    assert not caplog.text
+    state = fl.fit(step, fl.restore(tmp_path / "left", toy()), [TWO] * 6, epochs=1, hooks=())
     assert "train/product" not in state.history[-1].metrics
     assert "is made without product" in caplog.text
+
+
+# --- what processes agree on: here one that agrees with itself, and a clock of the test
+
+
+@pytest.mark.parametrize("then", ["an evaluation", "the next epoch"])
+@pytest.mark.parametrize("updates", [1, 100, 5000])
+@pytest.mark.parametrize("at", [1, 2, 3, 50])
+def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
+    then, updates, at, monkeypatch
+):
+    """An update takes 0.1 ms, and a batch 10 s after that. A scheduler waits for 30 s."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
+    state, interrupts = toy(), Interrupts(single_process=False)
+    peers = consensus.Consensus(state)
+    for _ in range(updates):
+        now[0] += 1e-4
+        peers.poll(state, interrupts)
+    if then == "an evaluation":
+        peers.hurry()
+    else:
+        peers.barrier(state, interrupts, 0)
+    for batch in range(60):
+        peers.poll(state, interrupts)
+        if interrupts.stop is not None:
+            break
+        now[0] += 10.0
+        interrupts.requested[0] |= batch == at
+    assert interrupts.stop == "SIGTERM" and batch <= at + 2
+
+
+@pytest.mark.parametrize("slow", ["evaluation", "training"])
+def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
+    """There are 300 batches of 0.1 ms. Then each takes 10 s. The signal comes in the third."""
+    now, batches = [0.0], {"training": 0, "evaluation": 0}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
+    monkeypatch.setattr("fnloop._loop.run.peers_of", consensus.Consensus)
+    ones, interrupts = [torch.ones(1)], Interrupts(single_process=False)
+    monkeypatch.setattr(
+        "fnloop._loop.run._listening", lambda *_: contextlib.nullcontext(interrupts)
+    )
+
+    def loss_fn(model, batch):
+        kind = "training" if model.training else "evaluation"
+        is_slow = kind == slow and sum(batches.values()) >= 300
+        batches[kind] += is_slow or kind != slow
+        now[0] += 10.0 if is_slow else 1e-4
+        interrupts.requested[0] |= batches[slow] == 3
+        return toy_loss(model, batch)
+
+    number = {"training": 300, "evaluation": 300, slow: 600}
+    loaders = {"train": ones * number["training"], "valid": ones * number["evaluation"]}
+    first = fl.every(steps=300) if slow == "evaluation" else fl.at_start()
+    step = fl.pipeline()(loss_fn)
+    state = fl.fit(step, toy(), loaders, evaluate_every=first, hooks=())
+    assert state.stop == "SIGTERM" and batches[slow] <= 5

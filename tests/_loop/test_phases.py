@@ -1,10 +1,12 @@
 """Runs made of phases: targets that count from where a phase began, and scripts started again."""
 
+import logging
 import signal
 
 import attrs
 import pytest
 import torch
+from sample_hooks import stop_at
 from torch.optim import lr_scheduler
 
 import fnloop as fl
@@ -14,6 +16,9 @@ from fnloop.testing import assert_same, toy, toy_loss
 ONES = [torch.ones(1)] * 4  # the gradient is 1
 ENDED = {"name": "a", "step": 0, "epoch": 0, "records": 0, "stop": None, "done": True, "skipped": 0}
 PLAIN = fl.pipeline()(toy_loss)
+LINEAR = fl.schedule(lambda i, total: 1 - i / total)
+HALVING = fl.torch_scheduler(lambda opt, _: lr_scheduler.ExponentialLR(opt, 0.5))
+PLATEAU = fl.plateau("recent/loss", 0.5, patience=1, min_delta=1e9)
 
 
 def fit(state, phase, step=PLAIN, batches=ONES, hooks=(), **targets):
@@ -24,14 +29,13 @@ def fit(state, phase, step=PLAIN, batches=ONES, hooks=(), **targets):
 
 
 def test_targets_count_from_where_a_phase_began():
-    state = fit(toy(), "a", epochs=2)
-    state = fit(state, "b", steps=3)
-    state = fit(state, "c", epochs=1, steps=10)
-    assert [(p.name, p.step, p.epoch, p.records, p.done) for p in state.phases] == [
-        ("a", 0, 0, 0, True),
-        ("b", 8, 2, 2, True),
-        ("c", 11, 3, 3, True),
-    ]
+    state = toy()
+    for name, targets in zip(
+        "abc", ({"epochs": 2}, {"steps": 3}, {"epochs": 1, "steps": 9}), strict=True
+    ):
+        state = fit(state, name, **targets)
+    found = [(p.name, p.step, p.epoch, p.records, p.done) for p in state.phases]
+    assert found == [("a", 0, 0, 0, True), ("b", 8, 2, 2, True), ("c", 11, 3, 3, True)]
     assert (state.step, state.epoch, state.batch, state.model.w.item()) == (15, 4, 0, -15.0)
 
 
@@ -80,7 +84,7 @@ def rates(step, state, *phases):
 
 
 def test_a_schedule_counts_from_where_its_phase_began(caplog):
-    step = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+    step = fl.pipeline(LINEAR)(toy_loss)
     seen, state = rates(step, toy(), ("a", 1), ("b", 2))
     assert seen == [1.0, 0.75, 0.5, 0.25, *(1 - i / 8 for i in range(8))]
     assert not caplog.records
@@ -88,21 +92,13 @@ def test_a_schedule_counts_from_where_its_phase_began(caplog):
 
 
 def test_skipped_updates_of_an_earlier_phase_do_not_lengthen_a_schedule():
-    @fl.middleware("gradient")
-    def skip_first():
-        def wrap(step):
-            def skipping(state, batch):
-                state, out = step(state, batch)
-                skip = "first" if state.step == 0 and not state.skipped else None
-                return state, attrs.evolve(out, skip=skip)
+    def loss_fn(model, batch):
+        calls.append(1)
+        return fl.skip("first") if len(calls) == 1 else toy_loss(model, batch)
 
-            return skipping
-
-        return wrap
-
-    totals = []
+    calls, totals = [], []
     factor = lambda i, total: totals.append((i, total)) or 1.0
-    step = fl.pipeline(skip_first(), fl.schedule(factor))(toy_loss)
+    step = fl.pipeline(fl.schedule(factor))(loss_fn)
     state = fit(toy(), "a", step, epochs=1)
     assert (state.step, state.skipped, state.phases[0].skipped) == (3, 1, 0)
     totals.clear()
@@ -130,31 +126,32 @@ def test_a_scheduler_of_torch_is_made_again_for_each_phase(make, saved, tmp_path
     assert len(set(first)) > 1
 
 
-def test_a_rate_that_was_set_between_two_phases_is_that_of_the_next():
-    step = fl.pipeline(fl.torch_scheduler(lambda opt, _: lr_scheduler.ExponentialLR(opt, 0.5)))
-    step = step(toy_loss)
+@pytest.mark.parametrize(
+    ("member", "field", "before", "after"),
+    [
+        (HALVING, "lr", [1.0, 0.5, 0.25, 0.125], [8.0, 4.0, 2.0, 1.0] * 2),
+        (LINEAR, "lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
+        (LINEAR, "initial_lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
+        (PLATEAU, "lr", [1.0, 1.0, 0.5, 0.25], [8.0, 8.0, 4.0, 2.0] * 2),
+    ],
+    ids=repr,
+)
+def test_a_rate_that_was_set_between_two_phases_is_that_of_the_next(member, field, before, after):
+    step = fl.pipeline(member)(toy_loss)
     seen, state = rates(step, toy(), ("a", 1))
-    state.optimizer.param_groups[0]["lr"] = 8.0
+    state.optimizer.param_groups[0][field] = 8.0
     more, state = rates(step, state, ("b", 1), ("c", 1))
-    assert seen + more == [1.0, 0.5, 0.25, 0.125, 8.0, 4.0, 2.0, 1.0, 8.0, 4.0, 2.0, 1.0]
+    assert (seen, more) == (before, after)
 
 
 def test_schedules_of_both_kinds_take_turns():
-    ours = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+    ours = fl.pipeline(LINEAR)(toy_loss)
     theirs = fl.torch_scheduler(lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.0, 4))
     step, (state, seen) = fl.pipeline(theirs)(toy_loss), (toy(), [])
     for name, one in zip("abcde", (ours, step, ours, step, step), strict=True):
         found, state = rates(one, state, (name, 1))
         seen.append(found)
     assert seen == [[1.0, 0.75, 0.5, 0.25]] * 5
-
-
-@pytest.mark.parametrize("changed", ["lr", "initial_lr"])
-def test_a_schedule_takes_a_rate_that_was_set_between_two_phases(changed):
-    step = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
-    _, state = rates(step, toy(), ("a", 1))
-    state.optimizer.param_groups[0][changed] = 8.0
-    assert rates(step, state, ("b", 1))[0] == [8.0, 6.0, 4.0, 2.0]
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -186,14 +183,6 @@ def test_other_settings_return_to_their_initial_values_too(field):
     assert optimizer.param_groups[0] == {**initial, f"initial_{field}": initial[field]}
 
 
-def test_plateau_takes_a_rate_that_was_set_between_two_phases():
-    step = fl.pipeline(fl.plateau("recent/loss", 0.5, patience=1, min_delta=1e9))(toy_loss)
-    seen, state = rates(step, toy(), ("a", 1))
-    state.optimizer.param_groups[0]["lr"] = 8.0
-    more, state = rates(step, state, ("b", 1))
-    assert seen + more == [1.0, 1.0, 0.5, 0.25, 8.0, 8.0, 4.0, 2.0]
-
-
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_rate_that_is_a_tensor_begins_each_phase_at_its_initial_value(saved, tmp_path):
     def create():
@@ -202,13 +191,8 @@ def test_a_rate_that_is_a_tensor_begins_each_phase_at_its_initial_value(saved, t
         return fl.TrainState.create(model, optimizer, seed=0)
 
     cycle = fl.torch_scheduler(lambda o, run: lr_scheduler.OneCycleLR(o, 1.0, run.total_steps))
-    members = (
-        fl.schedule(lambda i, total: 1 - i / total),
-        cycle,
-        fl.plateau("recent/loss", 0.5, patience=1, min_delta=1e9),
-    )
     state, seen = create(), []
-    for name, member in zip("abc", members, strict=True):
+    for name, member in zip("abc", (LINEAR, cycle, PLATEAU), strict=True):
         found, state = rates(fl.pipeline(member)(toy_loss), state, (name, 1))
         seen.append(found)
         if saved:
@@ -227,22 +211,17 @@ def script(state, hooks=(), loader=None):
     """Three phases: one ends in mid-epoch, one is stopped by a hook."""
     loader = loader or ONES
     by_torch = fl.torch_scheduler(lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.5, 4))
-    scheduled = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
-    state = fit(state, "a", scheduled, loader, hooks, steps=6)
-
-    @fl.when(lambda state: state.step == 9)
-    def stop(state):
-        return attrs.evolve(state, stop="enough")
-
-    state = fit(state, "b", PLAIN, loader, (stop, *hooks), epochs=10)
+    state = fit(state, "a", fl.pipeline(LINEAR)(toy_loss), loader, hooks, steps=6)
+    state = fit(state, "b", PLAIN, loader, (stop_at(9), *hooks), epochs=10)
     return fit(state, "c", fl.pipeline(by_torch)(toy_loss), loader, hooks, epochs=1)
+
+
+class Killed(BaseException):
+    pass
 
 
 @pytest.mark.parametrize("killed_at", range(1, 13))
 def test_a_script_that_is_killed_anywhere_and_started_again_ends_the_same(killed_at, tmp_path):
-    class Killed(BaseException):
-        pass
-
     def kill(state):
         if state.step == killed_at:
             raise Killed
@@ -262,17 +241,12 @@ def test_a_script_that_is_killed_anywhere_and_started_again_ends_the_same(killed
     assert (again.step, again.phases) == (13, resumed.phases)
 
 
-def test_a_phase_that_has_ended_is_passed_over(caplog):
-    state = fit(toy(), "a", epochs=1)
-    again = fit(state, "a", epochs=3)
-    assert again.step == 4
-    assert "nothing to do: the phase 'a' has ended" in caplog.text
-
-
-def test_the_last_checkpoint_says_that_the_phase_has_ended(tmp_path):
-    fit(toy(), "a", epochs=1, hooks=(fl.checkpoint(tmp_path / "run"),))
+def test_a_phase_that_has_ended_is_passed_over(tmp_path, caplog):
+    state = fit(toy(), "a", epochs=1, hooks=(fl.checkpoint(tmp_path / "run"),))
     (phase,) = fl.resume(tmp_path / "run", toy()).phases
     assert phase == fl.Phase("a", 0, 0, 0, done=True)
+    assert fit(state, "a", epochs=3).step == 4
+    assert "nothing to do: the phase 'a' has ended" in caplog.text
 
 
 def test_ctrl_c_does_not_end_a_phase():
@@ -297,39 +271,22 @@ def test_ctrl_c_does_not_end_a_phase():
 def test_a_phase_can_be_ended_by_hand():
     stop = fl.when(lambda state: state.step == 2)(lambda s: attrs.evolve(s, stop="interrupted"))
     state = fit(toy(), "a", hooks=(stop,), epochs=1)
+    with pytest.raises(ValueError, match=r"has not ended, so .b. cannot.*the next phase"):
+        fit(attrs.evolve(state, stop=None), "b", epochs=1)
     branch = fl.snapshot(attrs.evolve(state, stop="enough"))
     state = fit(attrs.evolve(state, stop="enough"), "a", epochs=1)
     assert (state.step, state.phases[0].stop, state.phases[0].done) == (2, "enough", True)
     assert fit(state, "b", epochs=1).step == 6
     state = fit(branch, "b", epochs=1)  # without the detour
-    assert [(p.name, p.stop, p.done) for p in state.phases] == [
-        ("a", "enough", True),
-        ("b", None, True),
-    ]
-    assert state.step == 6
-
-
-def test_a_new_phase_may_begin_where_another_was_ended_by_hand(tmp_path):
-    saving = fl.every(steps=2)(fl.checkpoint(tmp_path / "run", keep=9))
-    fit(toy(), "stable", hooks=(saving,), epochs=1)
-    state = fl.restore(tmp_path / "run" / "step-00000002", toy())
-    with pytest.raises(ValueError, match=r"has not ended, so .decay. cannot.*the next phase"):
-        fit(state, "decay", steps=1)
-    state = fit(attrs.evolve(state, stop="enough"), "decay", steps=1)
-    assert (state.step, state.stop) == (3, None)
-    assert [(p.name, p.step, p.stop, p.done) for p in state.phases] == [
-        ("stable", 0, "enough", True),
-        ("decay", 2, None, True),
-    ]
+    found = [(p.name, p.step, p.stop, p.done) for p in state.phases]
+    assert found == [("a", 0, "enough", True), ("b", 2, None, True)]
+    assert (state.step, state.stop) == (6, None)
 
 
 def test_a_phase_at_its_target_says_so_in_its_own_numbers(caplog):
-    state = fit(toy(), "a", epochs=2)
-    fit(state, "b", epochs=0, steps=3)
-    assert (
-        "nothing to do: the phase 'b' began at epoch 2, step 8, and is at its target, epochs=0, "
-        "steps=3. It ends here"
-    ) in caplog.text
+    fit(fit(toy(), "a", epochs=2), "b", epochs=0, steps=3)
+    message = "the phase 'b' began at epoch 2, step 8, and is at its target, epochs=0, steps=3. It"
+    assert f"nothing to do: {message} ends here" in caplog.text
     assert "absolute" not in caplog.text
 
 
@@ -370,10 +327,9 @@ def test_damaged_phases_are_refused(saved):
 def test_progress_says_which_phase_it_is_and_how_long(capsys):
     state = fit(toy(), "a", epochs=2)
     fit(state, "b", hooks=(fl.progress(),), epochs=3)
-    shown = capsys.readouterr()
-    assert "phase b" in shown.out + shown.err
-    assert "3 epochs of 4 updates" in shown.out + shown.err
-    assert "3/5" in shown.out + shown.err  # those of the state
+    shown = "".join(capsys.readouterr())
+    for part in ("phase b", "3 epochs of 4 updates", "3/5"):  # the last are those of the state
+        assert part in shown
 
 
 # --- a script that is started again in its second phase
@@ -425,3 +381,91 @@ def test_a_snapshot_from_before_the_phase_is_not_gone_back_to():
     back = lambda state: kept
     with pytest.raises(ValueError, match="went back to a snapshot from before the phase 'b' began"):
         fit(state, "b", hooks=(back,))
+
+
+# --- the order in which a program names its phases, and those that it passes over
+
+
+def in_order(state, *names):
+    for name in names:
+        state = fl.fit(PLAIN, state, ONES[:1], hooks=(), phase=name, steps=1)
+    return state
+
+
+def began(state):
+    return [phase.name for phase in state.phases]
+
+
+@pytest.fixture
+def restored(tmp_path):
+    """Return a function that restores the end of the phases a and b, as another process does."""
+    path = fl.save(in_order(toy(), "a", "b"), tmp_path / "ab")
+    return lambda: fl.restore(path, toy())
+
+
+def test_a_phase_that_was_inserted_before_one_that_had_ended_is_refused(restored, tmp_path, caplog):
+    state = in_order(restored(), "a", "new")  # it cannot be known yet
+    assert began(state) == ["a", "b", "new"]
+    assert "'new' begins where 'b' ended, which this program has not named" in caplog.text
+    message = (
+        "this program names 'new' before 'b', but in this run 'b' had ended when 'new' began, at "
+        r"step 2. To keep the run, write fit\(..., phase='b'\) before fit\(..., phase='new'\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        in_order(state, "b")
+    with pytest.raises(ValueError, match=message):  # at once, not at the first epoch
+        fl.run(PLAIN, state, ONES[:1], hooks=(), phase="b")
+    path = fl.save(state, tmp_path / "abn")  # the script is started again
+    with pytest.raises(ValueError, match="out of order"):
+        in_order(fl.restore(path, toy()), "a", "new", "b")
+    assert began(in_order(fl.restore(path, toy()), "a", "b", "new", "c")) == ["a", "b", "new", "c"]
+
+
+IN_ORDER = {
+    "abc": "the script, started again",
+    "aabbcc": "cells of a notebook, each run twice",
+    "abcabc": "all cells, run twice",
+    "abacbc": "an earlier cell again",
+    "bc": "a script that does not name the first",
+    "cc": "a second script, twice",
+    "bbcb": "both",
+}
+
+
+@pytest.mark.parametrize("names", IN_ORDER)
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_script_a_resumed_run_and_a_cell_that_is_run_twice_are_in_order(
+    names, kept, restored, caplog
+):
+    state = restored()
+    for name in names:
+        state = in_order(state, name)
+        state = fl.snapshot(state) if kept else state
+    assert (began(state), state.step) == (["a", "b", "c"], 3)
+    assert "has not named" not in caplog.text
+
+
+def test_a_phase_that_is_no_longer_in_the_script_is_only_a_warning(restored, caplog):
+    assert began(in_order(restored(), "a", "c", "d", "a", "c")) == ["a", "b", "c", "d"]
+    assert [r.levelname for r in caplog.records if "has not named" in r.message] == ["WARNING"]
+
+
+def test_what_a_script_passes_over_on_its_way_is_not_a_warning(restored, caplog):
+    caplog.set_level(logging.INFO, "fnloop")
+
+    def told(state, name):
+        caplog.clear()
+        in_order(state, name)
+        return [(r.levelname, r.message) for r in caplog.records]
+
+    passed = "fit: nothing to do: the phase 'a' has ended"
+    assert told(restored(), "a") == [("INFO", passed)]
+    assert told(in_order(restored(), "a"), "a") == [("WARNING", passed)]  # a cell, run twice
+    assert told(restored(), "b") == [("WARNING", passed.replace("'a'", "'b'"))]  # the end of it
+
+
+def test_the_names_that_a_program_has_given_are_not_saved(restored):
+    state = in_order(toy(), "a", "b")
+    assert [phase.named for phase in state.phases] == [True, True]
+    assert [phase.named for phase in restored().phases] == [False, False]
+    assert state.phases == restored().phases

@@ -15,6 +15,10 @@ from fnloop.testing import toy, toy_loss
 BATCHES = [torch.tensor(x) for x in ([1.0], [4.0, 4.0], [10.0], [2.0, 6.0], [7.0])]
 
 
+NAN = torch.tensor([float("nan")])
+ALWAYS = when(lambda state: True)
+
+
 def train(*middleware, state=None, loaders=None, **settings):
     step = fl.pipeline(*middleware)(toy_loss)
     state = state or toy(w=1.0, lr=0.0)
@@ -25,29 +29,49 @@ def losses(state, key="recent/loss"):
     return [(r.step, r.metrics[key]) for r in state.history.having(key)]
 
 
-def test_a_record_has_the_mean_over_the_items_since_the_last_one():
-    state = train(record_every=every(steps=2))
-    assert losses(state) == [(2, 3.0), (4, 6.0), (5, 7.0)]  # (1 + 8) / 3, (10 + 8) / 3
-    assert losses(state, "train/loss") == [(5, (1 + 8 + 10 + 8 + 7) / 7)]
+def endless():
+    while True:
+        yield from BATCHES
+
+
+PAIR = {"train": BATCHES, "valid": BATCHES[:1]}
+
+
+@pytest.mark.parametrize(
+    ("members", "settings", "found"),
+    [
+        # the mean over the items since the last record: (1 + 8) / 3, (10 + 8) / 3
+        ((), {"record_every": every(steps=2)}, [(2, 3.0), (4, 6.0), (5, 7.0)]),
+        ((), {"record_every": every(steps=2), "steps": 3}, [(2, 3.0), (3, 10.0)]),
+        # an evaluation begins a new interval
+        ((), {"record_every": every(steps=4), "evaluate_every": every(steps=3), "loaders": PAIR},
+         [(3, 19 / 4), (4, 4.0), (5, 7.0)]),
+        # an interval of skipped updates has no record
+        ((fl.skip_nonfinite(5),),
+         {"record_every": ALWAYS, "loaders": [NAN, BATCHES[0], NAN, NAN, BATCHES[2], NAN]},
+         [(1, 1.0), (2, 10.0)]),
+        # ... and the step that stays a multiple of 2 makes no second one
+        ((fl.skip_nonfinite(5),),
+         {"record_every": every(steps=2), "loaders": [*BATCHES[:2], NAN, NAN, *BATCHES[2:]]},
+         [(2, 3.0), (4, 6.0), (5, 7.0)]),
+        ((), {"record_every": every(steps=3), "steps": 7, "loaders": endless},
+         [(3, 19 / 4), (6, (8 + 7 + 1) / 4), (7, 4.0)]),
+        ((), {"record_every": when(lambda state: state.step == 1) | at_end()},
+         [(1, 1.0), (5, (8 + 10 + 8 + 7) / 6)]),
+    ],
+)  # fmt: skip
+def test_a_record_has_the_mean_over_the_items_since_the_last_one(members, settings, found):
+    state = train(*members, **settings)
+    assert losses(state) == found
+    assert all(r.metrics for r in state.history)
 
 
 def test_a_record_between_evaluations_has_nothing_else_but_the_learning_rate():
-    state = train(record_every=every(steps=2), loaders=(BATCHES, BATCHES[:1]))
-    assert [sorted(r.metrics) for r in state.history] == [
-        ["recent/loss", "recent/lr"],
-        ["recent/loss", "recent/lr"],
-        ["recent/loss", "recent/lr", "train/loss", "train/lr", "valid/loss"],
-    ]
-
-
-def test_an_interval_of_skipped_updates_has_no_record():
-    nan = torch.tensor([float("nan")])
-    batches = [nan, BATCHES[0], nan, nan, BATCHES[2], nan]
-    skipping = fl.skip_nonfinite(5)
-    state = train(skipping, record_every=when(lambda state: True), loaders=batches)
-    assert losses(state) == [(1, 1.0), (2, 10.0)]
-    assert [r.step for r in state.history] == [1, 2, 2]  # the last one is that of the epoch
-    assert all(r.metrics for r in state.history)
+    with_it, without = train(record_every=every(steps=2), loaders=PAIR), train(loaders=PAIR)
+    recent, rest = ["recent/loss", "recent/lr"], ["train/loss", "train/lr", "valid/loss"]
+    assert [sorted(r.metrics) for r in with_it.history] == [recent, recent, [*recent, *rest]]
+    for name in rest:
+        assert with_it.history[name] == without.history[name]
 
 
 def test_an_interval_that_is_due_at_the_end_alone_is_that_of_the_closing_record():
@@ -58,12 +82,6 @@ def test_an_interval_that_is_due_at_the_end_alone_is_that_of_the_closing_record(
     assert [(r.step, r.metrics) for r in again.history if not r.closing] == [
         (r.step, r.metrics) for r in whole.history
     ]
-
-
-def test_an_evaluation_begins_a_new_interval():
-    loaders = {"train": BATCHES, "valid": BATCHES[:1]}
-    state = train(record_every=every(steps=4), evaluate_every=every(steps=3), loaders=loaders)
-    assert losses(state) == [(3, 19 / 4), (4, 4.0), (5, 7.0)]
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -84,28 +102,6 @@ def test_it_equals_a_loop_by_hand(window, steps):
     assert found == expected
 
 
-@fl.middleware("gradient")
-def skip_negative():
-    def wrap(step):
-        def skipping(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="negative" if batch[0] < 0 else None)
-
-        return skipping
-
-    return wrap
-
-
-def test_a_skipped_update_does_not_count():
-    data = [BATCHES[0], -BATCHES[2], *BATCHES[1:]]
-    assert losses(train(skip_negative(), loaders=data, record_every=every(steps=2)))[0] == (2, 3.0)
-
-
-def test_the_train_metrics_are_those_without_it():
-    with_it, without = train(epochs=2, record_every=every(steps=1)), train(epochs=2)
-    assert with_it.history["train/loss"] == without.history["train/loss"]
-
-
 @pytest.mark.parametrize("stop", range(1, 10))
 def test_a_resume_within_an_interval_makes_the_same_records(stop, tmp_path):
     settings = {"epochs": 2, "record_every": every(steps=3)}
@@ -116,26 +112,11 @@ def test_a_resume_within_an_interval_makes_the_same_records(stop, tmp_path):
     assert fl.History(records) == whole.history
 
 
-def test_a_closing_record_has_the_unfinished_interval():
-    state = train(record_every=every(steps=2), steps=3)
-    assert [(r.step, r.closing) for r in state.history] == [(2, False), (3, True)]
-    assert losses(state) == [(2, 3.0), (3, 10.0)]
-
-
 def test_a_run_without_it_forgets_the_interval():
     state = train(record_every=every(steps=3), steps=2)
     assert "recent/loss" in state.metrics
     state = train(state=state, steps=4)
     assert "recent/loss" not in state.metrics and "recent/loss" not in state.history[-1].metrics
-
-
-def test_a_stream_without_end():
-    def stream():
-        while True:
-            yield from BATCHES
-
-    state = train(loaders=stream, steps=7, record_every=every(steps=3))
-    assert losses(state) == [(3, 19 / 4), (6, (8 + 7 + 1) / 4), (7, 4.0)]
 
 
 @pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
@@ -145,21 +126,22 @@ def test_the_learning_rate_of_each_group_is_in_every_record(rate):
     state = fl.TrainState.create(model, torch.optim.SGD(groups, lr=rate), seed=0)
     loss_fn = lambda model, batch: model(batch[:, None]).mean()
     state = fl.fit(fl.pipeline()(loss_fn), state, BATCHES, hooks=(), record_every=every(steps=4))
-    assert state.history["recent/lr"] == (0.25, 0.25) == 2 * state.history["train/lr"]
-    assert state.history["recent/lr/1"] == (0.5, 0.5) == 2 * state.history["train/lr/1"]
+    for name, value in (("lr", 0.25), ("lr/1", 0.5)):
+        assert state.history[f"recent/{name}"] == (value,) * 2 == 2 * state.history[f"train/{name}"]
 
 
-def test_under_a_schedule_it_is_the_rate_of_the_last_update():
-    halves = fl.schedule(lambda step, total: 0.5**step)
-    state = train(halves, state=toy(w=1.0, lr=1.0), record_every=every(steps=2))
+@pytest.mark.parametrize(
+    "member",
+    [
+        fl.schedule(lambda step, total: 0.5**step),
+        fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
+    ],
+    ids=repr,
+)
+def test_under_a_schedule_it_is_the_rate_of_the_last_update(member):
+    state = train(member, state=toy(w=1.0, lr=1.0), record_every=every(steps=2))
     assert state.history["recent/lr"] == (0.5, 0.125, 0.0625)
     assert state.history["train/lr"] == (0.0625,)
-
-
-def test_a_torch_scheduler_too():
-    halves = fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
-    state = train(halves, state=toy(w=1.0, lr=1.0), record_every=every(steps=2))
-    assert state.history["recent/lr"] == (0.5, 0.125, 0.0625)
 
 
 def test_hooks_can_follow_it():
@@ -168,11 +150,6 @@ def test_hooks_can_follow_it():
     assert (state.step, state.stop is not None) == (2, True)  # 1, then 4
     with pytest.raises(KeyError, match=r"record_every=every\(steps=...\)"):
         train(hooks=(stop,))
-
-
-def test_any_moment_will_do():
-    moment = when(lambda state: state.step == 1) | at_end()
-    assert losses(train(record_every=moment)) == [(1, 1.0), (5, (8 + 10 + 8 + 7) / 6)]
 
 
 @pytest.mark.parametrize("wrong", [50, "epoch", every, lambda state: True])
@@ -194,18 +171,10 @@ def test_an_error_in_a_moment_names_it():
 def test_each_record_is_one_read(monkeypatch):
     from fnloop._loop import run
 
-    reads = []
-    read = run.read
+    reads, read = [], run.read
     monkeypatch.setattr(run, "read", lambda *args: reads.append(1) or read(*args))
     train(record_every=every(steps=2))
     assert len(reads) == 3
-
-
-def test_a_state_between_two_records_is_plain_data_of_a_checkpoint(tmp_path):
-    state = train(record_every=every(steps=3), steps=2)
-    back = fl.restore(fl.save(state, tmp_path / "a"), toy())
-    assert back.metrics["recent/loss"].compute() == 3.0
-    assert attrs.evolve(back, metrics={}).metrics == {}
 
 
 # --- what is asked, and when
@@ -225,39 +194,22 @@ class Asked:
 def test_a_run_that_went_back_makes_the_record_that_it_had_passed(back_once):
     """It goes back from step 3 to step 1, so step 2 is reached twice."""
     records = []
-
-    def note(state):
-        records.append(state.history[-1].step if len(state.history) else 0)
-        return state
-
-    state = fl.fit(
-        fl.pipeline()(toy_loss),
-        toy(),
-        [torch.ones(1)] * 6,
-        hooks=(back_once, note),
-        record_every=fl.every(steps=2),
-    )
-    assert [r.step for r in state.history if "recent/loss" in r.metrics] == [2, 4, 6]
+    note = lambda s: records.append(s.history[-1].step if len(s.history) else 0) or s
+    given = {"hooks": (back_once, note), "record_every": every(steps=2)}
+    state = train(loaders=[torch.ones(1)] * 6, **given)
+    assert [step for step, _ in losses(state)] == [2, 4, 6]
     assert records == [0, 2, 0, 2, 2, 4, 4, 6]  # the third call is that of step 3, back at step 1
 
 
 def test_a_guard_that_goes_back_makes_the_records_again_and_so_does_a_resumed_run():
     """A spike in the sixth batch takes the run from step 5 back to step 3."""
     batches = [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 1.0, 1.0, 1.0, 1.0)]
-    step = fl.pipeline(fl.spike_guard(3, 10.0, then="back"))(toy_loss)
+    guard = fl.spike_guard(3, 10.0, then="back")
 
     def steps_of_records(*hooks, state=None):
-        state = fl.fit(
-            step,
-            state or toy(w=1.0, lr=1e-3),
-            batches,
-            epochs=1,
-            hooks=hooks,
-            record_every=fl.every(steps=5),
-        )
-        return state, [
-            r.step for r in state.history if "recent/loss" in r.metrics and not r.closing
-        ]
+        given = {"loaders": batches, "hooks": hooks, "epochs": 1, "record_every": every(steps=5)}
+        state = train(guard, state=state or toy(w=1.0, lr=1e-3), **given)
+        return state, [r.step for r in state.history.having("recent/loss") if not r.closing]
 
     whole, steps = steps_of_records()
     assert steps.count(5) == 2
@@ -268,15 +220,8 @@ def test_a_guard_that_goes_back_makes_the_records_again_and_so_does_a_resumed_ru
 
 
 def test_a_trigger_without_a_next_step_is_asked_after_every_update():
-    for asked, moment in ((one := Asked(), one), (two := Asked(), fl.every(steps=3) | two)):
-        fl.fit(
-            fl.pipeline()(toy_loss),
-            toy(),
-            [torch.ones(1)] * 4,
-            hooks=(),
-            record_every=moment,
-            evaluate_every=fl.every(epochs=1),
-        )
+    for asked, moment in ((one := Asked(), one), (two := Asked(), every(steps=3) | two)):
+        train(loaders=BATCHES[:4], record_every=moment, evaluate_every=every(epochs=1))
         assert [step for step in asked.steps if step != 3] == [1, 2, 4]
 
 
@@ -289,29 +234,11 @@ def test_a_subclass_of_every_with_moments_of_its_own_is_asked_after_every_update
     assert [step for step, _ in losses(state)] == [1, 3, 5]
 
 
-def test_a_skipped_update_after_a_record_makes_none():
-    """The step stays a multiple of 2."""
-    nan = torch.tensor([float("nan")])
-    one = torch.ones(1)
-    state = fl.fit(
-        fl.pipeline(fl.skip_nonfinite())(toy_loss),
-        toy(lr=0.1),
-        [one, one, nan, nan, one, one, one],
-        hooks=(),
-        record_every=fl.every(steps=2),
-    )
-    assert [r.step for r in state.history if "recent/loss" in r.metrics] == [2, 4, 5]
-
-
 def test_the_time_continues_from_the_history_of_a_state_that_a_hook_went_to():
-    old = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=())
+    old = train(loaders=BATCHES[:1])
     record = attrs.evolve(old.history[-1], seconds=1000.0)
     long_ago = fl.snapshot(attrs.evolve(old, history=fl.History([record])))
     went = []
-
-    def go_there(state):
-        went.append(state.step)
-        return long_ago if len(went) == 1 else state
-
-    state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], epochs=3, hooks=(go_there,))
+    go_there = lambda state: went.append(1) or (long_ago if len(went) == 1 else state)
+    state = train(loaders=BATCHES[:1], epochs=3, hooks=(go_there,))
     assert [r.seconds >= 1000.0 for r in state.history] == [True] * 3

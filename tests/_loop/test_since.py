@@ -1,5 +1,7 @@
 """``since``: what is best, and how long a hook waits, in a phase or in the whole run."""
 
+import functools
+import io
 import re
 
 import pytest
@@ -55,35 +57,25 @@ def test_an_improvement_is_one_of_the_phase_or_of_the_run(since, expected):
     assert seen == expected
 
 
-@pytest.mark.parametrize("make", [fl.restore_best, fl.when_improved, fl.early_stop])
-def test_since_is_the_phase_or_the_run(make):
-    with pytest.raises(ValueError, match="since"):
-        make("valid/loss", since="epoch")
-    assert repr(make("valid/loss", since="run")).endswith("('valid/loss', since='run')")
-    assert repr(make("valid/loss")).endswith("('valid/loss')")
-
-
-def test_since_of_checkpoints_and_of_progress_is_checked_in_the_same_way(tmp_path):
-    for make in (
-        lambda: fl.checkpoint(tmp_path, best="valid/loss", since="epoch"),
-        lambda: fl.best(tmp_path, "valid/loss", since="epoch"),
-        lambda: fl.progress(since="epoch"),
-    ):
-        with pytest.raises(ValueError, match='expects since as one of "phase", "run"'):
-            make()
-    hook = fl.checkpoint("a", best="valid/loss", since="run")
-    assert repr(hook) == "checkpoint('a', keep=3, best='valid/loss', mode='min', since='run')"
-    assert repr(fl.progress(since="run")) == "progress(since='run')"
-    assert [repr(fl.progress()), repr(fl.progress(2.0))] == ["progress()", "progress(refresh=2.0)"]
+@pytest.mark.parametrize(
+    ("make", "shown", "plain"),
+    [
+        *(
+            (functools.partial(make, "valid/loss"), "'valid/loss', since='run')", "'valid/loss')")
+            for make in (fl.restore_best, fl.when_improved, fl.early_stop)
+        ),
+        (functools.partial(fl.checkpoint, "a", best="valid/loss"), "mode='min', since='run')", ")"),
+        (fl.progress, "progress(since='run')", "progress()"),
+    ],
+)
+def test_since_is_the_phase_or_the_run_and_is_shown(make, shown, plain):
+    with pytest.raises(ValueError, match='expects since as one of "phase", "run"'):
+        make(since="epoch")
+    assert repr(make(since="run")).endswith(shown)
+    assert repr(make()).endswith(plain) and "since" not in repr(make())
 
 
 # --- checkpoints: the values are -2, -1; then -3, -2
-
-
-def saved(folder, **settings):
-    hook = fl.checkpoint(folder, keep=1, best="valid/loss", **settings)
-    two_phases(fl.every(epochs=1)(hook))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -98,7 +90,8 @@ def saved(folder, **settings):
 def test_the_best_checkpoints_are_those_of_each_phase_or_of_the_run(
     mode, since, kept, best, of_run, tmp_path
 ):
-    saved(tmp_path, mode=mode, since=since)
+    hook = fl.checkpoint(tmp_path, keep=1, best="valid/loss", mode=mode, since=since)
+    two_phases(fl.every(epochs=1)(hook))
     assert sorted(int(path.name[-2:]) for path in tmp_path.iterdir()) == kept
     assert fl.best(tmp_path).name == f"step-{best:08d}"  # as the hook that saved them
     assert fl.best(tmp_path, since="run").name == f"step-{of_run:08d}"
@@ -139,20 +132,16 @@ def test_a_checkpoint_names_its_phase_only_if_it_has_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("since", "starred", "best"),
-    [("phase", [3], "-0.5000 at step 3"), ("run", [], "-2.0000 at step 1")],
+    [("phase", ["3"], "-0.5000 at step 3"), ("run", [], "-2.0000 at step 1")],
 )
-def test_the_best_value_shown_is_that_of_the_phase_or_of_the_run(since, starred, best, tmp_path):
+def test_the_best_value_shown_is_that_of_the_phase_or_of_the_run(since, starred, best):
     step = fl.pipeline(fl.schedule(lambda i, total: (2, -1, -0.5)[i]))(toy_loss)  # -2, -1, -0.5
-    loaders = {"train": ONES[:1], "valid": ONES[:1]}
+    loaders, shown = {"train": ONES[:1], "valid": ONES[:1]}, io.StringIO()
     state = fit(toy(), "a", step, loaders, epochs=2)
     step = fl.pipeline(fl.schedule(lambda i, total: -0.5 if i == 0 else -1))(toy_loss)  # -0.5, 0.5
-    with (tmp_path / "log").open("w+") as file:
-        state = fit(state, "b", step, loaders, (fl.progress(file=file, since=since),), epochs=2)
-        file.seek(0)
-        shown = file.read()
-    stars = [int(n) for n in re.findall(r"step (\d+).*valid/loss \S+\*", shown)]
-    assert stars == starred
-    assert shown.rstrip().endswith(f"best valid/loss {best}")
+    fit(state, "b", step, loaders, (fl.progress(file=shown, since=since),), epochs=2)
+    assert re.findall(r"step (\d+).*valid/loss \S+\*", shown.getvalue()) == starred
+    assert shown.getvalue().rstrip().endswith(f"best valid/loss {best}")
 
 
 def test_a_loss_is_said_to_have_broken_in_its_phase():

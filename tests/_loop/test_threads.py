@@ -1,10 +1,8 @@
 """One run at a time in a process."""
 
-import contextlib
 import os
 import random
 import threading
-import time
 
 import pytest
 import torch
@@ -33,6 +31,9 @@ def drawing_loss(model, batch):
     return (model.w * batch).mean() * random.random() * torch.rand(())
 
 
+DRAWING = fl.pipeline()(drawing_loss)
+
+
 BORROWERS = {
     "fit": lambda: fl.fit(step, toy(), [ONE], hooks=()),
     "run": lambda: list(fl.run(step, toy(), [ONE], hooks=())),
@@ -51,42 +52,27 @@ def test_a_second_thread_is_refused_while_one_is_in_a_run(name):
         assert leave.wait(10)
         return state
 
-    def long_run():
-        states.append(
-            fl.fit(
-                fl.pipeline()(drawing_loss),
-                toy(),
-                [ONE] * 4,
-                epochs=2,
-                hooks=(fl.every(epochs=1)(hold),),
-            )
-        )
+    def long_run(*hooks):
+        states.append(fl.fit(DRAWING, toy(), [ONE] * 4, epochs=2, hooks=hooks))
 
-    alone, states, before = (
-        fl.fit(fl.pipeline()(drawing_loss), toy(), [ONE] * 4, epochs=2, hooks=()),
-        [],
-        generators(),
-    )
-    thread, raised = thread_of(long_run)
+    states, before = [], generators()
+    long_run()
+    thread, raised = thread_of(lambda: long_run(fl.every(epochs=1)(hold)))
     assert entered.wait(10)
-    with pytest.raises(
-        RuntimeError,
-        match=r"another thread of this process is inside one of them.*one after the other, or "
-        r"each in a process",
-    ):
+    message = r"another thread of this process is inside one of them.*one after the other, or each"
+    with pytest.raises(RuntimeError, match=message):
         BORROWERS[name]()
     leave.set()
     thread.join()
     assert raised == []
-    assert_same(states[0], alone)
+    assert_same(*states)
     assert generators() == before
     BORROWERS[name]()  # now it is free
 
 
 def test_a_run_that_raises_releases_the_process():
-    thread, raised = thread_of(
-        lambda: fl.fit(fl.pipeline()(raising(Boom("x"), at=1.0)), toy(), [ONE], hooks=())
-    )
+    explode = fl.pipeline()(raising(Boom("x"), at=1.0))
+    thread, raised = thread_of(lambda: fl.fit(explode, toy(), [ONE], hooks=()))
     thread.join()
     assert isinstance(raised[0], Boom)
     fit()
@@ -96,47 +82,34 @@ def test_a_run_that_raises_releases_the_process():
 
 
 def test_another_thread_is_refused_between_two_epochs_too():
-    started, states = threading.Event(), []
+    """The second thread comes where the loader begins an epoch."""
+    waiting, tried = threading.Semaphore(0), threading.Semaphore(0)
 
     class Slow(list):
-        """A loader that gives other threads a chance at every beginning of an epoch."""
-
         def __iter__(self):
-            started.set()
-            time.sleep(0.01)
+            waiting.release()
+            assert tried.acquire(timeout=10)
             return super().__iter__()
 
-    thread, raised = thread_of(
-        lambda: states.append(fl.fit(step, toy(), Slow([ONE]), epochs=10, hooks=()))
-    )
-    assert started.wait(10)
-    refused = 0
-    while thread.is_alive() and not states:
-        with contextlib.suppress(RuntimeError):
+    thread, raised = thread_of(lambda: fl.fit(step, toy(), Slow([ONE]), epochs=3, hooks=()))
+    for _ in range(3):
+        assert waiting.acquire(timeout=10)
+        with pytest.raises(RuntimeError, match="another thread"):
             fit()
-            continue
-        refused += 1
+        tried.release()
     thread.join()
-    assert raised == [] and states[0].epoch == 10
-    assert refused > 0
+    assert raised == []
 
 
 def test_nested_and_interleaved_runs_of_one_thread_are_correct():
-    make = fl.pipeline()(drawing_loss)
-    alone = [fl.fit(make, toy(w=w), [ONE] * 3, epochs=3, hooks=()) for w in (1.0, 2.0)]
-    one, two = (fl.run(make, toy(w=w), [ONE] * 3, epochs=3, hooks=()) for w in (1.0, 2.0))
+    alone = [fl.fit(DRAWING, toy(w=w), [ONE] * 3, epochs=3, hooks=()) for w in (1.0, 2.0)]
+    one, two = (fl.run(DRAWING, toy(w=w), [ONE] * 3, epochs=3, hooks=()) for w in (1.0, 2.0))
     for pair in zip(one, two, strict=True):
-        fl.evaluate(make, pair[0], [ONE])
+        fl.evaluate(DRAWING, pair[0], [ONE])
     for state, expected in zip(pair, alone, strict=True):
         assert_same(state, expected)
-
-    def nested(state):
-        fl.fit(make, toy(), [ONE], hooks=())
-        return state
-
-    assert_same(
-        fl.fit(make, toy(w=1.0), [ONE] * 3, epochs=3, hooks=(fl.every(epochs=1)(nested),)), alone[0]
-    )
+    nested = fl.every(epochs=1)(lambda state: fit() and state)
+    assert_same(fl.fit(DRAWING, toy(w=1.0), [ONE] * 3, epochs=3, hooks=(nested,)), alone[0])
 
 
 @pytest.mark.slow
@@ -147,9 +120,7 @@ def test_a_fork_of_a_process_in_a_run_may_start_its_own_run():
         if (child := os.fork()) == 0:
             status = 1
             try:
-                thread, raised = thread_of(
-                    fit
-                )  # its own, and the one that was in a run is not there
+                thread, raised = thread_of(fit)  # the one that was in a run is not there
                 thread.join()
                 status = len(raised)
             finally:

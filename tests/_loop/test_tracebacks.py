@@ -8,6 +8,7 @@ Verbose; Plain shows every frame) and by pytest.
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fnloop as fl
+from fnloop import schedules
 from fnloop.testing import toy, toy_loss
 
 ROOT = str(Path(fl.__file__).parent)
@@ -52,20 +54,12 @@ class BadMetric:
 
 
 class BadOptimizer(torch.optim.SGD):
-    def step(self, closure=None):
-        raise Mistake
+    step = mistake
 
 
 @fl.middleware("gradient")
 def bad():
-    def wrap(step):
-        def worse(state, batch):
-            step(state, batch)
-            raise Mistake
-
-        return worse
-
-    return wrap
+    return lambda step: lambda state, batch: step(state, batch) and mistake()
 
 
 def generator():
@@ -91,20 +85,16 @@ def fit(*middleware, loss=toy_loss, data=ONE, state=None, hooks=(), **kwargs):
 
 
 def all_middleware(*order):
-    return (
-        *order,
-        fl.schedule(lambda i, total: 1.0),
-        fl.metric(mean=lambda aux, batch: batch.mean()),
-    )
+    return *order, fl.schedule(lambda i, total: 1.0), fl.metric(mean=lambda aux, x: x.mean())
 
 
+ORDERS = (fl.amp("bf16"), fl.accumulate(2), fl.clip(1.0)), (fl.clip_value(1.0), fl.accumulate(2))
+UNCOMBINED = fl.metric(bad=lambda aux, batch: BadMetric())
+UNCOMPUTED = fl.metric(bad=lambda aux, batch: BadMetric(lambda other: other, mistake))
+PLAIN, data = fl.pipeline()(mistake), fl.data
 MISTAKES = {
-    "loss": lambda: fit(
-        *all_middleware(fl.amp("bf16"), fl.accumulate(2), fl.clip(1.0)), loss=mistake
-    ),
-    "loss, clipped first": lambda: fit(
-        *all_middleware(fl.clip_value(1.0), fl.accumulate(2)), loss=mistake
-    ),
+    "loss": lambda: fit(*all_middleware(*ORDERS[0]), loss=mistake),
+    "loss, clipped first": lambda: fit(*all_middleware(*ORDERS[1]), loss=mistake),
     "loss, fp16": lambda: fit(fl.amp("fp16"), loss=mistake),
     "loss, LBFGS": lambda: fit(loss=mistake, state=state_of(torch.optim.LBFGS)),
     "criterion": lambda: fit(loss=fl.supervised(mistake), data=[(torch.ones(1), torch.ones(1))]),
@@ -112,34 +102,26 @@ MISTAKES = {
     "middleware": lambda: fit(bad(), fl.accumulate(2)),
     "init": lambda: fit(fl.Middleware("bad", init=mistake)),
     "metric": lambda: fit(fl.metric(bad=mistake)),
-    "combine": lambda: fit(fl.metric(bad=lambda aux, batch: BadMetric())),
-    "combine, in a window": lambda: fit(
-        fl.metric(bad=lambda aux, batch: BadMetric()), fl.accumulate(2)
-    ),
-    "compute": lambda: fit(
-        fl.metric(bad=lambda aux, batch: BadMetric(lambda other: other, mistake))
-    ),
+    "combine": lambda: fit(UNCOMBINED),
+    "combine, in a window": lambda: fit(UNCOMBINED, fl.accumulate(2)),
+    "compute": lambda: fit(UNCOMPUTED),
     "schedule": lambda: fit(fl.schedule(mistake)),
-    "schedule, warmed up": lambda: fit(fl.schedule(fl.schedules.warmup(1)(mistake))),
-    "schedule, joined": lambda: fit(
-        fl.schedule(fl.schedules.join(mistake, fl.schedules.linear(), at=[1]))
-    ),
+    "schedule, warmed up": lambda: fit(fl.schedule(schedules.warmup(1)(mistake))),
+    "schedule, joined": lambda: fit(fl.schedule(schedules.join(mistake, mistake, at=[1]))),
     "torch_scheduler": lambda: fit(fl.torch_scheduler(mistake)),
     "function of a position": lambda: fit(data=lambda epoch, batch: mistake()),
     "a dataset in others": lambda: fit(
-        data=fl.data.take(
-            fl.data.zip_cycle(a=DataLoader(BadData()), b=fl.data.interleave({"c": ONE})), 2
-        )
+        data=data.take(data.zip_cycle(a=DataLoader(BadData()), b=data.interleave({"c": ONE})), 2)
     ),
     "a stream in others": lambda: fit(
-        data=fl.data.interleave(
-            {"a": fl.data.zip_shortest(b=generator, c=generator), "d": fl.data.fixed(generator, 3)},
+        data=data.interleave(
+            {"a": data.zip_shortest(b=generator, c=generator), "d": data.fixed(generator, 3)},
             {"a": 1, "d": 1},
         ),
         loss=lambda model, batch: toy_loss(model, torch.ones(1)),
     ),
-    "leave_out": lambda: fit(data=fl.data.leave_out(ONE, mistake)),
-    "leave_out of a stream": lambda: fit(data=fl.data.leave_out(generator, mistake)),
+    "leave_out": lambda: fit(data=data.leave_out(ONE, mistake)),
+    "leave_out of a stream": lambda: fit(data=data.leave_out(generator, mistake)),
     "hook": lambda: fit(hooks=(mistake,)),
     "hook, every": lambda: fit(hooks=(fl.every(steps=1)(mistake),)),
     "hook, once": lambda: fit(hooks=(fl.when(lambda state: True)(fl.once(mistake)),)),
@@ -153,53 +135,40 @@ MISTAKES = {
     "collate": lambda: fit(data=DataLoader([1, 2], collate_fn=mistake)),
     "evaluation": lambda: fit(loss=bad_in_evaluation, data={"train": ONE, "valid": ONE}),
     "evaluation data": lambda: fit(data={"train": ONE, "valid": DataLoader(BadData())}),
-    "run": lambda: list(fl.run(fl.pipeline()(mistake), toy(), ONE, hooks=())),
-    "evaluate": lambda: fl.evaluate(fl.pipeline()(mistake), toy(), ONE),
+    "run": lambda: list(fl.run(PLAIN, toy(), ONE, hooks=())),
+    "evaluate": lambda: fl.evaluate(PLAIN, toy(), ONE),
     "predict": lambda: list(fl.predict(mistake, toy(), ONE)),
     "step": lambda: fl.pipeline(fl.accumulate(2))(mistake)(toy(), ONE[:2]),
-    "step.evaluate": lambda: fl.pipeline()(mistake).evaluate(toy(), ONE[0]),
+    "step.evaluate": lambda: PLAIN.evaluate(toy(), ONE[0]),
 }
 
 
-def frames(error):
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
+def assert_hidden(error):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [frame for frame in frames if frame.f_code.co_filename.startswith(ROOT)]
+    assert ours, "the mistake was not made within fnloop"
+    shown = [f.f_code.co_qualname for f in ours if not f.f_locals.get("__tracebackhide__")]
+    assert shown == []
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_no_frame_of_ours_is_shown(name):
     with pytest.raises(Mistake) as caught:
         MISTAKES[name]()
-    ours = [frame for frame in frames(caught.value) if frame.f_code.co_filename.startswith(ROOT)]
-    assert ours, "the mistake was not made within fnloop"
-    shown = [
-        frame.f_code.co_qualname for frame in ours if not frame.f_locals.get("__tracebackhide__")
-    ]
-    assert shown == []
+    assert_hidden(caught.value)
 
 
 def test_frames_of_torchmetrics_are_called_from_hidden_ones():
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Bad(torchmetrics.Metric):
-        def update(self, *args):
-            raise Mistake
+        update = mistake
+        compute = lambda self: torch.zeros(())
 
-        def compute(self):
-            return torch.zeros(())
-
-    for metric, inputs in (
-        (Bad(), lambda aux, batch: (batch,)),
-        (torchmetrics.MeanMetric(), mistake),
-    ):
+    for given in ((Bad(), lambda aux, batch: (batch,)), (torchmetrics.MeanMetric(), mistake)):
         with pytest.raises(Mistake) as caught:
-            fit(fl.metric(bad=fl.from_torchmetrics(metric, inputs)))
-        ours = [
-            frame for frame in frames(caught.value) if frame.f_code.co_filename.startswith(ROOT)
-        ]
-        assert ours and all(frame.f_locals.get("__tracebackhide__") for frame in ours)
+            fit(fl.metric(bad=fl.from_torchmetrics(*given)))
+        assert_hidden(caught.value)
 
 
 def test_the_note_names_a_predicate_that_says_when_to_evaluate():
@@ -234,20 +203,20 @@ shell.run_cell("state = fl.fit(step, state, batches)")
 """
 
 
+def printed_by(command, folder):
+    """Return what a command prints, and its exit code, without the settings of this user."""
+    home = {"PATH": "", "HOME": str(folder), "IPYTHONDIR": str(folder)}
+    environment = {**home, "PYTHONPATH": str(Path(ROOT).parent)}
+    given = {"capture_output": True, "text": True, "cwd": folder, "env": environment}
+    done = subprocess.run([sys.executable, *command], **given)
+    return done.stdout, done.returncode
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["Context", "Verbose"])
+@pytest.mark.parametrize("mode", ["Context", pytest.param("Verbose", marks=pytest.mark.long)])
 def test_ipython_shows_the_users_line_and_the_note(mode, tmp_path):
     pytest.importorskip("IPython")
-    command = [sys.executable, "-c", CELLS, mode]
-    environment = {
-        "PATH": "",
-        "HOME": str(tmp_path),
-        "IPYTHONDIR": str(tmp_path),
-        "PYTHONPATH": str(Path(ROOT).parent),
-    }
-    out = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environment
-    ).stdout.split("=====\n")[1]
+    out = printed_by(["-c", CELLS, mode], tmp_path)[0].split("=====\n")[1]
     assert not re.search(r"^File .*fnloop/", out, re.M), out
     before, after = re.split(r"    \[\.\.\. skipping hidden \d+ frame\]\n", out)
     assert "----> 1 state = fl.fit(step, state, batches)" in before
@@ -278,10 +247,9 @@ def test_step():
 @pytest.mark.slow
 def test_pytest_shows_the_users_lines_and_the_note(tmp_path):
     (tmp_path / "test_mine.py").write_text(UNIT_TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
-    environment = {"PATH": "", "PYTHONPATH": str(Path(ROOT).parent)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 1 and "2 failed" in done.stdout
-    assert "fnloop/" not in done.stdout, done.stdout
-    assert done.stdout.count(">       assert batch.mean() == 2.0") == 2
-    assert "while in the loss function loss_fn, train, epoch 1, batch 0, step 0" in done.stdout
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    out, code = printed_by(command, tmp_path)
+    assert code == 1 and "2 failed" in out
+    assert "fnloop/" not in out, out
+    assert out.count(">       assert batch.mean() == 2.0") == 2
+    assert "while in the loss function loss_fn, train, epoch 1, batch 0, step 0" in out

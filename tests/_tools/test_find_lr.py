@@ -1,24 +1,32 @@
 """find_lr: the numbers of a loop by hand, and nothing else changes."""
 
 import math
-import random
+import re
 
-import numpy as np
 import pytest
 import torch
+from loop_cases import generators
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, small, toy, toy_loss
+
+ONES = [torch.ones(1)]
 
 
 def square(model, batch):
     return model(batch).square().mean()
 
 
-def toy_state(lr=0.1, w=1.0, **settings):
+def toy_state(lr=0.1, w=1.0):
     model = Toy(w)
     return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=lr), seed=0)
+
+
+def found_by(*members, loss=square, state=None, batches=ONES, **settings):
+    """Return what find_lr finds with a pipeline."""
+    return fl.find_lr(fl.pipeline(*members)(loss), state or toy_state(), batches, **settings)
 
 
 def by_hand(state, loss_fn, batches, initial, updates=100, low=1e-7, high=10.0):
@@ -75,7 +83,7 @@ def mse(model, batch):
 def test_the_numbers_are_those_of_a_loop_by_hand(two_groups):
     """Groups keep their proportion, and the loader is shorter than the test."""
     batches = small().batches
-    found = fl.find_lr(fl.pipeline()(mse), two_groups(), batches)
+    found = found_by(loss=mse, state=two_groups(), batches=batches)
     rates, losses, smoothed = by_hand(two_groups(), mse, batches, [0.01, 0.1])
     assert (found.rates, found.losses) == (tuple(rates), tuple(losses))
     assert found.smoothed == pytest.approx(smoothed, rel=1e-12)
@@ -86,42 +94,36 @@ def test_the_numbers_are_those_of_a_loop_by_hand(two_groups):
 
 
 def test_the_state_and_the_generators_stay_as_they_are(two_groups):
-    step = fl.pipeline(fl.clip(1.0), fl.ema(0.9), fl.metric(a=lambda aux, batch: batch[1].mean()))(
-        lambda model, batch: mse(model, (nn.functional.dropout(batch[0]), batch[1]))
-    )
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*map(torch.cat, zip(*small().batches, strict=True))),
-        batch_size=2,
-        shuffle=True,
-    )
+    dropped = lambda model, batch: mse(model, (nn.functional.dropout(batch[0]), batch[1]))
+    metric = fl.metric(a=lambda aux, batch: batch[1].mean())
+    step = fl.pipeline(fl.clip(1.0), fl.ema(0.9), metric)(dropped)
+    samples = TensorDataset(*map(torch.cat, zip(*small().batches, strict=True)))
+    loader = DataLoader(samples, batch_size=2, shuffle=True)
     state = fl.fit(step, two_groups(), loader, steps=2, hooks=())
-    before = fl.snapshot(state)
-    draws = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    before, drawn = fl.snapshot(state), generators()
     one = fl.find_lr(step, state, loader, updates=12)
-    now = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert torch.equal(draws[0], now[0])
-    assert draws[1:] == now[1:]
+    assert generators() == drawn
     assert fl.find_lr(step, state, loader, updates=12) == one
     assert all(p.grad is None for p in state.model.parameters())
-    assert_same(
-        fl.fit(step, state, loader, epochs=2, hooks=()),
-        fl.fit(step, before, loader, epochs=2, hooks=()),
-    )
+    assert_same(*(fl.fit(step, s, loader, epochs=2, hooks=()) for s in (state, before)))
 
 
-def test_schedules_do_not_count():
-    falls = fl.schedule(lambda i, total: 1 / (1 + i))
-    drops = fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.StepLR(o, 1, 0.1))
-    plain = fl.find_lr(fl.pipeline()(square), toy_state(), [torch.ones(1)])
-    waits = fl.plateau("valid/loss")
-    for member in (falls, drops, waits):
-        step = fl.pipeline(member, fl.derive(b=lambda m: m["valid/loss"]))(square)
-        assert fl.find_lr(step, toy_state(), [torch.ones(1)]) == plain
-    step, used = fl.pipeline(falls)(square), toy_state()
-    used = fl.fit(step, used, [torch.zeros(1)] * 3, hooks=())
+FALLS = fl.schedule(lambda i, total: 1 / (1 + i))
+DROPS = fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.StepLR(o, 1, 0.1))
+
+
+@pytest.mark.parametrize("member", [FALLS, DROPS, fl.plateau("valid/loss")], ids=repr)
+def test_schedules_do_not_count(member):
+    found = found_by(member, fl.derive(b=lambda m: m["valid/loss"]), updates=20)
+    assert found == found_by(updates=20)
+
+
+def test_a_schedule_finds_its_rate_as_it_was():
+    step = fl.pipeline(FALLS)(square)
+    used = fl.fit(step, toy_state(), [torch.zeros(1)] * 3, hooks=())
     assert used.optimizer.param_groups[0]["lr"] < 0.1
-    assert fl.find_lr(step, used, [torch.ones(1)]) == plain
-    fl.fit(step, used, [torch.zeros(1)] * 3, hooks=())  # the schedule finds its rate as it was
+    assert fl.find_lr(step, used, ONES, updates=20) == found_by(updates=20)
+    fl.fit(step, used, [torch.zeros(1)] * 3, hooks=())
 
 
 def test_a_rate_of_another_middleware_is_replaced_and_put_back():
@@ -140,81 +142,58 @@ def test_a_rate_of_another_middleware_is_replaced_and_put_back():
 
         return wrap
 
-    found = fl.find_lr(fl.pipeline(fixed(0.5))(square), toy_state(), [torch.ones(1)], updates=12)
-    plain = fl.find_lr(fl.pipeline()(square), toy_state(), [torch.ones(1)], updates=12)
-    assert (found.losses, seen[1:]) == (plain.losses, [0.5] * (len(seen) - 1))
+    found = found_by(fixed(0.5), updates=12)
+    assert found.losses == found_by(updates=12).losses
+    assert seen[1:] == [0.5] * (len(seen) - 1)
 
 
 def test_with_accumulation_clipping_tensors_and_several_optimizers():
     model = nn.ModuleDict({"a": Toy(1.0), "b": Toy(1.0)})
-    named = {
-        "a": torch.optim.SGD(model["a"].parameters(), lr=torch.tensor(0.5)),
-        "b": torch.optim.SGD(model["b"].parameters(), lr=1.0),
-    }
+    rates = {"a": torch.tensor(0.5), "b": 1.0}
+    named = {k: torch.optim.SGD(model[k].parameters(), lr=rates[k]) for k in model}
     state = fl.TrainState.create(model, named, seed=0)
-
-    def loss_fn(model, batch):
-        return (model["a"](batch) + model["b"](batch)).mean()
-
-    step = fl.pipeline(fl.amp("bf16"), fl.accumulate(2), fl.clip(100.0))(loss_fn)
-    found = fl.find_lr(step, state, [torch.ones(1), torch.full((1,), 3.0)], updates=10, low=0.1)
+    both = lambda model, batch: (model["a"](batch) + model["b"](batch)).mean()
+    members, batches = (fl.amp("bf16"), fl.accumulate(2), fl.clip(100.0)), [*ONES, 3 * ONES[0]]
+    found = found_by(*members, loss=both, state=state, batches=batches, updates=10, low=0.1)
     # The gradient of both is the mean, 2; b moves twice as far as a.
     assert found.losses[1] == pytest.approx(2 * (2 - 0.1 * 2 - 0.2 * 2), rel=1e-2)
     assert found.initial == 0.5
 
 
 def test_skipped_updates_are_tried_again():
-    state = toy_state()
-    step = fl.pipeline(fl.amp("fp16"))(lambda model, batch: 70000 * square(model, batch))
-    plain = fl.pipeline()(lambda model, batch: 70000 * square(model, batch))
-    found = fl.find_lr(step, state, [torch.ones(1)], updates=20, high=1e-5)
-    assert (
-        found.losses
-        == fl.find_lr(plain, toy_state(), [torch.ones(1)], updates=20, high=1e-5).losses
-    )
-
-    @fl.middleware("gradient")
-    def never():
-        def wrap(inner):
-            def skipped(state, batch):
-                state, out = inner(state, batch)
-                return state, fl.Output(out.loss, out.weight, out.aux, out.metrics, "never")
-
-            return skipped
-
-        return wrap
-
-    found = fl.find_lr(fl.pipeline(never())(square), toy_state(), [torch.ones(1)])
+    given = {"loss": lambda model, batch: 70000 * square(model, batch), "high": 1e-5, "updates": 20}
+    assert found_by(fl.amp("fp16"), **given).losses == found_by(**given).losses
+    found = found_by(loss=lambda model, batch: fl.skip("never"))
     assert (found.losses, found.suggestion) == ((), None)
     assert found.note.startswith("20 updates in a row were skipped at lr=1e-07")
 
 
-def test_a_loss_that_is_not_finite_or_never_falls_gives_no_suggestion():
-    nan = fl.find_lr(
-        fl.pipeline()(lambda m, b: square(m, b) * torch.nan), toy_state(), [torch.ones(1)]
-    )
-    assert nan.suggestion is None
-    assert repr(nan) == f"LrRange: no suggestion\n{nan.note}"
-    assert nan.note.startswith("the loss was nan at lr=1e-07")
-    with pytest.raises(ValueError, match="nothing to plot: the loss was nan"):
-        nan.plot()
-    at_once = fl.find_lr(fl.pipeline()(square), toy_state(), [torch.ones(1)], low=5.0)
-    assert (at_once.suggestion, len(at_once.losses)) == (None, 2)
-    assert "that is too early: give a smaller low=" in at_once.note
-    assert at_once.plot().axes
-    flat = fl.find_lr(fl.pipeline()(lambda m, b: 0 * m(b).mean() + 1), toy_state(), [torch.ones(1)])
-    assert (flat.suggestion, len(flat.losses)) == (None, 100)
-    assert "did not diverge; the loss never fell" in flat.note
+@pytest.mark.parametrize(
+    ("settings", "updates", "note"),
+    [
+        ({"loss": lambda m, b: square(m, b) * torch.nan}, None, "^the loss was nan at lr=1e-07"),
+        ({"low": 5.0}, 2, "that is too early: give a smaller low="),
+        ({"loss": lambda m, b: 0 * m(b).mean() + 1}, 100, "did not diverge; the loss never fell"),
+    ],
+)
+def test_a_loss_that_is_not_finite_or_never_falls_gives_no_suggestion(settings, updates, note):
+    found = found_by(**settings)
+    assert found.suggestion is None and re.search(note, found.note)
+    if updates is None:
+        assert repr(found) == f"LrRange: no suggestion\n{found.note}"
+        with pytest.raises(ValueError, match="nothing to plot: the loss was nan"):
+            found.plot()
+    else:
+        assert len(found.losses) == updates and found.plot().axes
 
 
 def test_a_loss_below_zero_does_not_end_the_test():
-    found = fl.find_lr(fl.pipeline()(toy_loss), toy(w=-1.0), [torch.ones(1)])
-    assert len(found.losses) == 100
-    assert found.suggestion is not None
+    found = found_by(loss=toy_loss, state=toy(w=-1.0))
+    assert len(found.losses) == 100 and found.suggestion is not None
 
 
 def test_it_shows_as_a_table_and_as_a_figure():
-    found = fl.find_lr(fl.pipeline()(square), toy_state(), [torch.ones(1)])
+    found = found_by()
     lines = repr(found).splitlines()
     assert lines[0] == "LrRange: suggestion lr=0.0012, 0.012 × the initial rate"
     assert lines[1].split() == ["lr", "loss", "smoothed"]
@@ -229,39 +208,36 @@ def test_it_shows_as_a_table_and_as_a_figure():
     assert list(ring.get_xdata()) == [found.suggestion]
 
 
-def test_wrong_calls():
-    step, ones = fl.pipeline()(square), [torch.ones(1)]
-    with pytest.raises(ValueError, match="expects high > 0"):
-        fl.find_lr(step, toy_state(), ones, low=0.1, high=0.01)
-    with pytest.raises(ValueError, match="that of the first group is 0: set it"):
-        fl.find_lr(step, toy_state(lr=0.0), ones)
-    turns = fl.alternate({"a": step})
-    with pytest.raises(ValueError, match="has those of several steps"):
-        fl.find_lr(turns, toy_state(), ones)
-    with pytest.raises(TypeError, match="write find_lr"):
-        fl.find_lr(square, toy_state(), ones)
-    with pytest.raises(TypeError, match="take one of them"):
-        fl.find_lr(step, toy_state(), {"train": ones})
-    with pytest.raises(ValueError, match="no batch"):
-        fl.find_lr(step, toy_state(), iter(ones))
+STEP = fl.pipeline()(square)
 
 
-def test_ctrl_c_is_not_held_back():
-    def interrupt(model, batch):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: found_by(low=0.1, high=0.01), ValueError, "expects high > 0"),
+        (lambda: found_by(state=toy_state(lr=0.0)), ValueError, "the first group is 0: set it"),
+        (lambda: fl.find_lr(fl.alternate({"a": STEP}), toy_state(), ONES), ValueError,
+         "has those of several steps"),
+        (lambda: fl.find_lr(square, toy_state(), ONES), TypeError, "write find_lr"),
+        (lambda: found_by(batches={"train": ONES}), TypeError, "take one of them"),
+        (lambda: found_by(batches=iter(ONES)), ValueError, "no batch"),
+        (lambda: found_by(loss=interrupt), KeyboardInterrupt, None),  # it is not held back
+    ],
+)  # fmt: skip
+def test_wrong_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
-    with pytest.raises(KeyboardInterrupt):
-        fl.find_lr(fl.pipeline()(interrupt), toy_state(), [torch.ones(1)])
+
+def interrupt(model, batch):
+    raise KeyboardInterrupt
 
 
 def test_in_a_graph(recorders):
     """The rate is a tensor there, which the graph reads."""
-    step = fl.pipeline(fl.clip(5.0), fl.cuda_graph(warmup=1))(square)
-    state = toy_state()
-    found = fl.find_lr(step, state, [torch.ones(1)] * 3, updates=30)
-    plain = fl.find_lr(
-        fl.pipeline(fl.clip(5.0))(square), toy_state(), [torch.ones(1)] * 3, updates=30
-    )
+    state, given = toy_state(), {"batches": ONES * 3, "updates": 30}
+    found = found_by(fl.clip(5.0), fl.cuda_graph(warmup=1), state=state, **given)
+    plain = found_by(fl.clip(5.0), **given)
     assert found.losses == pytest.approx(plain.losses, rel=1e-5)
     assert found.rates == plain.rates
     assert any(entry.startswith("replay") for recorder in recorders for entry in recorder.log)
@@ -269,21 +245,16 @@ def test_in_a_graph(recorders):
 
 
 def test_every_window_of_a_sequence_has_its_own_rate():
-    def carried(model, batch, carry):
-        return square(model, batch), {}, carry
-
-    step = fl.pipeline(fl.tbptt(1))(carried)
-    found = fl.find_lr(step, toy_state(), [torch.ones(1, 3)], updates=30)
-    plain = fl.find_lr(fl.pipeline()(square), toy_state(), [torch.ones(1)], updates=30)
-    assert (found.rates, found.losses) == (plain.rates, plain.losses)
-    assert found.note == plain.note
+    carried = lambda model, batch, carry: (square(model, batch), {}, carry)
+    found = found_by(fl.tbptt(1), loss=carried, batches=[torch.ones(1, 3)], updates=30)
+    plain = found_by(updates=30)
+    assert (found.rates, found.losses, found.note) == (plain.rates, plain.losses, plain.note)
 
 
 def test_the_note_says_how_far_the_loss_rose():
     """It rises to 3.9 times its best, and 4 times would have ended the test."""
     losses = iter([2.0] * 60 + [1.0] * 10 + [8.0] * 30)
-    step = fl.pipeline()(lambda model, batch: 0 * model(batch).mean() + next(losses))
-    found = fl.find_lr(step, toy_state(), [torch.ones(1)])
+    found = found_by(loss=lambda model, batch: 0 * model(batch).mean() + next(losses))
     times = found.smoothed[-1] / min(found.smoothed)
     assert 1.5 < times < 4
     times = math.floor(10 * times) / 10

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loop_cases import generators
 from torch import nn
 
 import fnloop as fl
@@ -52,22 +53,11 @@ def test_rows():
 def test_text_and_html():
     found = fl.summary(of(Shared()), torch.zeros(2, dtype=torch.int64), depth=1)
     lines = repr(found).splitlines()
-    assert lines[1].split() == [
-        "module",
-        "class",
-        "output",
-        "│",
-        "number",
-        "trained",
-        "│",
-        "weights",
-        "outputs",
-    ]
+    head = ["module class output", "number trained", "weights outputs"]
+    assert [" ".join(part.split()) for part in lines[1].split("│")] == head
     assert lines[4].split()[:7] == ["twice", "Sequential", "[2,", "3]", "×2", "│", "18"]
-    assert lines[-2:] == [
-        "head.weight is table.weight, and counts once; 3 inner modules are not shown:",
-        "give depth=2",
-    ]
+    note = "head.weight is table.weight, and counts once; 3 inner modules are not shown:"
+    assert lines[-2:] == [note, "give depth=2"]
     assert '<td style="text-align:left;white-space:pre">  twice</td>' in found._repr_html_()
     part = Shared()
     part.table.requires_grad_(False)
@@ -79,24 +69,18 @@ def test_nothing_changes():
     model.twice[1].eval()
     state = of(model)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    modes, draws = [m.training for m in model.modules()], torch.get_rng_state()
+    modes, drawn = [m.training for m in model.modules()], generators()
     fl.summary(state, torch.zeros(2, dtype=torch.int64))
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert [m.training for m in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), draws)
+    assert generators() == drawn
     assert not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.ones(2, 3),
-        (torch.ones(2, 3), torch.ones(2)),
-        [torch.ones(2, 3), torch.ones(2)],
-        {"input": torch.ones(2, 3)},
-    ],
-    ids=["tensor", "pair", "list", "mapping"],
-)
+PAIR = torch.ones(2, 3), torch.ones(2)
+
+
+@pytest.mark.parametrize("batch", [PAIR[0], PAIR, [*PAIR], {"input": PAIR[0]}], ids=type)
 def test_how_the_model_is_called(batch):
     assert fl.summary(of(nn.Linear(3, 4)), batch).rows[0].output == "[2, 4]"
 
@@ -123,15 +107,10 @@ def test_a_module_that_calls_none_of_those_inside_it_counts_for_itself():
         def forward(self, x):
             return self.out(self.attention(x, x, x, need_weights=False)[0])
 
-    model = Net()
-    rows = {row.name: row for row in fl.summary(of(model), torch.ones(5, 1, 8)).rows}
-    attention, out = 5 * 8 * 4, 5 * 2 * 4  # bytes
+    rows = {row.name: row for row in fl.summary(of(Net()), torch.ones(5, 1, 8)).rows}
+    sizes = [rows[name].output_bytes for name in ("attention", "out", "")]
     assert rows["attention.out_proj"].output == "not called"
-    assert [rows[name].output_bytes for name in ("attention", "out", "")] == [
-        attention,
-        out,
-        attention + out,
-    ]
+    assert sizes == [5 * 8 * 4, 5 * 2 * 4, 5 * (8 + 2) * 4]
 
 
 def test_the_text_fits_the_terminal(monkeypatch):

@@ -1,25 +1,27 @@
 import logging
-import random
 import types
 
 import attrs
-import numpy as np
 import pytest
 import torch
+from loop_cases import generators
+from sample_steps import by_hand
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop._tools import tune as changes
 from fnloop._tools import tune as module
 from fnloop.data import tune
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import assert_same, toy
 
 IMAGES = [torch.ones(2, 1, 4, 4)] * 3
 
 
 def squared(model, batch):
     return model(batch).square().mean()
+
+
+STEP = fl.pipeline()(squared)
 
 
 def convolution():
@@ -47,7 +49,7 @@ def costs(monkeypatch):
     clock = types.SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(module, "fit", fit)
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(changes, "_has_compiler", lambda: False)
+    monkeypatch.setattr(module, "_has_compiler", lambda: False)
     return costs
 
 
@@ -76,31 +78,31 @@ def test_what_is_faster_is_tried_together_and_written_down(costs):
 
 def test_what_is_not_faster_together_is_left_out(costs):
     costs |= {"fused": 0.9, "amp": 0.96, "channels_last": 1.5}
-    assert tune(fl.pipeline()(squared), convolution(), IMAGES).lines[-1] == "AdamW(..., fused=True)"
+    assert tune(STEP, convolution(), IMAGES).lines[-1] == "AdamW(..., fused=True)"
     costs |= {"fused": 0.98, "amp": 1.2}
-    advice = tune(fl.pipeline()(squared), convolution(), IMAGES)
+    advice = tune(STEP, convolution(), IMAGES)
     assert advice.lines == ("Nothing that was tried is faster.",)
 
 
 @pytest.mark.slow
 def test_workers_and_the_cost_of_the_loader_are_measured(costs, monkeypatch):
-    monkeypatch.setattr(changes.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
     costs |= {"DataLoader": 2.0, "4 workers": 0.6}
     data = DataLoader(TensorDataset(torch.ones(8)), 2)
-    advice = tune(fl.pipeline()(squared), convolution(), data)
+    advice = tune(STEP, convolution(), data)
     found = {t.name: t.ratio for t in advice.trials}
     assert found["4 workers"] == pytest.approx(0.6)
     assert found["batches at hand"] == pytest.approx(0.5)
     assert advice.lines == ("DataLoader(..., num_workers=4, persistent_workers=True)",)
     assert data.num_workers == 0
     many = DataLoader(TensorDataset(torch.ones(8)), 2, num_workers=1)
-    found = [t.name for t in tune(fl.pipeline()(squared), convolution(), many).trials]
+    found = [t.name for t in tune(STEP, convolution(), many).trials]
     assert "0 workers" in found and "prefetch=4" in found
 
 
 def test_a_change_that_fails_is_a_row_and_a_run_that_fails_raises(costs):
     costs |= {"amp": 0.0}
-    advice = tune(fl.pipeline()(squared), convolution(), IMAGES)
+    advice = tune(STEP, convolution(), IMAGES)
     (failed,) = (t for t in advice.trials if t.name == "bf16")
     assert (failed.seconds, failed.ratio) == (None, None)
     assert failed.loss == "fails: ValueError: no such kernel"
@@ -128,41 +130,27 @@ class Positioned(list):
 def test_it_touches_neither_the_state_nor_generators_nor_the_loader():
     step, loader = fl.pipeline(fl.amp("bf16"), fl.accumulate(2))(squared), Positioned(IMAGES)
     state = fl.fit(step, convolution(), IMAGES, steps=1, hooks=())
-    before, mine = fl.snapshot(state), dict(state.model.named_parameters())
-    strides = [p.stride() for p in mine.values()]
-    drawn = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before, strides = fl.snapshot(state), [p.stride() for p in state.model.parameters()]
+    drawn = generators()
     advice = tune(step, state, loader, seconds=0.02)
-    assert torch.equal(drawn[0], torch.get_rng_state()) and drawn[2] == random.getstate()
-    assert drawn[1] == np.random.get_state()[1].tolist()
+    assert generators() == drawn
     assert_same(state, before)
     assert [p.stride() for p in state.model.parameters()] == strides
     assert loader.at == 3 and not logging.getLogger("fnloop").disabled
     assert {t.name for t in advice.trials} >= {"as it is", "fused", "channels_last"}
-    after = fl.fit(step, state, IMAGES, epochs=1, hooks=())
-    assert_same(after, fl.fit(step, before, IMAGES, epochs=1, hooks=()))
+    assert_same(*(fl.fit(step, s, IMAGES, epochs=1, hooks=()) for s in (state, before)))
 
 
 def test_steps_that_are_no_pipeline_of_a_loss_function_are_timed_too():
-    def both(state, batch):
-        loss, _ = toy_loss(state.model, batch)
-        loss.backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        return fl.Output(loss.detach(), 1)
-
-    advice = tune(fl.raw(both), toy(), [torch.ones(1)] * 2, seconds=0.01)
+    advice = tune(fl.raw(by_hand), toy(), [torch.ones(1)] * 2, seconds=0.01)
     assert advice.trials[0].name == "as it is"
     assert not {t.name for t in advice.trials} & {"bf16", "compiled", "channels_last"}
 
 
 def test_wrong_arguments_are_refused():
-    step, state = fl.pipeline()(toy_loss), toy()
+    state = toy()
     with pytest.raises(TypeError, match="got an iterator"):
-        tune(step, state, iter([torch.ones(1)]))
-    with pytest.raises(ValueError, match="seconds"):
-        tune(step, state, [torch.ones(1)], seconds=0)
-    with pytest.raises(TypeError, match="tune expects a step"):
-        tune(toy_loss, state, [torch.ones(1)])
+        tune(STEP, state, iter(IMAGES))
     two = attrs.evolve(state, backend=attrs.evolve(state.backend, world_size=2))
     with pytest.raises(NotImplementedError, match="without torchrun"):
-        tune(step, two, [torch.ones(1)])
+        tune(STEP, two, IMAGES)

@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -37,40 +38,22 @@ def in_module(i):
     return fl.Middleware("fault", forward=wrap)
 
 
-def in_gradients(name):
+def fault(ring, change):
+    """A middleware that changes what the bad update returns, or its gradients."""
+
     def wrap(step):
         def faulty(state, batch):
             state, out = step(state, batch)
-            if is_bad(state):
-                state.model.get_parameter(name).grad += 1e-9
-            return state, out
+            return state, change(state, out) if is_bad(state) else out
 
         return faulty
 
-    return fl.Middleware("fault", gradient=wrap)
+    return fl.Middleware("fault", **{ring: wrap})
 
 
-def in_loss():
-    def wrap(step):
-        def faulty(state, batch):
-            state, out = step(state, batch)
-            return state, fl.Output(out.loss * (1 + 1e-9 * is_bad(state)), out.weight, out.aux)
-
-        return faulty
-
-    return fl.Middleware("fault", loss=wrap)
-
-
-def left_out():
-    def wrap(step):
-        def faulty(state, batch):
-            state, out = step(state, batch)
-            first = is_bad(state) and not state.skipped
-            return state, fl.Output(out.loss, out.weight, skip="a fault" if first else None)
-
-        return faulty
-
-    return fl.Middleware("fault", gradient=wrap)
+def other_gradient(state, out):
+    state.model.get_parameter("2.bias").grad += 1e-9
+    return out
 
 
 def saved_run(folder, step, problem=PROBLEM, every=1, hooks=(), batches=None):
@@ -79,12 +62,16 @@ def saved_run(folder, step, problem=PROBLEM, every=1, hooks=(), batches=None):
     return fl.fit(step, problem.state(), batches or problem.batches, epochs=2, hooks=hooks)
 
 
+LOSS = fault("loss", lambda state, out: attrs.evolve(out, loss=out.loss * (1 + 1e-9)))
+LEFT_OUT = fault(
+    "gradient", lambda state, out: attrs.evolve(out, skip=None if state.skipped else "a fault")
+)
 FAULTS = [
     ("module", "1", in_module(1)),
-    ("loss", "", in_loss()),
-    ("gradient", "2.bias", in_gradients("2.bias")),
+    ("loss", "", LOSS),
+    ("gradient", "2.bias", fault("gradient", other_gradient)),
     ("optimizer", "optimizer.param_groups.0.lr", fl.schedule(lambda i, n: 1 + (i + 1 == BAD))),
-    ("skipped", "", left_out()),
+    ("skipped", "", LEFT_OUT),
 ]
 
 
@@ -167,20 +154,13 @@ def test_a_flipped_bit_is_found_and_named(tmp_path):
 def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypatch):
     """With 32 checkpoints: 6 comparisons, and two runs, each continued and made again once."""
     batches = [torch.tensor([float(i)]) for i in range(32)]
-
-    def other(model, batch):
-        return toy_loss(model, batch)[0] * (1 + (batch.item() == 21))
-
+    other = lambda model, batch: toy_loss(model, batch)[0] * (1 + (batch.item() == 21))
     steps = fl.pipeline()(toy_loss), fl.pipeline()(other)
     for folder, step in zip("ab", steps, strict=True):
         saves = fl.every(steps=1)(fl.checkpoint(tmp_path / folder, keep=None))
         fl.fit(step, toy(), batches, hooks=(saves,))
     read, reads = _diff.read_alone, []
-
-    def counted(*given, **settings):
-        reads.append(given)
-        return read(*given, **settings)
-
+    counted = lambda *given, **settings: reads.append(given) or read(*given, **settings)
     monkeypatch.setattr(_diff, "read_alone", counted)
     found = bisect(tmp_path / "a", tmp_path / "b", steps, toy(), batches)
     assert (found.update, found.what) == (22, "loss")
@@ -189,27 +169,22 @@ def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypat
 
 def test_equal_runs_and_runs_that_differ_from_the_beginning(tmp_path):
     saved_run(tmp_path / "a", USUAL, every=7), saved_run(tmp_path / "b", USUAL, every=7)
-    equal = bisect(tmp_path / "a", tmp_path / "b", USUAL, PROBLEM.state(), PROBLEM.batches)
+    given = USUAL, PROBLEM.state(), PROBLEM.batches
+    equal = bisect(tmp_path / "a", tmp_path / "b", *given)
     assert not equal and equal.text == "the runs are equal" and equal.between == (14, None)
-    other = PROBLEM.state(seed=1)
     saves = fl.every(steps=7)(fl.checkpoint(tmp_path / "c", keep=None))
-    fl.fit(USUAL, other, PROBLEM.batches, hooks=(saves,))
-    found = bisect(tmp_path / "a", tmp_path / "c", USUAL, PROBLEM.state(), PROBLEM.batches)
+    fl.fit(USUAL, PROBLEM.state(seed=1), PROBLEM.batches, hooks=(saves,))
+    found = bisect(tmp_path / "a", tmp_path / "c", *given)
     assert (found.update, found.what, found.between) == (None, "beginning", (None, 7))
     assert found.difference.findings[0].name == "seed"
 
 
 def test_what_is_refused(tmp_path):
-    saved_run(tmp_path / "a", USUAL, every=4)
-    fl.fit(
-        USUAL, PROBLEM.state(), PROBLEM.batches, steps=1,
-        hooks=(fl.checkpoint(tmp_path / "b"),),
-    )  # fmt: skip
     given = PROBLEM.state(), PROBLEM.batches
+    saved_run(tmp_path / "a", USUAL, every=4)
+    fl.fit(USUAL, PROBLEM.state(), given[1], steps=1, hooks=(fl.checkpoint(tmp_path / "b"),))
     said = "no checkpoint of the same step: those of a are of steps 4 to 14, and those of b of"
     with pytest.raises(ValueError, match=said):
         bisect(tmp_path / "a", tmp_path / "b", USUAL, *given)
-    with pytest.raises(TypeError, match="bisect expects a step"):
-        bisect(tmp_path / "a", tmp_path / "a", PROBLEM.loss_fn, *given)
     with pytest.raises(fl.CheckpointError, match="has no whole checkpoint"):
         bisect(tmp_path / "a", tmp_path / "none", USUAL, *given)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import several
 import torch
+from loop_cases import generators
+from sample_steps import by_hand
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -47,15 +49,14 @@ def broken(report):
 def test_a_script_that_keeps_the_laws_has_no_problem_and_stays_as_it_is(members):
     problem = small()
     state = problem.state()
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    drawn = generators()
     step = fl.pipeline(*members)(problem.loss_fn)
     report = check_script(step, state, (problem.batches, problem.batches[:2]))
     assert report.problems == ()
     assert (seen(report) == CLEAN) or audit(every=2) in members  # audits read the device
     assert repr(report).startswith("check_script: no problem\n")
     assert_same(state, problem.state())
-    assert torch.equal(generators[0], torch.get_rng_state())
-    assert generators[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert generators() == drawn
 
 
 def test_batch_norm_is_named_as_what_breaks_accumulation_alone():
@@ -131,29 +132,43 @@ def test_a_generator_of_a_datasets_own_is_named_and_put_back(make, kind):
     data = Drawing(make())
     report = check_script(PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2))
     assert {"same", "resume"} <= broken(report)
-    assert f"the train loader.dataset.generator, a {kind} (test_check_script.py" in " ".join(
-        report.problems
-    )
+    wanted = f"the train loader.dataset.generator, a {kind} (test_check_script.py"
+    assert wanted in " ".join(report.problems)
     assert data[0] == Drawing(make())[0]
 
 
-def test_a_dropout_with_a_generator_of_its_own_does_not_resume():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(()))
-            self.generator = torch.Generator().manual_seed(0)
+class Own(nn.Module):
+    """Draws from a generator of its own, or counts its calls in a parameter that is not trained."""
 
-        def forward(self, x):
+    def __init__(self, draws):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+        self.generator = torch.Generator().manual_seed(0) if draws else None
+        self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)  # no buffer: it stays
+
+    def forward(self, x):
+        if self.generator is not None:
             return self.w * x * torch.rand(x.shape, generator=self.generator)
+        self.seen.data.add_(1)
+        return self.w * x * self.seen
 
-    model = Own()
+
+def checked(model):
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    report = check_script(PLAIN(lambda model, x: model(x).mean()), state, [torch.ones(2)] * 4)
+    return check_script(PLAIN(lambda model, x: model(x).mean()), state, [torch.ones(2)] * 4)
+
+
+def test_a_dropout_with_a_generator_of_its_own_does_not_resume():
+    report = checked(Own(draws=True))
     assert "resume" in broken(report)
-    assert "the model.generator, a torch.Generator (test_check_script.py" in " ".join(
-        report.problems
-    )
+    wanted = "the model.generator, a torch.Generator (test_check_script.py"
+    assert wanted in " ".join(report.problems)
+
+
+def test_an_evaluation_that_changes_training_is_found():
+    model = Own(draws=False)
+    assert broken(checked(model)) == {"evaluation"}
+    assert model.seen.item() == 0
 
 
 def test_a_draw_that_leaves_no_trace_is_named_by_its_line():
@@ -198,34 +213,10 @@ def test_a_loss_that_is_not_a_mean_breaks_accumulation(loss_fn, why):
     assert "(test_check_script.py, line" in line
 
 
-def test_an_evaluation_that_changes_training_is_found():
-    class Remembering(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(()))
-            self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)  # no buffer: it stays
-
-        def forward(self, x):
-            self.seen.data.add_(1)
-            return self.w * x * self.seen
-
-    model = Remembering()
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    report = check_script(PLAIN(lambda model, x: model(x).mean()), state, [torch.ones(2)] * 4)
-    assert broken(report) == {"evaluation"}
-    assert model.seen.item() == 0
-
-
 # --- other steps, and wrong arguments
 
 
 def test_other_kinds_of_steps_are_checked_as_far_as_they_can_be():
-    def by_hand(state, batch):
-        loss = toy_loss(state.model, batch)[0]
-        loss.backward()
-        state.optimizer.step()
-        return fl.Output(loss.detach(), len(batch))
-
     report = check_script(fl.raw(by_hand), toy(), [torch.ones(2)] * 4)
     assert report.problems == ()
     assert seen(report)["accumulation"] == ["not checked: RawStep takes no accumulate(2)"]
@@ -243,13 +234,11 @@ def test_other_kinds_of_steps_are_checked_as_far_as_they_can_be():
 
 
 def test_wrong_arguments_are_refused():
-    step, state = PLAIN(toy_loss), toy()
-    with pytest.raises(TypeError, match="check_script"):
-        check_script(toy_loss, state, [torch.ones(2)])
+    step, state, ones = PLAIN(toy_loss), toy(), [torch.ones(2)]
     with pytest.raises(ValueError, match="would use up the train loader"):
-        check_script(step, state, iter([torch.ones(2)]))
-    step(state, torch.ones(2))
+        check_script(step, state, iter(ones))
+    step(state, ones[0])
     with pytest.raises(fl.StaleStateError):
-        check_script(step, state, [torch.ones(2)])
+        check_script(step, state, ones)
     with pytest.raises(ZeroDivisionError):
-        check_script(PLAIN(lambda model, batch: 1 / 0), toy(), [torch.ones(2)])
+        check_script(PLAIN(lambda model, batch: 1 / 0), toy(), ones)

@@ -7,8 +7,11 @@ import pytest
 import several
 import test_laws as laws
 import torch
+from loop_cases import generators
 from replayed import check, recorded
+from sample_hooks import stop_at
 from sample_middleware import decay
+from sample_steps import carried
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fnloop as fl
@@ -60,17 +63,23 @@ ALL = [
     fl.pipeline(fl.retry_on_oom(), fl.microbatch(100), fl.accumulate(2)),
     fl.pipeline(fl.ema(0.5, start=0.5), fl.swa(0.5), fl.torch_scheduler(decay)),
 ]
-TURNS = [(pipe, several.alternating(**each)) for pipe in laws.AROUND for each in laws.EACH]
 FP16 = fl.pipeline(fl.amp("fp16", init_scale=2.0**17, growth_interval=3), fl.accumulate(2))
+
+
+def in_turn(groups):
+    """Return all rows: of each group one is slow, the others are long."""
+    for i, rows in enumerate(groups):
+        for j, row in enumerate(rows):
+            yield pytest.param(*row, marks=[pytest.mark.long] * (i % len(rows) != j))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipe", "problem"),
     [
-        *((pipe, problem()) for pipe in ALL for problem in (small, stochastic)),
+        *in_turn([[(pipe, problem()) for problem in (small, stochastic)] for pipe in ALL]),
         *((pipe, several.problem(several.muon_and_sgd)) for pipe in laws.SEVERAL),
-        *TURNS,
+        *in_turn([[(pipe, several.alternating(**o)) for pipe in laws.AROUND] for o in laws.EACH]),
         (FP16, laws.single_precision(small())),
     ],
     ids=shown,
@@ -106,24 +115,13 @@ def test_gradients_are_those_that_the_optimizer_took(tmp_path):
         assert made.grads["w"].item() == pytest.approx([1, 3][i], abs=1e-5)
 
 
-def test_before_can_be_continued_to_after(tmp_path):
-    problem = stochastic()
-    step = fl.pipeline(fl.ema(0.9))(problem.loss_fn)
-    recorded(tmp_path, step, problem.state(), problem.batches, (1,), epochs=2)
-    made = replay(tmp_path, step, problem.state(), problem.batches, update=9)
-    again = fl.fit(step, made.before, problem.batches, epochs=2, steps=9, hooks=())
-    assert_same(again, made.after)
-
-
 def test_it_draws_from_no_generator_and_leaves_no_hook(tmp_path):
     problem, state = stochastic(), stochastic().state()
     step = fl.pipeline()(problem.loss_fn)
     recorded(tmp_path, step, problem.state(), problem.batches, (1,))
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    drawn = generators()
     made = replay(tmp_path, step, state, problem.batches, update=4)
-    assert torch.equal(torch.rand(3), expected)
+    assert generators() == drawn
     assert_same(state, problem.state())
     optimizers = [one.optimizer for one in (state, made.before, made.after)]
     assert not any(one._optimizer_step_pre_hooks for one in optimizers)
@@ -132,18 +130,17 @@ def test_it_draws_from_no_generator_and_leaves_no_hook(tmp_path):
 # --- which update it is
 
 
-def nan_is_skipped(pipe=()):
-    bad = torch.tensor([math.nan])
-    return fl.pipeline(*pipe, fl.skip_nonfinite())(toy_loss), [BATCHES[0], bad, *BATCHES[1:]]
-
-
 def test_a_skipped_update_has_no_number(tmp_path):
     """Of 1, NaN, 2, 3, 4 the second update is that with 2, and begins after the NaN."""
-    step, batches = nan_is_skipped()
+    step = fl.pipeline(fl.skip_nonfinite())(toy_loss)
+    batches = [BATCHES[0], torch.tensor([math.nan]), *BATCHES[1:]]
     states = recorded(tmp_path, step, toy(), batches, (1,))
     made = check(tmp_path, step, toy(), batches, states, (1,), 2)
     assert (made.before.step, made.before.skipped, made.before.batch) == (1, 1, 2)
     assert (made.batches[0].item(), made.after.step, made.after.skipped) == (2, 2, 1)
+
+
+# --- which update it is
 
 
 def test_of_an_update_that_was_made_twice_it_is_the_first_after_the_checkpoint(tmp_path):
@@ -173,10 +170,7 @@ def test_with_turns_an_update_is_a_round(tmp_path):
 
 
 def test_with_tbptt_an_update_has_one_window(tmp_path):
-    def loss_fn(model, batch, carry):
-        return toy_loss(model, batch)[0], {}, carry
-
-    step = fl.pipeline(fl.tbptt(2))(loss_fn)
+    step = fl.pipeline(fl.tbptt(2))(carried)
     batches = [torch.tensor([[1.0, 1.0, 3.0, 3.0]]), torch.tensor([[5.0, 5.0, 7.0, 7.0]])]
     recorded(tmp_path, step, toy(), batches, (2,))
     for update, before, grad in ((3, -4, 5.0), (4, -9, 7.0)):
@@ -185,29 +179,27 @@ def test_with_tbptt_an_update_has_one_window(tmp_path):
         assert (made.before.model.w.item(), made.grads["w"].item()) == (before, grad)
 
 
-def test_a_schedule_sees_the_length_of_the_run_that_made_the_update(tmp_path):
-    """Planned for 4 updates, then for 8: update 6 has the rate 1 - 5/8."""
-    step = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
-    saves = fl.every(steps=2)(fl.checkpoint(tmp_path, keep=None))
-    state = fl.fit(step, toy(), BATCHES, epochs=1, hooks=(saves,))
-    state = fl.fit(step, state, BATCHES, epochs=2, hooks=(saves,))
-    made = replay(tmp_path, step, toy(), BATCHES, update=6)
-    assert made.after.optimizer.param_groups[0]["lr"] == 1 - 5 / 8
-    assert made.confirmed is True
-    first = replay(tmp_path, step, toy(), BATCHES, update=4)
-    assert first.after.optimizer.param_groups[0]["lr"] == 1 - 3 / 4
-
-
-def test_a_phase_keeps_its_own_length(tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second", "rates"),
+    [
+        ({"epochs": 1}, {"epochs": 2}, {4: 1 - 3 / 4, 6: 1 - 5 / 8}),  # planned for 4, then for 8
+        ({"phase": "head"}, {"phase": "all", "epochs": 2}, {7: 1 - 2 / 8}),
+        ({"steps": 3}, {"steps": 4}, {3: 1 - 2 / 3, 4: 1 - 3 / 4}),
+    ],
+)
+def test_a_schedule_sees_the_length_of_the_run_that_made_the_update(first, second, rates, tmp_path):
     step = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
     saves = fl.every(steps=1)(fl.checkpoint(tmp_path, keep=None))
-    state = fl.fit(step, toy(), BATCHES, hooks=(saves,), phase="head")
-    fl.fit(step, state, BATCHES, epochs=2, hooks=(saves,), phase="all")
-    made = replay(tmp_path, step, toy(), BATCHES, update=7)
-    assert made.after.optimizer.param_groups[0]["lr"] == 1 - 2 / 8
-    assert made.confirmed is True
-    with pytest.raises(ValueError, match="update 5 is of the phase 'all', which began at step 4"):
-        replay(tmp_path, step, toy(), BATCHES, update=5)
+    state = fl.fit(step, toy(), BATCHES, hooks=(saves,), **first)
+    fl.fit(step, state, BATCHES, hooks=(saves,), **second)
+    for update, rate in rates.items():
+        made = replay(tmp_path, step, toy(), BATCHES, update=update)
+        assert made.after.optimizer.param_groups[0]["lr"] == rate
+        assert made.confirmed is True
+    if "phase" in first:
+        message = "update 5 is of the phase 'all', which began at step 4"
+        with pytest.raises(ValueError, match=message):
+            replay(tmp_path, step, toy(), BATCHES, update=5)
 
 
 # --- which samples
@@ -239,8 +231,6 @@ def loaders():
 @pytest.mark.parametrize("name", loaders())
 def test_the_indices_are_those_of_the_dataset(name, tmp_path):
     step = fl.pipeline(fl.accumulate(2))(toy_rows)
-    if name == "single":
-        step = fl.pipeline(fl.accumulate(2))(lambda m, b: (toy_loss(m, b[0])[0], {"weight": 1}))
     states = recorded(tmp_path, step, toy(), loaders()[name], (1,), epochs=2)
     for update in range(2, max(s.step for s in states) + 1):
         made = check(tmp_path, step, toy(), loaders()[name], states, (1,), update)
@@ -255,11 +245,10 @@ class Stream(IterableDataset):
         return iter(torch.arange(8.0))
 
 
-def test_those_of_a_stream_and_a_list_are_unknown(tmp_path):
-    for i, loader in enumerate((DataLoader(Stream(), batch_size=2), BATCHES)):
-        recorded(tmp_path / str(i), STEP, toy(), loader, (1,))
-        made = replay(tmp_path / str(i), STEP, toy(), loader, update=3)
-        assert made.indices == (None,)
+@pytest.mark.parametrize("loader", [DataLoader(Stream(), batch_size=2), BATCHES])
+def test_those_of_a_stream_and_a_list_are_unknown(loader, tmp_path):
+    recorded(tmp_path, STEP, toy(), loader, (1,))
+    assert replay(tmp_path, STEP, toy(), loader, update=3).indices == (None,)
 
 
 @pytest.mark.slow
@@ -307,84 +296,76 @@ def test_without_indices_the_row_is_named(tmp_path):
 
 
 def test_a_flipped_bit_is_not_confirmed(tmp_path):
+    @fl.when(lambda state: state.step == 2)
     def flip(state):
         state.model.w.data.view(torch.int32).bitwise_xor_(1)
         return state
 
-    hooks = (fl.when(lambda state: state.step == 2)(flip),)
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path / "c", keep=None))
     recorded(tmp_path / "a", STEP, toy(), BATCHES, (1, 2))
     recorded(tmp_path / "b", STEP, toy(), BATCHES, (1,))
-    states = fl.fit(
-        STEP, fl.resume(tmp_path / "c", toy()), BATCHES, hooks=(
-            *hooks, fl.every(steps=1)(fl.checkpoint(tmp_path / "c", keep=None)),
-        )
-    )  # fmt: skip
-    assert states.step == 4
-    assert replay(tmp_path / "a", STEP, toy(), BATCHES, update=2).confirmed is True
-    assert replay(tmp_path / "b", STEP, toy(), BATCHES, update=2).confirmed is None
-    assert replay(tmp_path / "c", STEP, toy(), BATCHES, update=2).confirmed is False
+    fl.fit(STEP, toy(), BATCHES, hooks=(flip, saves))
+    for folder, confirmed in (("a", True), ("b", None), ("c", False)):
+        assert replay(tmp_path / folder, STEP, toy(), BATCHES, update=2).confirmed is confirmed
 
 
 # --- what is refused
 
+TWO_PROCESSES = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, data_size=2))
 
-def test_what_cannot_be_made_again_is_refused_with_the_reason(tmp_path):
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"update": 2}, ValueError, r"update 2 is before the first checkpoint.* of step 2"),
+        ({"update": 9}, ValueError, "no update 9: the run ended at step 8, epoch 2"),
+        ({"folder": "none"}, fl.CheckpointError, "has no whole checkpoint"),
+        ({"state": small().state()}, fl.CheckpointError, "another model"),
+        ({"step": toy_loss}, TypeError, "replay expects a step"),
+        ({"update": 0}, ValueError, "replay expects update as an int >= 1"),
+        ({"state": TWO_PROCESSES}, ValueError, "made on 1 process, and here are 2, which"),
+    ],
+)
+def test_what_cannot_be_made_again_is_refused_with_the_reason(given, error, message, tmp_path):
     recorded(tmp_path, STEP, toy(), BATCHES, (2,), epochs=2)
-
-    def again(update, state=None, folder=tmp_path, **targets):
-        return replay(folder, STEP, state or toy(), BATCHES, update=update, **targets)
-
-    with pytest.raises(ValueError, match=r"update 2 is before the first checkpoint.* of step 2"):
-        again(2)
-    with pytest.raises(ValueError, match="there is no update 9: the run ended at step 8, epoch 2"):
-        again(9)
-    with pytest.raises(fl.CheckpointError, match="has no whole checkpoint"):
-        again(1, folder=tmp_path / "none")
-    with pytest.raises(fl.CheckpointError, match="another model"):
-        again(4, state=small().state())
-    with pytest.raises(TypeError, match="replay expects a step"):
-        replay(tmp_path, toy_loss, toy(), BATCHES, update=4)
-    with pytest.raises(ValueError, match=r"replay expects update as an int >= 1"):
-        again(0)
-    stale = toy()
-    STEP(stale, BATCHES[0])
+    folder, step, state = tmp_path / given.get("folder", ""), given.get("step", STEP), toy()
+    with pytest.raises(error, match=message):
+        replay(folder, step, given.get("state", state), BATCHES, update=given.get("update", 4))
+    STEP(state, BATCHES[0])
     with pytest.raises(fl.StaleStateError):
-        again(4, state=stale)
-
-
-def test_on_another_number_of_processes_it_is_refused(tmp_path):
-    recorded(tmp_path, STEP, toy(), BATCHES, (2,))
-    two = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, data_size=2))
-    with pytest.raises(ValueError, match="made on 1 process, and here are 2, which"):
-        replay(tmp_path, STEP, two, BATCHES, update=3)
+        replay(tmp_path, STEP, state, BATCHES, update=4)
 
 
 def test_a_run_that_a_hook_stopped_has_no_update_after_it(tmp_path):
-    stop = fl.when(lambda state: state.step == 3)(lambda s: attrs.evolve(s, stop="enough"))
     saves = fl.checkpoint(tmp_path, keep=None)
-    state = fl.fit(STEP, toy(), BATCHES, epochs=2, hooks=(stop, saves))
+    state = fl.fit(STEP, toy(), BATCHES, epochs=2, hooks=(stop_at(3), saves))
     with pytest.raises(ValueError, match=r"stopped at step 3 \(enough\), and there is no later"):
         replay(tmp_path, STEP, toy(), BATCHES, update=4)
     fl.fit(STEP, attrs.evolve(state, stop=None), BATCHES, epochs=2, hooks=(saves,))
     assert replay(tmp_path, STEP, toy(), BATCHES, update=4).batches[0].item() == 4
 
 
-def test_a_checkpoint_that_no_run_wrote_needs_the_targets(tmp_path):
-    step = fl.pipeline(fl.schedule(schedules.linear()))(toy_loss)
-    state = fl.fit(step, toy(), BATCHES, steps=2, hooks=())
-    fl.save(state, tmp_path / "one")
-    with pytest.raises(ValueError, match=r"one does not say how long the run was to be.*epochs="):
-        replay(tmp_path, step, toy(), BATCHES, update=3)
-    made = replay(tmp_path, step, toy(), BATCHES, update=3, epochs=2)
-    assert made.after.optimizer.param_groups[0]["lr"] == 1 - 2 / 8
+@pytest.mark.parametrize(
+    ("member", "targets", "message"),
+    [
+        (fl.schedule(schedules.linear()), {}, r"one does not say how long the run was to be"),
+        (fl.plateau("train/loss", patience=1, mode="max"), {"epochs": 2},
+         r"plateau\(.*\) depends on the records of the run"),
+        (fl.schedule(schedules.linear()), {"epochs": 2}, None),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_no_run_wrote_needs_the_targets(member, targets, message, tmp_path):
+    step = fl.pipeline(member)(toy_loss)
+    fl.save(fl.fit(step, toy(), BATCHES, steps=2, hooks=()), tmp_path / "one")
+    make = lambda: replay(tmp_path, step, toy(), BATCHES, update=3, **targets)
+    if message is None:
+        assert make().after.optimizer.param_groups[0]["lr"] == 1 - 2 / 8
+    else:
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
-def test_plateau_needs_a_checkpoint_after_the_update(tmp_path):
-    step = fl.pipeline(fl.plateau("train/loss", patience=1, mode="max"))(toy_loss)
-    state = fl.fit(step, toy(), BATCHES, steps=2, hooks=())
-    fl.save(state, tmp_path / "one")
-    with pytest.raises(ValueError, match=r"plateau\(.*\) depends on the records of the run"):
-        replay(tmp_path, step, toy(), BATCHES, update=3, epochs=2)
+# --- what is refused
 
 
 def test_the_newest_checkpoint_is_enough_for_an_update_that_failed(tmp_path):
@@ -403,10 +384,3 @@ def test_the_newest_checkpoint_is_enough_for_an_update_that_failed(tmp_path):
     with pytest.raises(ArithmeticError) as caught:
         replay(tmp_path, step, toy(), BATCHES, update=4)
     assert "batch 3, step 3" in caught.value.__notes__[0]
-
-
-def test_a_schedule_has_the_length_of_a_run_with_a_target_in_steps(tmp_path):
-    step = fl.pipeline(fl.schedule(fl.schedules.linear()))(toy_loss)
-    saves = fl.every(steps=1)(fl.checkpoint(tmp_path, keep=None))
-    fl.fit(step, toy(), [torch.ones(1)] * 6, steps=4, hooks=(saves,))
-    assert replay(tmp_path, step, toy(), [torch.ones(1)] * 6, update=3).confirmed

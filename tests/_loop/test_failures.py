@@ -1,0 +1,352 @@
+"""Runs that fail: exceptions, boundaries that the run that continues repeats, and torn updates."""
+
+import os
+import signal
+
+import attrs
+import pytest
+import torch
+from loop_cases import (
+    NUMBERS,
+    ONE,
+    Boom,
+    Told,
+    boom,
+    failing_middleware,
+    failing_once,
+    fit,
+    half_way,
+    interrupting,
+    press,
+    raise_interrupt,
+    raising,
+    step,
+    terminate,
+    two_weights,
+)
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import fnloop as fl
+from fnloop.testing import Toy, assert_same, toy, toy_loss
+
+# --- exceptions
+
+
+@pytest.mark.parametrize(
+    "error", [Boom("x"), StopIteration("x"), KeyError("x"), SystemExit(3)], ids=repr
+)
+def test_an_exception_keeps_its_type_and_carries_a_note_and_the_state(error):
+    with pytest.raises(type(error)) as caught:
+        fl.fit(fl.pipeline(fl.clip(9.0))(raising(error)), toy(), NUMBERS, epochs=2, hooks=())
+    assert caught.value is error
+    assert error.__notes__ == [
+        *(["the batch: (1,) float32"] if isinstance(error, KeyError) else []),
+        "while in the loss function explode, train, epoch 1, batch 1, step 1",
+    ]
+    assert (error.state.step, error.state.batch, error.state.run) == (1, 1, None)
+    assert fit(error.state, NUMBERS).model.w.item() == -6.0
+    del error.__notes__
+
+
+def broken():
+    yield ONE
+    raise Boom
+
+
+FAILS, EXPLODE = fl.pipeline(failing_middleware("gradient"), fl.clip(1.0)), raising(Boom())
+AT_1 = "epoch 1, batch 1, step 1"
+
+
+@pytest.mark.parametrize(
+    ("run", "place"),
+    [
+        (lambda: fl.fit(FAILS(toy_loss), toy(), NUMBERS, hooks=()), "fails(2.0), train"),
+        (lambda: fit(loaders=broken), "the training loader, train"),
+        (lambda: fit(loaders=([ONE], broken)), "the valid loader"),
+        (
+            lambda: fl.fit(fl.pipeline()(EXPLODE), toy(), ([ONE], NUMBERS), hooks=()),
+            "the loss function explode, valid",
+        ),
+        (lambda: fit(hooks=(lambda state: boom(),)), "<lambda>, train"),
+    ],
+)
+def test_the_note_names_middleware_loaders_and_hooks(run, place):
+    with pytest.raises(Boom) as caught:
+        run()
+    assert caught.value.__notes__ == [f"while in {place}, {AT_1}"]
+
+
+def test_an_error_while_making_a_slot_has_a_note_and_the_state():
+    step = fl.pipeline(fl.Middleware("a", init=lambda state: boom()))(toy_loss)
+    with pytest.raises(Boom) as caught:
+        fl.fit(step, toy(w=3.0), [ONE], hooks=())
+    place = "while in the making of slots, train, epoch 1, batch 0, step 0"
+    assert (caught.value.__notes__, caught.value.state.model.w.item()) == ([place], 3.0)
+
+
+class Uncombinable:
+    def combine(self, other):
+        raise Boom
+
+    def compute(self):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("member", "error", "steps"),
+    [
+        (failing_middleware("step"), Boom, 2),
+        (fl.metric(odd=lambda aux, batch: Uncombinable()), Boom, 2),
+        (fl.torch_scheduler(lambda opt, run: OneCycleLR(opt, 1.0, total_steps=3)), ValueError, 4),
+    ],
+    ids=["step ring", "metric", "scheduler"],
+)
+def test_an_exception_after_an_update_carries_the_updated_state(member, error, steps):
+    data = [*NUMBERS, *NUMBERS]
+    with pytest.raises(error) as caught:
+        fl.fit(fl.pipeline(member)(toy_loss), toy(), data, hooks=())
+    state = caught.value.state
+    assert (state.step, state.batch, state.run) == (steps, steps, None)
+    before = state.model.w.item()
+    state = fit(attrs.evolve(state, slots={}, metrics={}), data)
+    assert state.step == 6
+    if error is Boom:
+        assert (before, state.model.w.item()) == (-3.0, -12.0)
+
+
+# --- boundaries
+
+
+@pytest.mark.parametrize(
+    ("when_to", "fails_at", "position"),
+    [
+        (fl.every(epochs=1), 1, (3, 0, 3)),
+        (fl.every(epochs=1), 2, (6, 1, 3)),
+        (fl.every(steps=3), 1, (3, 0, 3)),  # the end of an epoch, by its steps
+        (fl.every(steps=2), 1, (2, 0, 2)),  # within an epoch
+        (fl.every(epochs=2), 1, (6, 1, 3)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("saved", [False, True], ids=["in memory", "from a file"])
+def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(
+    when_to, fails_at, position, error, saved, tmp_path
+):
+    settings = {"epochs": 2, "evaluate_every": when_to}
+    whole = fit(loaders=(NUMBERS, failing_once(0)), **settings)
+    loaders = (NUMBERS, failing_once(fails_at, error))
+    try:
+        state = fit(loaders=loaders, **settings)
+        assert (error, state.stop) == (KeyboardInterrupt, "interrupted")
+    except Boom as caught:
+        state = caught.state
+    assert (state.step, state.epoch, state.batch) == position
+    assert list(state.metrics) == ["loss"]
+    state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if saved else state
+    assert_same(fit(state, loaders, **settings), whole)
+
+
+def test_a_hook_that_fails_does_so_after_the_record():
+    fails = fl.when(lambda state: state.step == 3)(lambda state: boom())
+    with pytest.raises(Boom) as caught:
+        fit(loaders=([ONE] * 3, [ONE]), hooks=(fails,))
+    # the epoch that has just ended
+    assert "<lambda>), train, epoch 1, batch 3, step 3" in caught.value.__notes__[0]
+    state = caught.value.state
+    assert (state.epoch, state.batch, len(state.history)) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
+def test_an_evaluated_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(how, reason):
+    def dies():
+        yield ONE
+        how()
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    state = fit(loaders=([ONE] * 3, dies), epochs=2)
+    assert (state.step, state.epoch, state.batch) == (3, 0, 3)
+    assert (state.stop, len(state.history)) == (reason, 0)
+    whole = fit(loaders=([ONE] * 3, [ONE]), epochs=2)
+    assert_same(fit(state, ([ONE] * 3, [ONE]), epochs=2), whole)
+
+
+def test_hooks_are_told_of_a_failure_and_cannot_hide_it():
+    first, second = Told(fails=True), Told()
+    hooks = (fl.every(epochs=9)(first), second)
+    with pytest.raises(Boom) as caught:
+        fl.fit(fl.pipeline()(raising(Boom())), toy(), NUMBERS, hooks=hooks)
+    note = f"while in the loss function explode, train, {AT_1}"
+    assert first.told == [(1, None, Boom, [note])]
+    assert second.told[0][:3] == (1, None, Boom)
+    assert caught.value.__notes__[0] == note
+    assert "failed too: OSError: disk full" in caught.value.__notes__[1]
+
+
+def test_hooks_are_told_of_no_interruption_and_of_no_failure_without_a_state():
+    hook = Told()
+    state, make = two_weights(half_way(boom))
+    with pytest.raises(Boom):
+        fl.fit(make, state, NUMBERS, hooks=(hook,))
+    with pytest.raises(KeyboardInterrupt):
+        fl.fit(interrupting(2, lambda: (press(), press())), toy(), NUMBERS, hooks=(hook,))
+    assert hook.told == []
+
+
+# --- updates that fail half-way
+
+
+def alarm():
+    """Raise as torch does for a worker that has died: from the handler of a signal."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: boom())
+    try:
+        os.kill(os.getpid(), signal.SIGALRM)
+        sum(range(10**6))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(boom, Boom), (alarm, Boom), (raise_interrupt, KeyboardInterrupt)],
+    ids=["step", "signal", "ctrl-c"],
+)
+def test_an_update_that_fails_half_way_leaves_no_state(error, kind):
+    state, make = two_weights(half_way(error))
+    kept = []
+    keep = lambda state: (kept.append((state, fl.snapshot(state))), state)[1]
+    with pytest.raises(kind) as caught:
+        fl.fit(make, state, NUMBERS, hooks=(keep,))
+    assert not hasattr(caught.value, "state")
+    where, torn = caught.value.__notes__
+    assert where == f"while in the optimizer's step, train, {AT_1}"
+    assert "between two updates, so this exception has no attribute state. Go back to a" in torn
+    (last, snapshot) = kept[-1]
+    # torn: one weight has made two steps
+    assert [p.item() for p in last.model.values()] == [-3.0, -1.0]
+    for use in (
+        lambda: fl.fit(make, last, NUMBERS),
+        lambda: fl.snapshot(last),
+        lambda: make(last, NUMBERS[0]),
+    ):
+        message = r"of this state \(step 1, epoch 0\) failed half-way.*checkpoint"
+        with pytest.raises(fl.StaleStateError, match=message):
+            use()
+    optimizer = torch.optim.SGD(snapshot.model.parameters(), lr=1.0)
+    again = fl.fit(make, attrs.evolve(snapshot, optimizer=optimizer), NUMBERS)
+    assert [p.item() for p in again.model.values()] == [-6.0, -6.0]
+
+
+def test_a_bare_step_that_fails_half_way_leaves_no_state():
+    state, make = two_weights(half_way(boom, at=1))
+    with pytest.raises(Boom):
+        make(state, NUMBERS[0])
+    with pytest.raises(fl.StaleStateError, match="failed half-way"):
+        make(state, NUMBERS[0])
+
+
+@pytest.mark.parametrize(
+    ("members", "kind"), [((), Boom), ((fl.amp("fp16", init_scale=2.0**127),), ValueError)]
+)
+def test_an_exception_during_the_line_search_of_lbfgs_leaves_no_state(members, kind):
+    """LBFGS has tried other weights when it evaluates the loss for the second time."""
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(model.w.item())
+        if kind is Boom and len(calls) == 2:
+            raise Boom
+        return (model(batch) - 3).square().mean()
+
+    model = Toy(w=5.0)
+    state = fl.TrainState.create(model, torch.optim.LBFGS(model.parameters(), max_iter=4))
+    with pytest.raises(kind) as caught:
+        fl.fit(fl.pipeline(*members)(loss_fn), state, [ONE], hooks=())
+    assert not hasattr(caught.value, "state")
+    assert "between two updates" in caught.value.__notes__[-1]
+
+
+def test_a_skipped_update_changes_nothing_and_keeps_its_state():
+    skipping = lambda state, out: (state, attrs.evolve(out, skip="no reason"))
+    leaves_out = fl.Middleware("leaves_out", gradient=lambda step: lambda *a: skipping(*step(*a)))
+    step = fl.pipeline(leaves_out, failing_middleware("step"))(toy_loss)
+    with pytest.raises(Boom) as caught:
+        fl.fit(step, toy(), NUMBERS, hooks=())
+    state = caught.value.state
+    assert (state.step, state.skipped, state.batch) == (0, 2, 2)
+    assert fit(attrs.evolve(state, slots={}), NUMBERS).model.w.item() == -3.0  # the third alone
+
+
+def test_a_hook_that_advances_the_state_and_fails_leaves_none():
+    with pytest.raises(Boom) as caught:
+        fit(hooks=(lambda state: (step(state, ONE), boom()),))
+    assert not hasattr(caught.value, "state")
+
+
+# --- NaNs, traced by torch's own means: its anomaly detection, and hooks of modules
+
+
+class Root(nn.Module):
+    """Gives 0, with the gradient infinity × 0."""
+
+    def forward(self, x):
+        return (x * 0).sqrt() * 0
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+
+def create(*layers):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), *layers, nn.Linear(2, 1))
+    nn.init.ones_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def square(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize(
+    ("members", "layer"),
+    [
+        ((), "backward"),
+        ((fl.clip(1.0), fl.amp("bf16")), "backward"),
+        ((fl.accumulate(2),), "accumulate(2)"),
+        ((fl.microbatch(1), fl.clip(1.0)), "microbatch(1)"),
+    ],
+    ids=repr,
+)
+def test_anomaly_detection_around_a_run_names_the_line_and_the_place(members, layer):
+    step, state = fl.pipeline(*members)(square), create(Root())
+    with (
+        pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values") as caught,
+        pytest.warns(UserWarning, match=r"return \(x \* 0\).sqrt\(\) \* 0"),
+        torch.autograd.detect_anomaly(check_nan=True),
+    ):
+        fl.fit(step, state, [torch.ones(2, 2)] * 2, hooks=())
+    assert caught.value.__notes__ == [f"while in {layer}, train, epoch 1, batch 0, step 0"]
+    assert all(p.isfinite().all() for p in caught.value.state.model.parameters())
+
+
+def test_hooks_of_modules_name_the_one_that_makes_a_nan():
+    def watch(name):
+        def check(module, inputs, output):
+            if not output.isfinite().all():
+                raise FloatingPointError(f"the output of {name!r} is not finite")
+
+        return check
+
+    state = create(nn.Sequential(nn.Tanh(), Log()))
+    for name, module in state.model.named_modules():
+        module.register_forward_hook(watch(name))
+    batches = [torch.ones(2, 2), -torch.ones(2, 2)]
+    with pytest.raises(FloatingPointError, match=r"the output of '1\.1' is not finite") as caught:
+        fl.fit(fl.pipeline(fl.accumulate(1))(square), state, batches, hooks=())
+    place = "while in the loss function square, train, epoch 1, batch 1, step 1"
+    assert caught.value.__notes__ == [place]
