@@ -964,78 +964,50 @@ def shrink(program, cuts, error, tries=300):
 # --- the smallest programs that have failed
 
 PHASES = ({"epochs": 1, "phase": "a"}, {"epochs": 1, "phase": "b"})
-DRAWS = ("draws",)
+STEPS = ({"steps": 9, "phase": "a"}, {"steps": 7, "phase": "b"})
+DECAY = "fl.schedule(decay)"
+BACK = "fl.spike_guard(window=2, ratio=3.0, then='back')"
+END = "fl.at_end()"
 
 SMALLEST = {
     "F2": (
-        Program(train="batches(2)", evaluate_every="fl.at_end()", fits=({"steps": 3},)),
-        Cut("target", "steps", 2),
-    ),
+        Program(train="batches(2)", evaluate_every=END, fits=({"steps": 3},)),
+        Cut("target", "steps", 2)),
     "F5": (
         Program(train="batches(2)", hooks=("fl.every(epochs=1)(end_epoch())",)),
-        Cut("fail", "hook", 1),
-    ),
-    "F9": (
-        Program(
-            train="batches(4, spike=(0,))", fits=PHASES,
-            members=("fl.schedule(decay)", "fl.spike_guard(window=2, ratio=3.0, then='back')"),
-        ),
-    ),
+        Cut("fail", "hook", 1)),
+    "F9": (Program(train="batches(4, spike=(0,))", fits=PHASES, members=(DECAY, BACK)),),
     "beyond": (
-        Program(
-            train="batches(2)", hooks=("fl.restore_best('valid/loss', 'max')",),
-            fits=({"epochs": 1}, {"epochs": 3}),
-        ),
-        Cut("fail", "training", 5),
-    ),
+        Program(train="batches(2)", hooks=("fl.restore_best('valid/loss', 'max')",),
+                fits=({"epochs": 1}, {"epochs": 3})),
+        Cut("fail", "training", 5)),
     "a guard at the target": (
-        Program(
-            train="located(2, nan=(0,))", valid={"valid": "checked(1, first=50)"}, fits=PHASES,
-            members=("fl.skip_nonfinite(1)", "fl.accumulate(3)"), evaluate_every="fl.at_end()",
-        ),
-        Cut("interrupt", "evaluated loader", 1),
-    ),
+        Program(train="located(2, nan=(0,))", valid={"valid": "checked(1, first=50)"}, fits=PHASES,
+                members=("fl.skip_nonfinite(1)", "fl.accumulate(3)"), evaluate_every=END),
+        Cut("interrupt", "evaluated loader", 1)),
     "a target overstepped": (
-        Program(
-            train="sequences(4)", valid={}, members=("fl.tbptt(2)",),
-            fits=({"steps": 9, "phase": "a"}, {"steps": 7, "phase": "b"}),
-        ),
-        Cut("interrupt", "hook", 8),
-    ),
+        Program(train="sequences(4)", valid={}, members=("fl.tbptt(2)",), fits=STEPS),
+        Cut("interrupt", "hook", 8)),
     "a rate that failed": (
-        Program(
-            train="batches(3, skip=(1, 2,))", valid={}, members=("fl.schedule(decay)",),
-            fits=({"epochs": 1, "steps": 3},),
-        ),
-        Cut("fail", "training", 1),
-    ),
+        Program(train="batches(3, skip=(1, 2,))", valid={}, members=(DECAY,),
+                fits=({"epochs": 1, "steps": 3},)),
+        Cut("fail", "training", 1)),
     "waits": (
-        Program(
-            train="batches(3)", hooks=("fl.inspect(see('see'))",),
-            evaluate_every="fl.every(steps=4)",
-        ),
-        Cut("press", "hook", 2),
-    ),
+        Program(train="batches(3)", hooks=("fl.inspect(see('see'))",),
+                evaluate_every="fl.every(steps=4)"),
+        Cut("press", "hook", 2)),
     "again": (
-        Program(
-            hooks=(
-                "fl.when(lambda s: s.step == 1)(stop('enough'))",
-                "(fl.at_end() | fl.every(steps=1))(note('note'))",
-            )
-        ),
-        Cut("terminate", "hook", 0),
-    ),
+        Program(hooks=("fl.when(lambda s: s.step == 1)(stop('enough'))",
+                       "(fl.at_end() | fl.every(steps=1))(note('note'))")),
+        Cut("terminate", "hook", 0)),
     "half-a-fetch": (
-        Program(loss=DRAWS, train="shuffled(6, size=3, noise='python')"),
-        Cut("fail", "loader", 4),
-    ),
+        Program(loss=("draws",), train="shuffled(6, size=3, noise='python')"),
+        Cut("fail", "loader", 4)),
     "twice": (
-        Program(loss=DRAWS, train="again(5)"),
-        Cut("fail", "loader", 1), Cut("interrupt", "loader", 0),
-    ),
+        Program(loss=("draws",), train="again(5)"),
+        Cut("fail", "loader", 1), Cut("interrupt", "loader", 0)),
     "rebound": (
-        Program(("rebound",), train="batches(3, nan=(1,))", members=("fl.skip_nonfinite(100)",)),
-    ),
+        Program(("rebound",), train="batches(3, nan=(1,))", members=("fl.skip_nonfinite(100)",)),),
 }  # fmt: skip
 
 
