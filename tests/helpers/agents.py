@@ -21,22 +21,13 @@ QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join
 
 
 class Agent:
-    """An agent.
+    """An agent, which runs a job on a folder; its output is in the file ``written``."""
 
-    Args:
-        written: where its output goes.
-        command: what starts Python with torchrun, and its arguments.
-        job: a function at the top of a file, as for :func:`launch.launch`.
-        folder: the first argument of the job.
-        arguments: its others, written as JSON.
-        environment: more variables.
-    """
-
-    def __init__(self, written, command, job, folder, arguments="[]", environment=None):
-        path, name = job.__code__.co_filename, job.__name__
+    def __init__(self, written, command, job, folder, environment=None):
+        path, name = launch.file_of(job), job.__name__
         self.written = Path(written)
         variables = {**launch.alone(), **(environment or {})}
-        what = (*command, launch.__file__, path, name, str(folder), arguments)
+        what = (*command, launch.__file__, path, name, str(folder), "[]")
         if command[0] == sys.executable:
             self.process = launch.start_torchrun(
                 *what[3:], written=self.written, environment=variables
@@ -71,13 +62,7 @@ def descendants(pid):
 
 
 class Elastic:
-    """A job on 1 to ``most`` machines, which come and go.
-
-    Args:
-        folder: for its files; the first argument of the job.
-        job: the job.
-        most: how many machines there are at most.
-    """
+    """A job on 1 to ``most`` machines, which come and go."""
 
     def __init__(self, folder, job, most):
         self.folder, self.job = Path(folder), job
@@ -93,14 +78,12 @@ class Elastic:
         self.started = 0
 
     def add(self):
-        """Start another machine."""
         self.started += 1
         written = self.folder / f"agent-{self.started}.err"
         shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.running.append(Agent(written, self.command, self.job, self.folder, environment=shared))
 
     def kill(self, n):
-        """Kill a machine."""
         self.running.pop(n).kill()
 
     def kill_process(self, n):
@@ -110,7 +93,6 @@ class Elastic:
                 os.kill(pid, signal.SIGKILL)
 
     def ended(self):
-        """Return whether all agents have ended."""
         return all(agent.process.poll() is not None for agent in self.running)
 
     def wait(self, until, seconds):
@@ -128,6 +110,5 @@ class Elastic:
         )
 
     def close(self):
-        """Kill what is still running."""
         while self.running:
             self.kill(-1)

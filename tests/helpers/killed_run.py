@@ -4,6 +4,7 @@ It has imported everything and read the images before it forks. So an attempt co
 imports, and a kill meets training or saving.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -28,11 +29,7 @@ from fnloop.testing import stochastic
 def train(run, background=False, pause=0.0, save_every=5):
     """Train the small CNN, resuming if possible, and log the batch and the weights of every update.
 
-    Args:
-        run: the folder for checkpoints, the log and the result.
-        background: as in ``checkpoint``.
-        pause: seconds that every fsync takes longer.
-        save_every: updates between two checkpoints.
+    The folder ``run`` has the checkpoints, the log and the result; fsync takes ``pause`` s longer.
     """
     mnist, (images, held_out) = digits()
     seen = []
@@ -72,17 +69,13 @@ def train(run, background=False, pause=0.0, save_every=5):
         "train": DataLoader(images, batch_size=32, shuffle=True),
         "valid": DataLoader(held_out, batch_size=100),
     }
-    step = fl.pipeline(
-        fl.metric(accuracy=mnist["accuracy"]), fl.clip(1.0), fl.schedule(one_cycle())
-    )(loss_fn)
+    accuracy = fl.metric(accuracy=mnist["accuracy"])
+    step = fl.pipeline(accuracy, fl.clip(1.0), fl.schedule(one_cycle()))(loss_fn)
     saves = fl.every(steps=save_every)(fl.checkpoint(folder, background=background))
     log_saves = fl.every(steps=save_every)(log_saved)
     state = fl.fit(step, state, loaders, epochs=2, hooks=(log_update, saves, log_saves))
-    result = {
-        **facts(state),
-        "stop": state.stop,
-        "kept": facts(fl.resume(folder, new_state(mnist))),
-    }
+    kept = facts(fl.resume(folder, new_state(mnist)))
+    result = {**facts(state), "stop": state.stop, "kept": kept}
     (Path(run) / "result.json").write_text(json.dumps(result))
 
 
@@ -90,24 +83,20 @@ MNIST = Path(__file__).parents[2] / "examples" / "mnist.py"
 UPDATES = 32  # of a run on the digits: 2 epochs of 16 batches, the last of 20 images
 
 
-def digits(found=[]):  # noqa: B006  # the cache; the helper reads them before it forks
+@functools.cache  # the helper reads them before it forks
+def digits():
     """Return what examples/mnist.py defines, 500 images for training, and 200 for validation."""
-    if not found:
-        mnist = runpy.run_path(str(MNIST))
-        found += [
-            mnist,
-            [Subset(part, range(n)) for part, n in zip(mnist["digits"](), (500, 200), strict=True)],
-        ]
-    return found
+    mnist = runpy.run_path(str(MNIST))
+    images = zip(mnist["digits"](), (500, 200), strict=True)
+    return mnist, [Subset(part, range(n)) for part, n in images]
 
 
 def new_state(mnist):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = mnist["small_cnn"]()
-    return fl.TrainState.create(
-        model, torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05), seed=0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05)
+    return fl.TrainState.create(model, optimizer, seed=0)
 
 
 def digest(*tensors):
@@ -120,30 +109,22 @@ def digest(*tensors):
 def facts(state):
     """Return what two runs must agree on, bit for bit."""
     weights, optimizer = state.model.state_dict(), state.optimizer.state_dict()
+    moments = [[*map(torch.as_tensor, kept.values())] for kept in optimizer["state"].values()]
+    rows = [[r.epoch, r.step, {k: v.hex() for k, v in r.metrics.items()}] for r in state.history]
     return {
         "counters": [state.step, state.epoch, state.batch, state.samples, state.skipped],
         "model": [*weights, digest(*weights.values())],
-        "optimizer": [
-            digest(*(torch.as_tensor(v) for v in kept.values()))
-            for kept in optimizer["state"].values()
-        ],
+        "optimizer": [digest(*tensors) for tensors in moments],
         "settings": repr(optimizer["param_groups"]),
-        "history": [
-            [r.epoch, r.step, {k: v.hex() for k, v in r.metrics.items()}] for r in state.history
-        ],
+        "history": rows,
     }
 
 
 def train_toy(folder, die_at):
     """Train a toy and save it twice, keeping one; die before the n-th file operation."""
-    problem = stochastic()
+    problem, saves = stochastic(), fl.every(steps=4)(fl.checkpoint(folder, keep=1))
     die_before_operation(die_at, folder)
-    toy_fit(
-        problem,
-        problem.state(),
-        epochs=1,
-        hooks=(fl.every(steps=4)(fl.checkpoint(folder, keep=1)),),
-    )
+    toy_fit(problem, problem.state(), epochs=1, hooks=(saves,))
 
 
 def replace_toy(path, die_at):
@@ -159,10 +140,8 @@ def die_before_operation(n, path):
     left = iter(range(n - 1))
 
     def watch(event, arguments):
-        here = event in operations or (
-            event == "open" and str(Path(path).parent) in str(arguments[0])
-        )
-        if here and next(left, None) is None:
+        opened = event == "open" and str(Path(path).parent) in str(arguments[0])
+        if (event in operations or opened) and next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
@@ -203,9 +182,7 @@ def run_child(request):
         errors = os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(errors, 1), os.dup2(errors, 2)
         warnings.simplefilter("error")
-        {"train": train, "train_toy": train_toy, "replace_toy": replace_toy}[request["what"]](
-            **request["arguments"]
-        )
+        globals()[request["what"]](**request["arguments"])
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -221,11 +198,8 @@ def signal_child(pid, log, offset, number=None, after=0.0, updates=0):
         now = time.monotonic()
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            return {
-                "status": os.waitstatus_to_exitcode(status),
-                "seconds": now - begun,
-                "logged": logged,
-            }
+            code = os.waitstatus_to_exitcode(status)
+            return {"status": code, "seconds": now - begun, "logged": logged}
         if due is None and count_updates(log, offset) >= updates:
             due = now + after
         if number is not None and not logged and due is not None and now >= due:

@@ -12,6 +12,7 @@ script, also for the seconds that importing torch takes.
 
 import contextlib
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -28,47 +29,26 @@ from typing import NamedTuple
 import torch
 
 TORCHRUN = (
-    "-m",
-    "torch.distributed.run",
-    "--nproc-per-node",
-    "{n}",
-    "--master-addr",
-    "127.0.0.1",
-    "--master-port",
-    "{port}",
+    *("-m", "torch.distributed.run", "--nproc-per-node", "{n}"),
+    *("--master-addr", "127.0.0.1", "--master-port", "{port}"),
 )
-ACCELERATE = (
-    *(
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "{n}",
-        "--num_machines",
-        "1",
-    ),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
-)  # --cpu would start one process; --multi_gpu starts all, which also run without GPUs
-
+ACCELERATE = (  # --cpu would start one process; --multi_gpu starts all, which also run without GPUs
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "{n}"),
+    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    *("--main_process_port", "{port}"),
+)
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["accelerate", "torchmetrics", "fnloop.testing", "mlxtend.data"])
 
 
 class Launched(NamedTuple):
-    """How the processes ended.
+    """How the processes ended."""
 
-    Args:
-        codes: their exit statuses; by a launcher, that of the launcher alone.
-        results: the results of the job by rank; None where it failed.
-        errors: what they wrote to stderr.
-        ended: when each of them ended, in seconds since the epoch.
-    """
-
-    codes: list[int]
-    results: list
-    errors: list[str]
-    ended: list[float]
+    codes: list[int]  # their exit statuses; by a launcher, that of the launcher alone
+    results: list  # of the job by rank; None where it failed
+    errors: list[str]  # what they wrote to stderr
+    ended: list[float]  # when each of them ended, in seconds since the epoch
 
 
 def launch(
@@ -94,7 +74,7 @@ def launch(
 
     def start(rank):
         variables = _variables(0 if by else rank, 1 if by else n, port) | (environment or {})
-        path, name = job.__code__.co_filename, job.__name__
+        path, name = file_of(job), job.__name__
         if forked:
             what = variables, folder, path, name, json.loads(written)
             child = _Forked(target=_forked, args=(rank, *what))
@@ -165,12 +145,8 @@ def _begin(variables, out, err):
 def start_script(path, *arguments, written, environment=None, first=None):
     """Start a script in a forked process, where warnings are errors, and return the process.
 
-    Args:
-        path: of the script.
-        arguments: of the script.
-        written: a path; what the script writes is in the files with the suffixes .out and .err.
-        environment: more variables.
-        first: a function that can be pickled, which the process calls before the script.
+    What it writes is in the files of ``written`` with the suffixes .out and .err. The function
+    ``first``, which can be pickled, is called before the script.
     """
     variables = {**_variables(0, 1, 0), **(environment or {})}
     child = _Forked(target=_script, args=(str(path), arguments, variables, written, first))
@@ -179,13 +155,7 @@ def start_script(path, *arguments, written, environment=None, first=None):
 
 
 def start_torchrun(*arguments, written, environment):
-    """Start torchrun in a forked process, for the seconds that importing torch takes.
-
-    Args:
-        arguments: those of torchrun.
-        written: a path, where its output goes.
-        environment: all of its variables.
-    """
+    """Start torchrun in a forked process, with all of its variables; ``written`` has its output."""
     child = _Forked(target=_torchrun, args=(arguments, environment, written))
     child.start()
     return child
@@ -210,16 +180,18 @@ def _script(path, arguments, variables, written, first):
     runpy.run_path(path, run_name="__main__")
 
 
+def file_of(job):
+    """Return the path of the file that defines a job, which may be decorated."""
+    return inspect.unwrap(job).__code__.co_filename
+
+
 def name_of(job, n):
     """Return the name of the folder in which the fixture ``launched`` runs a job on n processes."""
-    return f"{Path(job.__code__.co_filename).stem}-{job.__name__}-{n}"
+    return f"{Path(file_of(job)).stem}-{job.__name__}-{n}"
 
 
 def reads(job, counts):
-    """Decorate a job that reads what another job has written, on each of these process counts.
-
-    The fixture ``launched`` runs the other job first.
-    """
+    """Decorate a job that reads what another has written, which ``launched`` runs before it."""
 
     def decorate(reader):
         reader.reads = [(job, n) for n in counts]
@@ -245,18 +217,6 @@ def bare():
     }
 
 
-def by_hand(rank, n, port):
-    """Return the environment variables that torchrun sets."""
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": n,
-        "LOCAL_WORLD_SIZE": n,
-        "MASTER_PORT": port,
-    }
-    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
-
-
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -269,16 +229,13 @@ def alone():
 
 
 def _variables(rank, n, port):
-    """Return the environment of a process."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return {**bare(), **ours, **(by_hand(rank, n, port) if n > 1 else {})}
-
-
-def _stop(child):
-    """Suspend a process, if it has not ended."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGSTOP)
+    """Return the environment of a process; of one of several as torchrun sets it."""
+    found = {**bare(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if n > 1:
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        found |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        found |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    return found
 
 
 def _kill(child):
@@ -297,7 +254,9 @@ def _ends(children, deadline, kill_when):
                 ended[child.pid] = time.time()
         if kill_when.exists():
             for child in children:  # stopped, they do not notice that others are killed before them
-                _stop(child)
+                if child.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, signal.SIGSTOP)
             for child in children:
                 _kill(child)
         if time.monotonic() > deadline:

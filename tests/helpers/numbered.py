@@ -4,10 +4,7 @@ import random
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-)
+from torch.utils.data import DataLoader, Dataset
 
 from fnloop._data.source import open_source
 

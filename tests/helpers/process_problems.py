@@ -1,24 +1,22 @@
 """Data, models, losses and helpers of the jobs that run on several processes."""
 
 import contextlib
+import functools
 import logging
 import os
 
 import attrs
 import numpy as np
 import torch
+import torch.distributed as dist
+from several import split
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    TensorDataset,
-)
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fnloop as fl
 
 SIZE, BATCH = 41, 6  # samples; and samples per update of all processes. 41 is prime
-
-
 COUNTS = (1, 2, 3)
 FEW = (1, 2)  # for long jobs, where other tests show what an odd number changes
 
@@ -29,6 +27,24 @@ def rank():
 
 def world():
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join():
+    """Let the processes of this job meet, before a model is sharded over them."""
+    if world() > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def in_double(job):
+    """Decorate a job whose processes have met, and whose numbers are of double precision."""
+
+    @functools.wraps(job)
+    def run(folder, *arguments):
+        join()
+        with default_dtype(torch.float64):
+            return job(folder, *arguments)
+
+    return run
 
 
 class Stream(IterableDataset):
@@ -57,11 +73,21 @@ def network():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def dropping():
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3))
+
+
+def convolutions():
+    one = nn.Conv2d(3, 3, (2, 1), padding=(1, 0))
+    parts = nn.Unflatten(1, (3, 2, 1)), one, nn.Tanh(), one, nn.Flatten(), nn.Linear(12, 3)
+    return nn.Sequential(*parts)
+
+
 def adam_and_sgd(parameters):
-    parameters = list(parameters)
+    matrices, rest = split(parameters)
     return {
-        "matrices": torch.optim.AdamW([p for p in parameters if p.ndim == 2], lr=0.05),
-        "rest": torch.optim.SGD([p for p in parameters if p.ndim != 2], lr=0.1, momentum=0.9),
+        "matrices": torch.optim.AdamW(matrices, lr=0.05),
+        "rest": torch.optim.SGD(rest, lr=0.1, momentum=0.9),
     }
 
 
@@ -83,14 +109,9 @@ def accuracy(aux, batch):
 def torchmetrics():
     from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 
-    return {
-        "f1": fl.from_torchmetrics(
-            MulticlassF1Score(3), lambda aux, batch: (aux["output"], batch[1])
-        ),
-        "auroc": fl.from_torchmetrics(
-            MulticlassAUROC(3), lambda aux, batch: (aux["output"], batch[1])
-        ),
-    }
+    inputs = lambda aux, batch: (aux["output"], batch[1])
+    metrics = {"f1": MulticlassF1Score(3), "auroc": MulticlassAUROC(3)}
+    return {name: fl.from_torchmetrics(metric, inputs) for name, metric in metrics.items()}
 
 
 def kinds():
@@ -160,32 +181,44 @@ def items():
     return wrap
 
 
-def fitted(train, valid=None, loss=entropy, epochs=1, **settings):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def created(shard=False, optimizer=sgd, make=network, **settings):
+    """Return a state that is always the same; ``shard`` is a function, or whether several do so."""
     torch.manual_seed(0)
-    model = network()
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    model = make()
+    if shard:
+        shard = shard if callable(shard) else fully_shard if world() > 1 else lambda model: None
+        shard(model)
+    return fl.TrainState.create(model, optimizer(model.parameters()), **{"seed": 0, **settings})
+
+
+def fitted(train, valid=None, loss=entropy, epochs=1, **settings):
     loaders = {"train": train} if valid is None else {"train": train, "valid": valid}
-    return fl.fit(fl.pipeline()(loss), state, loaders, epochs=epochs, **{"hooks": (), **settings})
+    return fl.fit(
+        fl.pipeline()(loss), created(), loaders, epochs=epochs, **{"hooks": (), **settings}
+    )
+
+
+def flat(tensors):
+    return torch.cat([whole(t).detach().flatten() for t in tensors]).tolist()
 
 
 def come_to(state):
-    weights = torch.cat([whole(p).detach().flatten() for p in state.model.parameters()]).tolist()
     records = [record.metrics for record in state.history if not record.closing]
     losses = [row.get("train/loss", row.get("recent/loss")) for row in records]
     return {
-        "weights": weights,
+        "weights": flat(state.model.parameters()),
         "counters": [state.step, state.epoch, state.batch],
         "updates": dict(state.updates),
         "history": losses,
     }
-
-
-def created(shard=lambda model: None, **settings):
-    model = network()
-    shard(model)
-    return fl.TrainState.create(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0, **settings
-    )
 
 
 @contextlib.contextmanager

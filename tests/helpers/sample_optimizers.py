@@ -130,9 +130,8 @@ class Averaging(SGD):
         shared = self.state.setdefault("shared", {"total": 0.0, "recent": deque(maxlen=2)})
         shared["recent"].append(1.0)
         shared["total"] += len(shared["recent"])
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= shared["total"]
+        for p in parameters_of(self):
+            p.data -= shared["total"]
 
 
 class Tensors(SGD):
@@ -163,19 +162,21 @@ class Typed(SGD):
 
 
 class Objects(SGD):
+    kind = object
+
     def step(self, closure=None):
         super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["seen"] = object()
+        for p in parameters_of(self):
+            self.state[p]["seen"] = self.kind()
+
+
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class Modules(Objects):
-    def step(self, closure=None):
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["seen"] = nn.Linear(1, 1)  # it has a state_dict
+    def kind(self):
+        return nn.Linear(1, 1)  # it has a state_dict
 
 
 class Halves(torch.Tensor):
@@ -224,14 +225,12 @@ class Compressed(SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                held = self.state[p].get("momentum", torch.zeros_like(p))
-                held = held.joined() if isinstance(held, Halves) else held
-                new = held.mul(0.5).add_(p.grad)
-                large = p.numel() >= 4096
-                self.state[p]["momentum"] = self.keep(new) if large else new
-                p.sub_(new)
+        for p in parameters_of(self):
+            held = self.state[p].get("momentum", torch.zeros_like(p))
+            held = held.joined() if isinstance(held, Halves) else held
+            new = held.mul(0.5).add_(p.grad)
+            self.state[p]["momentum"] = self.keep(new) if p.numel() >= 4096 else new
+            p.sub_(new)
 
     def keep(self, value):
         return self.kind.of(value, "large")

@@ -7,36 +7,33 @@ import fnloop as fl
 from fnloop.testing import small
 
 
+def split(parameters):
+    """Return the matrices and the rest."""
+    parameters = list(parameters)
+    return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+
+
 def muon_and_adamw(parameters, muon=0.02, adamw=0.01):
     """Muon for matrices, AdamW for the rest, as in ``TrainState.create(model, {...})``."""
-    parameters = list(parameters)
+    matrices, rest = split(parameters)
     return {
-        "matrices": torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=muon),
-        "rest": torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=adamw),
+        "matrices": torch.optim.Muon(matrices, lr=muon),
+        "rest": torch.optim.AdamW(rest, lr=adamw),
     }
 
 
 def muon_and_sgd(parameters):
     """The same with SGD, since AdamW on the CPU reads its count of updates to the host."""
-    parameters = list(parameters)
-    return {
-        "matrices": torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.02),
-        "rest": torch.optim.SGD([p for p in parameters if p.ndim != 2], lr=0.05, momentum=0.9),
-    }
+    matrices, rest = split(parameters)
+    sgd = torch.optim.SGD(rest, lr=0.05, momentum=0.9)
+    return {"matrices": torch.optim.Muon(matrices, lr=0.02), "rest": sgd}
 
 
 def fused_sgd_twice(parameters):
     """Two that a graph can capture."""
-    parameters = list(parameters)
-    settings = {"momentum": 0.9, "fused": True}
-    return {
-        "matrices": torch.optim.SGD(
-            [p for p in parameters if p.ndim == 2], lr=torch.tensor(0.05), **settings
-        ),
-        "rest": torch.optim.SGD(
-            [p for p in parameters if p.ndim != 2], lr=torch.tensor(0.02), **settings
-        ),
-    }
+    parts = zip(("matrices", "rest"), split(parameters), (0.05, 0.02), strict=True)
+    fused = lambda part, lr: torch.optim.SGD(part, lr=torch.tensor(lr), momentum=0.9, fused=True)
+    return {name: fused(part, lr) for name, part, lr in parts}
 
 
 def problem(optimizers=muon_and_adamw):

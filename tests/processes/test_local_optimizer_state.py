@@ -1,10 +1,25 @@
 """Optimizers of which each process keeps the state of its own parameters."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from launch import reads, written_by
-from process_problems import COUNTS, default_dtype, entropy, loader, network, rank, said, world
+from process_problems import (
+    COUNTS,
+    created,
+    difference,
+    entropy,
+    flat,
+    in_double,
+    join,
+    loader,
+    rank,
+    said,
+    world,
+)
+from several import split
 from torch import nn
 
 import fnloop as fl
@@ -44,9 +59,7 @@ class Counted(Owned):
 
 
 def several(params):
-    params = list(params)
-    matrices = [p for p in params if p.ndim == 2]
-    rest = [p for p in params if p.ndim != 2]
+    matrices, rest = split(params)
     return {"matrices": Owned(matrices), "rest": torch.optim.SGD(rest, lr=0.1, momentum=0.9)}
 
 
@@ -62,11 +75,10 @@ KINDS = {"owned": Owned, "counted": Counted, "several": several, "zero": zero, "
 
 
 def made(kind, shift=0.0):
-    torch.manual_seed(0)
-    model = network()
+    state = created(optimizer=KINDS[kind])
     with torch.no_grad():
-        model[0].bias.add_(shift)
-    return fl.TrainState.create(model, KINDS[kind](model.parameters()), seed=0)
+        fl.unwrap(state)[0].bias.add_(shift)
+    return state
 
 
 def trained(state, epochs, hooks=()):
@@ -78,7 +90,7 @@ def saving(kind, folder):
 
 
 def weights(state):
-    return [p.tolist() for p in fl.unwrap(state).parameters()]
+    return flat(fl.unwrap(state).parameters())
 
 
 def keys(state):
@@ -91,61 +103,45 @@ def keys(state):
     return found
 
 
+@in_double
 def straight(folder):
-    if world() > 1:
-        dist.init_process_group("gloo")
     found = {}
-    with default_dtype(torch.float64):
-        for kind in KINDS:
-            half = trained(made(kind), 1, saving(kind, folder / kind))
-            fl.save(half, folder / f"{kind} saved")
-            found[kind] = {"kept": keys(half), "weights": weights(trained(half, 3))}
+    for kind in KINDS:
+        half = trained(made(kind), 1, saving(kind, folder / kind))
+        fl.save(half, folder / f"{kind} saved")
+        found[kind] = {"kept": keys(half), "weights": weights(trained(half, 3))}
     return found
 
 
 @reads(straight, COUNTS)
+@in_double
 def resumed(folder):
-    if world() > 1:
-        dist.init_process_group("gloo")
     found = {}
-    with default_dtype(torch.float64):
-        for n in COUNTS:
-            where = written_by(straight, n, folder)
-            for kind in KINDS:
-                state = fl.resume(where / kind, made(kind, 1.0))
-                kept, own = keys(state), folder / f"{kind} of {n}"
-                state = fl.restore(where / f"{kind} saved", made(kind, 1.0))
-                fl.save(state, own / "at once")  # nothing has changed since: all are copies
-                state = fl.restore(own / "at once", made(kind, 1.0))
-                copied = state if kind == "zero" else fl.snapshot(state)  # it holds a process group
-                half = trained(copied, 2, saving(kind, own / "half"))
-                again = trained(fl.resume(own / "half", made(kind, 2.0)), 3)
-                found[f"{kind} of {n}"] = {
-                    "kept": kept, "weights": weights(trained(half, 3)), "again": weights(again),
-                }  # fmt: skip
+    for n, kind in itertools.product(COUNTS, KINDS):
+        where, own = written_by(straight, n, folder), folder / f"{kind} of {n}"
+        kept = keys(fl.resume(where / kind, made(kind, 1.0)))
+        state = fl.restore(where / f"{kind} saved", made(kind, 1.0))
+        fl.save(state, own / "at once")  # nothing has changed since: all are copies
+        state = fl.restore(own / "at once", made(kind, 1.0))
+        copied = state if kind == "zero" else fl.snapshot(state)  # it holds a process group
+        half = trained(copied, 2, saving(kind, own / "half"))
+        again = trained(fl.resume(own / "half", made(kind, 2.0)), 3)
+        found[f"{kind} of {n}"] = [kept, weights(trained(half, 3)), weights(again)]
     return found
-
-
-def close(a, b):
-    return all(
-        torch.allclose(torch.tensor(x), torch.tensor(y), rtol=1e-9)
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 @pytest.mark.parametrize("m", COUNTS)
 @pytest.mark.parametrize("n", COUNTS)
 def test_a_run_of_n_processes_is_continued_by_m_and_again(launched, n, m):
     """A copy that another process continues does not count when m processes save."""
-    whole, expected = launched(straight, n), launched(straight, 1)[0]
-    for rank_, mine in enumerate(launched(resumed, m)):
+    whole, (expected,) = launched(straight, n), launched(straight, 1)
+    for right, mine in zip(whole * 3, launched(resumed, m), strict=False):
         for kind in KINDS:
-            found = mine[f"{kind} of {n}"]
-            assert found["again"] == found["weights"], kind  # bit for bit
-            assert close(found["weights"], expected[kind]["weights"]), kind
+            kept, found, again = mine[f"{kind} of {n}"]
+            assert again == found, kind  # bit for bit
+            assert difference(expected[kind]["weights"], found) < 1e-9, kind
             if n == m:
-                assert found["weights"] == whole[rank_][kind]["weights"], kind
-                assert found["kept"] == whole[rank_][kind]["kept"], kind
+                assert found == right[kind]["weights"] and kept == right[kind]["kept"], kind
 
 
 class Rows(Owned):
@@ -165,10 +161,10 @@ class Described(Owned):
 
 
 def refused(folder):
-    dist.init_process_group("gloo")
+    join()
     found = {}
     for kind in (Rows, Described):
-        state = fl.TrainState.create(model := network(), kind(model.parameters()), seed=0)
+        state = created(optimizer=kind)
         hooks = (fl.checkpoint(folder / kind.__name__),)
         found[kind.__name__] = said(lambda state=state, hooks=hooks: trained(state, 1, hooks))
         found[f"{kind.__name__} began"] = state.step, bool(state.optimizer.state)

@@ -1,16 +1,14 @@
-"""An update of several processes is made again on as many, bit for bit."""
+"""Updates of several processes are made again, audited and watched by all of them together."""
 
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from process_problems import entropy, loader, samples
-from torch import nn
+from process_problems import adamw, created, dropping, entropy, loader, rank, samples, world
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop.debug import diff, replay
+from fnloop.debug import AuditError, audit, diff, replay, watch
 from fnloop.testing import assert_same
 
 pytestmark = pytest.mark.slow
@@ -18,16 +16,11 @@ BAD = 17  # a sample
 
 
 def fresh():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3))
-    return fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=0.05), seed=3)
+    return created(False, adamw, dropping)
 
 
-def job(folder):
-    dist.init_process_group("gloo")
-    found = {}
-    step = fl.pipeline(fl.accumulate(2), fl.clip(0.1), fl.ema(0.9))(entropy)
-    states = {}
+def again(folder):
+    step, states = fl.pipeline(fl.accumulate(2), fl.clip(0.1), fl.ema(0.9))(entropy), {}
 
     def keep(state):
         states[state.step] = fl.snapshot(state)
@@ -38,37 +31,74 @@ def job(folder):
     made = replay(folder / "runs", step, fresh(), loader(shuffle=True), update=6)
     assert_same(made.before, states[5])
     assert_same(made.after, states[6])
-    found["equal"] = not diff(made.after, states[6])
-    found["indices"] = made.indices
-    found["batches"] = [batch[3].tolist() for batch in made.batches]  # their own indices
-    found["grads"] = {name: grad.sum().item() for name, grad in made.grads.items()}
+    assert not diff(made.after, states[6])
+    assert [[*index] for index in made.indices] == [b[3].tolist() for b in made.batches]
+    grads = {name: grad.sum().item() for name, grad in made.grads.items()}
 
     x, y = samples().tensors[:2]
     x[BAD] = math.nan
     bad = DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True)
-    hook = fl.halt_on_nonfinite(keep=True)
-    first = (fl.at_start())(fl.checkpoint(folder / "bad", keep=None))
-    state = fl.fit(fl.pipeline()(entropy), fresh(), bad, hooks=(hook, first))
-    found["place"], found["stop"] = state.extra["nonfinite"], state.stop
-    made = replay(
-        folder / "bad", fl.pipeline()(entropy), fresh(), bad, update=found["place"]["step"]
-    )
-    found["nonfinite"] = made.nonfinite
+    hooks = fl.halt_on_nonfinite(keep=True), fl.at_start()(fl.checkpoint(folder / "bad", keep=None))
+    step = fl.pipeline()(entropy)
+    state = fl.fit(step, fresh(), bad, hooks=hooks)
+    place = state.extra["nonfinite"]
+    nonfinite = replay(folder / "bad", step, fresh(), bad, update=place["step"]).nonfinite
+    return [grads, place, state.stop], made.indices, nonfinite
+
+
+def test_an_update_is_made_again_by_as_many_processes_and_all_name_a_bad_sample(launched):
+    (same, first, bad), (others, second, good) = launched(again, 2)
+    assert same == others
+    mine, its = ({i for index in found for i in index} for found in (first, second))
+    assert len(mine) == len(its) == 6 and not mine & its
+    indices = same[1]["indices"]
+    assert len(indices) == 2 and BAD in indices[0] + indices[1]
+    assert sorted([bad, good]) == [[], [BAD]]
+
+
+def audited(folder):
+    """A run with ragged windows is the same; a fault of the last process ends all."""
+    members = fl.accumulate(2), fl.clip(1.0), fl.ema(0.9)
+    steps = fl.pipeline(*members)(entropy), fl.pipeline(*members, audit(every=1))(entropy)
+    assert_same(*(fl.fit(s, created(), loader(size=2), epochs=2, hooks=()) for s in steps))
+    own = torch.Generator().manual_seed(0)
+
+    def loss_fn(model, batch):
+        loss, aux = entropy(model, batch)
+        faulty = rank() == world() - 1 and int(batch[-1][0]) >= 8 * world()
+        return loss + (torch.rand((), generator=own) * loss if faulty else 0.0), aux
+
+    found = []
+    for against in (None, "eager"):
+        step = fl.pipeline(fl.clip(1.0), audit(every=1, against=against))(loss_fn)
+        with pytest.raises(AuditError) as caught:
+            fl.fit(step, created(), loader(size=2), epochs=1, hooks=())
+        error = caught.value
+        found.append([str(error), error.parameter, error.state.step])
     return found
 
 
-def test_an_update_is_made_again_by_as_many_processes(launched):
-    one, two = launched(job, 2)
-    assert one["equal"] and two["equal"]
-    assert one["grads"] == two["grads"]
-    assert one["indices"] == one["batches"] and two["indices"] == two["batches"]
-    mine, its = ({i for index in found["indices"] for i in index} for found in (one, two))
-    assert len(mine) == len(its) == 6 and not mine & its
+def test_all_processes_audit_the_same_updates_and_raise_together(launched):
+    """The gradients are means over the processes, so they differ in each of them."""
+    for (text, parameter, at), (eager, _, eager_at) in launched(audited, 2):
+        assert (parameter, at, eager_at) == ("0.weight", 4, 4)
+        assert "two makings of update 5 from the same state differ" in text
+        assert eager.startswith("audit: update 5 differs from the one that is made eagerly,")
+    assert "own in the closure of audited.loss_fn, a torch.Generator" in text
 
 
-def test_a_bad_sample_is_named_by_all_processes(launched):
-    one, two = launched(job, 2)
-    assert one["place"] == two["place"] and one["stop"] == two["stop"]
-    indices = one["place"]["indices"]
-    assert len(indices) == 2 and BAD in indices[0] + indices[1]
-    assert sorted([one["nonfinite"], two["nonfinite"]]) == [[], [BAD]]
+def watched(folder):
+    step = fl.pipeline(watch(every=2))(entropy)
+    return fl.fit(step, created(), loader(), epochs=2, hooks=()).history.to_dicts()
+
+
+def test_what_is_watched_is_that_of_all_processes_together(launched):
+    """The mean of root mean squares over processes is not that of all items: it is near."""
+    (alone,) = launched(watched, 1)
+    for of_each in launched(watched, 2):
+        for one, other in zip(alone, of_each, strict=True):
+            names = [name for name in one if "watch/" in name]
+            assert len(names) == 7  # two linear layers with three numbers each, and a tanh
+            for name in names:
+                tolerance = 0.05 if name.endswith("activation") else 1e-4
+                assert other[name] == pytest.approx(one[name], rel=tolerance), name

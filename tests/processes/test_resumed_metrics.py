@@ -6,15 +6,14 @@ import signal
 import attrs
 import pytest
 import torch
-from process_problems import rank
+from sample_hooks import stop_at
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError, MetricCollection, SumMetric
 
 import fnloop as fl
 from fnloop._step.engine_distributed import DistributedEngine
 from fnloop.testing import toy, toy_loss
-
-torchmetrics = pytest.importorskip("torchmetrics")
 
 pytestmark = pytest.mark.slow
 
@@ -39,55 +38,43 @@ def counted():
 
 def measured():
     """Return middleware that reports what is of each process's share, in every way."""
-    total = fl.from_torchmetrics(torchmetrics.SumMetric(), lambda aux, batch: (batch,))
-    squares = torchmetrics.MetricCollection({"squares": torchmetrics.MeanSquaredError()})
+    squares = MetricCollection({"squares": MeanSquaredError()})
     return fl.metric(
         fl.from_torchmetrics(squares, lambda aux, batch: (batch, batch * 0)),
         mean=lambda aux, batch: batch.mean(),
         items=lambda aux, batch: fl.Sum(float(len(batch))),
         most=lambda aux, batch: fl.Max(batch.max()),
-        total=total,
+        total=fl.from_torchmetrics(SumMetric(), lambda aux, batch: (batch,)),
         on="training",
     )
 
 
 def plain():
-    pipe = fl.pipeline(measured(), counted())
-    return lambda *around: fl.pipeline(*pipe.middleware, *around)(toy_loss), toy(lr=0.01)
+    around = lambda *members: fl.pipeline(measured(), counted(), *members)(toy_loss)
+    return around, toy(lr=0.01)
 
 
 def turns():
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
     named = {key: torch.optim.SGD(model[key].parameters(), lr=0.0) for key in model}
-
-    def step_of(key):
-        pipe = fl.pipeline(measured(), counted())
-        return pipe(lambda model, batch: model[key](batch[:, None]).mean())
-
-    steps = {key: step_of(key) for key in model}
-    around = lambda *around: fl.pipeline(*around)(fl.alternate(steps))
+    pipe = fl.pipeline(measured(), counted())
+    step_of = lambda key: pipe(lambda model, batch: model[key](batch[:, None]).mean())
+    around = lambda *members: fl.pipeline(*members)(fl.alternate({k: step_of(k) for k in model}))
     return around, fl.TrainState.create(model, named, seed=0)
 
 
 def fitted(kind, folder=None, cut=None, again=False):
     """Run, or continue, one of the problems. Return why it has stopped, and its records."""
     make_step, state = kind()
-    armed = [cut]
-
-    def disarmed(kind):
-        found, armed[0] = armed[0] == kind, None if armed[0] == kind else armed[0]
-        return found
-
-    def stop(state):
-        enough = state.step == STEPS and disarmed("enough")
-        return attrs.evolve(state, stop="enough") if enough else state
+    armed = [cut == "SIGTERM"]
 
     @fl.middleware("evaluation")
     def terminated():
         def wrap(step):
             def evaluating(state, batch):
-                if disarmed("SIGTERM"):
+                if armed[0]:
+                    armed[0] = False
                     os.kill(os.getpid(), signal.SIGTERM)
                 return step(state, batch)
 
@@ -96,15 +83,17 @@ def fitted(kind, folder=None, cut=None, again=False):
         return wrap
 
     state = attrs.evolve(fl.restore(folder, state), stop=None) if again else state
-    loaders = {
-        "train": DataLoader(DATA, batch_size=4),
-        "valid": DataLoader(DATA[:24], batch_size=2),
-    }
+    valid = DataLoader(DATA[:24], batch_size=2)
+    loaders = {"train": DataLoader(DATA, batch_size=4), "valid": valid}
     often = {"evaluate_every": fl.every(steps=STEPS), "record_every": fl.every(steps=2)}
-    state = fl.fit(make_step(terminated()), state, loaders, epochs=2, hooks=(stop,), **often)
+    hooks = (stop_at(STEPS),) if cut == "enough" else ()
+    state = fl.fit(make_step(terminated()), state, loaders, epochs=2, hooks=hooks, **often)
+    records = [(r.step, dict(r.metrics)) for r in state.history if not r.closing]
     if cut:
         fl.save(state, folder)
-    return state.stop, [(r.step, dict(r.metrics)) for r in state.history if not r.closing]
+        steps = [step for step, _ in records]  # a signal leaves the record of the evaluation
+        assert (state.stop, steps) == (cut, [2] if cut == "SIGTERM" else [2, 3])
+    return records
 
 
 def copied(folder):
@@ -125,53 +114,25 @@ CUTS = ("SIGTERM", "enough")  # before the record of a boundary, and after it
 
 
 def resumed_metrics(folder):
-    found = {}
-    for name, kind in KINDS.items():
-        found[name] = fitted(kind)[1]
-        for cut in CUTS:
-            where = folder / f"{name} {cut}"
-            stopped, records = fitted(kind, where, cut)
-            assert stopped == cut, (stopped, rank())
-            steps = [step for step, _ in records]  # a signal leaves the record of the evaluation
-            assert steps == ([2] if cut == "SIGTERM" else [2, 3]), (steps, rank())
-            found[f"{name} {cut}"] = fitted(kind, where, again=True)[1]
-    found["old"] = of_an_old_checkpoint(folder / "old")
-    return found
-
-
-def of_an_old_checkpoint(folder):
-    """Continue turns from a checkpoint that does not say what is of each process."""
+    found = {name: fitted(kind) for name, kind in KINDS.items()}
+    for name, cut in ((name, cut) for name in KINDS for cut in CUTS):
+        fitted(KINDS[name], folder / f"{name} {cut}", cut)
+        found[f"{name} {cut}"] = fitted(KINDS[name], folder / f"{name} {cut}", again=True)
     own_names = DistributedEngine.own_names
-    DistributedEngine.own_names = lambda self, names: []
-    try:
-        fitted(turns, folder, "SIGTERM")
-    finally:
-        DistributedEngine.own_names = own_names
-    return fitted(turns, folder, again=True)[1]
+    DistributedEngine.own_names = lambda self, names: []  # as in an old checkpoint
+    fitted(turns, folder / "old", "SIGTERM")
+    DistributedEngine.own_names = own_names
+    return {**found, "old": fitted(turns, folder / "old", again=True), "copied": copied(folder)}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_run_that_continues_has_the_metrics_of_one_that_was_not_cut(launched, n, name, cut):
+def test_a_run_that_continues_has_the_metrics_of_one_that_was_not_cut(launched, n):
     for found in launched(resumed_metrics, n):
-        whole, again = found[name], found[f"{name} {cut}"]
-        assert [step for step, _ in again] == [step for step, _ in whole]
-        for (step, mine), (_, right) in zip(again, whole, strict=True):
-            assert mine == pytest.approx(right, rel=1e-12), (step, n)
-
-
-def test_the_means_of_turns_are_right_from_an_old_checkpoint_too(launched):
-    for found in launched(resumed_metrics, 2):
-        (_, right), (_, mine) = found["turns"][1], found["old"][1]
-        names = [name for name in right if name.endswith(("/loss", "/mean", "/squares"))]
-        assert len(names) > 8
-        assert [mine[name] for name in names] == pytest.approx([right[name] for name in names])
-
-
-def test_a_copy_of_a_state_knows_what_is_of_each_process(launched):
-    for found in launched(copied, 2):
-        assert found == [pytest.approx(12.5)]  # the mean of 1, ..., 24
+        for name, cut in ((name, cut) for name in KINDS for cut in CUTS):
+            for (step, mine), (right_step, right) in zip(
+                found[f"{name} {cut}"], found[name], strict=True
+            ):
+                assert step == right_step and mine == pytest.approx(right, rel=1e-12), (name, cut)
 
 
 def test_the_metrics_are_those_of_all_processes(launched):
@@ -180,3 +141,9 @@ def test_the_metrics_are_those_of_all_processes(launched):
         assert first["train/items"] == 24 and first["train/total"] == 300  # 1 + ... + 24
         assert first["train/most"] == 24 and first["train/updates"] == 3
         assert first["train/squares"] == pytest.approx(4900 / 24)  # 1 + 4 + ... + 24 * 24
+        assert found["copied"] == [pytest.approx(12.5)]  # the mean of 1, ..., 24
+        # The means of turns are right from an old checkpoint too, which says less.
+        (_, right), (_, mine) = found["turns"][1], found["old"][1]
+        names = [name for name in right if name.endswith(("/loss", "/mean", "/squares"))]
+        assert len(names) > 8
+        assert [mine[name] for name in names] == pytest.approx([right[name] for name in names])
