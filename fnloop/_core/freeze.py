@@ -81,6 +81,8 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
         >>> state = freeze(state, model[0])
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['1.weight', '1.bias']
+
+    Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer, keras.trainable
     """
     check_not_stale(state, "freeze")
     check_not_averaged("freeze", state)
@@ -134,6 +136,8 @@ def unfreeze(
         >>> state = unfreeze(freeze(state, "0"), "0.*", lr=0.001)
         >>> [group["lr"] for group in state.optimizer.param_groups]
         [0.1, 0.001]
+
+    Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer
     """
     check_not_stale(state, "unfreeze")
     check_not_averaged("unfreeze", state)

@@ -730,6 +730,8 @@ def unwrap(state: TrainState) -> nn.Module:
         >>> state = toy()
         >>> unwrap(state) is state.model            # nothing is wrapped around it here
         True
+
+    Replaces: accelerate.unwrap_model
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"unwrap expects state as a TrainState; got {describe(state)}")

@@ -456,6 +456,8 @@ def skip(reason: str) -> Skip:
         >>> state, out = step(state, [torch.ones(3)])
         >>> out.skip, state.step, state.skipped
         ('too long', 1, 1)
+
+    Replaces: lightning.training_step
     """
     return Skip(checks.text("skip", "reason", reason, "why the batch is left out"))
 

@@ -66,6 +66,8 @@ class Hook:
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(count,))
         >>> count.updates
         3
+
+    Replaces: lightning.Callback, keras.Callback, transformers.TrainerCallback
     """
 
     monitors: str | tuple[str, ...] | None = None

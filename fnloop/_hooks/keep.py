@@ -126,6 +126,9 @@ class checkpoint(Hook):
         ...     state = fl.fit(step, fl.resume(folder, toy()), batches, epochs=1, hooks=(saves,))
         ...     state.model.w.item(), fl.latest(folder).name
         (-4.0, 'step-00000004')
+
+    Replaces: lightning.ModelCheckpoint, keras.ModelCheckpoint,
+    pytorch_accelerated.SaveTrainingStateCallback, fastnlp.CheckpointCallback
     """
 
     def __init__(
@@ -453,6 +456,9 @@ class restore_best(Hook):
         >>> state = fl.fit(fl.pipeline(rates)(toy_loss), toy(), loaders, epochs=3, hooks=hooks)
         >>> state.history["valid/loss"], state.model.w.item()
         ((-1.0, -2.0, 3.0), -2.0)
+
+    Replaces: keras.restore_best_weights, transformers.load_best_model_at_end,
+    fastnlp.LoadBestModelCallback
     """
 
     key: str

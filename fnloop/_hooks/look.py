@@ -90,6 +90,8 @@ class inspect(Hook):
         >>> step, state = fl.pipeline()(loss_fn), toy(w=1.0, lr=0.0)
         >>> state = fl.fit(step, state, (valid, valid), hooks=(inspect(confusion),))
         [[1, 1], [0, 1]]
+
+    Replaces: lightning.validation_step_outputs
     """
 
     fn: Callable[[TrainState, list[Output]], object]
@@ -374,6 +376,8 @@ class profiled(Hook):
         (['updates-2-to-3-rank-0.pt.trace.json'], True)
 
     Source: https://docs.pytorch.org/docs/stable/profiler.html
+
+    Replaces: accelerate.profile
     """
 
     start: int = 10

@@ -94,6 +94,9 @@ class progress(Hook):
         Toy on cpu, 1 parameter, float32, 1 epoch of 3 updates
         epoch 1/1  step 3  train/loss -1.0000  train/lr 1.0e+00  0...s
         done: epoch 1/1, step 3, after 0...s
+
+    Replaces: lightning.TQDMProgressBar, keras.ProgbarLogger,
+    pytorch_accelerated.ProgressBarCallback
     """
 
     untried = "it only shows the run"

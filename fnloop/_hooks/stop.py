@@ -208,6 +208,10 @@ class early_stop(Hook):
         (3, 'early_stop: train/loss has not improved for 2 evaluations (best 0, epoch 1)')
 
     Source: Prechelt, 1998, https://doi.org/10.1007/3-540-49430-8_3
+
+    Replaces: lightning.EarlyStopping, keras.EarlyStopping,
+    pytorch_accelerated.EarlyStoppingCallback, transformers.EarlyStoppingCallback,
+    fastnlp.EarlyStopCallback
     """
 
     key: str
@@ -365,6 +369,8 @@ class halt_on_nonfinite(Hook):
         >>> hooks = (halt_on_nonfinite(keep=True),)
         >>> fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=hooks).extra["nonfinite"]
         {'epoch': 0, 'batch': 0, 'step': 1, 'indices': None}
+
+    Replaces: keras.TerminateOnNaN, pytorch_accelerated.TerminateOnNaNCallback
     """
 
     steps: int = 100
@@ -483,6 +489,8 @@ class time_limit(Hook):
         >>> state = fl.fit(step, toy(), ones, epochs=10**9, hooks=(time_limit(seconds=1e-9),))
         >>> state.step, state.stop
         (1, 'time_limit: the run has taken its 0.0s')
+
+    Replaces: lightning.Timer
     """
 
     untried = "its time begins with the run"

@@ -185,6 +185,8 @@ def predict(
         ...     return (model.w * batch).tolist()
         >>> list(predict(double, toy(w=2.0), [torch.ones(2), torch.ones(1)]))
         [[2.0, 2.0], [2.0]]
+
+    Replaces: lightning.predict, keras.predict, transformers.predict
     """
     if not callable(fn) or isinstance(fn, TrainState | PipelineStep | torch.nn.Module | type):
         raise TypeError(

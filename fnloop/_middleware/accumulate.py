@@ -80,6 +80,8 @@ def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = 
         >>> batches = [torch.tensor([1.0, 3.0])] * 6
         >>> fl.fit(step, toy(), batches, epochs=1, hooks=()).step        # of 2 batches each
         3
+
+    Replaces: lightning.GradientAccumulationScheduler
     """
     if total is not None:
         if n is not None:
@@ -275,6 +277,8 @@ def retry_on_oom() -> Middleware:
 
     Source: the device_train_microbatch_size="auto" of Composer,
     https://docs.mosaicml.com/projects/composer
+
+    Replaces: accelerate.find_executable_batch_size, transformers.auto_find_batch_size
     """
 
     def gradient(step: Step) -> Step:

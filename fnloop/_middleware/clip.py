@@ -86,6 +86,9 @@ def clip(
         name="head"))``.
 
     Source: Pascanu, Mikolov and Bengio, 2013, https://arxiv.org/abs/1211.5063
+
+    Replaces: lightning.gradient_clip_val, keras.global_clipnorm, transformers.max_grad_norm,
+    accelerate.clip_grad_norm_, by_hand.clip_grad_norm_
     """
     _check_limit("clip", "max_norm", max_norm, "where inf switches clipping off")
     _check_limit("clip", "norm_type", norm_type, "the p of the norm")

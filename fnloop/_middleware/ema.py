@@ -73,6 +73,9 @@ def ema(
     Source: Polyak & Juditsky, 1992, https://doi.org/10.1137/0330046. The same numbers as timm's
     ``ModelEmaV3``, and with ``start=1``, as its first update copies the weights, those of
     ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``.
+
+    Replaces: lightning.EMAWeightAveraging, pytorch_accelerated.ModelEmaCallback, keras.use_ema,
+    by_hand.AveragedModel
     """
     checks.number("ema", "decay", decay, "the weight of the average so far", least=0, most=1)
     new = 1 - decay
@@ -114,6 +117,8 @@ def swa(
 
     Source: Izmailov et al., 2018, https://arxiv.org/abs/1803.05407. The same numbers as
     ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``.
+
+    Replaces: lightning.StochasticWeightAveraging
     """
     return _make("swa", lambda count: 1 / (count + 1), start, every, evaluate, name)
 

@@ -76,6 +76,8 @@ def amp(
 
     Source: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740; the defaults are those of
     torch.amp.GradScaler.
+
+    Replaces: by_hand.GradScaler, accelerate.autocast
     """
     if precision is not None and (not isinstance(precision, str) or precision not in _DTYPES):
         raise ValueError(f'amp expects "bf16", "fp16" or None; got {describe(precision)}')

@@ -95,6 +95,8 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
         >>> state = fl.fit(step, toy(lr=1.0), [torch.tensor([1.0])] * 4, epochs=1, hooks=())
         >>> state.model.w.item()            # 1 + 0.75 + 0.5 + 0.25
         -2.5
+
+    Replaces: keras.LearningRateScheduler, pytorch_accelerated.CosineLrScheduler
     """
     check_schedule("schedule", fn)
     if not isinstance(field, str) or not field:
@@ -533,6 +535,8 @@ def plateau(
         [1.0, 1.0, 0.1, 0.01]
 
     Source: ``ReduceLROnPlateau`` of Keras, whose ``patience`` and ``cooldown`` count like this.
+
+    Replaces: keras.ReduceLROnPlateau
     """
     checks.metric_name("plateau", "key", key)
     mode_of("plateau", key, mode)  # checks it

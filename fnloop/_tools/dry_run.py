@@ -144,6 +144,8 @@ def dry_run(
         >>> report = dry_run(fl.pipeline()(toy_loss), toy(), (batches, batches))
         >>> [finding.text for finding in report.findings if finding.kind == "resume"]
         ['bit for bit, in the middle of an epoch']
+
+    Replaces: lightning.fast_dev_run
     """
     __tracebackhide__ = True
     check_step(step, "dry_run")

@@ -164,6 +164,8 @@ def find_lr(
 
     Source: Smith, 2017, https://arxiv.org/abs/1506.01186; the settings and the suggestion are those
     of ``Learner.lr_find`` of fastai 2.
+
+    Replaces: lightning.LearningRateFinder
     """
     __tracebackhide__ = True
     check_step(step, "find_lr")
@@ -373,6 +375,8 @@ def find_batch_size(
         ...     return toy_loss(model, batch)
         >>> find_batch_size(fl.pipeline()(loss_fn), toy(), lambda size: [torch.ones(size)] * 3)
         100
+
+    Replaces: lightning.BatchSizeFinder, accelerate.find_executable_batch_size
     """
     __tracebackhide__ = True
     check_step(step, "find_batch_size")

@@ -47,6 +47,8 @@ def zip_cycle(**loaders: Loader) -> Composed:
         >>> long, short = [torch.ones(1)] * 3, [torch.zeros(1), torch.ones(1)]
         >>> [both["b"].item() for both in zip_cycle(a=long, b=short)]
         [0.0, 1.0, 0.0]
+
+    Replaces: lightning.CombinedLoader, fastnlp.MixDataLoader
     """
     return _ZipCycle("zip_cycle", loaders)
 
@@ -352,6 +354,8 @@ def take(loader: Loader, n: int) -> Composed:
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), take(endless, 3), epochs=2, hooks=())
         >>> state.step, len(take(endless, 3)), len(take([torch.ones(2)], 3))
         (6, 3, 1)
+
+    Replaces: lightning.limit_train_batches, keras.steps_per_epoch
     """
     return _Take(loader, n)
 
@@ -539,6 +543,8 @@ def fixed(loader: Loader, n: int) -> Composed:
         >>> few = fixed(loader, 1)
         >>> list(fl.predict(samples, toy(), few)) == list(fl.predict(samples, toy(), few))
         True
+
+    Replaces: lightning.overfit_batches
     """
     return _Fixed(loader, n)
 
