@@ -42,11 +42,7 @@ __docformat__ = "google"
 import typing as _typing
 from importlib import import_module as _import_module
 
-from fnloop import schedules
 from fnloop._backend.collectives import broadcast, gather, reduce
-from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.restore import best, latest, restore, resume
-from fnloop._checkpoint.save import save
 from fnloop._core.averages import averaged
 from fnloop._core.freeze import freeze, layers, unfreeze
 from fnloop._core.history import History, Phase, Record, compare
@@ -55,21 +51,9 @@ from fnloop._core.runs import RunInfo
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, middleware, skip
 from fnloop._data.loaders import sharded
-from fnloop._graphs.guards import CaptureError
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
-from fnloop._hooks.keep import checkpoint, restore_best
-from fnloop._hooks.progress import progress
-from fnloop._hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
-from fnloop._middleware.accumulate import accumulate, microbatch, retry_on_oom, tbptt
-from fnloop._middleware.clip import clip, clip_adaptive, clip_value, closure, grad_norm, sam
-from fnloop._middleware.compiled import compiled, cuda_graph
-from fnloop._middleware.ema import ema, swa
-from fnloop._middleware.guards import skip_nonfinite, spike_guard
-from fnloop._middleware.metric import derive, device_memory, metric, throughput, timings
-from fnloop._middleware.precision import amp, channels_last
-from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
@@ -77,22 +61,53 @@ from fnloop._step.update import decide
 from fnloop._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
-    from fnloop import data, debug
+    from fnloop import data, debug, schedules
+    from fnloop._checkpoint.format import CheckpointError
+    from fnloop._checkpoint.restore import best, latest, restore, resume
+    from fnloop._checkpoint.save import save
+    from fnloop._graphs.guards import CaptureError
+    from fnloop._hooks.keep import checkpoint, restore_best
     from fnloop._hooks.look import inspect, live_plot, profiled
+    from fnloop._hooks.progress import progress
     from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
+    from fnloop._hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
+    from fnloop._middleware.accumulate import accumulate, microbatch, retry_on_oom, tbptt
+    from fnloop._middleware.clip import clip, clip_adaptive, clip_value, closure, grad_norm, sam
+    from fnloop._middleware.compiled import compiled, cuda_graph
+    from fnloop._middleware.ema import ema, swa
+    from fnloop._middleware.guards import skip_nonfinite, spike_guard
+    from fnloop._middleware.metric import derive, device_memory, metric, throughput, timings
+    from fnloop._middleware.precision import amp, channels_last
+    from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
     from fnloop._tools.dry_run import dry_run
     from fnloop._tools.find import find_batch_size, find_lr
     from fnloop._tools.summary import summary
 
-# What a run may well do without is imported when it is first used.
+# What not every run uses is imported when it is first used: names by their modules.
 _LATER = {
-    "data": "fnloop.data", "debug": "fnloop.debug", "dry_run": "fnloop._tools.dry_run",
-    "find_batch_size": "fnloop._tools.find", "find_lr": "fnloop._tools.find",
-    "summary": "fnloop._tools.summary", "inspect": "fnloop._hooks.look",
-    "live_plot": "fnloop._hooks.look", "profiled": "fnloop._hooks.look",
-    "on_main": "fnloop._hooks.send", "to_csv": "fnloop._hooks.send",
-    "to_jsonl": "fnloop._hooks.send", "track": "fnloop._hooks.send",
-}  # fmt: skip
+    "": "data debug schedules",
+    "._checkpoint.format": "CheckpointError",
+    "._checkpoint.restore": "best latest restore resume",
+    "._checkpoint.save": "save",
+    "._graphs.guards": "CaptureError",
+    "._hooks.keep": "checkpoint restore_best",
+    "._hooks.look": "inspect live_plot profiled",
+    "._hooks.progress": "progress",
+    "._hooks.send": "on_main to_csv to_jsonl track",
+    "._hooks.stop": "early_stop halt_on_nonfinite requeue time_limit",
+    "._middleware.accumulate": "accumulate microbatch retry_on_oom tbptt",
+    "._middleware.clip": "clip clip_adaptive clip_value closure grad_norm sam",
+    "._middleware.compiled": "compiled cuda_graph",
+    "._middleware.ema": "ema swa",
+    "._middleware.guards": "skip_nonfinite spike_guard",
+    "._middleware.metric": "derive device_memory metric throughput timings",
+    "._middleware.precision": "amp channels_last",
+    "._middleware.schedule": "plateau schedule torch_scheduler",
+    "._tools.dry_run": "dry_run",
+    "._tools.find": "find_batch_size find_lr",
+    "._tools.summary": "summary",
+}
+_MODULES = {name: module for module, names in _LATER.items() for name in names.split()}
 
 # fmt: off
 __all__ = [
@@ -115,10 +130,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _import_module(_LATER[name])
-    found = module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
+    if module := _MODULES[name]:
+        found = getattr(_import_module(f"{__name__}{module}"), name)
+    else:
+        found = _import_module(f"{__name__}.{name}")
     globals()[name] = found  # so that it is asked once
     return found
 

@@ -202,6 +202,8 @@ class Middleware:
             for each loader of a report: "train", "recent", "valid", ..., or None in a bare
             ``evaluate``; ``numbers`` are those of the loader, without the prefix. Names that are
             there already are refused.
+        adds: the names of the metrics that it adds to an evaluation, if all of them are known.
+        monitors: the metric that it looks at, such as "valid/loss", or None.
         loaders: names of loaders that it is for; a run without one of them is refused.
         per_phase: whether its slot is made again when a phase of a run begins.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
@@ -240,6 +242,8 @@ class Middleware:
     check_state: Callable[..., None] | None = attrs.field(default=None, kw_only=True)
     evaluation: Wrap | None = attrs.field(default=None, kw_only=True)
     report: Report | None = attrs.field(default=None, kw_only=True)
+    adds: tuple[str, ...] | None = attrs.field(default=None, kw_only=True)
+    monitors: str | None = attrs.field(default=None, kw_only=True)
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)

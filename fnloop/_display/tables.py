@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 import shutil
@@ -459,6 +458,8 @@ def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
 
 
 def _escape(value: object) -> str:
+    import html  # it has a table of all entities
+
     return html.escape(str(value))
 
 

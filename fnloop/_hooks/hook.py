@@ -6,7 +6,6 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
 from typing import NoReturn, Protocol, Self
 
 import attrs
@@ -83,6 +82,9 @@ class Hook:
     def __call__(self, state: TrainState, /) -> TrainState:
         """Return the state to continue with: the same, or one with changes, such as ``stop``."""
         raise NotImplementedError  # as_hook refuses a class that does not define it
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if it cannot work beside the hooks of a run, of which it is one, in their order."""
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook that does not hold any more.
@@ -277,6 +279,16 @@ class Wrapper(Hook):
 def place_of(state: TrainState) -> tuple[int, int, int, int]:
     """Return what tells a boundary of a run from any other."""
     return state.step, state.skipped, state.epoch, state.batch
+
+
+def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
+    """Return hooks and the hooks inside them."""
+    return [layer for hook in hooks for layer in layers(hook)]
+
+
+def place_in(hooks: Sequence[Hook], hook: Hook) -> int:
+    """Return the number of the hook of a run that is this one, or has it inside."""
+    return next(n for n, each in enumerate(hooks) if any(la is hook for la in layers(each)))
 
 
 def layers(hook: Hook) -> Iterator[Hook]:
@@ -827,6 +839,8 @@ class every(Moment):
 @functools.lru_cache
 def _read_fraction(epochs: float) -> tuple[int, int]:
     """Return a fraction as it was typed, not as its binary float: numerator and denominator."""
+    from fractions import Fraction
+
     return Fraction(str(epochs)).as_integer_ratio()
 
 
@@ -944,6 +958,20 @@ class once(Wrapper):
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run, if the hook has not had its one call."""
         return state if self.slot in state.slots else super().begin(state)
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise for two of one name, and for one that is called before anything is evaluated."""
+        if [layer.slot for layer in every_layer(hooks)].count(self.slot) > 1:
+            raise ValueError(
+                f"two hooks would be remembered as {self.slot!r}, and one of them would never run: "
+                "once(hook, name=...)"
+            )
+        around = [type(layer) for layer in layers(hooks[place_in(hooks, self)])]
+        if unwrap_hook(self).wants_outputs and ConditionalHook not in around[: around.index(once)]:
+            raise ValueError(
+                f"{self!r} would have its one call at the first update, where nothing is "
+                f"evaluated: write every(epochs=1)({self!r})"
+            )
 
     def collects(self, state: TrainState, loader: str) -> bool:
         """Return whether the hook, if it has not run yet, is to be given outputs."""

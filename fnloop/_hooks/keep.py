@@ -55,7 +55,7 @@ from fnloop._core.state import TrainState, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
 from fnloop._display.checks import choice, describe, flag, folder_path, integer, metric_name
 from fnloop._display.screen import log
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import Hook, every_layer
 
 # --------------------------------------------------------------------------------------------------
 # The hook that saves a run while it trains.
@@ -187,6 +187,15 @@ class checkpoint(Hook):
         return f"checkpoint({self._typed!r}, keep={self.keep}{best}{since}{only}{named})"
 
     # --- called by the run
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if another one saves to the same folder."""
+        savers = [hook for hook in every_layer(hooks) if isinstance(hook, checkpoint)]
+        if [os.path.realpath(s.folder) for s in savers].count(os.path.realpath(self.folder)) > 1:
+            raise ValueError(
+                f"two checkpoint hooks share {self.folder}, and would remove each other's: give "
+                "each its own folder"
+            )
 
     def begin(self, state: TrainState) -> TrainState:
         """Claim the folder for this run, and check that the optimizer can be resumed.
@@ -486,6 +495,14 @@ class restore_best(Hook):
         return f"{OWNER}({self.key})"
 
     # --- called by the run
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if there is another one."""
+        found = [hook for hook in every_layer(hooks) if isinstance(hook, restore_best)]
+        if len(found) > 1:
+            raise ValueError(
+                f"{found[0]!r} and {found[1]!r}: a run ends with one set of weights. Leave one out"
+            )
 
     def begin(self, state: TrainState) -> TrainState:
         """Continue with the best weights so far.

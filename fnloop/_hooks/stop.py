@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 import attrs
@@ -26,7 +26,7 @@ from fnloop._display import checks
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.screen import log
 from fnloop._display.tables import format_count, format_duration
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import Hook, place_in, unwrap_hook
 from fnloop._step.engine import engine_of
 
 # --------------------------------------------------------------------------------------------------
@@ -656,6 +656,18 @@ class requeue(Hook):
     def ends_run_on_usr1(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether SIGUSR1 ends the run, and does not only save it: in a SLURM job."""
         return bool(self._job)
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if no hook before it saves the state completely."""
+        from fnloop._checkpoint.format import PARTS
+        from fnloop._hooks.keep import checkpoint
+
+        before = map(unwrap_hook, hooks[: place_in(hooks, self)])
+        if not any(isinstance(hook, checkpoint) and hook.parts == PARTS for hook in before):
+            raise ValueError(
+                "requeue() saves nothing by itself, so each job would start from zero: list "
+                "checkpoint(folder) before it, of all parts"
+            )
 
     def begin(self, state: TrainState) -> TrainState:
         """Find out which job this is."""

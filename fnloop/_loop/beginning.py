@@ -26,7 +26,6 @@ from fnloop._display.tables import format_count
 from fnloop._hooks.hook import Hook, begin_records
 from fnloop._loop.errors import check_returned, explain, warn_on_main
 from fnloop._loop.plan import Plan
-from fnloop._middleware.metric import unseen_metrics
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import prefixed
@@ -59,15 +58,17 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
 def complete(step: PipelineStep, state: TrainState) -> TrainState:
     """Return a state with its slots, and with objects in place of what a checkpoint has of them."""
     __tracebackhide__ = True
-    state, unseen = step.init_slots(state), _unseen_metrics(step)
-    made = {}
+    state = step.init_slots(state)
+    if not any(map(_is_pending, state.metrics.values())):
+        return state
+    unseen, made = _unseen_metrics(step), {}
     for name, metric in state.metrics.items():
         like = unseen.get(name.removeprefix(RECENT))
         if like is None and getattr(metric, "kind", None) == ELAPSED:
             like = Elapsed(0.0, is_rate="throughput/" in name)
         if like is not None and _is_pending(metric):
             made[name] = materialize(like, metric)
-    return attrs.evolve(state, metrics={**state.metrics, **made}) if made else state
+    return attrs.evolve(state, metrics={**state.metrics, **made})
 
 
 def _is_pending(metric: object) -> bool:
@@ -76,6 +77,8 @@ def _is_pending(metric: object) -> bool:
 
 def _unseen_metrics(step: PipelineStep) -> dict[str, Metric]:
     """Return the metrics of a step that are known before any batch, by the names of a report."""
+    from fnloop._middleware.metric import unseen_metrics
+
     found = unseen_metrics(step.pipeline.middleware)
     for turn, inner in step.settings.steps.items() if isinstance(step, AlternateStep) else ():
         found |= {prefixed(turn, name): metric for name, metric in _unseen_metrics(inner).items()}

@@ -17,7 +17,6 @@ from fnloop._core.types import EPOCH, name_of
 from fnloop._data.source import Source
 from fnloop._display.screen import log
 from fnloop._hooks.hook import Hook
-from fnloop._middleware.precision import LossScale
 from fnloop._step.pipeline import STEP, PipelineStep
 
 NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
@@ -152,6 +151,8 @@ def explain_no_updates(state: TrainState, reason: str | None) -> str | None:
     newest = [ends[n] for n in (epoch - 1, epoch) if n in ends]
     if before != state.step or len(newest) < 2 or any(TRAIN_LOSS in r.metrics for r in newest):
         return None
+    from fnloop._middleware.precision import LossScale
+
     scales = [slot for slot in state.slots.values() if isinstance(slot, LossScale)]
     if any(slot.overflowed >= epoch - 2 for slot in scales):
         return None

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 import torch
 
-from fnloop._checkpoint.format import PARTS
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import put_back_restored
 from fnloop._core.history import (
@@ -38,23 +35,15 @@ from fnloop._hooks.hook import (
     Moment,
     Trigger,
     as_hook,
+    every_layer,
     is_moment,
     layers,
-    once,
     show_call,
     slots_of,
     unwrap_hook,
 )
-from fnloop._hooks.keep import checkpoint, restore_best
-from fnloop._hooks.progress import progress
-from fnloop._hooks.stop import halt_on_nonfinite, requeue
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments
 from fnloop._loop.errors import warn_on_main
-from fnloop._middleware.accumulate import tbptt
-from fnloop._middleware.compiled import compiled
-from fnloop._middleware.metric import derive, metric
-from fnloop._middleware.precision import amp, channels_last
-from fnloop._middleware.schedule import plateau
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.averages import EvaluateAverage
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
@@ -174,11 +163,12 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
-        check_together(self.hooks)
-        every_layer = [layer for hook in self.hooks for layer in layers(hook)]
+        listed = every_layer(self.hooks)
+        for layer in listed:
+            layer.check_beside(self.hooks)
         recent = () if self.record_every is None else ("recent",)
         known = ("train", *recent, *info.evaluated)
-        check_names(every_layer, known, self.loaders.evaluated)
+        check_names(listed, known, self.loaders.evaluated)
         check_metrics(self.step, self.hooks, info.evaluated, history)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
@@ -269,7 +259,7 @@ def make_plan(
             meaning = f"the target for state.{name[:-1]}, or None"
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
-    checked = read_hooks((progress(), halt_on_nonfinite()) if hooks is None else hooks)
+    checked = read_hooks(_default_hooks() if hooks is None else hooks)
     evaluations = read_moments(evaluate_every, tuple(found.evaluated))
     check_moment("record_every", record_every)
     if phase is not None:
@@ -515,17 +505,6 @@ def read_hooks(hooks: object) -> tuple[Hook, ...]:
     return tuple(map(as_hook, hooks))
 
 
-def check_together(hooks: Sequence[Hook]) -> None:
-    """Raise ValueError for hooks that cannot work together, or where they are called."""
-    every_layer = [layer for hook in hooks for layer in layers(hook)]
-    _check_slots([hook.slot for hook in every_layer if isinstance(hook, once)])
-    _check_folders([hook.folder for hook in every_layer if isinstance(hook, checkpoint)])
-    _check_saved_first([*map(unwrap_hook, hooks)])
-    _check_only_one([hook for hook in every_layer if isinstance(hook, restore_best)])
-    for hook in hooks:
-        _check_inspected(hook)
-
-
 def check_metrics(
     step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
 ) -> None:
@@ -551,9 +530,7 @@ def check_metrics(
         if _is_of_user(unwrap_hook(hook)):
             break
     else:
-        calls = [m.call for m in step.pipeline.middleware if m.call is not None]
-        plateaus = [call for call in calls if call.factory is plateau]
-        watched += [("plateau", str((*call.args, call.kwargs.get("key"))[0])) for call in plateaus]
+        watched += [(m.name, m.monitors) for m in step.pipeline.middleware if m.monitors]
     for owner, key in watched:
         loader, _, name = key.partition("/")
         if not name or loader not in loaders or key in reported or key in history:
@@ -567,31 +544,29 @@ def _is_of_user(hook: Hook) -> bool:
     return isinstance(hook, LiftedHook) or not type(hook).__module__.startswith("fnloop.")
 
 
-_ADD_NOTHING = (amp, channels_last, compiled, tbptt)  # to the metrics of an evaluation
-
-
 def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
     """Return the names of the metrics of a loader's evaluation; None if they are not known."""
     if type(step) is not LossStep:
         return None
     names, averages = ["loss"], [""]
     for member in step.pipeline.middleware:
-        factory = None if member.call is None else member.call.factory
         if member.forward is None and member.evaluation is None and member.report is None:
             continue
         if isinstance(member.evaluation, EvaluateAverage):
             averages += () if member.evaluation.only else (f"{member.name}/",)
-        elif factory in (metric, derive):
-            assert member.call is not None
-            given = {k: v for k, v in member.call.kwargs.items() if k not in ("on", "loaders")}
-            several = [v for v in given.values() if getattr(v, "key", None) is not None]
-            if member.call.args or several:  # which bring their own names
-                return None
-            names += given if not member.loaders or loader in member.loaders else ()
-        elif factory not in _ADD_NOTHING:
+        elif member.adds is None:
             return None
+        elif not member.loaders or loader in member.loaders:
+            names += member.adds
     names = [f"{average}{name}" for average in averages for name in names]
     return [*names, "time/evaluate"] if step.is_timed else names
+
+
+def _default_hooks() -> tuple[Hook, ...]:
+    from fnloop._hooks.progress import progress
+    from fnloop._hooks.stop import halt_on_nonfinite
+
+    return progress(), halt_on_nonfinite()
 
 
 def _check_hook(hook: object) -> None:
@@ -612,57 +587,3 @@ def _check_hook(hook: object) -> None:
             raise TypeError(
                 f"a hook takes the state and nothing else, but {name_of(hook)} takes {signature}"
             ) from error
-
-
-def _check_slots(slots: Sequence[str]) -> None:
-    for slot in slots:
-        if slots.count(slot) > 1:
-            raise ValueError(
-                f"two hooks would be remembered as {slot!r}, and one of them would never run: "
-                "once(hook, name=...)"
-            )
-
-
-def _check_folders(folders: Iterable[Path]) -> None:
-    seen = set()
-    for folder in folders:
-        place = os.path.realpath(folder)
-        if place in seen:
-            raise ValueError(
-                f"two checkpoint hooks share {folder}, and would remove each other's: give "
-                "each its own folder"
-            )
-        seen.add(place)
-
-
-def _check_only_one(hooks: Sequence[restore_best]) -> None:
-    if len(hooks) > 1:
-        raise ValueError(
-            f"{hooks[0]!r} and {hooks[1]!r}: a run ends with one set of weights. Leave one out"
-        )
-
-
-def _check_saved_first(hooks: Sequence[Hook]) -> None:
-    """Raise if a hook requeues a job that no hook before it saves completely."""
-    for n, hook in enumerate(hooks):
-        saving = (other for other in hooks[:n] if isinstance(other, checkpoint))
-        if isinstance(hook, requeue) and not any(other.parts == PARTS for other in saving):
-            raise ValueError(
-                "requeue() saves nothing by itself, so each job would start from zero: list "
-                "checkpoint(folder) before it, of all parts"
-            )
-
-
-def _check_inspected(hook: Hook) -> None:
-    """Raise if a hook has its one call at the first update, but works only after an evaluation."""
-    inner = unwrap_hook(hook)
-    if not inner.wants_outputs:
-        return
-    for layer in layers(hook):
-        if isinstance(layer, ConditionalHook):
-            return
-        if isinstance(layer, once):
-            raise ValueError(
-                f"{layer!r} would have its one call at the first update, where nothing is "
-                f"evaluated: write every(epochs=1)({layer!r})"
-            )

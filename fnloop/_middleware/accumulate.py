@@ -14,8 +14,7 @@ from fnloop._core.runs import waiting_once
 from fnloop._core.state import TBPTT, TrainState, mark_half_done, note_call, with_carry
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step, Wrap, middleware, name_of
 from fnloop._display import checks
-from fnloop._step.engine import WeightedSum, engine_of
-from fnloop._step.engine_exact import check_not_exact
+from fnloop._step.engine import WeightedSum, check_not_exact, engine_of
 from fnloop._step.forward import takes_carry
 from fnloop._step.guard import InPieces, Retrying
 from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable, in_parts
@@ -400,6 +399,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         init=_no_carry,
         loss_fn=loss_fn,
         check=_check_tbptt,
+        adds=(),
     )
 
 

@@ -19,6 +19,7 @@ from fnloop._core.state import TrainState, parameters, unwrap
 from fnloop._core.types import Batch, Call, Metric, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._step.engine import (
+    check_not_exact,
     clip_to_norm_,
     engine_of,
     nan_unless_finite,
@@ -26,7 +27,6 @@ from fnloop._step.engine import (
     stash_gradients,
     total_norm,
 )
-from fnloop._step.engine_exact import check_not_exact
 from fnloop._step.pipeline import Chosen
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report, skip_together
 

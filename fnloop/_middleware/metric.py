@@ -104,14 +104,21 @@ def metric(
     if only is None:
         ring = {"both": "forward", "training": "loss", "evaluation": "evaluation"}[on]
         rings: dict[str, Any] = {ring: _measure(shared, functions)}
-        return Middleware(name, **rings)
+        return Middleware(name, **rings, adds=_known_names(shared, functions))
     evaluated = tuple(loader for loader in only if loader != TRAIN)
     return Middleware(
         name,
         loss=_measure(shared, functions) if TRAIN in only else None,
         evaluation=_measure(shared, functions, evaluated) if evaluated else None,
         loaders=only,
+        adds=_known_names(shared, functions),
     )
+
+
+def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, ...] | None:
+    """Return the names of the metrics, unless a collection brings names of its own."""
+    several = [each for each in functions.values() if getattr(each, "key", None) is not None]
+    return tuple(functions) if shared is None and not several else None
 
 
 def unseen_metrics(members: Iterable[Middleware]) -> dict[str, Metric]:
@@ -358,7 +365,7 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
             known.setdefault(name, found[name])
         return found
 
-    return Middleware(f"derive({', '.join(functions)})", report=report)
+    return Middleware(f"derive({', '.join(functions)})", report=report, adds=tuple(functions))
 
 
 def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) -> object:

@@ -88,13 +88,18 @@ def amp(
         return Middleware("amp")
     forward = _autocast(_DTYPES[precision])
     if precision == "bf16":
-        return Middleware("amp", forward=forward)
+        return Middleware("amp", forward=forward, adds=())
 
     def init(state: TrainState) -> LossScale:
         return LossScale(torch.tensor(float(init_scale), device=state.backend.device))
 
     return Middleware(
-        "amp", forward=forward, gradient=_scale_around, step=_grow_after(growth_interval), init=init
+        "amp",
+        forward=forward,
+        gradient=_scale_around,
+        step=_grow_after(growth_interval),
+        init=init,
+        adds=(),
     )
 
 
@@ -243,7 +248,9 @@ def channels_last() -> Middleware:
 
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
-    return Middleware("channels_last", forward=_convert_batch, init=_convert_state, per_phase=True)
+    return Middleware(
+        "channels_last", forward=_convert_batch, init=_convert_state, per_phase=True, adds=()
+    )
 
 
 def _convert_batch(step: Step) -> Step:

@@ -597,7 +597,7 @@ def plateau(
 
     loader = key.partition("/")[0]
     loaders = () if loader in ("train", "recent") else (loader,)
-    return Middleware("plateau", step=wrap, check=_check, loaders=loaders)
+    return Middleware("plateau", step=wrap, check=_check, loaders=loaders, monitors=key)
 
 
 def _check(listed: Sequence[Middleware]) -> None:

@@ -39,8 +39,7 @@ from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
 from fnloop._step.averages import EvaluateAverage
-from fnloop._step.engine import NO_GRADIENT, NoGradientError, engine_of
-from fnloop._step.engine_exact import check_not_exact
+from fnloop._step.engine import NO_GRADIENT, NoGradientError, check_not_exact, engine_of
 from fnloop._step.pipeline import (
     STEP,
     Pipeline,

@@ -454,6 +454,23 @@ def engine_of(state: TrainState) -> GradientEngine:
     return engine
 
 
+def check_not_exact(state: TrainState, what: str, instead: str) -> None:
+    """Raise if a state was made with ``exact=True``, which something cannot keep.
+
+    Args:
+        state: the state.
+        what: the name of what cannot.
+        instead: why, and what to write instead.
+
+    Raises:
+        NotImplementedError: it was.
+    """
+    if state.backend.exact:
+        raise NotImplementedError(
+            f"{what} does not work with TrainState.create(..., exact=True): {instead}"
+        )
+
+
 def _exact_engine_of(state: TrainState) -> ExactEngine:
     owner = ownership_of(state)
     if (engine := _exact.get(owner)) is None:

@@ -302,23 +302,6 @@ _SHARDED = (
 )
 
 
-def check_not_exact(state: TrainState, what: str, instead: str) -> None:
-    """Raise if a state was made with ``exact=True``, which something cannot keep.
-
-    Args:
-        state: the state.
-        what: the name of what cannot.
-        instead: why, and what to write instead.
-
-    Raises:
-        NotImplementedError: it was.
-    """
-    if state.backend.exact:
-        raise NotImplementedError(
-            f"{what} does not work with TrainState.create(..., exact=True): {instead}"
-        )
-
-
 class ExactEngine:
     """Makes the gradients of one model in one process, with the bits that several would get.
 

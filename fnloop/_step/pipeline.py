@@ -58,8 +58,7 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
-from fnloop._step.engine import LossRoot, NoGradientError, engine_of, evaluating
-from fnloop._step.engine_exact import check_not_exact
+from fnloop._step.engine import LossRoot, NoGradientError, check_not_exact, engine_of, evaluating
 from fnloop._step.forward import carrying, forward
 from fnloop._step.guard import RETRY
 from fnloop._step.update import (
