@@ -98,7 +98,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
 def unfreeze(
     state: TrainState, *selectors: Selector, optimizer: str | None = None, **group: object
 ) -> TrainState:
-    """Train parameters again, if you like with settings of their own: ``lr=1e-4``.
+    """Train frozen parameters again, also with their own settings: ``lr=1e-4``.
 
     Those that the optimizer does not have yet are added to it as a new group, with these settings
     and its defaults. Those that it has keep their state in it. With settings, they

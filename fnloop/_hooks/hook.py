@@ -717,7 +717,7 @@ SMALLEST_FRACTION = 1e-6  # of an epoch
 class every(Moment):
     """Run a hook periodically: ``every(epochs=1)(hook)``.
 
-    It also says when to evaluate: ``evaluate_every=every(steps=100)``.
+    Use it for evaluations too: ``evaluate_every=every(steps=100)``.
 
     Args:
         epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of

@@ -69,10 +69,10 @@ class checkpoint(Hook):
     List it after the other hooks, but before ``requeue``: what a later hook changes at that
     boundary is not in the checkpoint. The state is also saved when a run ends, for any reason
     except an exception (see ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as
-    ``step-00000812`` in ``folder``, which is either complete or absent. What is kept is decided by
-    what is on the disk, so it also holds after a resume. :func:`fnloop.resume` continues from the
-    newest. With several processes the main process writes; of a sharded model each process writes
-    its own part.
+    ``step-00000812`` in ``folder``, which is either complete or absent. Pruning looks at the
+    folder, so it also works after a resume. :func:`fnloop.resume` continues from the newest
+    checkpoint. With several processes the main process writes; of a sharded model each process
+    writes its own part.
 
     A folder belongs to one run (``state.run_id``). A run that was not resumed from it is refused
     before its first update, and nothing in the folder is touched. Before this update, a tiny copy
@@ -84,8 +84,8 @@ class checkpoint(Hook):
             expanded.
         keep: how many of the newest to keep, at least 1; None keeps all.
         best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
-            checkpoint between two evaluations has no value of it, so the state of the next
-            evaluation is saved as well. NaN is never the best. The untrained model, if it is
+            checkpoint between two evaluations has no value for this metric, so the state of the
+            next evaluation is saved as well. NaN is never the best. The untrained model, if it is
             evaluated, counts if it is saved: ``(at_start() | every(epochs=1))(checkpoint(...))``.
         mode: "min" if lower is better, "max" if higher is; by default as the name of the metric
             says.

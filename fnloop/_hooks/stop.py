@@ -169,8 +169,8 @@ class early_stop(Hook):
 
     Args:
         key: the metric, such as "valid/loss".
-        patience: evaluations without improvement after which to stop; at least 1. Some libraries
-            call this 0.
+        patience: evaluations without improvement after which to stop; at least 1. 1 stops at the
+            first evaluation without improvement (0 in some libraries).
         min_delta: the least improvement, in the units of the metric: a value must be better by more
             than this to count.
         mode: "min" if lower is better, "max" if higher. With None, the name after the loader's
@@ -330,8 +330,7 @@ class halt_on_nonfinite(Hook):
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
     at every record, with no device reads in between; a record of ``record_every`` has the mean
     since the last record. By then the bad update has reached the parameters: go back to a
-    checkpoint or a snapshot. The mean begins again with every epoch, and so with every phase: there
-    is nothing that ``since`` could change.
+    checkpoint or a snapshot. The mean begins again with every epoch.
 
     To find the line that makes it, run that part again ``with torch.autograd.detect_anomaly():``
     around ``fit``, for a NaN in backward. For one in forward, register a hook with each module that

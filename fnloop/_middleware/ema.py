@@ -30,10 +30,10 @@ def ema(
 ) -> Middleware:
     """Keep an exponential moving average of the weights, and evaluate it beside the model.
 
-    Through update ``start`` the average is the weights. Each ``every``-th applied update after it
-    makes it ``decay × average + (1 - decay) × weights``. Training does not depend on it. A skipped
-    update changes nothing. The average continues from phase to phase; updates count from the
-    beginning of the run.
+    Up to update ``start``, the average equals the weights. Each ``every``-th applied update after
+    it makes it ``decay × average + (1 - decay) × weights``. Training does not depend on it. A
+    skipped update changes nothing. The average continues from phase to phase; updates count from
+    the beginning of the run.
 
     The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the statistics of
     a BatchNorm) by name, in float32 or wider; all other buffers are those of the model.
@@ -55,7 +55,7 @@ def ema(
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. When composing: two averages
-            are to be evaluated alone. When it runs: ``start`` is a fraction, and the length of the
+            have ``evaluate="only"``. When it runs: ``start`` is a fraction, and the length of the
             run is unknown; or the slot is of another model.
         NotImplementedError: when a run starts: the average would be evaluated, and the model is
             under ``fully_shard``. At an evaluation: the model cannot be copied.
@@ -88,10 +88,10 @@ def swa(
 ) -> Middleware:
     """Keep the mean of the weights over the last part of a run, and evaluate it beside the model.
 
-    Through update ``start`` the average is the weights. Each ``every``-th applied update after it
-    counts in the mean. Everything else is as with :func:`ema`. The rate that it is used with is up
-    to ``schedule``: a high and constant one in the last part. The running statistics of BatchNorm
-    are averaged too; :func:`update_batchnorm` computes them for the averaged weights.
+    Up to update ``start``, the average equals the weights. Each ``every``-th applied update after
+    it counts in the mean. Everything else is as with :func:`ema`. Choose the learning rate with
+    ``schedule``: high and constant in the last part. The running statistics of BatchNorm are
+    averaged too; :func:`update_batchnorm` computes them for the averaged weights.
 
     Args:
         start: updates (an int), or a fraction of the run (a float).

@@ -49,13 +49,13 @@ class LossScale:
 def amp(
     precision: str | None, *, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> Middleware:
-    """Run the loss function under autocast.
+    """Train in mixed precision: run the loss function under autocast.
 
     List it first. With "fp16" the loss is scaled by a number that halves when a gradient
     overflows (that update is skipped) and doubles after ``growth_interval`` updates without an
     overflow. This needs one device-to-host read per update, because the step counter and the
     schedules depend on it. "bf16" needs none of it. A CPU without instructions for them emulates
-    both, and is several times as fast in float32.
+    both; float32 is several times faster there.
 
     Args:
         precision: "bf16", "fp16", or None, which changes nothing.

@@ -117,9 +117,10 @@ class Pipeline:
 
 
 def pipeline(*middleware: Middleware) -> Pipeline:
-    """Compose middleware, innermost first.
+    """Make a step from a loss function, with middleware in the order listed.
 
-    Each acts in its rings (see ``Middleware``); within a ring the listed order is kept. So
+    ``pipeline(...)(loss_fn)`` is the step. Each middleware wraps a part of an update, its ring (see
+    ``Middleware``). What is listed first is innermost. So
     ``pipeline(accumulate(4), clip(1.0))`` clips once per update, and ``pipeline(clip(1.0),
     accumulate(4))`` clips every micro-batch, then averages.
 

@@ -80,7 +80,7 @@ class Advice(Shown):
 
 
 def tune(step: PipelineStep, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
-    """Time what could be changed about a run, for a few updates each, and say what to write.
+    """Find out what makes a run faster: time some changes, and print the code to use.
 
     These are tried where they are possible and not in use: a fused optimizer, ``channels_last()``,
     ``amp("bf16")``, ``compiled()`` (if there is a compiler, and time: ``seconds`` of at least 5),

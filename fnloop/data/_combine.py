@@ -519,7 +519,7 @@ def fixed(loader: Loader, n: int) -> Composed:
     """Return a loader of the same samples in every epoch: those of the first n batches of epoch 0.
 
     A map-style ``DataLoader`` that shuffles has them shuffled in each epoch, and its dataset
-    augments them again. If its batches are put together by a batch sampler of yours, they stay as
+    augments them again. If your own batch sampler puts its batches together, they stay as
     they are, and only their order is shuffled. Any other loader gives the batches of epoch 0 in the
     same order. To overfit a model on purpose, train and evaluate with one such loader.
 
