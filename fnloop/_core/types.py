@@ -433,11 +433,6 @@ def skip(reason: str) -> Skip:
     model stay. In an evaluation the batch is left out too. A warning is logged the first time that
     a reason is given.
 
-    With several processes each decides by itself. But a loss function that exchanges something
-    with the others, as ``SyncBatchNorm`` does, has to decide alike in all of them; under
-    ``fully_shard`` any forward does so, and this is refused. There, return a weight of 0:
-    ``return loss, {"weight": 0}``.
-
     Args:
         reason: why, in a few words, the same for all batches that are left out for it.
 
@@ -460,6 +455,12 @@ def skip(reason: str) -> Skip:
         >>> state, out = step(state, [torch.ones(3)])
         >>> out.skip, state.step, state.skipped
         ('too long', 1, 1)
+
+    Notes:
+        With several processes each decides by itself. But a loss function that exchanges something
+        with the others, as ``SyncBatchNorm`` does, has to decide alike in all of them; under
+        ``fully_shard`` any forward does so, and this is refused. There, return a weight of 0:
+        ``return loss, {"weight": 0}``.
 
     Replaces: lightning.training_step
     """

@@ -332,20 +332,6 @@ class halt_on_nonfinite(Hook):
     since the last record. By then the bad update has reached the parameters: go back to a
     checkpoint or a snapshot. The mean begins again with every epoch.
 
-    To find the line that makes it, run that part again ``with torch.autograd.detect_anomaly():``
-    around ``fit``, for a NaN in backward. For one in forward, register a hook with each module that
-    raises if ``not output.isfinite().all()``: ``module.register_forward_hook(hook)``. Both errors
-    say in which batch it was, and come before the update is applied.
-
-    With ``keep`` it also finds out which update it was. It notes after every update whether the
-    mean is finite, in a tensor that is not read, and reads all of them when it stops. Then
-    ``state.extra["nonfinite"]`` has the position of the first batch of that update, ``{"epoch",
-    "batch", "step", "indices"}``: ``step`` is ``state.step`` after it, and ``indices`` are those of
-    the samples of each of its batches; None if they are not taken by index. ``state.stop`` names
-    them too. A run that was resumed knows of its own updates only. ``fnloop.debug.replay(folder,
-    ..., update=step)`` makes the update again, and finds out which of the samples it was. Keep
-    checkpoints from before it: ``checkpoint(folder, keep=None)``.
-
     Args:
         steps: applied updates between two reads; at least 1.
         keep: whether to find out which update and which samples it was. It costs a kernel in each
@@ -368,6 +354,23 @@ class halt_on_nonfinite(Hook):
         >>> hooks = (halt_on_nonfinite(keep=True),)
         >>> fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=hooks).extra["nonfinite"]
         {'epoch': 0, 'batch': 0, 'step': 1, 'indices': None}
+
+    Notes:
+        To find the line that makes it, run that part again ``with
+        torch.autograd.detect_anomaly():`` around ``fit``, for a NaN in backward. For one in
+        forward, register a hook with each module that raises if ``not output.isfinite().all()``:
+        ``module.register_forward_hook(hook)``. Both errors say in which batch it was, and come
+        before the update is applied.
+
+        With ``keep`` it also finds out which update it was. It notes after every update whether the
+        mean is finite, in a tensor that is not read, and reads all of them when it stops. Then
+        ``state.extra["nonfinite"]`` has the position of the first batch of that update, ``{"epoch",
+        "batch", "step", "indices"}``: ``step`` is ``state.step`` after it, and ``indices`` are
+        those of the samples of each of its batches; None if they are not taken by index.
+        ``state.stop`` names them too. A run that was resumed knows of its own updates only.
+        ``fnloop.debug.replay(folder, ..., update=step)`` makes the update again, and finds out
+        which of the samples it was. Keep checkpoints from before it: ``checkpoint(folder,
+        keep=None)``.
 
     Replaces: keras.TerminateOnNaN, pytorch_accelerated.TerminateOnNaNCallback
     """
@@ -623,9 +626,6 @@ class requeue(Hook):
     the id of the job. The job starts again, and the same script continues. A job that ends by
     ``time_limit(per="job")`` is requeued too. A run that has reached its target is not.
 
-    Outside of SLURM, the hook only says so, and SIGUSR1 saves as usual. If ``scontrol`` fails, an
-    error is logged, and the run ends all the same: its checkpoint is kept.
-
     List it after ``checkpoint``. ``torchrun`` passes the signal on if it is started with
     ``--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout 120``.
 
@@ -644,6 +644,10 @@ class requeue(Hook):
         ...     state = fl.fit(step, fl.resume(folder, toy()), batches, epochs=1, hooks=hooks)
         >>> state.step, state.stop
         (4, None)
+
+    Notes:
+        Outside of SLURM, the hook only says so, and SIGUSR1 saves as usual. If ``scontrol`` fails,
+        an error is logged, and the run ends all the same: its checkpoint is kept.
     """
 
     _job: list[str] = attrs.field(factory=list, init=False)  # the id, until it is requeued

@@ -35,11 +35,6 @@ def ema(
     skipped update changes nothing. The average continues from phase to phase; updates count from
     the beginning of the run.
 
-    The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the statistics of
-    a BatchNorm) by name, in float32 or wider; all other buffers are those of the model.
-    :func:`averaged` returns a state with the average in its model. A checkpoint has
-    ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
-
     Args:
         decay: the weight of the average so far, from 0 to 1. It averages over about ``1 / (1 -
             decay)`` of its updates.
@@ -69,6 +64,12 @@ def ema(
         -5.0
         >>> state.history["valid/loss"], state.history["valid/ema/loss"]
         ((-32.0,), (-20.0,))
+
+    Notes:
+        The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the
+        statistics of a BatchNorm) by name, in float32 or wider; all other buffers are those of the
+        model. :func:`averaged` returns a state with the average in its model. A checkpoint has
+        ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
 
     Source: Polyak & Juditsky, 1992, https://doi.org/10.1137/0330046. The same numbers as timm's
     ``ModelEmaV3``, and with ``start=1``, as its first update copies the weights, those of

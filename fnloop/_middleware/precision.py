@@ -224,11 +224,6 @@ def channels_last() -> Middleware:
     values stay, parameters remain the same objects, and ties between them hold. Checkpoints can be
     read with and without it.
 
-    Convolutions may round in another way, so a run is equal to one without it up to rounding. The
-    outputs of convolutions are in this format too: use ``reshape`` or ``flatten`` there, not
-    ``view``. On a CPU with bf16 it makes an update of the CNN in ``examples/mnist.py`` twice as
-    fast as float32 in the usual format: ``pipeline(amp("bf16"), channels_last())``.
-
     Returns:
         A middleware of the forward ring, with a slot.
 
@@ -245,6 +240,12 @@ def channels_last() -> Middleware:
         >>> state, out = step(state, torch.ones(1, 2, 8, 8))
         >>> state.model[0].weight.shape, state.model[0].weight.stride()
         (torch.Size([1, 2, 3, 3]), (18, 1, 6, 2))
+
+    Notes:
+        Convolutions may round in another way, so a run is equal to one without it up to rounding.
+        The outputs of convolutions are in this format too: use ``reshape`` or ``flatten`` there,
+        not ``view``. On a CPU with bf16 it makes an update of the CNN in ``examples/mnist.py``
+        twice as fast as float32 in the usual format: ``pipeline(amp("bf16"), channels_last())``.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """

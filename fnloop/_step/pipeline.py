@@ -464,10 +464,6 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
     begins with a new one. If ``fn`` raises, the weights may be between two updates, so the state
     cannot be used any more.
 
-    Middleware of the step ring and the ring "evaluation", and ``derive``, can be put around it:
-    ``pipeline(schedule(cosine()))(raw(fn))``. All others act on what ``fn`` does by itself, and are
-    refused.
-
     Args:
         fn: ``(state, batch) -> Output``. It trains ``state.model`` with ``state.optimizer``, in
             place, and returns the loss to report, its number of items, and any metrics. It makes no
@@ -498,6 +494,11 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
         >>> state = fl.fit(raw(twice), toy(), [torch.tensor([1.0]), torch.tensor([2.0])], hooks=())
         >>> state.step, state.model.w.item()
         (2, -6.0)
+
+    Notes:
+        Middleware of the step ring and the ring "evaluation", and ``derive``, can be put around it:
+        ``pipeline(schedule(cosine()))(raw(fn))``. All others act on what ``fn`` does by itself, and
+        are refused.
     """
     if isinstance(fn, type | nn.Module | TrainState | Pipeline | PipelineStep):
         raise TypeError(f"raw expects a function (state, batch) -> Output; got {name_of(fn)}")
