@@ -960,7 +960,11 @@ class once(Wrapper):
         return state if self.slot in state.slots else super().begin(state)
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise for two of one name, and for one that is called before anything is evaluated."""
+        """Raise for two of one name, and for one that is called before anything is evaluated.
+
+        Raises:
+            ValueError: there is such a hook.
+        """
         if [layer.slot for layer in every_layer(hooks)].count(self.slot) > 1:
             raise ValueError(
                 f"two hooks would be remembered as {self.slot!r}, and one of them would never run: "

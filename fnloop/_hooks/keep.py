@@ -190,7 +190,11 @@ class checkpoint(Hook):
     # --- called by the run
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise if another one saves to the same folder."""
+        """Raise if another one saves to the same folder.
+
+        Raises:
+            ValueError: it does.
+        """
         savers = [hook for hook in every_layer(hooks) if isinstance(hook, checkpoint)]
         if [os.path.realpath(s.folder) for s in savers].count(os.path.realpath(self.folder)) > 1:
             raise ValueError(
@@ -499,7 +503,11 @@ class restore_best(Hook):
     # --- called by the run
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise if there is another one."""
+        """Raise if there is another one.
+
+        Raises:
+            ValueError: there is.
+        """
         found = [hook for hook in every_layer(hooks) if isinstance(hook, restore_best)]
         if len(found) > 1:
             raise ValueError(

@@ -661,7 +661,11 @@ class requeue(Hook):
         return bool(self._job)
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise if no hook before it saves the state completely."""
+        """Raise if no hook before it saves the state completely.
+
+        Raises:
+            ValueError: there is none.
+        """
         from fnloop._checkpoint.format import PARTS
         from fnloop._hooks.keep import checkpoint
 
