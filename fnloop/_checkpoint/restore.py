@@ -417,6 +417,8 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         >>> from fnloop.testing import toy
         >>> resume("no/such/folder", toy()).step
         0
+
+    Replaces: keras.BackupAndRestore, accelerate.load_state, transformers.resume_from_checkpoint
     """
     check_not_stale(state, "resume")
     where = folder_path("resume", "folder", folder)

@@ -82,16 +82,6 @@ def save(
     ``state_dict``. The records of a long history are written once, in the folder ``.records``
     beside the checkpoints.
 
-    With several processes, all of them must call it, and the main process writes. If the model is
-    sharded over them (``fully_shard``), or each process keeps the optimizer's state of its own
-    parameters (ZeRO-1, distributed Muons), each process writes its own part.
-
-    ``model.safetensors`` has the weights that an evaluation uses. Of a schedule-free optimizer
-    those of training are others, which are in ``training.safetensors``. An average of the weights
-    has its own file, such as ``ema.safetensors``, which loads into the plain module too. Of a
-    sharded model, ``index.json`` says for each tensor which parts to concatenate along which
-    dimension.
-
     Args:
         state: the newest state; it may be in the middle of an epoch.
         path: the folder to create, on a disk that all processes see; ``~`` is expanded. An existing
@@ -122,6 +112,17 @@ def save(
         ...     path = save(toy(w=3.0), f"{folder}/a")
         ...     restore(path, toy()).model.w.item()
         3.0
+
+    Notes:
+        With several processes, all of them must call it, and the main process writes. If the model
+        is sharded over them (``fully_shard``), or each process keeps the optimizer's state of its
+        own parameters (ZeRO-1, distributed Muons), each process writes its own part.
+
+        ``model.safetensors`` has the weights that an evaluation uses. Of a schedule-free optimizer
+        those of training are others, which are in ``training.safetensors``. An average of the
+        weights has its own file, such as ``ema.safetensors``, which loads into the plain module
+        too. Of a sharded model, ``index.json`` says for each tensor which parts to concatenate
+        along which dimension.
     """
     check_not_stale(state, "save")
     target = folder_path("save", "path", path)

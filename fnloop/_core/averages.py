@@ -189,6 +189,8 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
         (-4.0, -2.0)
         >>> fl.evaluate(step, averaged(state), [torch.tensor([1.0])])
         {'loss': -2.0}
+
+    Replaces: keras.SwapEMAWeights
     """
     check_not_stale(state, "averaged")
     checks.text("averaged", "name", name, "the name of an average")

@@ -54,10 +54,6 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
     one without parameters, if all those of the module around it are. It stays in evaluation mode,
     in this run and all that follow: its statistics are kept, and are what it normalizes by.
 
-    A script of several phases calls ``freeze`` and ``unfreeze`` between them. When it is started
-    again, it may call them again: the phase that it continues trains what it trained before. In a
-    script without phases, call them before ``resume``.
-
     Args:
         state: the newest state. It is stale afterwards.
         selectors: what to freeze: modules of the model; globs of names; or functions
@@ -82,6 +78,13 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
         >>> state = freeze(state, model[0])
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['1.weight', '1.bias']
+
+    Notes:
+        A script of several phases calls ``freeze`` and ``unfreeze`` between them. When it is
+        started again, it may call them again: the phase that it continues trains what it trained
+        before. In a script without phases, call them before ``resume``.
+
+    Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer, keras.trainable
     """
     check_not_stale(state, "freeze")
     check_not_averaged("freeze", state)
@@ -97,18 +100,11 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
 def unfreeze(
     state: TrainState, *selectors: Selector, optimizer: str | None = None, **group: object
 ) -> TrainState:
-    """Train parameters again, if you like with settings of their own: ``lr=1e-4``.
+    """Train frozen parameters again, also with their own settings: ``lr=1e-4``.
 
     Those that the optimizer does not have yet are added to it as a new group, with these settings
     and its defaults. Those that it has keep their state in it. With settings, they
     are moved from their group into a new one with its other settings, unless they are all of it.
-
-    A learning rate is an initial value, as everywhere: ``schedule`` multiplies it by its
-    factor, from the next update on. A scheduler of torch is for the groups that it was made for:
-    change them between two phases. A norm layer that :func:`freeze` has put into evaluation mode
-    returns to training mode with the first of its parameters.
-
-    A checkpoint has the groups. It may be restored into an optimizer that was made without them.
 
     Args:
         state: the newest state. It is stale afterwards.
@@ -136,6 +132,17 @@ def unfreeze(
         >>> state = unfreeze(freeze(state, "0"), "0.*", lr=0.001)
         >>> [group["lr"] for group in state.optimizer.param_groups]
         [0.1, 0.001]
+
+    Notes:
+        A learning rate is an initial value, as everywhere: ``schedule`` multiplies it by its
+        factor, from the next update on. A scheduler of torch is for the groups that it was made
+        for: change them between two phases. A norm layer that :func:`freeze` has put into
+        evaluation mode returns to training mode with the first of its parameters.
+
+        A checkpoint has the groups. It may be restored into an optimizer that was made without
+        them.
+
+    Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer
     """
     check_not_stale(state, "unfreeze")
     check_not_averaged("unfreeze", state)

@@ -420,7 +420,7 @@ def _bits(metrics: Mapping[str, float]) -> dict[str, str]:
 
 @attrs.frozen
 class Record:
-    """What was known at one report.
+    """The metrics at one point of a run.
 
     Args:
         epoch: epochs completed. Tables, logs, bars and the labels of figures show the number of the

@@ -160,8 +160,8 @@ class TrainState:
     """Everything that a run depends on. Make one with :meth:`create`.
 
     Change a value with ``attrs.evolve(state, stop=None)``. The newest state owns the model, the
-    optimizer, and the tensors in ``slots`` and ``metrics``, which a step updates in place. All else
-    in it is a value.
+    optimizer, and the tensors in ``slots`` and ``metrics``, which a step updates in place.
+    Everything else in it is plain data.
 
     Args:
         model: the module.
@@ -169,8 +169,8 @@ class TrainState:
         step: updates applied, ever; with ``alternate``, rounds.
         epoch: epochs completed.
         batch: batches consumed in the current epoch, by all processes together.
-        samples: samples consumed in the current epoch, by all processes together, if every batch of
-            the loader has one known size; else 0.
+        samples: samples consumed in the current epoch, by all processes together; 0 unless all
+            batches have the same known size.
         skipped: updates skipped, ever (after an fp16 overflow, or by a guard).
         updates: updates applied, ever, by the name of the optimizer; empty with only one, which has
             no name and has applied ``step``.
@@ -184,7 +184,7 @@ class TrainState:
         stop: why the run ended early, or None; a str that equals the reason.
         ends: "epoch" if a hook has ended the epoch early; or None.
         phases: the phases that have begun, in their order; see ``fit(..., phase=name)``.
-        extra: plain data of yours, saved in checkpoints.
+        extra: your own plain data, saved in checkpoints.
         run_id: identifies this run; drawn in :meth:`create`, and saved in checkpoints.
         saved_on: how many processes wrote the checkpoint that ``batch`` was restored from,
             or None.
@@ -266,16 +266,16 @@ class TrainState:
             seed: determines the order of the data and the random draws. By default it is drawn from
                 torch's generator, so that ``torch.manual_seed`` decides it. With several processes,
                 the seed of the main process is used.
-            backend: an ``accelerate.Accelerator`` with settings of yours (``kwargs_handlers``, a
+            backend: an ``accelerate.Accelerator`` with your own settings (``kwargs_handlers``, a
                 plugin); by default, what this process was launched with.
             exact: whether the run has the same bits on any number of processes, if an update takes
                 as many batches in all together: ``accumulate(8)`` on one, ``accumulate(4)`` on two.
                 The gradients of its batches are summed in a tree that depends on their number
-                alone, and random draws follow the batch. It cannot hold on other hardware, with
-                another number of threads (``OMP_NUM_THREADS``) or library versions, with batches of
-                other samples, nor if the loss function is not deterministic on one process, or a
-                hook draws from the generators of Python or NumPy. Refused are layers with running
-                statistics, sharded models, sparse gradients, loss functions that exchange
+                alone, and random draws follow the batch. This does not hold across different
+                hardware, thread counts (``OMP_NUM_THREADS``) or library versions, or for other
+                batches. It needs a loss function that is deterministic on one process, and hooks
+                that do not draw from the generators of Python or NumPy. Refused are layers with
+                running statistics, sharded models, sparse gradients, loss functions that exchange
                 something, ``sharded``, ``alternate``, ``raw``, ``tbptt``, ``cuda_graph``,
                 ``retry_on_oom`` and ``closure(create_graph=True)``. ``state.metrics`` are those of
                 all processes: do not ``reduce`` them.
@@ -730,6 +730,8 @@ def unwrap(state: TrainState) -> nn.Module:
         >>> state = toy()
         >>> unwrap(state) is state.model            # nothing is wrapped around it here
         True
+
+    Replaces: accelerate.unwrap_model
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"unwrap expects state as a TrainState; got {describe(state)}")

@@ -35,7 +35,7 @@ EVALUATION = "evaluation"  # the ring that an update does not pass through
 class LossFn(Protocol):
     """What a user writes: a function that returns the mean loss of a batch, or ``(loss, aux)``.
 
-    For a batch that is to be left out it returns ``skip(reason)``.
+    To leave a batch out, it returns ``skip(reason)``.
     """
 
     def __call__(self, model: nn.Module, batch: Batch, /) -> Tensor | tuple[Tensor, Aux] | Skip:
@@ -104,7 +104,7 @@ class Output:
             device.
         aux: what the loss function returned besides the loss; for a window, that of its last batch.
         metrics: name to metric.
-        skip: why this update is to be skipped, or None. A middleware sets it. Such an update
+        skip: why this update is skipped, or None. A middleware sets it. Such an update
             counts in ``state.skipped``, and changes no other counter.
 
     Example:
@@ -408,7 +408,7 @@ class Call:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a loss function returns for a batch that is to be left out.
+# What a loss function returns to leave a batch out.
 
 BY_ANOTHER = "left out by another process"  # why an update is skipped that another process skips
 
@@ -433,11 +433,6 @@ def skip(reason: str) -> Skip:
     model stay. In an evaluation the batch is left out too. A warning is logged the first time that
     a reason is given.
 
-    With several processes each decides by itself. But a loss function that exchanges something
-    with the others, as ``SyncBatchNorm`` does, has to decide alike in all of them; under
-    ``fully_shard`` any forward does so, and this is refused. There, return a weight of 0:
-    ``return loss, {"weight": 0}``.
-
     Args:
         reason: why, in a few words, the same for all batches that are left out for it.
 
@@ -460,6 +455,14 @@ def skip(reason: str) -> Skip:
         >>> state, out = step(state, [torch.ones(3)])
         >>> out.skip, state.step, state.skipped
         ('too long', 1, 1)
+
+    Notes:
+        With several processes each decides by itself. But a loss function that exchanges something
+        with the others, as ``SyncBatchNorm`` does, has to decide alike in all of them; under
+        ``fully_shard`` any forward does so, and this is refused. There, return a weight of 0:
+        ``return loss, {"weight": 0}``.
+
+    Replaces: lightning.training_step
     """
     return Skip(checks.text("skip", "reason", reason, "why the batch is left out"))
 

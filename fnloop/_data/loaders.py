@@ -251,12 +251,6 @@ class even:
     something between processes (a contrastive loss that gathers, ``nn.SyncBatchNorm``), it has to
     take part. It is given a batch again, and what it exchanges counts twice.
 
-    On one process nothing changes. Which samples are left out depends on the number of processes:
-    less than a batch for each. A loader that shuffles leaves others out in each epoch. An
-    evaluation leaves them out as well. A loader that is made of an even one is even as a whole:
-    ``take(even(loader), 5)`` and ``even(take(loader, 5))`` are the same. With ``sharded``, an epoch
-    ends with the shortest share.
-
     Args:
         loader: any loader.
 
@@ -272,6 +266,13 @@ class even:
         >>> batches = [torch.ones(2)] * 5
         >>> fl.fit(fl.pipeline()(toy_loss), toy(), even(batches), hooks=()).step
         5
+
+    Notes:
+        On one process nothing changes. Which samples are left out depends on the number of
+        processes: less than a batch for each. A loader that shuffles leaves others out in each
+        epoch. An evaluation leaves them out as well. A loader that is made of an even one is even
+        as a whole: ``take(even(loader), 5)`` and ``even(take(loader, 5))`` are the same. With
+        ``sharded``, an epoch ends with the shortest share.
     """
 
     def __init__(self, loader: Loader) -> None:

@@ -94,6 +94,8 @@ def bucketed(
     Example:
         >>> list(bucketed([1, 9, 2, 8, 1], max_items=16, shuffle=False))
         [[1], [3, 2], [0, 4]]
+
+    Replaces: fastnlp.BucketedBatchSampler, transformers.group_by_length
     """
     return Bucketed(lengths, batch_size, max_items, shuffle)
 

@@ -65,6 +65,8 @@ class Hook:
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(count,))
         >>> count.updates
         3
+
+    Replaces: lightning.Callback, keras.Callback, transformers.TrainerCallback
     """
 
     monitors: str | tuple[str, ...] | None = None
@@ -715,7 +717,7 @@ SMALLEST_FRACTION = 1e-6  # of an epoch
 class every(Moment):
     """Run a hook periodically: ``every(epochs=1)(hook)``.
 
-    It also says when to evaluate: ``evaluate_every=every(steps=100)``.
+    Use it for evaluations too: ``evaluate_every=every(steps=100)``.
 
     Args:
         epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of
@@ -958,7 +960,11 @@ class once(Wrapper):
         return state if self.slot in state.slots else super().begin(state)
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise for two of one name, and for one that is called before anything is evaluated."""
+        """Raise for two of one name, and for one that is called before anything is evaluated.
+
+        Raises:
+            ValueError: there is such a hook.
+        """
         if [layer.slot for layer in every_layer(hooks)].count(self.slot) > 1:
             raise ValueError(
                 f"two hooks would be remembered as {self.slot!r}, and one of them would never run: "

@@ -69,23 +69,18 @@ class checkpoint(Hook):
     List it after the other hooks, but before ``requeue``: what a later hook changes at that
     boundary is not in the checkpoint. The state is also saved when a run ends, for any reason
     except an exception (see ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as
-    ``step-00000812`` in ``folder``, which is either complete or absent. What is kept is decided by
-    what is on the disk, so it also holds after a resume. :func:`fnloop.resume` continues from the
-    newest. With several processes the main process writes; of a sharded model each process writes
-    its own part.
-
-    A folder belongs to one run (``state.run_id``). A run that was not resumed from it is refused
-    before its first update, and nothing in the folder is touched. Before this update, a tiny copy
-    of an optimizer that is not torch's is saved, restored and updated; one that does not resume
-    exactly is refused. Where that cannot be tried, a warning says so.
+    ``step-00000812`` in ``folder``, which is either complete or absent. Pruning looks at the
+    folder, so it also works after a resume. :func:`fnloop.resume` continues from the newest
+    checkpoint. With several processes the main process writes; of a sharded model each process
+    writes its own part.
 
     Args:
         folder: where to save; created if it does not exist. It is made absolute at once, with ``~``
             expanded.
         keep: how many of the newest to keep, at least 1; None keeps all.
         best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
-            checkpoint between two evaluations has no value of it, so the state of the next
-            evaluation is saved as well. NaN is never the best. The untrained model, if it is
+            checkpoint between two evaluations has no value for this metric, so the state of the
+            next evaluation is saved as well. NaN is never the best. The untrained model, if it is
             evaluated, counts if it is saved: ``(at_start() | every(epochs=1))(checkpoint(...))``.
         mode: "min" if lower is better, "max" if higher is; by default as the name of the metric
             says.
@@ -126,6 +121,15 @@ class checkpoint(Hook):
         ...     state = fl.fit(step, fl.resume(folder, toy()), batches, epochs=1, hooks=(saves,))
         ...     state.model.w.item(), fl.latest(folder).name
         (-4.0, 'step-00000004')
+
+    Notes:
+        A folder belongs to one run (``state.run_id``). A run that was not resumed from it is
+        refused before its first update, and nothing in the folder is touched. Before this update, a
+        tiny copy of an optimizer that is not torch's is saved, restored and updated; one that does
+        not resume exactly is refused. Where that cannot be tried, a warning says so.
+
+    Replaces: lightning.ModelCheckpoint, keras.ModelCheckpoint,
+    pytorch_accelerated.SaveTrainingStateCallback, fastnlp.CheckpointCallback
     """
 
     def __init__(
@@ -186,7 +190,11 @@ class checkpoint(Hook):
     # --- called by the run
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise if another one saves to the same folder."""
+        """Raise if another one saves to the same folder.
+
+        Raises:
+            ValueError: it does.
+        """
         savers = [hook for hook in every_layer(hooks) if isinstance(hook, checkpoint)]
         if [os.path.realpath(s.folder) for s in savers].count(os.path.realpath(self.folder)) > 1:
             raise ValueError(
@@ -424,20 +432,6 @@ class restore_best(Hook):
     checkpoints hold them, and a resumed run ends as an uninterrupted one. Each process copies its
     own part of a sharded model.
 
-    When the run reaches its target, or another hook stops it, the copy goes back into the module
-    and its averages, and memory is released. Ctrl-C, signals and exceptions change nothing, because
-    the run may continue. The closing record of a run counts too, because it is of the weights at
-    the end.
-
-    Only the weights go back. With ``restore_best("valid/ema/loss")`` the average is that of the
-    best update, as it was evaluated, and the module has its own weights of that update. The
-    counters and the optimizer's state stay those of the last update: a run that is continued
-    afterwards starts from the best weights with the latest momentum. A checkpoint at the end has
-    the best weights if ``checkpoint`` is listed after this hook. If it is listed before, it has the
-    last weights, and a run that continues from it starts there. An evaluation with ``at_end()`` is
-    of the last weights: to test the best ones, call ``evaluate`` with the state that ``fit``
-    returns.
-
     Args:
         key: the metric, such as "valid/loss". NaN is never the best. Of equals, the first is kept.
         mode: "min" if lower is better, "max" if higher; by default as the name of the metric says.
@@ -462,6 +456,24 @@ class restore_best(Hook):
         >>> state = fl.fit(fl.pipeline(rates)(toy_loss), toy(), loaders, epochs=3, hooks=hooks)
         >>> state.history["valid/loss"], state.model.w.item()
         ((-1.0, -2.0, 3.0), -2.0)
+
+    Notes:
+        When the run reaches its target, or another hook stops it, the copy goes back into the
+        module and its averages, and memory is released. Ctrl-C, signals and exceptions change
+        nothing, because the run may continue. The closing record of a run counts too, because it is
+        of the weights at the end.
+
+        Only the weights go back. With ``restore_best("valid/ema/loss")`` the average is that of the
+        best update, as it was evaluated, and the module has its own weights of that update. The
+        counters and the optimizer's state stay those of the last update: a run that is continued
+        afterwards starts from the best weights with the latest momentum. A checkpoint at the end
+        has the best weights if ``checkpoint`` is listed after this hook. If it is listed before, it
+        has the last weights, and a run that continues from it starts there. An evaluation with
+        ``at_end()`` is of the last weights: to test the best ones, call ``evaluate`` with the state
+        that ``fit`` returns.
+
+    Replaces: keras.restore_best_weights, transformers.load_best_model_at_end,
+    fastnlp.LoadBestModelCallback
     """
 
     key: str
@@ -491,7 +503,11 @@ class restore_best(Hook):
     # --- called by the run
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise if there is another one."""
+        """Raise if there is another one.
+
+        Raises:
+            ValueError: there is.
+        """
         found = [hook for hook in every_layer(hooks) if isinstance(hook, restore_best)]
         if len(found) > 1:
             raise ValueError(

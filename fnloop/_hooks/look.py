@@ -54,13 +54,6 @@ class inspect(Hook):
     where this loader is not evaluated, or because another hook has stopped it after an evaluation,
     is the loader evaluated once more.
 
-    Each ``Output`` has the loss, the weight and the aux that the loss function returned, so return
-    there what you want to see, such as the targets. Tensors are copies on the host, and ``metrics``
-    is empty. All outputs of the pass are in memory at once: keep aux small for a large loader.
-
-    With several processes, each of them is given the outputs of all, in the order of the batches,
-    and calls the function. To call it on the main process only, write ``on_main(inspect(fn))``.
-
     Args:
         fn: ``(state, outputs) -> None``, called after the record was made, in the order of the
             hooks. The list has one ``Output`` per batch. What it returns is ignored.
@@ -90,6 +83,18 @@ class inspect(Hook):
         >>> step, state = fl.pipeline()(loss_fn), toy(w=1.0, lr=0.0)
         >>> state = fl.fit(step, state, (valid, valid), hooks=(inspect(confusion),))
         [[1, 1], [0, 1]]
+
+    Notes:
+        Each ``Output`` has the loss, the weight and the aux that the loss function returned, so
+        return there what you want to see, such as the targets. Tensors are copies on the host, and
+        ``metrics`` is empty. All outputs of the pass are in memory at once: keep aux small for a
+        large loader.
+
+        With several processes, each of them is given the outputs of all, in the order of the
+        batches, and calls the function. To call it on the main process only, write
+        ``on_main(inspect(fn))``.
+
+    Replaces: lightning.validation_step_outputs
     """
 
     fn: Callable[[TrainState, list[Output]], object]
@@ -374,6 +379,8 @@ class profiled(Hook):
         (['updates-2-to-3-rank-0.pt.trace.json'], True)
 
     Source: https://docs.pytorch.org/docs/stable/profiler.html
+
+    Replaces: accelerate.profile
     """
 
     start: int = 10

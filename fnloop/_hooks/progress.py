@@ -61,18 +61,6 @@ class progress(Hook):
     hook prints appears above the bar, and a tqdm bar of a hook below it. Colors are left out if
     NO_COLOR is set.
 
-    A notebook has the same in one output of the cell, without the faint lines: ``live_plot`` draws
-    the curve.
-
-    A log, which is a file that is not a terminal, has a line for each evaluation and each end of an
-    epoch. In between, it has a line every 30 seconds; with ``record_every``, at most one every 10
-    seconds, with the metrics of the newest record.
-
-    It reads from the device when the bar is drawn or such a line is written, and at no other time.
-    With several processes, the main one shows it; the loss between two records is then that of its
-    own share of the batches. On an accelerator, the time of hooks counts in the updates per second,
-    because a hook may wait for the device.
-
     Args:
         refresh: the least time between two drawings, in seconds, at least 0.5.
         file: an open text file to write to; by default the notebook, or else stderr.
@@ -94,6 +82,22 @@ class progress(Hook):
         Toy on cpu, 1 parameter, float32, 1 epoch of 3 updates
         epoch 1/1  step 3  train/loss -1.0000  train/lr 1.0e+00  0...s
         done: epoch 1/1, step 3, after 0...s
+
+    Notes:
+        A notebook has the same in one output of the cell, without the faint lines: ``live_plot``
+        draws the curve.
+
+        A log, which is a file that is not a terminal, has a line for each evaluation and each end
+        of an epoch. In between, it has a line every 30 seconds; with ``record_every``, at most one
+        every 10 seconds, with the metrics of the newest record.
+
+        It reads from the device when the bar is drawn or such a line is written, and at no other
+        time. With several processes, the main one shows it; the loss between two records is then
+        that of its own share of the batches. On an accelerator, the time of hooks counts in the
+        updates per second, because a hook may wait for the device.
+
+    Replaces: lightning.TQDMProgressBar, keras.ProgbarLogger,
+    pytorch_accelerated.ProgressBarCallback
     """
 
     untried = "it only shows the run"

@@ -80,6 +80,8 @@ def to_csv(path: _Path) -> TableWriter:
         epoch,step,seconds,train/loss,train/lr
         1,1,...,0.0,1.0
         2,2,...,-1.0,1.0
+
+    Replaces: lightning.CSVLogger, keras.CSVLogger
     """
     return _make_writer(
         to_csv, path, _format_csv_header, _format_csv_row, rb"epoch,step,seconds(,|\r?\n)"
@@ -394,6 +396,9 @@ class track(Hook):
             track("tensorboard", folder="runs/a", also=weights)
 
     Source: https://huggingface.co/docs/accelerate/usage_guides/tracking
+
+    Replaces: lightning.WandbLogger, lightning.TensorBoardLogger, keras.TensorBoard,
+    transformers.report_to
     """
 
     untried = "it would send records to a tracker"
@@ -712,6 +717,8 @@ class on_main(Wrapper):
         >>> hook = fl.every(epochs=1)(on_main(show))
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=(hook,))
         3
+
+    Replaces: lightning.rank_zero_only, accelerate.on_main_process
     """
 
     hook: Hook

@@ -169,8 +169,8 @@ class early_stop(Hook):
 
     Args:
         key: the metric, such as "valid/loss".
-        patience: evaluations without improvement after which to stop; at least 1. Some libraries
-            call this 0.
+        patience: evaluations without improvement after which to stop; at least 1. 1 stops at the
+            first evaluation without improvement (0 in some libraries).
         min_delta: the least improvement, in the units of the metric: a value must be better by more
             than this to count.
         relative: whether ``min_delta`` is a share of the value that is compared with: 0.01 is 1 %.
@@ -213,6 +213,10 @@ class early_stop(Hook):
         (3, 'early_stop: train/loss has not improved for 2 evaluations (best 0, epoch 1)')
 
     Source: Prechelt, 1998, https://doi.org/10.1007/3-540-49430-8_3
+
+    Replaces: lightning.EarlyStopping, keras.EarlyStopping,
+    pytorch_accelerated.EarlyStoppingCallback, transformers.EarlyStoppingCallback,
+    fastnlp.EarlyStopCallback
     """
 
     key: str
@@ -345,22 +349,7 @@ class halt_on_nonfinite(Hook):
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
     at every record, with no device reads in between; a record of ``record_every`` has the mean
     since the last record. By then the bad update has reached the parameters: go back to a
-    checkpoint or a snapshot. The mean begins again with every epoch, and so with every phase: there
-    is nothing that ``since`` could change.
-
-    To find the line that makes it, run that part again ``with torch.autograd.detect_anomaly():``
-    around ``fit``, for a NaN in backward. For one in forward, register a hook with each module that
-    raises if ``not output.isfinite().all()``: ``module.register_forward_hook(hook)``. Both errors
-    say in which batch it was, and come before the update is applied.
-
-    With ``keep`` it also finds out which update it was. It notes after every update whether the
-    mean is finite, in a tensor that is not read, and reads all of them when it stops. Then
-    ``state.extra["nonfinite"]`` has the position of the first batch of that update, ``{"epoch",
-    "batch", "step", "indices"}``: ``step`` is ``state.step`` after it, and ``indices`` are those of
-    the samples of each of its batches; None if they are not taken by index. ``state.stop`` names
-    them too. A run that was resumed knows of its own updates only. ``fnloop.debug.replay(folder,
-    ..., update=step)`` makes the update again, and finds out which of the samples it was. Keep
-    checkpoints from before it: ``checkpoint(folder, keep=None)``.
+    checkpoint or a snapshot. The mean begins again with every epoch.
 
     Args:
         steps: applied updates between two reads; at least 1.
@@ -387,6 +376,25 @@ class halt_on_nonfinite(Hook):
         >>> hooks = (halt_on_nonfinite(keep=True),)
         >>> fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=hooks).extra["nonfinite"]
         {'epoch': 0, 'batch': 0, 'step': 1, 'indices': None}
+
+    Notes:
+        To find the line that makes it, run that part again ``with
+        torch.autograd.detect_anomaly():`` around ``fit``, for a NaN in backward. For one in
+        forward, register a hook with each module that raises if ``not output.isfinite().all()``:
+        ``module.register_forward_hook(hook)``. Both errors say in which batch it was, and come
+        before the update is applied.
+
+        With ``keep`` it also finds out which update it was. It notes after every update whether the
+        mean is finite, in a tensor that is not read, and reads all of them when it stops. Then
+        ``state.extra["nonfinite"]`` has the position of the first batch of that update, ``{"epoch",
+        "batch", "step", "indices"}``: ``step`` is ``state.step`` after it, and ``indices`` are
+        those of the samples of each of its batches; None if they are not taken by index.
+        ``state.stop`` names them too. A run that was resumed knows of its own updates only.
+        ``fnloop.debug.replay(folder, ..., update=step)`` makes the update again, and finds out
+        which of the samples it was. Keep checkpoints from before it: ``checkpoint(folder,
+        keep=None)``.
+
+    Replaces: keras.TerminateOnNaN, pytorch_accelerated.TerminateOnNaNCallback
     """
 
     steps: int = 100
@@ -508,6 +516,8 @@ class time_limit(Hook):
         >>> state = fl.fit(step, toy(), ones, epochs=10**9, hooks=(time_limit(seconds=1e-9),))
         >>> state.step, state.stop
         (1, 'time_limit: the run has taken its 0.0s')
+
+    Replaces: lightning.Timer
     """
 
     untried = "its time begins with the run"
@@ -641,9 +651,6 @@ class requeue(Hook):
     the id of the job. The job starts again, and the same script continues. A job that ends by
     ``time_limit(per="job")`` is requeued too. A run that has reached its target is not.
 
-    Outside of SLURM, the hook only says so, and SIGUSR1 saves as usual. If ``scontrol`` fails, an
-    error is logged, and the run ends all the same: its checkpoint is kept.
-
     List it after ``checkpoint``. ``torchrun`` passes the signal on if it is started with
     ``--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout 120``.
 
@@ -662,6 +669,10 @@ class requeue(Hook):
         ...     state = fl.fit(step, fl.resume(folder, toy()), batches, epochs=1, hooks=hooks)
         >>> state.step, state.stop
         (4, None)
+
+    Notes:
+        Outside of SLURM, the hook only says so, and SIGUSR1 saves as usual. If ``scontrol`` fails,
+        an error is logged, and the run ends all the same: its checkpoint is kept.
     """
 
     _job: list[str] = attrs.field(factory=list, init=False)  # the id, until it is requeued
@@ -675,7 +686,11 @@ class requeue(Hook):
         return bool(self._job)
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise if no hook before it saves the state completely."""
+        """Raise if no hook before it saves the state completely.
+
+        Raises:
+            ValueError: there is none.
+        """
         from fnloop._checkpoint.format import PARTS
         from fnloop._hooks.keep import checkpoint
 

@@ -112,7 +112,9 @@ def gather_outputs(outputs: Iterable[list[Output]]) -> list[Output]:
 
 
 def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str, float]:
-    """Evaluate every batch of a loader once, with the step's pipeline up to its forward ring.
+    """Evaluate a state on every batch of a loader: the loss and the metrics.
+
+    The step's pipeline is used up to its forward ring.
 
     The state stays unchanged: its parameters, buffers, history and training flags, and all
     generators. Buffers that the model updates in evaluation mode are put back. There are no
@@ -185,6 +187,8 @@ def predict(
         ...     return (model.w * batch).tolist()
         >>> list(predict(double, toy(w=2.0), [torch.ones(2), torch.ones(1)]))
         [[2.0, 2.0], [2.0]]
+
+    Replaces: lightning.predict, keras.predict, transformers.predict
     """
     if not callable(fn) or isinstance(fn, TrainState | PipelineStep | torch.nn.Module | type):
         raise TypeError(
@@ -243,7 +247,7 @@ Norms = Sequence[nn.BatchNorm1d]  # or another of its kind
 def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> TrainState:
     """Recompute the running statistics of every BatchNorm with one pass over a loader.
 
-    Averaged weights need statistics of their own: those of the run belong to other weights. The
+    Averaged weights need their own statistics: those of the run belong to other weights. The
     model is in training mode for the pass, without gradients, and each BatchNorm takes the mean of
     the statistics of all batches, whatever its momentum. The parameters do not change. The
     loss function is called with the step's forward ring (``amp``, ``compiled``). With several

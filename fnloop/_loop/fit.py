@@ -52,17 +52,10 @@ def fit(
     prefetch: int = 1,
     phase: str | None = None,
 ) -> TrainState:
-    """Train: fold a step over batches until a target is reached.
+    """Train until a target number of epochs or updates is reached.
 
-    The order of a shuffling map-style DataLoader, the augmentation in its dataset and the random
-    draws of torch are a function of (seed, epoch, position). They do not depend on the number of
-    workers, on evaluation, or on where a run was resumed. What the loss function draws from the
-    generators of Python and NumPy is the same after a resume too, provided the run does not switch
-    between zero and more workers. The global random state, which threads share, is restored after a
-    run.
-
-    On the CPU, glibc keeps up to 1 GiB of freed memory for the next update, in tensors of up to
-    32 MiB. MALLOC_TRIM_THRESHOLD_ in the environment prevents it.
+    ``state = fit(step, state, loaders, epochs=8)`` calls the step on one batch after another. After
+    each update it evaluates if that is due, and calls the hooks. Use the state that it returns.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
@@ -75,9 +68,10 @@ def fit(
             DataLoader without workers (Hugging Face's), continues in mid-epoch where it was, and
             reads nothing again. Any other stream is read again up to there. A ``TensorDataset``,
             an array, or a subset of one, is read a batch at a time.
-        epochs: train until ``state.epoch`` is this. It is absolute: a second call does nothing.
-        steps: train until ``state.step`` is this; absolute too. The smaller of the two wins. With
-            neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.
+        epochs: train until ``state.epoch`` is this number. Absolute: calling again with the same
+            number trains no further.
+        steps: train until ``state.step`` is this number. Absolute too; the smaller of the two wins.
+            With neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.
         hooks: functions ``state -> state``, called in this order after every update, and after any
             evaluation due then. ``every(epochs=1)(hook)`` calls one less often. One that returns
             ``attrs.evolve(state, stop="why")`` ends the run, ``ends="epoch"`` the epoch; to
@@ -147,6 +141,17 @@ def fit(
         >>> state = fit(step, toy(lr=1.0), batches, hooks=())
         >>> state.model.w.item(), state.step, state.epoch           # 1.5 + 3.5 + 5
         (-10.0, 3, 1)
+
+    Notes:
+        The order of a shuffling map-style DataLoader, the augmentation in its dataset and the
+        random draws of torch are a function of (seed, epoch, position). They do not depend on the
+        number of workers, on evaluation, or on where a run was resumed. What the loss function
+        draws from the generators of Python and NumPy is the same after a resume too, unless the
+        run switches between no workers and some. The global random state, which threads share, is
+        restored after a run.
+
+        On the CPU, glibc keeps up to 1 GiB of freed memory for the next update, in tensors of up
+        to 32 MiB. Set ``MALLOC_TRIM_THRESHOLD_`` in the environment to prevent it.
     """
     __tracebackhide__ = True
     plan = make_plan(

@@ -91,7 +91,7 @@ LONGEST_GAP = 1024  # boundaries between two exchanges
 
 
 class Consensus:
-    """The other processes of a run: a request seen by one is obeyed by all after the same update.
+    """The other processes of a run: all act on a request seen by one, after the same update.
 
     They also share a clock. An exchange is begun at one boundary and read at a later one, so its
     result is there by then. The number of boundaries between them follows from the time that they

@@ -45,14 +45,6 @@ def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = 
     gradients 4 and -1, the first gives 1.0 (the mean, 1.5, clipped), the second 0.0 (the mean of
     1 and -1).
 
-    With ``total=64``, an update has 64 samples in all processes together, whatever their number: 4
-    batches of 16 in one process, 2 on each of two, and on three processes 2, 1 and 1. The updates,
-    schedules and records of a run do not depend on the number of processes then, so it may change
-    from one checkpoint to the next. The last update of an epoch has the samples that are left; an
-    incomplete batch counts as a complete one. The batch size is that of the training loader, a
-    ``DataLoader``, or that of the largest batch of a list. With ``drop_last``, only an incomplete
-    batch is left out. A bare step takes the batches that it is given, and does not count samples.
-
     Args:
         n: batches per update in each process, at least 1; 1 changes nothing. Or a mapping from an
             epoch, of the run or of its phase, to the batches per update from then on: ``{0: 8, 4:
@@ -79,6 +71,18 @@ def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = 
         >>> batches = [torch.tensor([1.0, 3.0])] * 6
         >>> fl.fit(step, toy(), batches, epochs=1, hooks=()).step        # of 2 batches each
         3
+
+    Notes:
+        With ``total=64``, an update has 64 samples in all processes together, whatever their
+        number: 4 batches of 16 in one process, 2 on each of two, and on three processes 2, 1 and 1.
+        The updates, schedules and records of a run do not depend on the number of processes then,
+        so it may change from one checkpoint to the next. The last update of an epoch has the
+        samples that are left; an incomplete batch counts as a complete one. The batch size is that
+        of the training loader, a ``DataLoader``, or that of the largest batch of a list. With
+        ``drop_last``, only an incomplete batch is left out. A bare step takes the batches that it
+        is given, and does not count samples.
+
+    Replaces: lightning.GradientAccumulationScheduler
     """
     if total is not None:
         if n is not None:
@@ -197,15 +201,6 @@ def microbatch(size: int) -> Middleware:
     listed: ``pipeline(clip(1.0), microbatch(8))`` clips once per update. With ``accumulate(n)``
     each batch of a window comes in pieces.
 
-    All tensors in nested tuples, lists and mappings are cut along their first dimension, without a
-    copy. So are arrays, and lists of plain values, that have one entry for each sample. Anything
-    else is given to each piece whole.
-
-    What sees more than one sample differs: BatchNorm normalizes each piece by itself, and updates
-    its running statistics with each. Random draws such as those of dropout are others. The loss
-    function, ``metric`` and ``Output.aux`` see a piece; metrics are combined. An evaluation needs
-    less memory, because it keeps no graph: it takes whole batches.
-
     Args:
         size: the most samples in a piece, at least 1. On several processes, in each of them.
 
@@ -224,6 +219,16 @@ def microbatch(size: int) -> Middleware:
         >>> state, out = step(toy(), torch.tensor([1.0, 2.0, 6.0]))     # in pieces of 2 and 1
         >>> state.model.w.item(), state.step        # the gradient is the mean, 3
         (-3.0, 1)
+
+    Notes:
+        All tensors in nested tuples, lists and mappings are cut along their first dimension,
+        without a copy. So are arrays, and lists of plain values, that have one entry for each
+        sample. Anything else is given to each piece whole.
+
+        What sees more than one sample differs: BatchNorm normalizes each piece by itself, and
+        updates its running statistics with each. Random draws such as those of dropout are others.
+        The loss function, ``metric`` and ``Output.aux`` see a piece; metrics are combined. An
+        evaluation needs less memory, because it keeps no graph: it takes whole batches.
 
     Source: the device_train_microbatch_size of Composer,
     https://docs.mosaicml.com/projects/composer
@@ -246,11 +251,6 @@ def retry_on_oom() -> Middleware:
     begin with it. From there on, the run equals one with ``microbatch(size)``. With
     ``microbatch(size)`` listed too, the first attempt is in those pieces.
 
-    Whatever else forward and backward have changed, such as a list in a closure, is not undone. The
-    optimizer's step and evaluations are not repeated. On several processes, gradients are averaged
-    after backward instead of during it, because a process that runs out of memory half-way must not
-    leave the others waiting. Buffers are copied before each update.
-
     Returns:
         A middleware of the gradient ring.
 
@@ -272,8 +272,16 @@ def retry_on_oom() -> Middleware:
         >>> state.model.w.item(), state.slots["retry_on_oom"]
         (-3.0, 2)
 
+    Notes:
+        Whatever else forward and backward have changed, such as a list in a closure, is not undone.
+        The optimizer's step and evaluations are not repeated. On several processes, gradients are
+        averaged after backward instead of during it, because a process that runs out of memory
+        half-way must not leave the others waiting. Buffers are copied before each update.
+
     Source: the device_train_microbatch_size="auto" of Composer,
     https://docs.mosaicml.com/projects/composer
+
+    Replaces: accelerate.find_executable_batch_size, transformers.auto_find_batch_size
     """
 
     def gradient(step: Step) -> Step:
@@ -341,17 +349,6 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
     loader begins, and crosses from each batch to the next. So consecutive batches have to continue
     the same sequences, in the same rows. It is kept in ``state.slots["tbptt"]``, and saved.
 
-    An evaluation works in the same windows, with a carry of its own. Everything else acts once per
-    window, because each is an update: clipping, schedules, counters. This holds wherever ``tbptt``
-    is listed. Evaluations, records and hooks come between batches. So a run ends with the batch in
-    which it reaches ``steps``, and ``every(steps=n)`` is due after each batch that passes a
-    multiple of n. The number of updates of an epoch is not known beforehand: a schedule that needs
-    the length of the run needs ``fit(..., steps=...)``.
-
-    A window weighs as many items as it has positions, times its leading dimension if that is
-    another one; ``aux["weight"]`` overrides it. A window without items moves the carry on too;
-    one that a guard, such as ``skip_nonfinite``, or the loss scale of fp16 leaves out does not.
-
     Args:
         length: positions per window; the last window of a batch may be shorter.
         dim: the dimension of time: 1 for (batch, time, ...), 0 for (time, batch, ...). Tensors
@@ -377,6 +374,18 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         >>> state, out = step(toy(), torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0]]))
         >>> state.step, state.model.w.item(), state.slots["tbptt"].item()      # 2 + 4 + 5
         (3, -11.0, 5.0)
+
+    Notes:
+        An evaluation works in the same windows, with a carry of its own. Everything else acts once
+        per window, because each is an update: clipping, schedules, counters. This holds wherever
+        ``tbptt`` is listed. Evaluations, records and hooks come between batches. So a run ends with
+        the batch in which it reaches ``steps``, and ``every(steps=n)`` is due after each batch that
+        passes a multiple of n. The number of updates of an epoch is not known beforehand: a
+        schedule that needs the length of the run needs ``fit(..., steps=...)``.
+
+        A window weighs as many items as it has positions, times its leading dimension if that is
+        another one; ``aux["weight"]`` overrides it. A window without items moves the carry on too;
+        one that a guard, such as ``skip_nonfinite``, or the loss scale of fp16 leaves out does not.
 
     Source: Williams and Peng, 1990, https://doi.org/10.1162/neco.1990.2.4.490
     """

@@ -55,8 +55,8 @@ def clip(
     that the damage shows. ``skip_nonfinite()``, listed after it, leaves such updates out;
     ``halt_on_nonfinite()`` stops the run.
 
-    With ``only`` it is for some parameters: the norm is theirs, and other gradients stay as they
-    are. Several may be listed, with names, for parameters that do not overlap.
+    ``only`` restricts clipping to some parameters, and uses the norm of their gradients. List
+    several ``clip`` with names for parameters that do not overlap.
 
     Args:
         max_norm: the largest norm, above 0. ``inf`` does not clip: it only measures, always the
@@ -86,6 +86,9 @@ def clip(
         name="head"))``.
 
     Source: Pascanu, Mikolov and Bengio, 2013, https://arxiv.org/abs/1211.5063
+
+    Replaces: lightning.gradient_clip_val, keras.global_clipnorm, transformers.max_grad_norm,
+    accelerate.clip_grad_norm_, by_hand.clip_grad_norm_
     """
     _check_limit("clip", "max_norm", max_norm, "where inf switches clipping off")
     _check_limit("clip", "norm_type", norm_type, "the p of the norm")

@@ -212,17 +212,6 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
     kind have run eagerly; these count like all others. It is captured again if an assumption
     changes: a setting of the optimizer, ``requires_grad``, or a training flag.
 
-    Counters, hooks, ``schedule`` and ``torch_scheduler`` stay outside, because they change with
-    every update. With ``amp("fp16")`` the graph has two parts, and between them the host reads
-    whether a gradient overflowed, as it does without graphs.
-
-    When a run starts, the optimizer is made capturable: its learning rate and its state become
-    tensors on the device, and SGD becomes fused, because only then can it read such a rate.
-    Checkpoints do not depend on this. The tensors in ``Output.aux`` are overwritten by the next
-    update; loss and metrics are not. Inner middleware must update its slots in place. Python
-    numbers captured from closures or globals are baked into the graph: use a tensor instead, or an
-    attribute of a module, which is watched.
-
     Args:
         warmup: eager updates before a capture, at least 1.
         fallback: whether a step that cannot be captured runs eagerly, with one warning, instead of
@@ -244,6 +233,18 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
         >>> import fnloop as fl
         >>> fl.pipeline(fl.amp("bf16"), fl.accumulate(4), fl.clip(1.0), cuda_graph())
         pipeline(amp('bf16'), accumulate(4), clip(1.0), cuda_graph())
+
+    Notes:
+        Counters, hooks, ``schedule`` and ``torch_scheduler`` stay outside, because they change with
+        every update. With ``amp("fp16")`` the graph has two parts, and between them the host reads
+        whether a gradient overflowed, as it does without graphs.
+
+        When a run starts, the optimizer is made capturable: its learning rate and its state become
+        tensors on the device, and SGD becomes fused, because only then can it read such a rate.
+        Checkpoints do not depend on this. The tensors in ``Output.aux`` are overwritten by the next
+        update; loss and metrics are not. Inner middleware must update its slots in place. Python
+        numbers captured from closures or globals are baked into the graph: use a tensor instead, or
+        an attribute of a module, which is watched.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """

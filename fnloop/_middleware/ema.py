@@ -30,15 +30,10 @@ def ema(
 ) -> Middleware:
     """Keep an exponential moving average of the weights, and evaluate it beside the model.
 
-    Through update ``start`` the average is the weights. Each ``every``-th applied update after it
-    makes it ``decay × average + (1 - decay) × weights``. Training does not depend on it. A skipped
-    update changes nothing. The average continues from phase to phase; updates count from the
-    beginning of the run.
-
-    The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the statistics of
-    a BatchNorm) by name, in float32 or wider; all other buffers are those of the model.
-    :func:`averaged` returns a state with the average in its model. A checkpoint has
-    ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
+    Up to update ``start``, the average equals the weights. Each ``every``-th applied update after
+    it makes it ``decay × average + (1 - decay) × weights``. Training does not depend on it. A
+    skipped update changes nothing. The average continues from phase to phase; updates count from
+    the beginning of the run.
 
     Args:
         decay: the weight of the average so far, from 0 to 1. It averages over about ``1 / (1 -
@@ -55,7 +50,7 @@ def ema(
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. When composing: two averages
-            are to be evaluated alone. When it runs: ``start`` is a fraction, and the length of the
+            have ``evaluate="only"``. When it runs: ``start`` is a fraction, and the length of the
             run is unknown; or the slot is of another model.
         NotImplementedError: when a run starts: the average would be evaluated, and the model is
             under ``fully_shard``. At an evaluation: the model cannot be copied.
@@ -70,9 +65,18 @@ def ema(
         >>> state.history["valid/loss"], state.history["valid/ema/loss"]
         ((-32.0,), (-20.0,))
 
+    Notes:
+        The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the
+        statistics of a BatchNorm) by name, in float32 or wider; all other buffers are those of the
+        model. :func:`averaged` returns a state with the average in its model. A checkpoint has
+        ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
+
     Source: Polyak & Juditsky, 1992, https://doi.org/10.1137/0330046. The same numbers as timm's
     ``ModelEmaV3``, and with ``start=1``, as its first update copies the weights, those of
     ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``.
+
+    Replaces: lightning.EMAWeightAveraging, pytorch_accelerated.ModelEmaCallback, keras.use_ema,
+    by_hand.AveragedModel
     """
     checks.number("ema", "decay", decay, "the weight of the average so far", least=0, most=1)
     new = 1 - decay
@@ -85,10 +89,10 @@ def swa(
 ) -> Middleware:
     """Keep the mean of the weights over the last part of a run, and evaluate it beside the model.
 
-    Through update ``start`` the average is the weights. Each ``every``-th applied update after it
-    counts in the mean. Everything else is as with :func:`ema`. The rate that it is used with is up
-    to ``schedule``: a high and constant one in the last part. The running statistics of BatchNorm
-    are averaged too; :func:`update_batchnorm` computes them for the averaged weights.
+    Up to update ``start``, the average equals the weights. Each ``every``-th applied update after
+    it counts in the mean. Everything else is as with :func:`ema`. Choose the learning rate with
+    ``schedule``: high and constant in the last part. The running statistics of BatchNorm are
+    averaged too; :func:`update_batchnorm` computes them for the averaged weights.
 
     Args:
         start: updates (an int), or a fraction of the run (a float).
@@ -114,6 +118,8 @@ def swa(
 
     Source: Izmailov et al., 2018, https://arxiv.org/abs/1803.05407. The same numbers as
     ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``.
+
+    Replaces: lightning.StochasticWeightAveraging
     """
     return _make("swa", lambda count: 1 / (count + 1), start, every, evaluate, name)
 

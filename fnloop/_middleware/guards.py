@@ -159,12 +159,6 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
     a spike. For a median below 0 the limit is as far above it as for the positive one: median +
     (ratio - 1) × its magnitude. A NaN is a spike.
 
-    An update that is left out changes nothing but the position in the data and ``state.skipped``,
-    as with ``skip_nonfinite``. The losses are those of whole windows of ``accumulate``, over all
-    processes. Each spike is noted in ``state.extra["spikes"]``: ``{"epoch", "batch", "step",
-    "loss", "median"}``, with the position of its first batch. This needs one device-to-host read
-    per update.
-
     Args:
         window: updates that the median is of, at least 1.
         ratio: how many times the median a loss may be, above 1.
@@ -198,6 +192,13 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         >>> state = fl.fit(step, toy(), batches, hooks=())
         >>> state.step, state.skipped, state.extra["spikes"][0]["loss"]
         (4, 1, 9.0)
+
+    Notes:
+        An update that is left out changes nothing but the position in the data and
+        ``state.skipped``, as with ``skip_nonfinite``. The losses are those of whole windows of
+        ``accumulate``, over all processes. Each spike is noted in ``state.extra["spikes"]``:
+        ``{"epoch", "batch", "step", "loss", "median"}``, with the position of its first batch. This
+        needs one device-to-host read per update.
     """
     checks.integer(
         "spike_guard", "window", window, "updates that the median is of", wrong_type=TypeError

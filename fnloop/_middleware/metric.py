@@ -408,6 +408,8 @@ def timings() -> Middleware:
         >>> state = fl.fit(step, toy(), ([torch.ones(1)] * 3, [torch.ones(1)]), hooks=())
         >>> [name for name in state.history.keys() if "time" in name]
         ['train/time/step', 'train/time/data', 'valid/time/evaluate']
+
+    Replaces: fastnlp.TimerCallback
     """
 
     def wrap(step: Step) -> Step:
@@ -458,6 +460,8 @@ def throughput(
         True
 
     Source: Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, for the utilization.
+
+    Replaces: lightning.ThroughputMonitor
     """
     checks.choice("throughput", "of", of, ("samples", "weight"))
     if (flops is None) != (peak is None):
@@ -568,6 +572,8 @@ def device_memory() -> Middleware:
         >>> state = fl.fit(step, toy(), [torch.ones(1)] * 3, hooks=())
         >>> 0 < state.history.latest("train/memory/peak_gib") < 100
         True
+
+    Replaces: lightning.DeviceStatsMonitor
     """
 
     def wrap(step: Step) -> Step:

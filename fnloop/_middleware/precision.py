@@ -49,13 +49,13 @@ class LossScale:
 def amp(
     precision: str | None, *, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> Middleware:
-    """Run the loss function under autocast.
+    """Train in mixed precision: run the loss function under autocast.
 
     List it first. With "fp16" the loss is scaled by a number that halves when a gradient
     overflows (that update is skipped) and doubles after ``growth_interval`` updates without an
     overflow. This needs one device-to-host read per update, because the step counter and the
     schedules depend on it. "bf16" needs none of it. A CPU without instructions for them emulates
-    both, and is several times as fast in float32.
+    both; float32 is several times faster there.
 
     Args:
         precision: "bf16", "fp16", or None, which changes nothing.
@@ -76,6 +76,8 @@ def amp(
 
     Source: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740; the defaults are those of
     torch.amp.GradScaler.
+
+    Replaces: by_hand.GradScaler, accelerate.autocast
     """
     if precision is not None and (not isinstance(precision, str) or precision not in _DTYPES):
         raise ValueError(f'amp expects "bf16", "fp16" or None; got {describe(precision)}')
@@ -222,11 +224,6 @@ def channels_last() -> Middleware:
     values stay, parameters remain the same objects, and ties between them hold. Checkpoints can be
     read with and without it.
 
-    Convolutions may round in another way, so a run is equal to one without it up to rounding. The
-    outputs of convolutions are in this format too: use ``reshape`` or ``flatten`` there, not
-    ``view``. On a CPU with bf16 it makes an update of the CNN in ``examples/mnist.py`` twice as
-    fast as float32 in the usual format: ``pipeline(amp("bf16"), channels_last())``.
-
     Returns:
         A middleware of the forward ring, with a slot.
 
@@ -243,6 +240,12 @@ def channels_last() -> Middleware:
         >>> state, out = step(state, torch.ones(1, 2, 8, 8))
         >>> state.model[0].weight.shape, state.model[0].weight.stride()
         (torch.Size([1, 2, 3, 3]), (18, 1, 6, 2))
+
+    Notes:
+        Convolutions may round in another way, so a run is equal to one without it up to rounding.
+        The outputs of convolutions are in this format too: use ``reshape`` or ``flatten`` there,
+        not ``view``. On a CPU with bf16 it makes an update of the CNN in ``examples/mnist.py``
+        twice as fast as float32 in the usual format: ``pipeline(amp("bf16"), channels_last())``.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """

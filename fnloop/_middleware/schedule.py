@@ -66,9 +66,6 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
     ``lr/head`` for one with ``group["name"] = "head"``; ``lr/rest``, ``lr/rest/1``, ... with
     several optimizers).
 
-    The slot ``state.slots["schedule(lr)"]`` holds the total that was used last. A run with another
-    total logs one warning if that changes the value.
-
     Args:
         fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or your own function.
             ``total_steps`` is None if the length of the run is unknown.
@@ -95,6 +92,12 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
         >>> state = fl.fit(step, toy(lr=1.0), [torch.tensor([1.0])] * 4, epochs=1, hooks=())
         >>> state.model.w.item()            # 1 + 0.75 + 0.5 + 0.25
         -2.5
+
+    Notes:
+        The slot ``state.slots["schedule(lr)"]`` holds the total that was used last. A run with
+        another total logs one warning if that changes the value.
+
+    Replaces: keras.LearningRateScheduler, pytorch_accelerated.CosineLrScheduler
     """
     check_schedule("schedule", fn)
     if not isinstance(field, str) or not field:
@@ -533,6 +536,8 @@ def plateau(
         [1.0, 1.0, 0.1, 0.01]
 
     Source: ``ReduceLROnPlateau`` of Keras, whose ``patience`` and ``cooldown`` count like this.
+
+    Replaces: keras.ReduceLROnPlateau
     """
     checks.metric_name("plateau", "key", key)
     mode_of("plateau", key, mode)  # checks it

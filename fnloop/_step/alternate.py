@@ -74,19 +74,6 @@ def alternate(
     middleware of a step is given is a state of that turn: ``state.optimizer`` is its optimizer,
     ``state.step`` the updates of it, and ``state.slots`` its own.
 
-    One call is a *round*: all turns of ``order``. ``state.step`` counts rounds, and
-    ``state.updates`` the updates of each optimizer; a schedule in a step counts those of its own. A
-    skipped update is that of its turn. The round counts as skipped if all are. If a turn fails
-    after another one has updated, the weights are between two rounds, and the state cannot be used
-    any more.
-
-    The losses without a name, "train/loss" and "valid/loss", are means over the items of all turns,
-    or of all names that are evaluated. Watch those with a name.
-
-    Middleware of the update ring (such as ``ema``), the step ring and the ring "evaluation", and
-    ``derive``, can be put around it, and act once per round:
-    ``pipeline(ema(0.999))(alternate(...))``. All others belong into the steps.
-
     Args:
         steps: name to step.
         order: the names in the order of their turns, such as ``("d",) * 5 + ("g",)``; by default
@@ -119,6 +106,20 @@ def alternate(
         >>> state, out = step(state, torch.tensor([1.0]))
         >>> model["a"].item(), model["b"].item(), state.step, dict(state.updates)
         (-2.0, 2.0, 1, {'a': 2, 'b': 1})
+
+    Notes:
+        One call is a *round*: all turns of ``order``. ``state.step`` counts rounds, and
+        ``state.updates`` the updates of each optimizer; a schedule in a step counts those of its
+        own. A skipped update is that of its turn. The round counts as skipped if all are. If a turn
+        fails after another one has updated, the weights are between two rounds, and the state
+        cannot be used any more.
+
+        The losses without a name, "train/loss" and "valid/loss", are means over the items of all
+        turns, or of all names that are evaluated. Watch those with a name.
+
+        Middleware of the update ring (such as ``ema``), the step ring and the ring "evaluation",
+        and ``derive``, can be put around it, and act once per round:
+        ``pipeline(ema(0.999))(alternate(...))``. All others belong into the steps.
 
     Source: Goodfellow et al., 2014, https://arxiv.org/abs/1406.2661
     """

@@ -117,9 +117,10 @@ class Pipeline:
 
 
 def pipeline(*middleware: Middleware) -> Pipeline:
-    """Compose middleware, innermost first.
+    """Make a step from a loss function, with middleware in the order listed.
 
-    Each acts in its rings (see ``Middleware``); within a ring the listed order is kept. So
+    ``pipeline(...)(loss_fn)`` is the step. Each middleware wraps a part of an update, its ring (see
+    ``Middleware``). What is listed first is innermost. So
     ``pipeline(accumulate(4), clip(1.0))`` clips once per update, and ``pipeline(clip(1.0),
     accumulate(4))`` clips every micro-batch, then averages.
 
@@ -463,10 +464,6 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
     begins with a new one. If ``fn`` raises, the weights may be between two updates, so the state
     cannot be used any more.
 
-    Middleware of the step ring and the ring "evaluation", and ``derive``, can be put around it:
-    ``pipeline(schedule(cosine()))(raw(fn))``. All others act on what ``fn`` does by itself, and are
-    refused.
-
     Args:
         fn: ``(state, batch) -> Output``. It trains ``state.model`` with ``state.optimizer``, in
             place, and returns the loss to report, its number of items, and any metrics. It makes no
@@ -497,6 +494,11 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
         >>> state = fl.fit(raw(twice), toy(), [torch.tensor([1.0]), torch.tensor([2.0])], hooks=())
         >>> state.step, state.model.w.item()
         (2, -6.0)
+
+    Notes:
+        Middleware of the step ring and the ring "evaluation", and ``derive``, can be put around it:
+        ``pipeline(schedule(cosine()))(raw(fn))``. All others act on what ``fn`` does by itself, and
+        are refused.
     """
     if isinstance(fn, type | nn.Module | TrainState | Pipeline | PipelineStep):
         raise TypeError(f"raw expects a function (state, batch) -> Output; got {name_of(fn)}")

@@ -306,9 +306,6 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
     its first part is replayed, the host decides, and the rest is replayed only if the update is
     applied.
 
-    An update that is left out already stays so, and the judge is not asked. With several processes
-    each of them has to call this in every update. List the middleware after ``accumulate``.
-
     Args:
         state: the state.
         out: the output so far.
@@ -340,6 +337,11 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
         >>> state, out = fl.pipeline(at_most(1.0))(toy_loss)(toy(w=2.0), torch.ones(1))
         >>> out.skip, state.step, state.skipped
         ('the loss is too large', 0, 1)
+
+    Notes:
+        An update that is left out already stays so, and the judge is not asked. With several
+        processes each of them has to call this in every update. List the middleware after
+        ``accumulate``.
     """
     if not isinstance(flag, Tensor) or flag.numel() != 1:
         raise TypeError(f"decide expects flag as a scalar tensor; got {checks.describe(flag)}")

@@ -110,16 +110,6 @@ def dry_run(
     loader, a metric or a hook that raises later is a problem of the report, by its name, and the
     rest is tried without it.
 
-    Nothing is left behind: the state and all generators stay as they are, and checkpoints are
-    written to a temporary folder. ``checkpoint``, ``to_csv`` and ``to_jsonl`` write there as well,
-    and not to their own paths. ``track``, ``progress``, ``live_plot`` and ``time_limit`` are not
-    called. A hook or a loader of yours is called as it is: what it writes by itself, it writes. Up
-    to three copies of the model and the optimizer exist at once.
-
-    With several processes, every process has to call it. Each tries its share of the data, and all
-    return the same report: times are those of the main process, and a problem of some processes
-    names them. The temporary folder is in the current one if there are several machines.
-
     Args:
         step: as in ``fit``.
         state: the newest state.
@@ -144,6 +134,20 @@ def dry_run(
         >>> report = dry_run(fl.pipeline()(toy_loss), toy(), (batches, batches))
         >>> [finding.text for finding in report.findings if finding.kind == "resume"]
         ['bit for bit, in the middle of an epoch']
+
+    Notes:
+        Nothing is left behind: the state and all generators stay as they are, and checkpoints are
+        written to a temporary folder. ``checkpoint``, ``to_csv`` and ``to_jsonl`` write there as
+        well, and not to their own paths. ``track``, ``progress``, ``live_plot`` and ``time_limit``
+        are not called. Your own hooks and loaders are called as they are: what they write by
+        themselves, they write. Up to three copies of the model and the optimizer exist at once.
+
+        With several processes, every process has to call it. Each tries its share of the data, and
+        all return the same report: times are those of the main process, and a problem of some
+        processes names them. The temporary folder is in the current one if there are several
+        machines.
+
+    Replaces: lightning.fast_dev_run
     """
     __tracebackhide__ = True
     check_step(step, "dry_run")

@@ -126,14 +126,6 @@ def find_lr(
     the smoothed loss is above four times its best, or if a loss is not finite. An update that is
     skipped, as by an fp16 overflow, is tried again with the next batch.
 
-    The suggestion is fastai's "valley": the middle of the longest stretch in which the smoothed
-    loss falls, without the first tenth and the last five updates.
-
-    The state and all generators stay as they are. The copy needs memory for another model and
-    optimizer. The step is the one given, with ``accumulate``, ``clip``, ``amp`` and so on, but
-    without ``schedule``, ``torch_scheduler`` and ``plateau``, averages and metrics. A rate that
-    another middleware sets is replaced during the update.
-
     Args:
         step: what ``pipeline(...)(loss_fn)`` or ``raw(fn)`` returns.
         state: the newest state, usually at step 0.
@@ -162,8 +154,19 @@ def find_lr(
         >>> f"{found.suggestion:.2g}", found.note, state.model.w.item()
         ('0.0012', 'the smoothed loss rose above 4 times its best at lr=8.3', 1.0)
 
+    Notes:
+        The suggestion is fastai's "valley": the middle of the longest stretch in which the smoothed
+        loss falls, without the first tenth and the last five updates.
+
+        The state and all generators stay as they are. The copy needs memory for another model and
+        optimizer. The step is the one given, with ``accumulate``, ``clip``, ``amp`` and so on, but
+        without ``schedule``, ``torch_scheduler`` and ``plateau``, averages and metrics. A rate that
+        another middleware sets is replaced during the update.
+
     Source: Smith, 2017, https://arxiv.org/abs/1506.01186; the settings and the suggestion are those
     of ``Learner.lr_find`` of fastai 2.
+
+    Replaces: lightning.LearningRateFinder
     """
     __tracebackhide__ = True
     check_step(step, "find_lr")
@@ -342,10 +345,6 @@ def find_batch_size(
     they are. Any wording of torch's memory errors counts, and MemoryError. Schedules and metrics
     are left out; an average, which needs memory, is not.
 
-    The result is a little too small, because the copy needs memory beside the state. Even so, leave
-    some memory free where sizes vary: other batches may be longer. On the CPU, Linux usually ends a
-    process that has used up the memory, and raises nothing: give a ``most`` that is safe.
-
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns. With ``accumulate`` the size is that of one
             batch of the window.
@@ -373,6 +372,14 @@ def find_batch_size(
         ...     return toy_loss(model, batch)
         >>> find_batch_size(fl.pipeline()(loss_fn), toy(), lambda size: [torch.ones(size)] * 3)
         100
+
+    Notes:
+        The result is a little too small, because the copy needs memory beside the state. Even so,
+        leave some memory free where sizes vary: other batches may be longer. On the CPU, Linux
+        usually ends a process that has used up the memory, and raises nothing: give a ``most`` that
+        is safe.
+
+    Replaces: lightning.BatchSizeFinder, accelerate.find_executable_batch_size
     """
     __tracebackhide__ = True
     check_step(step, "find_batch_size")

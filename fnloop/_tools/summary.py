@@ -146,6 +146,8 @@ def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:
         model   Sequential  [2, 8] │     40      yes │   160 B    128 B
           0     Linear      [2, 8] │     40      yes │   160 B     64 B
           1     ReLU        [2, 8] │                 │             64 B
+
+    Replaces: lightning.ModelSummary, keras.summary
     """
     __tracebackhide__ = True
     check_not_stale(state, "summary")

@@ -80,16 +80,13 @@ class Advice(Shown):
 
 
 def tune(step: PipelineStep, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
-    """Time what could be changed about a run, for a few updates each, and say what to write.
+    """Find out what makes a run faster: time some changes, and print the code to use.
 
     These are tried where they are possible and not in use: a fused optimizer, ``channels_last()``,
     ``amp("bf16")``, ``compiled()`` (if there is a compiler, and time: ``seconds`` of at least 5),
     workers (or none), prefetching; and how fast the run would be if all batches were at hand, which
     says what the loader costs. The changes take turns. Those that are 3 % faster are then tried
     together. On a machine that others use too, give it more seconds.
-
-    Every trial trains a snapshot: the state, the global generators and the position of the loader
-    stay as they are. What a loss function keeps by itself is not copied.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
@@ -115,6 +112,10 @@ def tune(step: PipelineStep, state: TrainState, loader: object, *, seconds: floa
         >>> advice = tune(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, seconds=0.01)
         >>> advice.trials[0].name, advice.trials[0].ratio
         ('as it is', 1.0)
+
+    Notes:
+        Every trial trains a snapshot: the state, the global generators and the position of the
+        loader stay as they are. What a loss function keeps by itself is not copied.
     """
     check_step(step, "tune")
     check_not_stale(state, "tune")

@@ -47,6 +47,8 @@ def zip_cycle(**loaders: Loader) -> Composed:
         >>> long, short = [torch.ones(1)] * 3, [torch.zeros(1), torch.ones(1)]
         >>> [both["b"].item() for both in zip_cycle(a=long, b=short)]
         [0.0, 1.0, 0.0]
+
+    Replaces: lightning.CombinedLoader, fastnlp.MixDataLoader
     """
     return _ZipCycle("zip_cycle", loaders)
 
@@ -352,6 +354,8 @@ def take(loader: Loader, n: int) -> Composed:
         >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), take(endless, 3), epochs=2, hooks=())
         >>> state.step, len(take(endless, 3)), len(take([torch.ones(2)], 3))
         (6, 3, 1)
+
+    Replaces: lightning.limit_train_batches, keras.steps_per_epoch
     """
     return _Take(loader, n)
 
@@ -515,7 +519,7 @@ def fixed(loader: Loader, n: int) -> Composed:
     """Return a loader of the same samples in every epoch: those of the first n batches of epoch 0.
 
     A map-style ``DataLoader`` that shuffles has them shuffled in each epoch, and its dataset
-    augments them again. If its batches are put together by a batch sampler of yours, they stay as
+    augments them again. If your own batch sampler puts its batches together, they stay as
     they are, and only their order is shuffled. Any other loader gives the batches of epoch 0 in the
     same order. To overfit a model on purpose, train and evaluate with one such loader.
 
@@ -539,6 +543,8 @@ def fixed(loader: Loader, n: int) -> Composed:
         >>> few = fixed(loader, 1)
         >>> list(fl.predict(samples, toy(), few)) == list(fl.predict(samples, toy(), few))
         True
+
+    Replaces: lightning.overfit_batches
     """
     return _Fixed(loader, n)
 

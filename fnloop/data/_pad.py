@@ -41,6 +41,8 @@ def pad_collate(padding: Padding = 0) -> Callable[[list[object]], Batch]:
         >>> batch = collate([{"tokens": [1, 2], "labels": [1, 2]}, {"tokens": [3], "labels": [3]}])
         >>> batch["tokens"].tolist(), batch["labels"].tolist()
         ([[1, 2], [3, 0]], [[1, 2], [3, -100]])
+
+    Replaces: transformers.DataCollatorWithPadding, fastnlp.Collator
     """
     if isinstance(padding, Mapping):
         if not padding:

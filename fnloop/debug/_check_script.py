@@ -71,10 +71,6 @@ def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Repo
       items, without dropout. A BatchNorm or a loss that is not a mean breaks it.
     - host read: no line reads the device during an update.
 
-    Everything runs on copies. Generators stay as they are, and so does what the loss function, the
-    model and the loaders keep, where it can be found: closures, globals, attributes of your own
-    objects, generators. What a worker of a DataLoader keeps cannot be seen.
-
     Args:
         step: as in ``fit``.
         state: the newest state.
@@ -100,6 +96,11 @@ def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Repo
         >>> report = check_script(fl.pipeline()(loss_fn), toy(), [torch.ones(2)] * 4)
         >>> [line.split(":")[0] for line in report.problems], len(calls)
         (['same', 'resume', 'resume', 'evaluation'], 0)
+
+    Notes:
+        Everything runs on copies. Generators stay as they are, and so does what the loss function,
+        the model and the loaders keep, where it can be found: closures, globals, attributes of your
+        own objects, generators. What a worker of a DataLoader keeps cannot be seen.
     """
     __tracebackhide__ = True
     check_step(step, "check_script")

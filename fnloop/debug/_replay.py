@@ -75,16 +75,6 @@ def replay(
     run has changed by itself since that checkpoint (weights, an epoch that it ended early) is not
     made again; ``Update.confirmed`` says whether a checkpoint has the same bits.
 
-    Updates that were skipped have no number: they are made again on the way, and ``before`` is the
-    state after them. With ``accumulate`` an update has a window of batches. With ``alternate`` it
-    is a round, and ``grads`` are those of the last turn of each optimizer. With ``tbptt`` it has
-    one window of a batch. If ``spike_guard(then="back")`` went back, so that a number was given
-    twice, it is the first one after the newest checkpoint below that number; for another one, give
-    the path of the checkpoint to begin with.
-
-    ``cuda_graph`` is left out, which changes no number. ``plateau`` depends on the records of the
-    run, which are taken from a checkpoint after the update.
-
     Args:
         folder: the folder of the run, which the hook ``checkpoint(folder)`` wrote to; or one
             checkpoint of it, to begin with.
@@ -120,6 +110,17 @@ def replay(
         ...     update = replay(folder, step, toy(), batches, update=2)
         >>> update.before.model.w.item(), update.grads["w"].item(), update.after.model.w.item()
         (-1.0, 2.0, -3.0)
+
+    Notes:
+        Updates that were skipped have no number: they are made again on the way, and ``before`` is
+        the state after them. With ``accumulate`` an update has a window of batches. With
+        ``alternate`` it is a round, and ``grads`` are those of the last turn of each optimizer.
+        With ``tbptt`` it has one window of a batch. If ``spike_guard(then="back")`` went back, so
+        that a number was given twice, it is the first one after the newest checkpoint below that
+        number; for another one, give the path of the checkpoint to begin with.
+
+        ``cuda_graph`` is left out, which changes no number. ``plateau`` depends on the records of
+        the run, which are taken from a checkpoint after the update.
     """
     __tracebackhide__ = True
     check_step(step, "replay")
@@ -472,10 +473,6 @@ def bisect(
     again in both, and compared: its batches, the outputs of modules in the order in which they
     return, the losses, the gradients and the optimizer.
 
-    If the two are made again alike, one of them was not made by its script: its first checkpoint
-    that differs is not what it would have been. A faulty device or a kernel that is not
-    deterministic makes such a run, and so does a hook that changes weights.
-
     Args:
         a, b: the folders of the two runs, which ``checkpoint(folder)`` wrote to.
         step: that of both, or a pair of them.
@@ -508,6 +505,11 @@ def bisect(
         ...     found = bisect(a, b, steps, toy(), batches)
         >>> found.update, found.what, found.text
         (3, 'loss', '1 of 1 elements differ, by up to 9; first: -9 and -18, 8,388,608 ulps apart')
+
+    Notes:
+        If the two are made again alike, one of them was not made by its script: its first
+        checkpoint that differs is not what it would have been. A faulty device or a kernel that is
+        not deterministic makes such a run, and so does a hook that changes weights.
     """
     __tracebackhide__ = True
     steps, each_loaders = _pair(step, PipelineStep), _pair(loaders, Mapping)

@@ -66,13 +66,6 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
     - "watch/<module>/update": the norm of the change of these parameters, divided by their norm
       after it. Often about 1e-3 where training goes well; 0 where nothing is learned.
 
-    They are means over the watched updates of a record, of which the first update of the run is
-    one. They stay on the device until a record is made. Watched updates have hooks on the modules
-    and a copy of the weights. Other updates have neither.
-
-    Nothing is seen inside of what torch.compile has compiled, so there is no activation there. A
-    functional call such as ``torch.relu(x)`` has no name: the next module shows what it does.
-
     Args:
         every: updates from one that is watched to the next.
         only: what it is for, as in ``freeze``: a module of the model, a glob of names, a function
@@ -94,6 +87,14 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
         >>> state, out = step(toy(w=2.0), torch.tensor([3.0]))       # w: 2 - 3
         >>> {name: metric.compute() for name, metric in out.metrics.items()}
         {'watch/Toy/activation': 6.0, 'watch/Toy/gradient': 3.0, 'watch/Toy/update': 3.0}
+
+    Notes:
+        They are means over the watched updates of a record, of which the first update of the run is
+        one. They stay on the device until a record is made. Watched updates have hooks on the
+        modules and a copy of the weights. Other updates have neither.
+
+        Nothing is seen inside of what torch.compile has compiled, so there is no activation there.
+        A functional call such as ``torch.relu(x)`` has no name: the next module shows what it does.
     """
     checks.integer(WATCH, "every", every, "updates from one to the next", wrong_type=TypeError)
     selectors = None if only is None else check_selectors(WATCH, only)
