@@ -28,7 +28,7 @@ from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.format import COLLECTED, CheckpointError
 from fnloop._core.freeze import Groups, add_group, split_group
-from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, optimizers_in
+from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, number_in, optimizers_in
 from fnloop._core.serialize import (
     Json,
     Pending,
@@ -818,7 +818,7 @@ def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object)
     here = held.get(key)
     one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
     if here is None:  # a schedule derives this setting from the one without the prefix
-        here = held.get(key.removeprefix("initial_"))
+        here = number_in(held, key.removeprefix("initial_"))
     if isinstance(here, Tensor):
         if not _fits_tensor(value, here):
             raise CheckpointError(
@@ -881,7 +881,7 @@ def share_scheduled_values(group: Group) -> None:
     A schedule compares the two objects to detect that something else has changed the value.
     """
     for key in [key for key in group if key.startswith(SCHEDULED)]:
-        used = group.get(key.removeprefix(SCHEDULED))
+        used = number_in(group, key.removeprefix(SCHEDULED))
         if used is not None and bool(group[key] == used):
             group[key] = used
 

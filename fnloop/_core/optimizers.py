@@ -176,7 +176,7 @@ def was_scheduled(group: Group, key: str) -> bool:
 
 def set_by_torch(group: Group, key: str) -> bool:
     """Return whether a number of a group is as a scheduler of torch has left it."""
-    value, last = group[key], group.get(key + _SET)
+    value, last = number_in(group, key), group.get(key + _SET)
     if last is None or isinstance(value, Tensor):
         return last is not None and last is value
     return bool(last == value)
@@ -184,7 +184,7 @@ def set_by_torch(group: Group, key: str) -> bool:
 
 def initial_value(group: Group, key: str) -> Any:
     """Return what a number of a group was before its first schedule, or was set to since."""
-    value = group[key]
+    value = number_in(group, key)
     as_set = {key + _BEFORE: group.get(key + _SET), f"initial_{key}": group.get(SCHEDULED + key)}
     for initial, last in as_set.items():
         # No tensor is read: one that is there is as its schedule has left it.
@@ -222,9 +222,7 @@ def _set_initial(group: Group, key: str) -> object:
     initial = initial_value(group, key)
     if isinstance(initial, Tensor):
         initial = initial.clone()
-        group[key].copy_(initial)
-    else:
-        group[key] = initial
+    put_number(group, key, initial)
     if f"initial_{key}" in group:  # torch's schedulers take it for the rate to begin with
         group[f"initial_{key}"] = initial
     return initial
@@ -235,8 +233,9 @@ def forget_schedules(groups: Iterable[Group]) -> None:
     for group in groups:
         ours = {key.removeprefix(SCHEDULED) for key in group if key.startswith(SCHEDULED)}
         theirs = {key.removesuffix(_SET) for key in group if key.endswith(_SET)}
-        for key in (ours | theirs) & group.keys():
-            if key.startswith("initial_"):  # a mark of its own, group["set_by_schedule_initial_lr"]
+        for key in ours | theirs:
+            # The first is a mark of its own, group["set_by_schedule_initial_lr"].
+            if key.startswith("initial_") or number_in(group, key) is None:
                 continue
             _set_initial(group, key)
             for mark in (SCHEDULED + key, f"{SCHEDULED}initial_{key}", key + _BEFORE, key + _SET):
@@ -340,32 +339,46 @@ def explain_untrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> str 
 # Numbers of parameter groups that middleware set before each update, such as learning rates.
 
 Rate = float | Tensor
+_TUPLES = ("betas",)  # settings whose parts are numbers
 RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
 
 
-def set_number(group: Group, field: str, factor: float, owner: str) -> None:
-    """Set a number of a group to its initial value times a factor.
+def number_in(group: Group, field: str) -> Any:
+    """Return a number of a group, or None: ``betas.0`` is the first of the tuple ``betas``."""
+    key, _, part = field.partition(".")
+    value = group.get(key)
+    if not part:
+        return value
+    if not isinstance(value, tuple | list) or not part.isdecimal() or int(part) >= len(value):
+        return None
+    return value[int(part)]
+
+
+def set_number(group: Group, field: str, factor: float, owner: str, absolute: bool = False) -> None:
+    """Set a number of a group to its initial value times a factor, or to a value.
 
     Args:
         group: the group. It keeps the initial value, as ``initial_lr``, and what was set.
-        field: the key of the number.
-        factor: the factor.
+        field: the key of the number, or of a part of a tuple.
+        factor: the factor, or the value.
         owner: the middleware, for messages.
+        absolute: whether it is the value.
 
     Raises:
         ValueError: there is no such number, or it was changed although its initial value was not.
     """
     __tracebackhide__ = True
     initial, last = f"initial_{field}", SCHEDULED + field
+    found = number_in(group, field)
     if initial not in group:
         group[initial] = _read_number(group, field)
-    elif group[field] is not group.get(last) and not _is_same(group[field], group.get(last)):
+    elif found is not group.get(last) and not _is_same(found, group.get(last)):
         if set_by_torch(group, field):  # in an earlier phase
             group[initial] = copy_number(initial_value(group, field))
         else:
             _check_unchanged(group, field, owner)
-    put_number(group, field, group[initial] * factor)
-    group[last], group[SCHEDULED + initial] = group[field], group[initial]
+    put_number(group, field, factor if absolute else group[initial] * factor)
+    group[last], group[SCHEDULED + initial] = number_in(group, field), group[initial]
 
 
 Kept = tuple[Group, Group]
@@ -388,7 +401,7 @@ def put_settings_back(kept: Iterable[Kept], field: str, used: Iterable[Rate]) ->
         used: the number of each group in the update.
     """
     for (group, before), number in zip(kept, used, strict=True):
-        if group[field] is number and not isinstance(number, Tensor):
+        if number_in(group, field) is number and not isinstance(number, Tensor):
             for name in group.keys() - before.keys():
                 del group[name]
             group.update(before)
@@ -402,16 +415,17 @@ def numbers_used(groups: Mapping[str, Group], field: str) -> dict[str, Metric]:
         field: the key of the number. A group without one is left out.
     """
     return {
-        f"{field}{label}": Last(copy_number(group[field]))
+        f"{field}{label}": Last(copy_number(number_in(group, field)))
         for label, group in groups.items()
-        if _is_number(group.get(field))
+        if _is_number(number_in(group, field))
     }
 
 
 def _check_unchanged(group: Group, field: str, name: str) -> None:
     """Raise if a group has a new value since the last update, but not a new initial value."""
     __tracebackhide__ = True
-    found, last, initial = group[field], group.get(SCHEDULED + field), f"initial_{field}"
+    found, last = number_in(group, field), group.get(SCHEDULED + field)
+    initial = f"initial_{field}"
     if last is None or not _is_same(group[initial], group.get(SCHEDULED + initial)):
         return
     raise ValueError(
@@ -436,9 +450,10 @@ def _format(value: Rate) -> str:
 
 def _read_number(group: Group, field: str) -> Rate:
     """Return a copy of a number of a group, or raise if the group has no such number."""
-    value = group.get(field)
+    value = number_in(group, field)
     if not _is_number(value):
         keys = [k for k, v in group.items() if _is_number(v)]
+        keys += [f"{k}.{i}" for k, v in group.items() if k in _TUPLES for i in range(len(v))]
         known = [k for k in keys if not k.startswith(("initial_", SCHEDULED))]
         raise ValueError(
             f"schedule(..., field={field!r}): the optimizer's groups have no such number; they "
@@ -459,9 +474,13 @@ def copy_number(value: Any) -> Rate:
 
 def put_number(group: Group, field: str, value: Rate) -> None:
     """Set a number of a group to a value; a tensor stays the same tensor."""
-    current = group[field]
+    current = number_in(group, field)
+    key, _, part = field.partition(".")
     if isinstance(current, Tensor):
         # The tensor of a capturable optimizer. Unlike copy_, fill_ does not wait for the device.
         current.fill_(value)
+    elif part:
+        kept = group[key]
+        group[key] = type(kept)(value if i == int(part) else v for i, v in enumerate(kept))
     else:
         group[field] = value

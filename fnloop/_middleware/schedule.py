@@ -27,13 +27,14 @@ from fnloop._core.history import (
 from fnloop._core.optimizers import (
     RATIO,
     SCHEDULED,
-    Group,
+    Rate,
     begin_again,
     groups_in,
     initial_value,
     keep_settings,
     labelled_groups,
     note_set,
+    number_in,
     numbers_used,
     put_settings_back,
     selected,
@@ -46,16 +47,22 @@ from fnloop._core.types import UPDATE, Batch, Middleware, Output, Step, middlewa
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.update import report
-from fnloop.schedules import check_schedule, refuse_torch_scheduler
+from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
 
 # --------------------------------------------------------------------------------------------------
 # Set the learning rate, or another number of the parameter groups, before each update.
 
-_Fn = Callable[[int, int | None], float]
+_Fn = Callable[[int, int | None], float] | Callable[[TrainState], float]
 
 
 @middleware("step")
-def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None) -> Middleware:
+def schedule(
+    fn: _Fn,
+    field: str = "lr",
+    only: str | Sequence[str] | None = None,
+    *,
+    absolute: bool = False,
+) -> Middleware:
     """Set a number of every parameter group before each update.
 
     The number is its initial value × ``fn(step, total_steps)``. Update i (from 0) uses
@@ -68,17 +75,21 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
 
     Args:
         fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or your own function.
-            ``total_steps`` is None if the length of the run is unknown.
-        field: the key of the number in a parameter group: "lr", "weight_decay", "momentum", ...
+            ``total_steps`` is None if the length of the run is unknown. A function of one argument
+            gets the state: ``lambda state: 0.9**state.epoch`` is a rate by epoch.
+        field: the key of the number in a parameter group: "lr", "weight_decay", "momentum", ...;
+            "betas.0" is the first of the tuple ``group["betas"]``.
         only: the names of the optimizers whose groups to set, such as ``("rest",)``; all by
             default. A pipeline may have several schedules of one field for different optimizers.
+        absolute: whether ``fn`` returns the number itself, and not a factor.
 
     Returns:
         A middleware of the step ring.
 
     Raises:
-        TypeError: ``fn`` is not a function, ``field`` is not a key, or ``only`` has something else
-            than names. When it runs: ``fn`` returns something other than a number.
+        TypeError: ``fn`` is not a function, ``field`` is not a key, ``only`` has something else
+            than names, or ``absolute`` is not a bool. When it runs: ``fn`` returns something other
+            than a number.
         ValueError: when composing: two schedules set one field of one optimizer, or this and a
             ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer of a name
             in ``only``, the groups have no such number, ``fn`` needs a length that is unknown, or
@@ -99,12 +110,15 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
 
     Replaces: keras.LearningRateScheduler, pytorch_accelerated.CosineLrScheduler
     """
-    check_schedule("schedule", fn)
+    of_state = takes_state(fn)
+    if not of_state:
+        check_schedule("schedule", fn)
     if not isinstance(field, str) or not field:
         raise TypeError(
             'schedule expects field as the key of a number in the parameter groups, such as "lr"; '
             f"got {checks.describe(field)}"
         )
+    checks.flag("schedule", "absolute", absolute, "whether fn returns the number itself")
     names = _names(only)
     name, initial = _slot_name(field, names), f"initial_{field}"
 
@@ -112,17 +126,19 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             first, total = _stretch(state)
-            factor = _compute_factor(fn, state, state.step - first, total)
+            factor = _compute_factor(fn, of_state, state, state.step - first, total)
             groups = labelled_groups(selected(state.optimizer, names, "schedule"))
             kept = keep_settings(groups.values())
             for group in groups.values():
                 ratio = group.get(RATIO) if field == "lr" else None
-                set_number(group, field, factor if ratio is None else factor * ratio, name)
+                number = factor if ratio is None else factor * ratio
+                set_number(group, field, number, name, absolute)
             used = numbers_used(groups, field)
-            numbers = [group[field] for group in groups.values()]
+            numbers = [number_in(group, field) for group in groups.values()]
             if total != state.slots.get(name, total):
                 group = next(iter(groups.values()))
-                state = _replan(state, name, fn, field, group, factor)
+                base = 1.0 if absolute else group[initial]
+                state = _replan(state, name, fn, of_state, field, base, factor)
             try:
                 new, out = step(state, batch)
             except BaseException:
@@ -139,7 +155,7 @@ def schedule(fn: _Fn, field: str = "lr", only: str | Sequence[str] | None = None
         for group in labelled_groups(selected(state.optimizer, names, "schedule")).values():
             if was_scheduled(group, field):  # as in an earlier phase
                 group[initial] = initial_value(group, field)
-                group[SCHEDULED + field] = group[field]
+                group[SCHEDULED + field] = number_in(group, field)
         return _stretch(state)[1]
 
     return Middleware(name, step=wrap, init=init, check=_check_overlap, per_phase=True)
@@ -196,24 +212,32 @@ def _stretch(state: TrainState) -> tuple[int, int | None]:
     return run.first_step, run.total_steps - run.first_step
 
 
-def _compute_factor(fn: _Fn, state: TrainState, step: int, total: int | None) -> float:
+def _compute_factor(
+    fn: Any, of_state: bool, state: TrainState, step: int, total: int | None
+) -> Any:
     __tracebackhide__ = True
     try:
-        factor = fn(step, total)
+        factor = fn(state) if of_state else fn(step, total)
     except (TypeError, ValueError) as error:
         if total is None:
             raise ValueError(explain_unknown_length(f"schedule({name_of(fn)})", state)) from error
         raise
     if type(factor) is not float and not isinstance(factor, Real | Tensor):
         raise TypeError(
-            f"schedule({name_of(fn)}) must return a number, the factor on the initial value; "
+            f"schedule({name_of(fn)}) must return a number; "
             f"at step {step} of {total} it returned {checks.describe(factor)}"
         )
     return factor
 
 
 def _replan(
-    state: TrainState, slot: str, fn: _Fn, field: str, group: Group, factor: float
+    state: TrainState,
+    slot: str,
+    fn: Any,
+    of_state: bool,
+    field: str,
+    initial: Rate,
+    factor: float,
 ) -> TrainState:
     """Return the state with the new total, and warn if the value depends on the total.
 
@@ -221,18 +245,18 @@ def _replan(
         state: the state.
         slot: the name of the slot.
         fn: the schedule.
+        of_state: whether it is a function of the state, which knows the new total only.
         field: what it sets.
-        group: the first group.
+        initial: what the factor is of, in the first group.
         factor: what the schedule returns with the new total.
     """
     before, (first, total) = state.slots[slot], _stretch(state)
-    if total is None:
-        return state
+    if total is None or of_state:
+        return state if total is None else with_slot(state, slot, total)
     planned: float | None = None
     with contextlib.suppress(Exception):  # the function may be undefined after the planned end
         planned = fn(state.step - first, before)
     if before is not None and planned != factor and state.backend.main:
-        initial = group[f"initial_{field}"]
         unit = f" × initial_{field}" if isinstance(initial, Tensor) else ""
         scale = 1 if unit else initial
         otherwise = "" if planned is None else f" instead of {planned * scale:.3g}{unit}"

@@ -15,6 +15,7 @@ Lengths are numbers of updates (an int: ``warmup=100``) or fractions of the run 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec
@@ -142,6 +143,23 @@ def check_schedule(owner: str, schedule: object) -> None:
         raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
     refuse_torch_scheduler(owner, wanted, schedule)
     checks.function(owner, "a schedule", schedule, wanted, 2)
+
+
+def takes_state(given: object) -> bool:
+    """Return whether something is a function of one argument, the state, and not a schedule."""
+    ours = hasattr(given, "is_schedule_factory") or getattr(given, "__module__", "") == __name__
+    if not callable(given) or isinstance(given, type) or ours:  # warmup(2) takes a schedule
+        return False
+    try:
+        signature = inspect.signature(given)
+        signature.bind(None)
+    except (TypeError, ValueError):  # it takes another number, or is a builtin without a signature
+        return False
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return True
+    return False
 
 
 def refuse_torch_scheduler(owner: str, wanted: str, given: object) -> None:
