@@ -21,8 +21,9 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 - **Steps**: `pipeline`, `supervised`, `skip`, `Output`, `alternate`, `raw`
 - **Middleware**: `middleware`, `Middleware`, `decide`; of batches `accumulate`, `microbatch`,
   `retry_on_oom`, `tbptt`; of gradients `clip`, `clip_value`, `clip_adaptive`, `grad_norm`, `sam`,
-  `closure`; of rates `schedule`, `torch_scheduler`, `plateau`; of speed `amp`, `compiled`,
-  `channels_last`, `cuda_graph`, `CaptureError`; guards `skip_nonfinite`, `spike_guard`
+  `closure`; of rates `schedule`, `torch_scheduler`, `plateau`; of the loss `scheduled`; of speed
+  `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`; guards `skip_nonfinite`,
+  `spike_guard`
 - **Averages of the weights**: `ema`, `swa`, `averaged`, `update_batchnorm`
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
@@ -78,7 +79,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._middleware.guards import skip_nonfinite, spike_guard
     from fnloop._middleware.metric import derive, device_memory, metric, throughput, timings
     from fnloop._middleware.precision import amp, channels_last
-    from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
+    from fnloop._middleware.schedule import plateau, schedule, scheduled, torch_scheduler
     from fnloop._tools.dry_run import dry_run
     from fnloop._tools.find import find_batch_size, find_lr
     from fnloop._tools.summary import summary
@@ -102,7 +103,7 @@ _LATER = {
     "._middleware.guards": "skip_nonfinite spike_guard",
     "._middleware.metric": "derive device_memory metric throughput timings",
     "._middleware.precision": "amp channels_last",
-    "._middleware.schedule": "plateau schedule torch_scheduler",
+    "._middleware.schedule": "plateau schedule scheduled torch_scheduler",
     "._tools.dry_run": "dry_run",
     "._tools.find": "find_batch_size find_lr",
     "._tools.summary": "summary",
@@ -117,14 +118,13 @@ __all__ = [
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
     "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
-    "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
-    "latest", "layers", "live_plot", "metric", "microbatch", "middleware", "on_main", "once",
-    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue",
-    "restore", "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule",
+    "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect", "latest",
+    "layers", "live_plot", "metric", "microbatch", "middleware", "on_main", "once", "pipeline",
+    "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
+    "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "scheduled",
     "schedules", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary",
     "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
-    "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when",
-    "when_improved",
+    "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when", "when_improved",
 ]
 # fmt: on
 

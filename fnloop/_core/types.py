@@ -193,6 +193,7 @@ class Middleware:
         total: the samples of one update of a run, in all processes together, where that says how
             many batches it takes; ``window`` is the most. Or None.
         loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
+        passes: names of keyword arguments that its ``loss_fn`` passes to the loss function.
         check: called with all middleware of a pipeline when it is composed; raises if they are
             incompatible; or None.
         check_state: called with a state and all middleware of the pipeline, when a step first meets
@@ -238,6 +239,7 @@ class Middleware:
     windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
     total: int | None = attrs.field(default=None, kw_only=True)
     loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
+    passes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
     check_state: Callable[..., None] | None = attrs.field(default=None, kw_only=True)
     evaluation: Wrap | None = attrs.field(default=None, kw_only=True)
@@ -274,7 +276,7 @@ class Middleware:
         if self.call:
             return repr(self.call)
         defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}}
-        defaults |= {"loaders": (), "per_phase": False}
+        defaults |= {"loaders": (), "passes": (), "per_phase": False}
         given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
         return repr(Call(Middleware, (self.name,), given))
 

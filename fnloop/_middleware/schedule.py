@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -24,11 +26,13 @@ from fnloop._core.history import (
     mode_of,
     unfinished,
 )
+from fnloop._core.metrics import Last
 from fnloop._core.optimizers import (
     RATIO,
     SCHEDULED,
     Rate,
     begin_again,
+    copy_number,
     groups_in,
     initial_value,
     keep_settings,
@@ -43,7 +47,16 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, explain_unknown_length, owns_handles, with_slot
-from fnloop._core.types import UPDATE, Batch, Middleware, Output, Step, middleware, name_of
+from fnloop._core.types import (
+    UPDATE,
+    Batch,
+    LossFn,
+    Middleware,
+    Output,
+    Step,
+    middleware,
+    name_of,
+)
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.update import report
@@ -213,19 +226,24 @@ def _stretch(state: TrainState) -> tuple[int, int | None]:
 
 
 def _compute_factor(
-    fn: Any, of_state: bool, state: TrainState, step: int, total: int | None
+    fn: Any,
+    of_state: bool,
+    state: TrainState,
+    step: int,
+    total: int | None,
+    owner: str = "schedule",
 ) -> Any:
     __tracebackhide__ = True
     try:
         factor = fn(state) if of_state else fn(step, total)
     except (TypeError, ValueError) as error:
         if total is None:
-            raise ValueError(explain_unknown_length(f"schedule({name_of(fn)})", state)) from error
+            raise ValueError(explain_unknown_length(f"{owner}({name_of(fn)})", state)) from error
         raise
     if type(factor) is not float and not isinstance(factor, Real | Tensor):
         raise TypeError(
-            f"schedule({name_of(fn)}) must return a number; "
-            f"at step {step} of {total} it returned {checks.describe(factor)}"
+            f"{owner}({name_of(fn)}) must return a number; at step {step} of {total} "
+            f"it returned {checks.describe(factor)}"
         )
     return factor
 
@@ -265,6 +283,139 @@ def _replan(
             f"{total}: at step {state.step} {field} is {factor * scale:.3g}{unit}{otherwise}"
         )
     return with_slot(state, slot, total)
+
+
+# --------------------------------------------------------------------------------------------------
+# Pass numbers that depend on the update to the loss function.
+
+
+@middleware("step")
+def scheduled(**functions: _Fn) -> Middleware:
+    """Pass numbers that change during a run to the loss function, by name.
+
+    For teacher forcing, temperatures, the weight of a KL term, a curriculum:
+    ``scheduled(beta=schedules.linear())`` with ``loss_fn(model, batch, *, beta)``. Update i (from
+    0) gets ``fn(i, total)``, counted as by :func:`schedule`; an evaluation gets that of the next
+    update. The number is the metric "beta", the last one of a record.
+
+    Args:
+        **functions: by name, ``(step, total_steps) -> number``: one of ``fnloop.schedules``, or
+            your own function. A function of one argument gets the state.
+
+    Returns:
+        A middleware of the step ring and the ring "evaluation". It replaces the loss function by
+        one with these arguments.
+
+    Raises:
+        TypeError: there is no name, or something is not a function. When composing: the loss
+            function has no such argument. When it runs: a function returns something else than a
+            number.
+        ValueError: when composing: a name is listed twice. When it runs: a function needs a length
+            that is unknown.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy
+        >>> def loss_fn(model, batch, *, beta):
+        ...     return beta * model.w * batch.mean()
+        >>> step = fl.pipeline(scheduled(beta=lambda i, total: i / total))(loss_fn)
+        >>> state = fl.fit(step, toy(), [torch.ones(1)] * 4, hooks=())
+        >>> state.model.w.item(), state.history["train/beta"]        # -(0 + 0.25 + 0.5 + 0.75)
+        (-1.5, (0.75,))
+
+    Notes:
+        The loss function gets a float. Where ``compiled`` or ``cuda_graph`` is listed, it gets a
+        tensor without dimensions, on the device, which is filled before each update: so nothing is
+        compiled or captured again.
+    """
+    if not functions:
+        raise TypeError("scheduled expects names and functions: scheduled(beta=schedules.linear())")
+    wanted = "a function (step, total_steps) -> number, or one of the state"
+    for name, fn in functions.items():
+        refuse_torch_scheduler("scheduled", wanted, fn)
+        if not takes_state(fn):
+            checks.function("scheduled", name, fn, wanted, 2)
+    of_state = {name: takes_state(fn) for name, fn in functions.items()}
+    slot, passed = f"scheduled({', '.join(functions)})", _Passed()
+
+    def compute(state: TrainState) -> dict[str, Rate]:
+        __tracebackhide__ = True
+        first, total = state.slots[slot] if state.run is None else _stretch(state)
+        step = state.step - first
+        found = {
+            name: _compute_factor(fn, of_state[name], state, step, total, "scheduled")
+            for name, fn in functions.items()
+        }
+        passed.put(found, state.backend.device)
+        return found
+
+    def wrap(step: Step) -> Step:
+        def with_numbers(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            if state.run is not None and _stretch(state) != state.slots[slot]:
+                state = with_slot(state, slot, _stretch(state))
+            found = {name: Last(copy_number(value)) for name, value in compute(state).items()}
+            state, out = step(state, batch)
+            return state, report(out, found, "scheduled")
+
+        return with_numbers
+
+    def evaluation(step: Step) -> Step:
+        def with_numbers(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            compute(state)
+            return step(state, batch)
+
+        return with_numbers
+
+    def loss_fn(given: LossFn) -> LossFn:
+        @functools.wraps(given)
+        def with_numbers(*args: Any) -> Any:
+            __tracebackhide__ = True
+            return given(*args, **passed.numbers)
+
+        return with_numbers
+
+    def check(listed: Sequence[Middleware]) -> None:
+        every = [name for member in listed for name in member.passes]
+        if twice := [name for name in functions if every.count(name) > 1]:
+            raise ValueError(
+                f"two middleware pass {twice[0]!r} to the loss function: leave one out"
+            )
+        passed.as_tensors |= any(m.name in ("compiled", "cuda_graph") for m in listed)
+
+    return Middleware(
+        slot,
+        step=wrap,
+        evaluation=evaluation,
+        init=_stretch,
+        per_phase=True,
+        loss_fn=loss_fn,
+        passes=tuple(functions),
+        check=check,
+        adds=(),
+    )
+
+
+class _Passed:
+    """The numbers of the update, or evaluation, that is being made."""
+
+    def __init__(self) -> None:
+        self.as_tensors = False  # compiled and captured code would keep a float
+        self.numbers: dict[str, Rate] = {}
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+
+    def put(self, found: Mapping[str, Rate], device: torch.device) -> None:
+        """Set the numbers for what comes next."""
+        self.numbers = {
+            name: self._tensor(name, value, device) if self.as_tensors else value
+            for name, value in found.items()
+        }
+
+    def _tensor(self, name: str, value: Rate, device: torch.device) -> Tensor:
+        if (name, device) not in self._tensors:
+            self._tensors[name, device] = torch.zeros((), device=device)
+        return self._tensors[name, device].fill_(value)
 
 
 # --------------------------------------------------------------------------------------------------

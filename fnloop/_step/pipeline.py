@@ -101,7 +101,8 @@ class Pipeline:
 
         Args:
             loss_fn: ``(model, batch) -> loss`` or ``-> (loss, aux)``; with ``tbptt``,
-                ``(model, batch, carry) -> (loss, aux, carry)``. Or what ``raw(fn)`` returns.
+                ``(model, batch, carry) -> (loss, aux, carry)``; with ``scheduled(beta=...)``, a
+                keyword ``beta`` too. Or what ``raw(fn)`` returns.
 
         Raises:
             TypeError: it is not such a function.
@@ -112,7 +113,8 @@ class Pipeline:
             )
         if isinstance(loss_fn, PipelineStep):
             return loss_fn.inside(self)
-        check_loss_fn(loss_fn, any(m.name == TBPTT for m in self.middleware))
+        passed = [name for m in self.middleware for name in m.passes]
+        check_loss_fn(loss_fn, any(m.name == TBPTT for m in self.middleware), passed)
         return LossStep(self, loss_fn)
 
 
@@ -389,6 +391,8 @@ class LossStep(PipelineStep):
 
     def _compose_innermost(self) -> Step:
         members = in_order(self.pipeline.middleware, "step")
+        # What passes values to the loss function is next to it: tbptt and compiled know none.
+        members.sort(key=lambda member: not member.passes)
         wraps = [m.loss_fn for m in members if m.loss_fn is not None]
         name, amp_listed = name_of(self.loss_fn), any(m.name == "amp" for m in members)
         innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, amp_listed)
@@ -798,8 +802,14 @@ def _fail_as_member(member: object) -> None:
 _MODELS, _BATCHES = ("model", "net", "network", "module"), ("batch", "data", "inputs", "sample")
 
 
-def check_loss_fn(loss_fn: object, carries: bool = False) -> None:
-    """Raise TypeError unless this is a function of a model and a batch, and of a carry if asked."""
+def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] = ()) -> None:
+    """Raise TypeError unless this is a function of a model and a batch.
+
+    Args:
+        loss_fn: the loss function.
+        carries: whether it takes a carry too.
+        passed: names of keyword arguments that it takes too.
+    """
     if isinstance(loss_fn, Middleware):
         raise TypeError(
             f"pipeline(...)(loss_fn) expects a loss function; got the middleware {loss_fn!r}. "
@@ -821,13 +831,12 @@ def check_loss_fn(loss_fn: object, carries: bool = False) -> None:
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
-            signature.bind(*(None,) * (3 if carries else 2))
+            signature.bind(*(None,) * (3 if carries else 2), **dict.fromkeys(passed))
         except TypeError as error:
-            taken = (
-                "with tbptt a loss function takes (model, batch, carry)"
-                if carries
-                else ("a loss function takes (model, batch)")
-            )
+            given = ["model", "batch", *["carry"] * carries, *["*"] * bool(passed), *passed]
+            by = [*["tbptt"] * carries, *["scheduled"] * bool(passed)]
+            taken = f"a loss function takes ({', '.join(given)})"
+            taken = f"with {' and '.join(by)} {taken}" if by else taken
             name = name_of(loss_fn)
             raise TypeError(f"{taken}, but {name} takes {signature}") from error
         first, second = [*signature.parameters, "", ""][:2]
