@@ -61,6 +61,8 @@ SINGLES = [
     fl.channels_last(),  # of convolutions: tests/_middleware/test_channels_last.py
     warm_cosine,
     fl.schedule(schedules.linear(), field="weight_decay"),
+    fl.schedule(lambda state: 0.5**state.epoch),
+    fl.schedule(lambda i, total: (1 + i) / 100, absolute=True),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
     fl.torch_scheduler(decay),
     fl.torch_scheduler(lambda optimizer, run: CosineAnnealingLR(optimizer, run.total_steps)),
@@ -197,6 +199,7 @@ def test_guards_keep_the_laws_in_turns_and_with_several_optimizers(pipe):
 ELSEWHERE = {  # where the laws need another problem, or hold but for the times: the file with them
     "cuda_graph": "_graphs/test_same_numbers.py",
     "device_memory": "_middleware/test_device_memory.py",
+    "scheduled": "_middleware/test_scheduled.py",
     "tbptt": "_middleware/test_tbptt.py",
     "throughput": "_middleware/test_times.py",
     "timings": "_middleware/test_times.py",
@@ -224,6 +227,8 @@ SEVERAL = [
         fl.schedule(schedules.linear(), only="matrices"),
         fl.schedule(schedules.cosine(warmup=2), only="rest"),
         fl.schedule(schedules.linear(), field="weight_decay"),
+    fl.schedule(lambda state: 0.5**state.epoch),
+    fl.schedule(lambda i, total: (1 + i) / 100, absolute=True),
     ),
     fl.pipeline(fl.clip(0.05), fl.accumulate(3), fl.torch_scheduler(decay, only="rest")),
 ]

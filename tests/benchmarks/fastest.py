@@ -52,7 +52,7 @@ Train = Callable[[], list[float]]  # trains once, and lets CLOCK time it; the lo
 
 
 def fnloops_numbers(steps: int) -> tuple[int, list[int], list[float]]:
-    """Return what fnloop has in an epoch of so many updates, without importing it here.
+    """Return what fnloop has in an epoch, without importing it here.
 
     That is the seed of its order, and of each batch the seed and the factor of the learning rate.
     """

@@ -1,0 +1,174 @@
+"""scheduled: numbers that depend on the update, passed to the loss function by name."""
+
+import attrs
+import pytest
+import torch
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop.testing import check_laws, small, toy
+
+ONE = torch.ones(1)
+share = fl.scheduled(beta=lambda i, total: i / total)
+
+
+def loss_fn(model, batch, *, beta=1.0):  # its gradient is beta
+    return beta * model.w * batch.mean()
+
+
+def fit(step, *args, **settings):
+    return fl.fit(step, *args, hooks=(), **settings)
+
+
+def test_update_i_gets_the_number_of_i_and_a_record_has_the_last_one():
+    state = fit(fl.pipeline(share)(loss_fn), toy(), [ONE] * 4, epochs=2)
+    assert state.model.w.item() == -sum(range(8)) / 8
+    assert state.history["train/beta"] == (0.375, 0.875)
+
+
+def test_a_function_of_one_argument_gets_the_state():
+    halved = fl.scheduled(beta=lambda state: 0.5**state.epoch)
+    state = fit(fl.pipeline(halved)(loss_fn), toy(), [ONE] * 2, epochs=3)
+    assert state.model.w.item() == -2 * (1 + 0.5 + 0.25)
+
+
+def test_the_batches_of_a_window_get_the_number_of_its_update():
+    state = fit(fl.pipeline(fl.accumulate(2), share)(loss_fn), toy(), [ONE] * 4, epochs=1)
+    assert state.model.w.item() == -(0 + 1) / 2
+
+
+def test_an_evaluation_gets_the_number_of_the_next_update():
+    loaders = {"train": [ONE] * 2, "valid": [ONE]}
+    step = fl.pipeline(share)(loss_fn)
+    state = fit(step, toy(w=1.0), loaders, epochs=2)  # w is 1, 1, 0.75, 0.25, -0.5
+    assert state.history["valid/loss"] == (2 / 4 * 0.75, 4 / 4 * -0.5)
+    assert fl.evaluate(step, state, [ONE]) == {"loss": -0.5}  # of the same total, outside the run
+
+
+def test_a_phase_counts_from_where_it_began():
+    step = fl.pipeline(share)(loss_fn)
+    state = fit(step, toy(), [ONE] * 2, phase="a")
+    state = fit(step, state, [ONE] * 4, phase="b")
+    assert state.history["train/beta"] == (0.5, 0.75)
+
+
+def test_a_turn_has_numbers_of_its_own():
+    model = torch.nn.ModuleDict({"d": toy().model, "g": toy().model})
+    steps = {name: fl.pipeline(share)(lambda m, x, *, beta, n=name: beta * m[n].w) for name in "dg"}
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=1.0) for name in "dg"}
+    state = fl.TrainState.create(model, optimizers)
+    state = fit(fl.alternate(steps), state, [ONE] * 3)
+    assert {"train/d/beta", "train/g/beta"} <= {*state.history[-1].metrics}
+    assert state.model["d"].w.item() == state.model["g"].w.item() == -(0 + 1 + 2) / 3
+
+
+def test_two_numbers_and_a_carry():
+    def carried(model, batch, carry, *, beta, gamma):
+        return (beta + gamma) * model.w * batch.sum(), {}, None
+
+    numbers = fl.scheduled(beta=lambda state: 1.0 + state.step, gamma=lambda i, total: 10.0)
+    for members in ((fl.tbptt(1), numbers), (numbers, fl.tbptt(1))):
+        state, out = fl.pipeline(*members)(carried)(toy(), torch.ones(1, 3))
+        assert state.model.w.item() == -(11 + 12 + 13)
+        assert out.metrics["beta"].compute() == 3.0
+
+
+@pytest.mark.parametrize("members", [(share,), (fl.accumulate(2), share), (share, fl.clip(0.1))])
+def test_it_keeps_the_laws(members):
+    given = small()
+
+    def weighted(model, batch, *, beta=1.0):
+        loss, aux = given.loss_fn(model, batch)
+        return (1 + beta) * loss, aux
+
+    check_laws(fl.pipeline(*members), attrs.evolve(given, loss_fn=weighted))
+
+
+def test_teacher_forcing_equals_the_loop_by_hand():
+    """Bit for bit: a recurrent net that gets its target, or its own output, by a drawn coin."""
+    data = [torch.randn(4, 5, 1, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+
+    def forced(model, batch, *, truth):
+        x, hidden, total = batch[:, 0], None, 0.0
+        for t in range(1, batch.shape[1]):
+            hidden = model(x, hidden)
+            output = hidden[:, :1]
+            total = total + (output - batch[:, t]).square().mean()
+            x = batch[:, t] if torch.rand(()) < truth else output
+        return total
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.GRUCell(1, 3)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    decay = schedules.linear(min_ratio=0.2)
+    model, optimizer = make()
+    state = fl.TrainState.create(model, optimizer, seed=1)
+    state = fit(fl.pipeline(fl.scheduled(truth=decay))(forced), state, data, epochs=2)
+
+    hand, its_optimizer = make()
+    for i in range(12):
+        torch.manual_seed(seed_of(1, i))
+        its_optimizer.zero_grad()
+        forced(hand, data[i % 6], truth=decay(i, 12)).backward()
+        its_optimizer.step()
+    for mine, right in zip(model.parameters(), hand.parameters(), strict=True):
+        assert torch.equal(mine, right)
+
+
+def seed_of(seed, update):
+    """Return the seed of torch's generator in an update of the loop above: epochs of 6 batches."""
+    from fnloop._core.rng import COMPUTE, fold_in, mix
+
+    return mix(fold_in(seed, COMPUTE, update // 6), update % 6)
+
+
+def test_a_captured_update_reads_a_tensor_that_is_filled_before_each_replay(recorders):
+    step = fl.pipeline(share, fl.cuda_graph(warmup=1))(loss_fn)
+    state = fit(step, toy(), [ONE] * 4)
+    assert state.model.w.item() == pytest.approx(-(0 + 1 + 2 + 3) / 4)
+    assert sum(recorder.log.count("record 0") for recorder in recorders) <= 1
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("before", [True, False])
+def test_nothing_is_compiled_again_for_another_number(before):
+    seen = []
+    backend = lambda graph, inputs: seen.append(graph) or graph.forward
+    compiled = fl.compiled(backend=backend)
+    members = (share, compiled) if before else (compiled, share)
+    state = fit(fl.pipeline(*members)(loss_fn), toy(), [ONE] * 4)
+    assert (state.model.w.item(), len(seen)) == (-1.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fl.scheduled(), r"expects names and functions: scheduled\(beta="),
+        (lambda: fl.scheduled(beta=1.0), "expects beta as a function .* got 1.0"),
+        (lambda: fl.scheduled(beta=lambda: 1.0), r"takes \(\)"),
+        (
+            lambda: fl.pipeline(share)(lambda model, batch: 0),
+            r"takes \(model, batch, \*, beta\), but",
+        ),
+        (lambda: fl.pipeline()(lambda m, b, *, beta: 0), r"takes \(model, batch\), but"),
+        (lambda: fl.pipeline(share, fl.scheduled(beta=len, a=len))(loss_fn), "pass 'beta'"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_composing(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda i, total: "a", r"scheduled\(<lambda>\) must return a number; at step 0 of 1 it "),
+        (lambda i, total: 1 / total, "length"),
+    ],
+)
+def test_what_is_not_a_number_is_an_error_of_the_update(fn, message):
+    loader = iter([ONE])  # of no length
+    with pytest.raises((TypeError, ValueError), match=message):
+        fit(fl.pipeline(fl.scheduled(beta=fn))(loss_fn), toy(), [ONE] if "1" in message else loader)
