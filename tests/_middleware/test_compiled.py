@@ -101,8 +101,7 @@ def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
     ids=repr,
 )
 @pytest.mark.parametrize(
-    "problem",
-    [pytest.param(small(), id="small"), pytest.param(stochastic(), id="stochastic")],
+    "problem", [pytest.param(small(), id="small"), pytest.param(stochastic(), id="stochastic")]
 )
 def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
     def run(*members):

@@ -163,8 +163,7 @@ def test_the_evaluation_ring_keeps_the_listed_order_and_is_not_in_training():
 
 def test_a_user_who_does_not_evaluate_is_told():
     idle = fl.Middleware(
-        "idle",
-        evaluation=lambda step: lambda state, b: (state, fl.Output(torch.tensor(0.0), 1)),
+        "idle", evaluation=lambda step: lambda state, b: (state, fl.Output(torch.tensor(0.0), 1))
     )
     with pytest.raises(ValueError, match=r"did not call the step .* so nothing was evaluated"):
         fl.evaluate(fl.pipeline(idle)(toy_loss), toy(), [ONE])

@@ -202,10 +202,7 @@ def test_a_profiler_sees_the_optimizers_step():
         ((torch.ones(3, 2), torch.ones(3)), 3),
         ({"x": torch.ones(5, 2), "temperature": torch.tensor(2.0)}, 5),
         (((torch.ones(4), torch.ones(4)), torch.ones(4)), 4),
-        (
-            {"name": ["a", "b"], "x": torch.ones(2, 2)},
-            2,
-        ),  # what is not a tensor has no size
+        ({"name": ["a", "b"], "x": torch.ones(2, 2)}, 2),  # what is not a tensor has no size
         ((None, torch.ones(2)), 2),
         (["text", torch.ones(2)], 2),
         ({"t": torch.tensor(1.0), "x": torch.ones(4, 2)}, 4),
