@@ -154,7 +154,8 @@ def test_several_processes_are_refused(step):
     "typed",
     [
         *("accumulate(total=64)", "accumulate({0: 8, 4: 4})", "clip(1.0, norm_type=3.0)"),
-        *("compiled(mode='max-autotune-no-cudagraphs')", "cuda_graph(warmup=5)"),
+        *("compiled(mode='max-autotune-no-cudagraphs')", "compiled(dynamic=True)"),
+        "cuda_graph(warmup=5)",
         *("ema(0.5, every=2)", "swa(10, evaluate='only')", "derive(double=double_loss)"),
         *("throughput('weight', flops=1.0, peak=2.0)", "timings()", "device_memory()"),
     ],

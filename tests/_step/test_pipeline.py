@@ -114,6 +114,12 @@ def test_gradients_from_before_do_not_leak_into_a_step():
     assert (state.model.w.item(), state.model.w.grad) == (-1.0, None)
 
 
+def test_slots_are_made_when_a_step_meets_a_state():
+    counter = fl.Middleware("counter", step=lambda step: step, init=lambda state: 7)
+    state, _ = fl.pipeline(counter)(toy_loss)(toy(), ONE)
+    assert state.slots["counter"] == 7
+
+
 @pytest.mark.parametrize("ring", ["gradient", "forward"])
 def test_a_skipped_update_counts_its_batch_and_nothing_else(ring):
     wrap = lambda step: lambda s, b: (s, attrs.evolve(step(s, b)[1], skip="enough"))
