@@ -227,8 +227,8 @@ SEVERAL = [
         fl.schedule(schedules.linear(), only="matrices"),
         fl.schedule(schedules.cosine(warmup=2), only="rest"),
         fl.schedule(schedules.linear(), field="weight_decay"),
-    fl.schedule(lambda state: 0.5**state.epoch),
-    fl.schedule(lambda i, total: (1 + i) / 100, absolute=True),
+        fl.schedule(lambda state: 0.5**state.epoch),
+        fl.schedule(lambda i, total: (1 + i) / 100, absolute=True),
     ),
     fl.pipeline(fl.clip(0.05), fl.accumulate(3), fl.torch_scheduler(decay, only="rest")),
 ]

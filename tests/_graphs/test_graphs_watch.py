@@ -3,35 +3,29 @@
 import attrs
 import pytest
 import torch
-from graph_problems import capturable_adam, done, fused_sgd, net, ones
+from graph_problems import capturable_adam, compared, done, fused_sgd, net, ones
 from sample_middleware import average
 from torch import nn
+from toy_runs import fitted, of
 
 import fnloop as fl
 from fnloop import schedules
 from fnloop._graphs.guards import GuardSet
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import Problem, Toy, toy, toy_loss
+
+GRAPH = fl.cuda_graph(warmup=1)
 
 
-def stopping(recorders, change, batches=4, **kwargs):
+def changing(change, at=4):
+    """Return a hook that changes a state after some updates."""
+    return fl.when(lambda state: state.step == at)(change)
+
+
+def watched(recorders, change, *members, **settings):
     """Train a net for some updates, change something, train on; and the same without graphs."""
-
-    def run(*members):
-        problem, hooks = net(**kwargs), (fl.when(lambda state: state.step == batches)(change),)
-        step = fl.pipeline(*members, fl.clip(float("inf")))(problem.loss_fn)
-        return fl.fit(step, problem.state(), [problem.batches[0]] * 2 * batches, hooks=hooks)
-
-    captured = run(fl.cuda_graph(warmup=1))
-    assert_same(captured, run())
+    members, problem = (*members, fl.clip(float("inf"))), net(**settings)
+    compared(problem, *members, loaders=[problem.batches[0]] * 8, hooks=(changing(change),))
     return done(recorders)
-
-
-def test_a_learning_rate_that_a_hook_sets_is_filled_in(recorders):
-    def change(state):
-        state.optimizer.param_groups[0]["lr"] = 0.5
-        return state
-
-    assert stopping(recorders, change).count("run") == 1
 
 
 def momentum(state):
@@ -67,198 +61,145 @@ def other_optimizer_state(state):
     return state
 
 
+def other_tensors_in_a_slot(state):
+    state.slots["average"][:] = [torch.zeros_like(t) for t in state.slots["average"]]
+    return state
+
+
+def another_slot(state):
+    tensors = [torch.zeros_like(t) for t in state.slots["average"]]
+    return attrs.evolve(state, slots={**state.slots, "average": tensors})
+
+
+def rate(state):
+    state.optimizer.param_groups[0]["lr"] = 0.5
+    return state
+
+
+def test_a_learning_rate_that_a_hook_sets_is_filled_in(recorders):
+    assert watched(recorders, rate).count("run") == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        *(momentum, freeze, evaluation_mode),
-        *(other_memory, other_memory_of_the_rate, other_optimizer_state),
+        *(momentum, freeze, evaluation_mode, other_memory, other_memory_of_the_rate),
+        *(other_optimizer_state, other_tensors_in_a_slot, another_slot),
     ],
 )
 def test_a_change_between_two_updates_makes_new_graphs(change, recorders):
-    assert [entry for entry in stopping(recorders, change) if "replay" not in entry] == [
-        "run",
-        "record 0",
-    ] * 2
+    log = [entry for entry in watched(recorders, change, average(0.5)) if "replay" not in entry]
+    assert log == ["run", "record 0"] * 2
 
 
-def test_a_slot_that_is_replaced_from_outside_makes_a_new_graph(recorders):
-    problem = net()
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.beta = 1.0
 
-    def run(*members):
-        step, state = fl.pipeline(average(0.5), *members)(problem.loss_fn), problem.state()
-        for i in range(6):
-            if i == 4:
-                state = attrs.evolve(
-                    state, slots={"average": [torch.zeros_like(t) for t in state.slots["average"]]}
-                )
-            state, _ = step(state, problem.batches[0])
-        return state
-
-    assert_same(run(fl.cuda_graph(warmup=1)), run())
-
-
-def test_tensors_of_a_slot_that_are_replaced_from_outside_make_a_new_graph(recorders):
-    def replace(state):
-        if state.step == 4:
-            state.slots["average"][:] = [torch.zeros_like(t) for t in state.slots["average"]]
-        return state
-
-    def run(*members):
-        step = fl.pipeline(average(0.9), *members)(net().loss_fn)
-        return fl.fit(step, net().state(), net().batches[:1] * 9, hooks=(replace,))
-
-    assert_same(run(fl.cuda_graph(warmup=1)), run())
-    assert done(recorders).count("run") == 2
+    def forward(self, x):
+        return super().forward(x) * self.beta
 
 
 def test_a_number_of_a_module_that_a_hook_changes_makes_a_new_graph(recorders):
-    class Scaled(nn.Linear):
-        beta = None
-
-        def forward(self, x):
-            return super().forward(x) * self.beta
-
-    def model():
-        made = Scaled(4, 1)
-        made.beta = 1.0
-        return made.double()
-
     def anneal(state):
-        state.model.beta = 0.5 if state.step >= 4 else 1.0
+        state.model.beta = 0.5
         return state
 
-    def run(*members):
-        step = fl.pipeline(*members)(lambda model, batch: model(batch).square().mean())
-        torch.manual_seed(0)
-        made = model()
-        state = fl.TrainState.create(made, fused_sgd(made.parameters()), seed=0)
-        return fl.fit(step, state, [torch.ones(2, 4, dtype=torch.float64)] * 9, hooks=(anneal,))
-
-    assert_same(run(fl.cuda_graph(warmup=1)), run())
+    problem = Problem(Scaled, lambda m, x: m(x).square().mean(), [torch.ones(2, 4)] * 9, fused_sgd)
+    compared(problem, hooks=(changing(anneal),))
     assert done(recorders).count("run") == 2
 
 
 def test_a_slot_that_is_replaced_before_every_update_causes_a_warning(recorders, caplog):
-    @fl.middleware("step")
-    def renewed():
-        def wrap(step):
-            def renewing(state, batch):
-                return step(attrs.evolve(state, slots={"average": [torch.zeros(())]}), batch)
+    def renewed(step):
+        fresh = lambda state: attrs.evolve(state, slots={"average": [torch.zeros(())]})
+        return lambda state, batch: step(fresh(state), batch)
 
-            return renewing
-
-        return wrap
-
-    step = fl.pipeline(average(0.5), renewed(), fl.cuda_graph(warmup=1))(toy_loss)
-    fl.fit(step, toy(), ones(*[1] * 450), hooks=())
+    fitted([1] * 450, average(0.5), fl.Middleware("renewed", step=renewed), GRAPH)
     assert len(caplog.messages) == 1
     assert "because a slot that the update reads keeps changing" in caplog.text
 
 
 def test_a_slot_of_the_step_ring_may_change_with_every_update(recorders):
-    @fl.middleware("step")
-    def counter():
-        def wrap(step):
-            def counted(state, batch):
-                state, out = step(state, batch)
-                return attrs.evolve(
-                    state, slots={**state.slots, "counter": state.slots["counter"] + 1}
-                ), out
+    def counter(step):
+        def counted(state, batch):
+            state, out = step(state, batch)
+            slots = {**state.slots, "counter": state.slots["counter"] + 1}
+            return attrs.evolve(state, slots=slots), out
 
-            return counted
+        return counted
 
-        return fl.Middleware("counter", step=wrap, init=lambda state: 0)
-
-    state = fl.fit(
-        fl.pipeline(counter(), fl.cuda_graph(warmup=1))(toy_loss), toy(), ones(1, 2, 3, 4), hooks=()
-    )
-    assert (state.slots["counter"], state.model.w.item(), done(recorders).count("run")) == (
-        4,
-        -10.0,
-        1,
-    )
+    member = fl.Middleware("counter", step=counter, init=lambda state: 0)
+    state = fitted([1, 2, 3, 4], member, GRAPH)
+    assert (state.slots["counter"], state.model.w.item()) == (4, -10.0)
+    assert done(recorders).count("run") == 1
 
 
 def test_another_state_has_graphs_of_its_own(recorders):
-    step, one = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss), toy()
-    two = fl.snapshot(one)
-    for batch in ones(1, 2, 3):
-        one, _ = step(one, batch)
-    for batch in ones(10, 20, 30):
-        two, _ = step(two, batch)
+    step = fl.pipeline(GRAPH)(toy_loss)
+    one, two = fl.snapshot(toy()), toy()
+    one = fl.fit(step, one, ones(1, 2, 3), hooks=())
+    two = fl.fit(step, two, ones(10, 20, 30), hooks=())
     assert (one.model.w.item(), two.model.w.item()) == (-6.0, -60.0)
 
 
 def test_a_hook_may_return_to_a_snapshot(recorders):
-    def run(*members):
-        kept, went = [], []
+    went = []
+
+    def going_back():
+        kept = []
 
         def back(state):
             if state.step == 3 and not kept:
                 kept.append(fl.snapshot(state))
-            if state.step == 5 and not went:
-                went.append(state)
+            if state.step == 5 and len(kept) == 1:
+                kept.append(went.append(state))
                 return kept[0]
             return state
 
-        problem = net()
-        state = fl.fit(
-            fl.pipeline(*members)(problem.loss_fn),
-            problem.state(),
-            problem.batches,
-            epochs=2,
-            hooks=(back,),
-        )
-        assert went
-        return state
+        return {"hooks": (back,)}
 
-    assert_same(run(fl.cuda_graph(warmup=1)), run())
+    compared(net(), settings=going_back, epochs=2)
+    assert len(went) == 2
 
 
 def test_parameters_added_between_two_runs_are_trained(recorders):
+    problem = net()
+
     def run(*members):
-        problem = net()
-        step, state = fl.pipeline(*members)(problem.loss_fn), problem.state()
-        state = fl.fit(step, state, [problem.batches[0]] * 3, hooks=())
+        step = fl.pipeline(*members)(problem.loss_fn)
+        state = fl.fit(step, problem.state(), [problem.batches[0]] * 3, hooks=())
         with torch.random.fork_rng():
             torch.manual_seed(0)
             state.model.append(nn.Linear(1, 1).double())
         state.optimizer.add_param_group({"params": state.model[-1].parameters()})
         return fl.fit(step, state, [problem.batches[0]] * 3, epochs=2, hooks=())
 
-    captured, plain = run(fl.cuda_graph(warmup=1)), run()
-    for mine, theirs in zip(captured.model.parameters(), plain.model.parameters(), strict=True):
+    for mine, theirs in zip(run(GRAPH).model.parameters(), run().model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
 
 
 def test_a_second_run_reuses_the_graphs_of_the_first(recorders):
-    step = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
+    step = fl.pipeline(GRAPH)(toy_loss)
     state = fl.fit(step, toy(), ones(1, 2), hooks=())
     fl.fit(step, state, ones(1, 2), epochs=2, hooks=())
-    assert done(recorders) == ["run", "record 0", "replay 0", "replay 0", "replay 0"]
+    assert done(recorders) == ["run", "record 0", *["replay 0"] * 3]
 
 
 def test_updates_that_are_never_captured_cause_one_warning(recorders, caplog):
-    step = fl.pipeline(fl.cuda_graph())(toy_loss)
-    fl.fit(step, toy(), [torch.ones(n) for n in range(1, 220)], hooks=())
+    fitted([torch.ones(n) for n in range(1, 220)], fl.cuda_graph())
     assert len(caplog.messages) == 1
     assert "because the shapes of the batches keeps changing" in caplog.text
     caplog.clear()
     fading = fl.schedule(schedules.linear(), field="weight_decay")
-    state = toy()
-    state.optimizer.param_groups[0]["weight_decay"] = 0.1
-    fl.fit(fl.pipeline(fl.cuda_graph(), fading)(toy_loss), state, ones(*[1] * 120), hooks=())
+    fitted([1] * 120, fl.cuda_graph(), fading, state=of(Toy(), weight_decay=0.1))
     assert "because a setting of the optimizer (weight_decay) keeps changing" in caplog.text
 
 
 def test_eager_updates_count_from_the_last_replay(recorders, caplog):
     sizes = [*range(1, 61), 60, 60, *range(61, 121)]
-    fl.fit(
-        fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss),
-        toy(),
-        [torch.ones(n) for n in sizes],
-        hooks=(),
-    )
+    fitted([*map(torch.ones, sizes)], GRAPH)
     assert done(recorders).count("run") == 120
     assert not caplog.messages
 
@@ -270,26 +211,8 @@ def thaw(state):
 @pytest.mark.parametrize("optimizer", [fused_sgd, capturable_adam])
 @pytest.mark.parametrize("change", [lambda state: fl.freeze(state, "0.weight"), thaw])
 def test_what_is_trained_may_change_between_two_updates(recorders, change, optimizer):
-    log = stopping(recorders, change, optimizer=optimizer)
+    log = watched(recorders, change, optimizer=optimizer)
     assert log.count("run") == 2 and any(entry.startswith("replay") for entry in log)
-
-
-def test_phases_that_train_more_and_more_are_captured_each(recorders):
-    problem = net()
-
-    def run(*members):
-        step = fl.pipeline(fl.schedule(schedules.linear()), *members)(problem.loss_fn)
-        state = fl.freeze(problem.state(), "0")
-        state = fl.fit(step, state, problem.batches, epochs=3, hooks=(), phase="head")
-        state = fl.unfreeze(state, "0", lr=0.01)
-        return fl.fit(step, state, problem.batches, epochs=3, hooks=(), phase="all")
-
-    captured, plain = run(fl.cuda_graph(warmup=1)), run()
-    assert [float(g["lr"]) for g in captured.optimizer.param_groups] == [
-        float(g["lr"]) for g in plain.optimizer.param_groups
-    ]
-    for a, b in zip(captured.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_number_that_a_module_deletes_makes_a_new_graph():

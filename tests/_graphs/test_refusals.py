@@ -1,30 +1,50 @@
-"""Updates that cannot be captured are refused with the reason."""
+"""Updates that cannot be captured are refused with the reason, or run eagerly."""
+
+import random
+import warnings
 
 import attrs
 import numpy as np
 import pytest
 import torch
-from graph_problems import Counting, done, of, ones
+from graph_problems import Counting, capturable_adam, compared, net
 from torch import nn
+from toy_runs import ONE, fitted, of
 
 import fnloop as fl
-from fnloop import CaptureError
+from fnloop import CaptureError, schedules
 from fnloop._graphs.guards import explain
 from fnloop.testing import assert_same, toy, toy_loss
 
+PAIR = torch.ones(1, 1), torch.ones(1, 1)
+MSE = fl.supervised(nn.MSELoss())
 
-def refused(loss_fn, *members, state=None, match):
+
+def refused(loss_fn, *members, state=None, match, batch=ONE):
     """The message names the cause and the way out, and training can continue from the state."""
     state = state or toy()
     step = fl.pipeline(*members, fl.cuda_graph(warmup=1))(loss_fn)
-    state, _ = step(state, torch.ones(1))
+    state, _ = step(state, batch)
     before = fl.snapshot(state)
     with pytest.raises(CaptureError, match=match) as raised:
-        step(state, torch.ones(1))
+        step(state, batch)
     assert "fallback=True" in str(raised.value)
     assert_same(state, before)
-    fl.pipeline(*members)(loss_fn)(state, torch.ones(1))
+    fl.pipeline(*members)(loss_fn)(state, batch)
     return str(raised.value)
+
+
+def in_capture():
+    return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+
+def around(change, ring="update", **settings):
+    """Return a middleware that does something with the state before the step."""
+
+    def wrap(step):
+        return lambda state, batch: (change(state), step(state, batch))[1]
+
+    return fl.Middleware("mine", **{ring: wrap}, **settings)
 
 
 def test_a_refused_step_starts_over(recorders):
@@ -36,12 +56,12 @@ def test_a_refused_step_starts_over(recorders):
         return loss if limit[0] is None or loss.item() < limit[0] else loss * 0
 
     step, state = fl.pipeline(fl.cuda_graph(warmup=1))(loss_fn), toy()
-    state, _ = step(state, torch.ones(1))
+    state, _ = step(state, ONE)
     with pytest.raises(CaptureError):
-        step(state, torch.ones(1))
+        step(state, ONE)
     limit[0] = None
     for _ in range(2):
-        state, _ = step(state, torch.ones(1))
+        state, _ = step(state, ONE)
     assert [tape.log for tape in recorders] == [
         ["run", "record 0"],
         ["run", "record 0", "replay 0"],
@@ -72,22 +92,8 @@ READS = [
 
 @pytest.mark.parametrize("read", READS)
 def test_a_changing_value_of_the_state_may_not_be_read_inside(read, recorders):
-    def wrap(step):
-        def reading(state, batch):
-            if (
-                recorders[-1].log.count("run")
-                and torch.utils._python_dispatch._get_current_dispatch_mode() is not None
-            ):
-                read(state)
-            return step(state, batch)
-
-        return reading
-
-    refused(
-        toy_loss,
-        fl.Middleware("reading", update=wrap),
-        match=r"state\.\w+ is read inside the update",
-    )
+    member = around(lambda state: in_capture() and read(state))
+    refused(toy_loss, member, match=r"state\.\w+ is read inside the update")
 
 
 def test_a_slot_that_is_replaced_inside_is_refused(recorders):
@@ -103,19 +109,9 @@ def test_a_slot_that_is_replaced_inside_is_refused(recorders):
 
 
 def test_a_slot_that_counts_on_the_host_is_refused(recorders):
-    def wrap(step):
-        def counting(state, batch):
-            state.slots["mine"]["calls"] += 1
-            return step(state, batch)
-
-        return counting
-
-    mine = fl.Middleware("mine", update=wrap, init=lambda state: {"calls": 0})
-    state = fl.pipeline(mine)(toy_loss)(toy(), torch.ones(1))[0]
-    step = fl.pipeline(mine, fl.cuda_graph(warmup=1))(toy_loss)
-    state, _ = step(state, torch.ones(1))
-    with pytest.raises(CaptureError, match=r"state.slots.mine.calls is changed on the host"):
-        step(state, torch.ones(1))
+    count = lambda state: state.slots["mine"].update(calls=state.slots["mine"]["calls"] + 1)
+    mine = around(count, init=lambda state: {"calls": 0})
+    refused(toy_loss, mine, match=r"state.slots.mine.calls is changed on the host")
 
 
 class Replacing(Counting):
@@ -131,83 +127,64 @@ class Storing(Counting):
 
 
 def test_a_module_that_changes_on_the_host_or_replaces_a_buffer_is_refused(recorders):
-    def loss_fn(model, batch):
-        return model(batch).mean()
-
-    refused(loss_fn, state=of(Counting()), match="model.calls is changed on the host")
+    loss_fn = lambda model, batch: model(batch).mean()
+    refused(loss_fn, state=of(Counting()), match=r"model\.calls is changed on the host")
     with pytest.raises(CaptureError, match=r"model\.seen is replaced by another tensor"):
-        fl.fit(fl.pipeline(fl.cuda_graph())(loss_fn), of(Replacing()), ones(1, 2, 3, 4), hooks=())
+        fitted([1, 2, 3, 4], fl.cuda_graph(), loss_fn=loss_fn, state=of(Replacing()))
 
 
 def test_a_module_may_keep_what_it_has_computed(recorders):
     """An auxiliary loss, say, that the loss function takes from there."""
-    step = fl.pipeline(fl.cuda_graph(warmup=1))(
-        lambda model, batch: (model(batch), model.output.mean())[1]
-    )
-    assert fl.fit(step, of(Storing()), ones(1, 2, 3), hooks=()).model.w.item() == -6.0
+    loss_fn = lambda model, batch: (model(batch), model.output.mean())[1]
+    graph, state = fl.cuda_graph(warmup=1), of(Storing())
+    assert fitted([1, 2, 3], graph, loss_fn=loss_fn, state=state).model.w.item() == -6.0
 
 
 @pytest.mark.parametrize(
-    ("draw", "whose"), [(np.random.rand, "numpy's"), (__import__("random").random, "python's")]
+    ("draw", "whose"), [(np.random.rand, "numpy's"), (random.random, "python's")]
 )
 def test_a_draw_on_the_host_is_refused(draw, whose, recorders):
-    refused(
-        lambda model, batch: model(batch).mean() * (1 + draw()),
-        match=f"draws from {whose} generator",
-    )
+    loss_fn = lambda model, batch: model(batch).mean() * (1 + draw())
+    refused(loss_fn, match=f"draws from {whose} generator")
 
 
 def test_an_update_that_is_skipped_is_refused(recorders):
     def wrap(step):
         def skipping(state, batch):
             state, out = step(state, batch)
-            return state, attrs.evolve(
-                out, skip="a guard" if "record 0" in done(recorders) else None
-            )
+            return state, attrs.evolve(out, skip="a guard" if in_capture() else None)
 
         return skipping
 
-    state = toy()
-    step = fl.pipeline(fl.Middleware("guard", gradient=wrap), fl.cuda_graph(warmup=1))(toy_loss)
-    state, _ = step(state, torch.ones(1))
     with pytest.raises(CaptureError, match=r"it is skipped \(a guard\)"):
-        step(state, torch.ones(1))
+        fitted([1, 1], fl.Middleware("guard", gradient=wrap), fl.cuda_graph(warmup=1))
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(recorders):
-    model = nn.Linear(1, 1)
-    state = fl.TrainState.create(model, torch.optim.LBFGS(model.parameters()), seed=0)
-    with pytest.raises(
-        CaptureError, match="LBFGS decides on the host how often it evaluates the loss"
-    ):
-        fl.pipeline(fl.cuda_graph())(fl.supervised(nn.MSELoss()))(
-            state, (torch.ones(1, 1), torch.ones(1, 1))
-        )
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "said"),
+    [
+        (torch.optim.LBFGS, {}, "LBFGS decides on the host how often it evaluates the loss"),
+        (
+            torch.optim.SGD, {"foreach": True},
+            r"SGD reads its learning rate to the host: write SGD\(..., fused=True\)",
+        ),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_be_captured_is_refused(optimizer, settings, said, recorders):
+    state = of(nn.Linear(1, 1), optimizer, **settings)
+    with pytest.raises(CaptureError, match=said):
+        fl.pipeline(fl.cuda_graph())(MSE)(state, PAIR)
 
 
-def test_an_optimizer_that_was_told_not_to_be_fused_is_refused(recorders):
-    model = nn.Linear(1, 1)
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), foreach=True), seed=0)
-    with pytest.raises(
-        CaptureError, match=r"SGD reads its learning rate to the host: write SGD\(..., fused=True\)"
-    ):
-        fl.pipeline(fl.cuda_graph())(fl.supervised(nn.MSELoss()))(
-            state, (torch.ones(1, 1), torch.ones(1, 1))
-        )
-
-
-def test_an_optimizer_that_is_unchanged(recorders):
-    step, state = fl.pipeline(fl.cuda_graph())(toy_loss), toy()
+def test_a_refused_optimizer_is_unchanged(recorders):
+    state = toy()
     state.optimizer.param_groups[0]["foreach"] = True
-    state.optimizer.add_param_group(
-        {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5, "foreach": False}
-    )
+    other = {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5, "foreach": False}
+    state.optimizer.add_param_group(other)
     with pytest.raises(CaptureError, match=r"write SGD\(..., fused=True\)"):
-        step(state, torch.ones(1))
-    assert [(g["lr"], g["fused"]) for g in state.optimizer.param_groups] == [
-        (1.0, None),
-        (0.5, None),
-    ]
+        fl.pipeline(fl.cuda_graph())(toy_loss)(state, ONE)
+    found = [(group["lr"], group["fused"]) for group in state.optimizer.param_groups]
+    assert found == [(1.0, None), (0.5, None)]
 
 
 def test_a_failure_during_the_warm_up_leaves_the_optimizer_unchanged(recorders):
@@ -216,73 +193,54 @@ def test_a_failure_during_the_warm_up_leaves_the_optimizer_unchanged(recorders):
 
     state = toy()
     with pytest.raises(ArithmeticError, match="Tensor"):
-        fl.pipeline(fl.cuda_graph())(failing)(state, torch.ones(1))
+        fl.pipeline(fl.cuda_graph())(failing)(state, ONE)
     (group,) = state.optimizer.param_groups
     assert (group["lr"], type(group["lr"]), group["fused"]) == (1.0, float, None)
 
 
 def test_sparse_gradients_are_refused(recorders):
-    model = nn.Embedding(3, 2, sparse=True)
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    step = fl.pipeline(fl.cuda_graph())(lambda model, batch: model(batch).sum())
     with pytest.raises(CaptureError, match="leave out sparse=True"):
-        fl.pipeline(fl.cuda_graph())(lambda model, batch: model(batch).sum())(
-            state, torch.tensor([1])
-        )
+        step(of(nn.Embedding(3, 2, sparse=True)), torch.tensor([1]))
 
 
-def test_an_optimizer_that_counts_for_all_its_parameters_together_is_refused(recorders):
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            self.state["calls"] = self.state.get("calls", 0) + 1
-            super().step(closure)
+class Counted(torch.optim.SGD):
+    """Counts for all its parameters together, and can be interrupted in a capture."""
 
-    model = nn.Linear(1, 1)
-    state = fl.TrainState.create(model, Counting(model.parameters(), momentum=0.9), seed=0)
-    step, batch = (
-        fl.pipeline(fl.cuda_graph(warmup=1))(fl.supervised(nn.MSELoss())),
-        (torch.ones(1, 1), torch.ones(1, 1)),
-    )
-    state, _ = step(state, batch)
-    with pytest.raises(
-        CaptureError, match=r"the state of the optimizer \(.*\) is changed on the host"
-    ):
-        step(state, batch)
+    interrupted = False
+
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        super().step(closure)
+        if self.interrupted and in_capture():
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "error", "said"),
+    [
+        (True, KeyboardInterrupt, None),
+        (False, CaptureError, r"the state of the optimizer \(.*\) is changed on the host"),
+    ],
+)
+def test_an_optimizer_that_counts_on_the_host_is_restored(interrupted, error, said, recorders):
+    """An interruption is raised as such."""
+    state = of(nn.Linear(1, 1), Counted, momentum=0.9)
+    state.optimizer.interrupted = interrupted
+    step = fl.pipeline(fl.cuda_graph(warmup=1))(MSE)
+    state, _ = step(state, PAIR)
+    before = fl.snapshot(state)
+    with pytest.raises(error, match=said):
+        step(state, PAIR)
     assert state.optimizer.state["calls"] == 1
+    assert_same(state, before)
 
 
 def test_a_batch_with_other_data_is_refused(recorders):
     with pytest.raises(CaptureError, match="contains a ndarray"):
         fl.pipeline(fl.cuda_graph())(toy_loss)(toy(), {"x": np.ones(1)})
-    with pytest.raises(CaptureError, match=r"has layout torch\.sparse_coo"):
-        step = fl.pipeline(fl.cuda_graph(warmup=1))(
-            lambda model, batch: (model.w * batch.to_dense().sum(), {"weight": 1})
-        )
-        state, batch = toy(), torch.ones(2).to_sparse()
-        for _ in range(2):
-            state, _ = step(state, batch)
-
-
-def test_an_interruption_is_raised_as_such_and_the_optimizer_is_restored(recorders):
-    class Interrupting(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["calls"] = self.state[p].get("calls", 0) + 1
-            if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
-                raise KeyboardInterrupt
-
-    model = nn.Linear(1, 1)
-    state = fl.TrainState.create(model, Interrupting(model.parameters(), lr=1.0), seed=0)
-    step, batch = (
-        fl.pipeline(fl.cuda_graph(warmup=1))(fl.supervised(nn.MSELoss())),
-        (torch.ones(1, 1), torch.ones(1, 1)),
-    )
-    state, _ = step(state, batch)
-    before = fl.snapshot(state)
-    with pytest.raises(KeyboardInterrupt):
-        step(state, batch)
-    assert state.optimizer.state[model.weight]["calls"] == 1
-    assert_same(state, before)
+    dense = lambda model, batch: (model.w * batch.to_dense().sum(), {"weight": 1})
+    refused(dense, match=r"has layout torch\.sparse_coo", batch=torch.ones(2).to_sparse())
 
 
 def test_a_kept_autograd_graph_of_the_parameters_is_named():
@@ -292,3 +250,112 @@ def test_a_kept_autograd_graph_of_the_parameters_is_named():
     )
     message = str(explain(RuntimeError(said)))
     assert "write weight.detach().clone()" in message and ".item()" not in message
+
+
+# --- a step that cannot be captured may run eagerly; checkpoints do not know about graphs
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_a_step_that_reads_continues_eagerly_with_its_optimizer_restored(optimizer, recorders):
+    def loss_fn(model, batch):
+        return model(batch[0]).mean() * (1 if model[0].bias.sum().item() < 1e9 else 0)
+
+    def run(*members):
+        problem = net(lambda parameters: optimizer(parameters, lr=0.1))
+        members = fl.schedule(schedules.linear()), *members
+        settings = {"loss_fn": loss_fn, "state": problem.state(), "epochs": 2}
+        return fitted(problem.batches, *members, **settings)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        captured = run(fl.cuda_graph(warmup=2, fallback=True))
+    assert len(caught) == 1
+    groups = lambda state: [group | {"params": 0} for group in state.optimizer.param_groups]
+    plain = run()
+    assert groups(captured) == groups(plain)
+    assert_same(captured, plain, rtol=1e-5)
+
+
+class Everything(Counting):
+    def forward(self, x):
+        self.calls += 1
+        self.seen = self.seen + 1
+        return self.w * x * np.random.rand()
+
+
+def test_effects_of_python_during_a_capture_are_undone(recorders):
+    """Nothing ran on the device: a count, a buffer or a draw of that time must not stay."""
+
+    def counting(step):
+        def counted(state, batch):
+            state.slots["mine"]["calls"] += 1
+            return step(state, batch)
+
+        return counted
+
+    mine = fl.Middleware("mine", update=counting, init=lambda state: {"calls": 0})
+
+    def run(*members):
+        loss_fn = lambda model, batch: model(batch).mean()
+        return fitted([1, 2, 3, 4], mine, *members, loss_fn=loss_fn, state=of(Everything()))
+
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        captured = run(fl.cuda_graph(warmup=2, fallback=True))
+    assert (captured.model.calls, captured.model.seen.item()) == (4, 4.0)
+    assert captured.slots == {"mine": {"calls": 4}}
+    assert_same(captured, run(), rtol=1e-6)
+
+
+def test_the_original_settings_are_restored_even_after_new_graphs(recorders):
+    def loss_fn(model, batch):
+        loss = model(batch).mean()
+        return loss if len(batch) == 1 or loss.item() < 1e9 else loss * 0
+
+    step, state = fl.pipeline(fl.cuda_graph(warmup=1, fallback=True))(loss_fn), toy()
+    for _ in range(2):
+        state, _ = step(state, ONE)
+    state.optimizer.param_groups[0]["weight_decay"] = 0.5
+    state, _ = step(state, torch.ones(2))
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        state, _ = step(state, torch.ones(2))
+    (group,) = state.optimizer.param_groups
+    assert (group["lr"], group["fused"], group["weight_decay"]) == (1.0, None, 0.5)
+    assert type(group["lr"]) is float
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_checkpoints_go_from_graphs_to_eager_runs_and_back(optimizer, tmp_path, recorders):
+    """Counts and rates are float32 under graphs."""
+    problem = net(lambda parameters: optimizer(parameters, lr=0.1))
+    fresh = problem.state().optimizer.defaults
+
+    def run(members, state, steps):
+        settings = {"loss_fn": problem.loss_fn, "state": state, "steps": steps}
+        return fitted(problem.batches, fl.accumulate(2), *members, **settings)
+
+    def losses(state):
+        return [r.metrics["train/loss"] for r in state.history if not r.closing]
+
+    graph, plain = (fl.cuda_graph(warmup=1),), ()
+    whole = run(plain, problem.state(), 9)
+    for first, then in ((graph, plain), (plain, graph), (graph, graph)):
+        path = fl.save(run(first, problem.state(), 5), tmp_path / "a")
+        restored = fl.restore(path, problem.state(seed=3))
+        (group,) = restored.optimizer.param_groups
+        assert (group["lr"], group["fused"]) == (0.1, None)
+        assert group.get("capturable") == fresh.get("capturable")
+        end = run(then, restored, 9)
+        for mine, theirs in zip(end.model.parameters(), whole.model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+        assert losses(end) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_a_run_continues_from_a_checkpoint_that_a_hook_restores(tmp_path, recorders):
+    """The optimizer's state is replaced under the graphs."""
+    problem = net(capturable_adam)
+    given = {"loss_fn": problem.loss_fn, "state": problem.state(), "steps": 3}
+    path = fl.save(fitted(problem.batches, **given), tmp_path / "a")
+    back = fl.when(lambda state: state.step == 6)(
+        lambda state: fl.restore(path, state, only=("model", "optimizer"))
+    )
+    compared(problem, loaders=[problem.batches[0]] * 12, hooks=(back,))

@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from graph_problems import PROBLEMS, capturable_adam, done, net, ones
+from graph_problems import PROBLEMS, capturable_adam, compared, done, fused_sgd, net, replays
 from sample_middleware import (
     average,
     decay,
@@ -13,18 +13,12 @@ from sample_middleware import (
     own_guard,
     weight_penalty,
 )
+from several import fused_sgd_twice, muon_and_sgd, problem
+from toy_runs import fitted, noting
 
 import fnloop as fl
 from fnloop import CaptureError, schedules
-from fnloop.testing import (
-    assert_same,
-    law_fold,
-    law_no_host_reads,
-    law_purity,
-    small,
-    toy,
-    toy_loss,
-)
+from fnloop.testing import assert_same, law_fold, law_no_host_reads, law_purity, small, toy
 
 TABLE = [
     (),
@@ -50,28 +44,24 @@ TABLE = [
 @pytest.mark.parametrize("members", TABLE, ids=repr)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["small", "stochastic"])
 def test_a_run_with_graphs_is_the_same_bit_for_bit(members, problem, recorders):
-    def run(*members):
-        loaders = {"train": problem.batches, "valid": problem.batches[:2]}
-        return fl.fit(
-            fl.pipeline(*members)(problem.loss_fn), problem.state(), loaders, epochs=4, hooks=()
-        )
-
-    captured = run(*members, fl.cuda_graph(warmup=1))
-    assert sum(entry.startswith("replay") for entry in done(recorders)) > len(done(recorders)) / 2
-    assert_same(captured, run(*members))
+    loaders = {"train": problem.batches, "valid": problem.batches[:2]}
+    compared(problem, *members, loaders=loaders, epochs=4)
+    assert len(replays(recorders)) > len(done(recorders)) / 2
 
 
+NAN = float("nan")
 SCALED = fl.amp("fp16", init_scale=2.0**20, growth_interval=4)
 
 
 def single_precision(problem):
     """fp16 unscales float32 gradients; targets stay float64, and the loss with them."""
-    batches = [
-        {**batch, "x": batch["x"].float()}
-        if isinstance(batch, dict)
-        else (batch[0].float(), batch[1])
-        for batch in problem.batches
-    ]
+
+    def in_single(batch):
+        if isinstance(batch, dict):
+            return {**batch, "x": batch["x"].float()}
+        return batch[0].float(), batch[1]
+
+    batches = [*map(in_single, problem.batches)]
     return attrs.evolve(problem, model=lambda: problem.model().float(), batches=batches)
 
 
@@ -89,35 +79,19 @@ def single_precision(problem):
 )
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["small", "stochastic"])
 def test_an_overflow_in_fp16_is_skipped_by_graphs_too(members, problem, recorders):
-    problem, steps = (
-        single_precision(problem),
-        [],
-    )  # and batches of one size, so that it is in replays that the scale grows
+    """The batches are of one size, so that it is in replays that the scale grows."""
+    problem = single_precision(problem)
 
-    def note(state):
-        steps.append(
-            (state.step, state.skipped, state.slots["amp"].scale.item(), state.slots["amp"].streak)
-        )
-        return state
+    def scales(state):
+        slot = state.slots["amp"]
+        return state.step, state.skipped, slot.scale.item(), slot.streak
 
-    def run(*members):
-        return fl.fit(
-            fl.pipeline(*members)(problem.loss_fn),
-            problem.state(),
-            problem.batches[:1] * 6,
-            epochs=16,
-            hooks=(note,),
-        )
-
-    captured = run(*members, fl.cuda_graph(warmup=1))
-    eager = run(*members)
-    assert_same(captured, eager)
+    note, steps = noting(scales)
+    loaders, settings = problem.batches[:1] * 6, {"epochs": 16, "hooks": (note,)}
+    compared(problem, *members, loaders=loaders, **settings)
     assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]
-    first, second = (
-        [e.endswith("+") for e in done(recorders) if e.startswith("replay")].count(part)
-        for part in (False, True)
-    )
-    assert first > second > 5
+    second = sum(entry.endswith("+") for entry in replays(recorders))
+    assert len(replays(recorders)) - second > second > 5
 
 
 GUARDED = [
@@ -130,30 +104,21 @@ GUARDED = [
 ]
 
 
+GUARDS = "amp", "skip_nonfinite", "spike_guard", "own_guard"
+
+
 @pytest.mark.parametrize("members", GUARDED, ids=repr)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["small", "stochastic"])
 def test_a_guard_leaves_the_same_updates_out_with_graphs(members, problem, recorders):
     problem = single_precision(problem)
-    good, part = problem.batches[0], "x" if isinstance(problem.batches[0], dict) else 0
-    bad = dict(good) if part else list(good)
-    bad[part] = bad[part] * torch.nan
-    batches = [good] * 8 + [bad if part else tuple(bad), good] * 3 + [good] * 4
-
-    def run(*members):
-        step = fl.pipeline(*members)(problem.loss_fn)
-        return fl.fit(step, problem.state(), batches, epochs=2, hooks=())
-
-    captured = run(*members, fl.cuda_graph(warmup=1))
-    assert_same(captured, run(*members))
+    good = problem.batches[0]
+    bad = {**good, "x": good["x"] * NAN} if isinstance(good, dict) else (good[0] * NAN, good[1])
+    batches = [good] * 8 + [bad, good] * 3 + [good] * 4
+    captured = compared(problem, *members, loaders=batches, epochs=2)
     assert captured.skipped >= 6 and all(p.isfinite().all() for p in captured.model.parameters())
-    decisions = sum(
-        m.name in ("amp", "skip_nonfinite", "spike_guard", "own_guard") for m in members
-    )
-    replays = [entry for entry in done(recorders) if entry.startswith("replay")]
-    assert max(entry.count("+") for entry in replays) == decisions
-    assert sum("+" not in entry for entry in replays) > sum(
-        entry.endswith("+" * decisions) for entry in replays
-    )
+    decisions = sum(member.name in GUARDS for member in members)
+    parts = [entry.count("+") for entry in replays(recorders)]
+    assert max(parts) == decisions and parts.count(0) > parts.count(decisions)
 
 
 def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
@@ -164,25 +129,21 @@ def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
     assert done(recorders)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(recorders)
 
 
-@pytest.mark.parametrize("member", [fl.ema(0.5, start=4, every=2), fl.swa(4, every=2)], ids=repr)
-def test_one_graph_serves_every_update_of_an_average(member, recorders):
-    found = []
-
-    def note(state):
-        found.append(state.slots[member.name]["w"].item())
-        return state
-
-    def run(*members):
-        found.clear()
-        step = fl.pipeline(member, *members)(toy_loss)
-        fl.fit(step, toy(lr=1.0), ones(*[1] * 10), hooks=(note,))
-        return [*found]
-
-    captured = run(fl.cuda_graph(warmup=1))
+@pytest.mark.parametrize(
+    ("member", "later"),
+    [
+        (fl.ema(0.5, start=4, every=2), [-5, -5, -6.5, -6.5]),
+        (fl.swa(4, every=2), [-6, -6, -7, -7]),
+    ],
+    ids=repr,
+)
+def test_one_graph_serves_every_update_of_an_average(member, later, recorders):
+    note, found = noting(lambda state: state.slots[member.name]["w"].item())
+    fitted([1] * 10, member, fl.cuda_graph(warmup=1), hooks=(note,))
     assert done(recorders) == ["run", "record 0", *["replay 0"] * 9]
-    assert captured == run()
-    after = {"ema": [-5, -5, -6.5, -6.5], "swa": [-6, -6, -7, -7]}[member.name]
-    assert captured[:4] == [-1, -2, -3, -4] and captured[5:9] == after
+    fitted([1] * 10, member, hooks=(note,))
+    assert found[:10] == found[10:]
+    assert found[:4] == [-1, -2, -3, -4] and found[5:9] == later
 
 
 def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(recorders):
@@ -190,8 +151,9 @@ def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(recorders
     problem = single_precision(small())
 
     def run(*members):
-        step = fl.pipeline(SCALED, fl.clip(0.05), fl.accumulate(3), *members)(problem.loss_fn)
-        return fl.fit(step, problem.state(), problem.batches[:1] * 6, epochs=12, hooks=())
+        members = SCALED, fl.clip(0.05), fl.accumulate(3), *members
+        settings = {"loss_fn": problem.loss_fn, "state": problem.state(), "epochs": 12}
+        return fitted(problem.batches[:1] * 6, *members, **settings)
 
     with pytest.raises(CaptureError, match="decides more than once within the update"):
         run(fl.cuda_graph(warmup=1))
@@ -200,71 +162,57 @@ def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(recorders
     assert_same(captured, run())
 
 
-def test_middleware_that_counts_skipped_updates_on_the_device_is_refused(recorders):
+def count_on_the_device(state):
+    state.slots["count"].add_(1)
+
+
+def count_on_the_host(state):
+    state.model.left_out += 1
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (count_on_the_device, r"aten.add_.Tensor\) after a guard has left it out"),
+        (count_on_the_host, r"model\.left_out is changed on the host"),
+    ],
+)
+def test_middleware_that_counts_skipped_updates_is_refused(count, said, recorders):
     def wrap(step):
         def counting(state, batch):
             state, out = step(state, batch)
             if out.skip is not None:
-                state.slots["count"].add_(1)
-            return state, out
-
-        return counting
-
-    count = fl.Middleware("count", update=wrap, init=lambda state: torch.zeros(()))
-    with pytest.raises(CaptureError, match=r"aten.add_.Tensor\) after a guard has left it out"):
-        fl.fit(
-            fl.pipeline(fl.amp("fp16"), count, fl.cuda_graph(warmup=1))(toy_loss),
-            toy(),
-            ones(*range(9)),
-            hooks=(),
-        )
-
-
-def test_middleware_that_counts_skipped_updates_on_the_host_is_refused(recorders):
-    def wrap(step):
-        def counting(state, batch):
-            state, out = step(state, batch)
-            state.model.left_out += out.skip is not None
+                count(state)
             return state, out
 
         return counting
 
     state = toy()
     state.model.left_out = 0
-    step = fl.pipeline(
-        fl.amp("fp16"), fl.Middleware("count", update=wrap), fl.cuda_graph(warmup=1)
-    )(toy_loss)
-    with pytest.raises(CaptureError, match=r"model\.left_out is changed on the host"):
-        fl.fit(step, state, ones(*range(9)), hooks=())
+    member = fl.Middleware("count", update=wrap, init=lambda state: torch.zeros(()))
+    with pytest.raises(CaptureError, match=said):
+        fitted([*range(9)], fl.amp("fp16"), member, fl.cuda_graph(warmup=1), state=state)
     assert state.model.left_out == 0
 
 
 def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(recorders):
-    step = fl.pipeline(fl.amp("fp16", init_scale=1.0), fl.cuda_graph(warmup=1))(toy_loss)
     with pytest.raises(FloatingPointError, match="the loss itself is not finite") as caught:
-        fl.fit(step, toy(), ones(1, 1, *[float("nan")] * 50), hooks=())
-    assert (
-        caught.value.state.step,
-        caught.value.state.skipped,
-        caught.value.state.model.w.item(),
-    ) == (2, 25, -2.0)
+        fitted([1, 1, *[NAN] * 50], fl.amp("fp16", init_scale=1.0), fl.cuda_graph(warmup=1))
+    state = caught.value.state
+    assert (state.step, state.skipped, state.model.w.item()) == (2, 25, -2.0)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, recorders):
+    problem = net(lambda parameters: optimizer(parameters, lr=0.05))
+
     def run(*members):
-        problem = net(lambda parameters: optimizer(parameters, lr=0.05))
         halving = fl.schedule(lambda i, total: 0.5 ** (i // 7))
-        return fl.fit(
-            fl.pipeline(halving, *members)(problem.loss_fn),
-            problem.state(),
-            problem.batches,
-            epochs=3,
-            hooks=(),
-        )
+        settings = {"loss_fn": problem.loss_fn, "state": problem.state(), "epochs": 3}
+        return fitted(problem.batches, halving, *members, **settings)
 
     captured, plain = run(fl.cuda_graph()), run()
-    assert any(entry.startswith("replay") for entry in done(recorders))
+    assert replays(recorders)
     assert isinstance(captured.optimizer.param_groups[0]["lr"], torch.Tensor)
     assert captured.history["train/loss"] == pytest.approx(plain.history["train/loss"], rel=1e-5)
     assert captured.history["train/lr"] == pytest.approx(plain.history["train/lr"], rel=1e-6)
@@ -273,7 +221,120 @@ def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, r
 def test_graphs_keep_the_laws_of_fold_and_purity(recorders):
     averages = (average(0.9), fl.ema(0.9, start=2), fl.swa(3, every=2))
     pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.05), *averages, fl.cuda_graph(warmup=1))
-    for problem in PROBLEMS:
-        law_fold(pipe, problem)
-        law_purity(pipe, problem)
+    for one in PROBLEMS:
+        law_fold(pipe, one)
+        law_purity(pipe, one)
     law_no_host_reads(pipe, PROBLEMS[0])
+
+
+# --- several optimizers
+
+
+LINEAR = schedules.linear()
+
+
+def sgd_and_adam(parameters):
+    parameters = list(parameters)
+    return {
+        "matrices": fused_sgd([p for p in parameters if p.ndim == 2]),
+        "rest": capturable_adam([p for p in parameters if p.ndim != 2]),
+    }
+
+
+SEVERAL = [
+    (),
+    (fl.accumulate(3), fl.clip(0.05)),
+    (fl.schedule(LINEAR),),
+    (fl.schedule(LINEAR, only="rest"), fl.schedule(schedules.cosine(warmup=2), only="matrices")),
+]
+
+
+@pytest.mark.parametrize("members", SEVERAL, ids=repr)
+@pytest.mark.parametrize("optimizers", [fused_sgd_twice, sgd_and_adam])
+def test_a_run_with_several_optimizers_is_the_same_bit_for_bit(members, optimizers, recorders):
+    captured = compared(problem(optimizers), *members, epochs=4)
+    assert len(replays(recorders)) > len(done(recorders)) / 2
+    assert captured.updates == {"matrices": captured.step, "rest": captured.step}
+
+
+def test_graphs_of_several_optimizers_keep_the_laws(recorders):
+    pipe = fl.pipeline(fl.accumulate(2), fl.cuda_graph(warmup=1))
+    law_fold(pipe, problem(fused_sgd_twice))
+    law_no_host_reads(pipe, problem(fused_sgd_twice))
+
+
+def plain_sgd_twice(parameters, **settings):
+    parameters = list(parameters)
+    groups = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+    matrices, rest = (torch.optim.SGD(group, lr=0.5, foreach=None) for group in groups)
+    for group in rest.param_groups:
+        group.update(settings)
+    return {"matrices": matrices, "rest": rest}
+
+
+def test_all_are_made_capturable(recorders):
+    one = problem(plain_sgd_twice)
+    step = fl.pipeline(fl.cuda_graph(warmup=1))(one.loss_fn)
+    state = fl.fit(step, one.state(), one.batches, hooks=())
+    for optimizer in state.optimizer.values():
+        (group,) = optimizer.param_groups
+        assert isinstance(group["lr"], torch.Tensor) and group["fused"]
+
+
+def failing(model, batch):
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss_fn", "error", "said"),
+    [
+        ({"foreach": True}, None, CaptureError, r"write SGD\(..., fused=True\)"),
+        ({}, failing, ArithmeticError, None),  # during the warm-up
+    ],
+)
+def test_after_a_failure_none_is_changed(settings, loss_fn, error, said, recorders):
+    one = problem(lambda parameters: plain_sgd_twice(parameters, **settings))
+    state = one.state()
+    with pytest.raises(error, match=said):
+        fl.pipeline(fl.cuda_graph())(loss_fn or one.loss_fn)(state, one.batches[0])
+    for optimizer in state.optimizer.values():
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["fused"]) == (0.5, None)
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        super().step(closure)
+
+
+def test_a_count_on_the_host_is_found_in_each_and_undone(recorders):
+    def optimizers(parameters):
+        named = fused_sgd_twice(parameters)
+        groups = named["rest"].param_groups
+        return named | {"rest": Counting([{"params": groups[0]["params"]}], lr=0.5, fused=True)}
+
+    one = problem(optimizers)
+    step, state = fl.pipeline(fl.cuda_graph(warmup=1))(one.loss_fn), one.state()
+    state, _ = step(state, one.batches[0])
+    said = r"the state of the optimizer 'rest'.* is changed on the"
+    with pytest.raises(CaptureError, match=said):
+        step(state, one.batches[0])
+    assert state.optimizer["rest"].state["calls"] == 1
+
+
+def test_muon_is_refused_by_name_before_anything_is_changed(recorders):
+    one = problem(muon_and_sgd)
+    step, state = fl.pipeline(fl.cuda_graph())(one.loss_fn), one.state()
+    with pytest.raises(CaptureError, match=r"^Muon reads numbers to the host in every update"):
+        step(state, one.batches[0])
+    assert state.optimizer["rest"].param_groups[0]["lr"] == 0.05
+
+
+def test_a_change_of_a_setting_of_the_second_is_noticed(recorders):
+    def change(state):
+        state.optimizer["rest"].param_groups[0]["momentum"] = 0.5
+        return state
+
+    change_once = fl.when(lambda state: state.step == 5)(change)
+    compared(problem(fused_sgd_twice), epochs=2, hooks=(change_once,))

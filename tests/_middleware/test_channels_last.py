@@ -1,11 +1,12 @@
-import attrs
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from toy_runs import assert_same_weights, fitted
 
 import fnloop as fl
-from fnloop.testing import Problem, assert_same, check_laws, law_accumulation, toy_loss
+from fnloop._middleware import precision
+from fnloop.testing import Problem, check_laws, law_accumulation, toy_loss
 
 LAST = torch.channels_last
 DRAW = torch.Generator().manual_seed(0)
@@ -69,31 +70,27 @@ def test_the_loss_function_sees_images_and_a_model_in_channels_last():
 @pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("first", [(), (fl.channels_last(),)], ids=["without", "with"])
 @pytest.mark.parametrize("then", [(), (fl.channels_last(),)], ids=["without", "with"])
-@pytest.mark.parametrize("fresh", [False, True], ids=["restored", "restored, new model"])
-def test_a_run_may_continue_with_and_without_it(settings, first, then, fresh, tmp_path):
+def test_a_run_may_continue_with_and_without_it(settings, first, then, tmp_path):
     """A fused optimizer computes something else if its state is in another format."""
     wanted = problem(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, **settings))
-    whole = fl.fit(fl.pipeline()(loss_fn), wanted.state(), BATCHES, epochs=2, hooks=())
-    state = fl.fit(fl.pipeline(*first)(loss_fn), wanted.state(), BATCHES, steps=4, hooks=())
-    fl.save(state, tmp_path / "saved")
-    other = wanted.state() if fresh else fl.snapshot(state)
-    other = fl.restore(tmp_path / "saved", other)
-    other = fl.fit(fl.pipeline(*then)(loss_fn), other, BATCHES, epochs=2, hooks=())
-    state = fl.fit(fl.pipeline(*then)(loss_fn), fl.snapshot(state), BATCHES, epochs=2, hooks=())
-    assert is_last(other.model.one.weight) == bool(then or (first and not fresh))
-    for reached in (state, other):
+
+    def run(*members, state, **settings):
+        return fitted(BATCHES, *members, loss_fn=loss_fn, state=state, **settings)
+
+    whole = run(state=wanted.state(), epochs=2)
+    state = run(*first, state=wanted.state(), steps=4)
+    copied, path = fl.snapshot(state), fl.save(state, tmp_path / "saved")
+    for start in (state, copied, fl.restore(path, wanted.state())):
+        fresh = start is not state and start is not copied
+        reached = run(*then, state=start, epochs=2)
+        assert is_last(reached.model.one.weight) == bool(then or (first and not fresh))
         for mine, theirs in zip(reached.model.parameters(), whole.model.parameters(), strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_it_equals_the_loop_by_hand_bit_for_bit():
-    state = fl.fit(
-        fl.pipeline(fl.amp("bf16"), fl.channels_last())(loss_fn),
-        problem().state(),
-        BATCHES,
-        epochs=2,
-        hooks=(),
-    )
+    members = fl.amp("bf16"), fl.channels_last()
+    state = fitted(BATCHES, *members, loss_fn=loss_fn, state=problem().state(), epochs=2)
     by = problem().state()
     for p in by.model.parameters():
         p.data = p.data.to(memory_format=LAST) if p.ndim == 4 else p.data
@@ -103,8 +100,7 @@ def test_it_equals_the_loop_by_hand_bit_for_bit():
             loss = loss_fn(by.model, (x.to(memory_format=LAST), y))
         loss.backward()
         by.optimizer.step()
-    for mine, theirs in zip(state.model.parameters(), by.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_weights(state, by)
 
 
 @pytest.mark.parametrize(
@@ -120,27 +116,13 @@ def test_convolutions_keep_the_laws(pipe):
 
 
 def test_convolutions_accumulate():
-    in_double = lambda: Net().double()
     batches = [(x.double(), y.double()) for x, y in BATCHES]
     cat = lambda many: tuple(torch.cat(part) for part in zip(*many, strict=True))
-    wide = attrs.evolve(problem(), model=in_double, batches=batches, cat=cat)
+    wide = Problem(lambda: Net().double(), loss_fn, batches, cat=cat)
     law_accumulation(fl.pipeline(fl.channels_last()), wide, 2, fl.accumulate)
 
 
-def test_a_checkpoint_is_the_same_but_for_the_mark(tmp_path):
-    step = fl.pipeline(fl.channels_last())(loss_fn)
-    state = fl.fit(step, problem().state(), BATCHES, hooks=())
-    fl.save(state, tmp_path / "a")
-    again = fl.restore(tmp_path / "a", problem().state())
-    assert not is_last(again.model.one.weight)
-    again = fl.fit(step, again, BATCHES, epochs=2, hooks=())
-    assert is_last(again.model.one.weight)
-    assert_same(again, fl.fit(step, state, BATCHES, epochs=2, hooks=()))
-
-
 def test_a_sharded_model_is_refused(monkeypatch):
-    from fnloop._middleware import precision
-
     monkeypatch.setattr(precision, "is_sharded", lambda model: True)
     with pytest.raises(NotImplementedError, match="before fully_shard"):
         fl.pipeline(fl.channels_last())(toy_loss)(problem().state(), torch.ones(1))

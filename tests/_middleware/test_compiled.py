@@ -1,17 +1,18 @@
 """compiled: what is compiled and how often, and equality with the step that is not."""
 
-import importlib
 import inspect
-import pickle
 
 import attrs
 import pytest
 import several
 import torch
+from sample_middleware import output_mean
 from torch import nn
+from toy_runs import ONE, fitted, of, xs
 
 import fnloop as fl
 from fnloop._graphs.capture import read_from_tensors
+from fnloop._loop import beginning
 from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
 # raised by torch itself when its compiler is imported
@@ -31,46 +32,26 @@ class Counting:
         return graph.forward
 
 
-def mean_output(aux, batch):
-    return aux["output"].mean()
-
-
-def ones(*sizes):
-    return [torch.ones(n) for n in sizes]
-
-
 @pytest.mark.slow
-def test_the_compiled_loss_function_gives_the_same_update():
+def test_the_compiled_loss_function_gives_the_same_update_and_evaluation():
     backend = Counting()
-    state, out = fl.pipeline(fl.compiled(backend=backend))(toy_loss)(
-        toy(w=2.0), torch.tensor([1.0, 3.0])
-    )
-    assert (state.model.w.item(), out.loss.item(), out.aux["output"].tolist()) == (
-        0.0,
-        4.0,
-        [2.0, 6.0],
-    )
-    assert len(backend.graphs) == 1
+    step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
+    state, out = step(toy(w=2.0), torch.tensor([1.0, 3.0]))
+    assert (state.model.w.item(), out.loss.item(), len(backend.graphs)) == (0.0, 4.0, 1)
+    assert out.aux["output"].tolist() == [2.0, 6.0]
+    assert fl.evaluate(step, toy(w=2.0), [torch.tensor([1.0, 2.0]), *xs(6)]) == {"loss": 6.0}
+    assert len(backend.graphs) > 1
 
 
 @pytest.mark.slow
 def test_a_step_compiles_for_the_first_shape_then_for_any_and_for_evaluation():
     backend = Counting()
     step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
+    ones = lambda *sizes: [*map(torch.ones, sizes)]
     state = fl.fit(step, toy(lr=0.0), (ones(4, 4), ones(4)), hooks=())
     assert len(backend.graphs) == 2
     fl.fit(step, state, (ones(4, 3, 2, 5, 6, 7), ones(4, 3, 2)), epochs=4, hooks=())
     assert len(backend.graphs) <= 4  # any size, with and without gradients
-
-
-@pytest.mark.slow
-def test_evaluation_is_compiled_too():
-    backend = Counting()
-    step = fl.pipeline(fl.compiled(backend=backend))(toy_loss)
-    assert fl.evaluate(step, toy(w=2.0), [torch.tensor([1.0, 2.0]), torch.tensor([6.0])]) == {
-        "loss": 6.0
-    }
-    assert backend.graphs
 
 
 @pytest.mark.skipif(
@@ -80,98 +61,49 @@ def test_evaluation_is_compiled_too():
 @pytest.mark.slow
 def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
     """torch compiles one code object at most 8 times, then runs it eagerly."""
-    for size in range(1, 12):
-        backend = Counting()
-        model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(size)])
-        state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
-        step = fl.pipeline(fl.compiled(backend=backend))(fl.supervised(torch.nn.MSELoss()))
-        step(state, (torch.ones(2, 1), torch.ones(2, 1)))
+    for size in range(1, 10):
+        backend, model = Counting(), nn.Sequential(*[nn.Linear(1, 1) for _ in range(size)])
+        step = fl.pipeline(fl.compiled(backend=backend))(fl.supervised(nn.MSELoss()))
+        step(of(model), (torch.ones(2, 1), torch.ones(2, 1)))
         assert len(backend.graphs) == 1, size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "members",
+    ("problem", "members"),
     [
-        (),
-        (fl.accumulate(3), fl.clip(0.05)),
-        (fl.amp("bf16"),),
-        (fl.metric(mean=mean_output), fl.schedule(fl.schedules.linear())),
+        (stochastic(), (fl.accumulate(3), fl.clip(0.05))),
+        (small(), (fl.amp("bf16"),)),
+        (small(), (fl.metric(mean=output_mean), fl.schedule(fl.schedules.linear()))),
     ],
-    ids=repr,
-)
-@pytest.mark.parametrize(
-    "problem",
-    [pytest.param(small(), id="small"), pytest.param(stochastic(), id="stochastic")],
+    ids=["accumulate", "amp", "metric"],
 )
 def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
-    def run(*members):
-        loaders = {"train": problem.batches, "valid": problem.batches[:3]}
-        return fl.fit(
-            fl.pipeline(*members)(problem.loss_fn), problem.state(), loaders, epochs=2, hooks=()
-        )
-
-    plain, compiled = run(*members), fl.compiled(backend="eager")
-    assert_same(run(compiled, *members), plain, rtol=1e-12)
-    assert_same(run(*members, compiled), plain, rtol=1e-12)
+    plain, compiled = run(problem, *members), fl.compiled(backend="eager")
+    assert_same(run(problem, compiled, *members), plain, rtol=1e-12)
+    assert_same(run(problem, *members, compiled), plain, rtol=1e-12)
 
 
-@pytest.mark.slow
-def test_autocast_is_compiled_too():
-    seen = []
-
-    def loss_fn(model, batch):
-        product = model.w.reshape(1, 1) @ batch.reshape(1, 1)
-        seen.append(product.dtype)
-        return product.mean().float()
-
-    fl.pipeline(fl.compiled(backend="eager"), fl.amp("bf16"))(loss_fn)(toy(), torch.ones(1))
-    assert torch.bfloat16 in seen
+def run(problem, *members, state=None, epochs=2):
+    loaders = {"train": problem.batches, "valid": problem.batches[:3]}
+    state = problem.state() if state is None else state
+    return fitted(loaders, *members, loss_fn=problem.loss_fn, state=state, epochs=epochs)
 
 
 @pytest.mark.slow
 def test_checkpoints_load_with_and_without_it(tmp_path):
-    problem = stochastic()
-    plain, compiled = (
-        fl.pipeline(*m)(problem.loss_fn) for m in ((), (fl.compiled(backend="eager"),))
-    )
-
-    def run(step, state, epochs):
-        return fl.fit(step, state, problem.batches, epochs=epochs, hooks=())
-
-    whole = run(plain, problem.state(), 2)
-    for first, then in ((plain, compiled), (compiled, plain)):
-        path = fl.save(run(first, problem.state(), 1), tmp_path / "a")
-        assert_same(run(then, fl.restore(path, problem.state(seed=3)), 2), whole, rtol=1e-12)
-
-
-@ignore_warning_of_torch
-def test_repr_equality_and_pickling_follow_the_call():
-    pipe = fl.pipeline(fl.compiled(mode="max-autotune-no-cudagraphs"), fl.clip(1.0))
-    assert repr(pipe) == "pipeline(compiled(mode='max-autotune-no-cudagraphs'), clip(1.0))"
-    assert pickle.loads(pickle.dumps(pipe)) == pipe
-    assert fl.compiled() == fl.compiled() != fl.compiled(dynamic=True)
-    assert repr(pipe(toy_loss)) == f"{pipe!r}(toy_loss)"
-
-
-def test_an_unknown_argument_is_an_error_when_composing():
-    with pytest.raises(TypeError, match=r"got 'modes'. Did you mean mode\?"):
-        fl.compiled(modes="reduce-overhead")
-    with pytest.raises(TypeError, match=r"takes the arguments of torch\.compile"):
-        fl.compiled(model=toy_loss)
-
-
-def test_an_unknown_backend_is_an_error_when_composing():
-    with pytest.raises(
-        ValueError, match=r"compiled expects backend as one of .*; got 'no_such_backend'"
-    ):
-        fl.compiled(backend="no_such_backend")
+    problem, compiled = stochastic(), (fl.compiled(backend="eager"),)
+    whole = run(problem)
+    for first, then in (((), compiled), (compiled, ())):
+        path = fl.save(run(problem, *first, epochs=1), tmp_path / "a")
+        again = fl.restore(path, problem.state(seed=3))
+        assert_same(run(problem, *then, state=again), whole, rtol=1e-12)
 
 
 @pytest.mark.slow
 def test_a_wrong_loss_is_an_error_that_names_the_original_function():
     with pytest.raises(ValueError, match="the loss that wrong returns must be a scalar"):
-        fl.pipeline(fl.compiled(backend="eager"))(wrong)(toy(), torch.ones(2))
+        fitted([torch.ones(2)], fl.compiled(backend="eager"), loss_fn=wrong)
 
 
 def wrong(model, batch):
@@ -182,15 +114,8 @@ def wrong(model, batch):
 @pytest.mark.slow
 def test_the_default_backend_trains_as_an_eager_step_does():
     """Compiled code may round the last digits differently."""
-    problem = small()
-
-    def run(*members):
-        loaders = (problem.batches, problem.batches[:3])
-        return fl.fit(
-            fl.pipeline(*members)(problem.loss_fn), problem.state(), loaders, epochs=2, hooks=()
-        )
-
-    assert_same(run(fl.compiled(), fl.accumulate(2)), run(fl.accumulate(2)), rtol=1e-9)
+    eager = run(small(), fl.accumulate(2))
+    assert_same(run(small(), fl.compiled(), fl.accumulate(2)), eager, rtol=1e-9)
 
 
 # --- the optimizer
@@ -203,11 +128,12 @@ OPTIMIZERS = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.02),
 }
+RARE = [pytest.param(name, marks=pytest.mark.long) for name in ("RAdam", "NAdam", "RMSprop")]
 halving = fl.schedule(lambda step, total: 0.5**step)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", *RARE])
 @ignore_warning_of_torch
 def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(name):
     problem = attrs.evolve(small(), optimizer=OPTIMIZERS[name])
@@ -247,32 +173,30 @@ def test_each_of_several_optimizers_is_compiled_and_a_restored_run_is_the_same(t
     assert_same(resumed, whole, rtol=1e-9)
 
 
-def test_what_cannot_be_compiled_is_refused():
-    with pytest.raises(TypeError, match="expects update as True or False"):
-        fl.compiled(update="yes")
-    with pytest.raises(TypeError, match=r"and update; got .*Did you mean update"):
-        fl.compiled(updates=True)
-    with pytest.raises(ValueError, match="calls the optimizer with a closure"):
-        fl.pipeline(fl.compiled(update=True), fl.closure())
-    step = fl.pipeline(fl.compiled(update=True, backend="eager"))(toy_loss)
-    fused = several.problem(several.fused_sgd_twice)
-    with pytest.raises(ValueError, match=r"does not support SGD\(\.\.\., fused=True\): leave out"):
-        step(fused.state(), fused.batches[0])
-    lbfgs = attrs.evolve(small(), optimizer=torch.optim.LBFGS)
-    with pytest.raises(ValueError, match="LBFGS evaluates the loss itself"):
-        step(lbfgs.state(), lbfgs.batches[0])
-    foreach = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, foreach=True))
-    with pytest.raises(ValueError, match="leave out foreach=True"):
-        step(foreach.state(), foreach.batches[0])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda p: torch.optim.SGD(p, fused=True),
+            r"SGD\(\.\.\., fused=True\): leave out",
+        ),
+        (torch.optim.LBFGS, "LBFGS evaluates the loss itself"),
+        (lambda p: torch.optim.AdamW(p, foreach=True), "leave out foreach=True"),
+        (several.fused_sgd_twice, "fused=True"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_compiled_is_refused(make, message):
+    problem = attrs.evolve(small(), optimizer=make)
+    with pytest.raises(ValueError, match=message):
+        run(problem, fl.compiled(update=True, backend="eager"))
 
 
 @pytest.mark.slow
 @ignore_warning_of_torch
 def test_an_update_that_is_skipped_is_not_applied_by_compiled_code():
-    backend = Counting()
-    step = fl.pipeline(fl.compiled(update=True, backend=backend), fl.skip_nonfinite())(toy_loss)
-    state = fl.fit(step, toy(w=1.0, lr=1.0), [torch.tensor([float("nan")])], hooks=())
-    assert (state.model.w.item(), state.skipped) == (1.0, 1)
+    compiled = fl.compiled(update=True, fullgraph=True, backend="eager")  # that of the loss
+    state = fitted([1, float("nan")], compiled, fl.skip_nonfinite(), state=toy(w=1.0))
+    assert (state.model.w.item(), state.skipped) == (0.0, 1)
 
 
 def adamw_and_sgd(parameters):
@@ -299,32 +223,22 @@ def test_turns_may_compile_their_updates():
 
 @pytest.mark.slow
 @ignore_warning_of_torch
-def test_fullgraph_is_for_the_loss_function():
-    step = fl.pipeline(fl.compiled(update=True, fullgraph=True, backend="eager"))(toy_loss)
-    state, _ = step(toy(), torch.ones(1))
-    assert state.model.w.item() == -1.0
-
-
-@pytest.mark.slow
-@ignore_warning_of_torch
 def test_a_learning_rate_set_by_hand_is_not_taken_for_that_of_the_schedule():
     compiled = fl.compiled(update=True, backend="eager")
-    scheduled, plain = fl.pipeline(compiled, halving)(toy_loss), fl.pipeline(compiled)(toy_loss)
-    state = fl.fit(scheduled, toy(lr=0.1), [torch.ones(1)], epochs=1, hooks=())
+    state = fitted([1], compiled, halving, state=toy(lr=0.1))
     state.optimizer.param_groups[0]["lr"] = 0.05
-    state = fl.fit(plain, state, [torch.ones(1)], epochs=2, hooks=())
+    state = fitted([1], compiled, state=state, epochs=2)
     with pytest.raises(ValueError, match="the schedule had set it to"):
-        fl.fit(scheduled, state, [torch.ones(1)], epochs=3, hooks=())
+        fitted([1], compiled, halving, state=state, epochs=3)
 
 
 def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog, monkeypatch):
     problem = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.123))
     step = fl.pipeline(fl.compiled(update=True, backend="eager"))(problem.loss_fn)
-    hints = importlib.import_module("fnloop._loop.beginning")
-    monkeypatch.setattr(hints, "LEAST_SAVED", 0.0)
-    hints.suggest_fused(step.pipeline.middleware, problem.state(), 1e-6, 1)
+    monkeypatch.setattr(beginning, "LEAST_SAVED", 0.0)
+    beginning.suggest_fused(step.pipeline.middleware, problem.state(), 1e-6, 1)
     assert not caplog.messages
-    hints.suggest_fused((), problem.state(), 1e-6, 1)
+    beginning.suggest_fused((), problem.state(), 1e-6, 1)
     assert "fused=True" in caplog.text
 
 
@@ -340,3 +254,16 @@ def test_only_rates_that_are_numbers_become_tensors_each_where_its_parameters_ar
         group["lr"] = None  # an optimizer that has a schedule of its own
     read_from_tensors(optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [None, None]
+
+
+# --- cuda_graph: its settings and its place; tests/_graphs has the rest
+
+
+def test_a_model_on_the_cpu_is_refused_or_runs_eagerly_with_one_warning():
+    said = r"needs the model on a CUDA device; it is on cpu\. .*fallback=True"
+    with pytest.raises(fl.CaptureError, match=said):
+        fl.pipeline(fl.cuda_graph())(toy_loss)(toy(), ONE)
+    with pytest.warns(UserWarning, match="cuda_graph runs eagerly: .* it is on cpu") as caught:
+        state = fitted([1, 1], fl.cuda_graph(fallback=True))
+    assert len(caught) == 1
+    assert (state.model.w.item(), state.optimizer.param_groups[0]["lr"]) == (-2.0, 1.0)

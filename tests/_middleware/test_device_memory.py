@@ -1,13 +1,15 @@
 """device_memory: peaks between records, reset at each of them."""
 
 import resource
+import sys
 
 import pytest
 import torch
+from toy_runs import ONE, fitted, noting, xs
 
 import fnloop as fl
 from fnloop._middleware import metric
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import toy, toy_loss
 
 NAME = "memory/peak_gib"
 
@@ -41,55 +43,45 @@ def taking(gauge):
     return loss_fn
 
 
-def fitted(gauge, sizes, state=None, **settings):
-    step = fl.pipeline(fl.device_memory())(taking(gauge))
-    batches = [torch.full((1,), float(size)) for size in sizes]
-    return fl.fit(step, toy() if state is None else state, batches, **{"hooks": (), **settings})
+def taken(gauge, sizes, **settings):
+    """Return the largest of each record between epochs and of each epoch."""
+    history = fitted(sizes, fl.device_memory(), loss_fn=taking(gauge), **settings).history
+    names = f"recent/{NAME}", f"train/{NAME}"
+    return [history[name] for name in names if name in history]
 
 
 def test_the_largest_of_the_epoch_and_of_the_interval(gauge):
-    state = fitted(gauge, (1, 9, 2, 3, 4, 5), record_every=fl.every(steps=2))
-    assert state.history[f"recent/{NAME}"] == (9.0, 3.0, 5.0)
-    assert state.history[f"train/{NAME}"] == (9.0,)
+    found = taken(gauge, [1, 9, 2, 3, 4, 5], record_every=fl.every(steps=2))
+    assert found == [(9.0, 3.0, 5.0), (9.0,)]
 
 
 def test_every_epoch_begins_again(gauge):
     orders = iter([(1, 9), (3, 2)])
-    step = fl.pipeline(fl.device_memory())(taking(gauge))
-    loader = lambda: iter([torch.full((1,), float(size)) for size in next(orders)])
-    state = fl.fit(step, toy(), loader, epochs=2, hooks=())
-    assert state.history[f"train/{NAME}"] == (9.0, 3.0)
+    assert taken(gauge, lambda: iter(xs(*next(orders))), epochs=2) == [(9.0, 3.0)]
     assert gauge.resets == 2  # by the first update after each record, not by every update
 
 
 def test_an_evaluation_counts_in_its_record(gauge):
-    step = fl.pipeline(fl.device_memory())(taking(gauge))
-    loaders = {"train": [torch.ones(1)] * 2, "valid": [torch.full((1,), 30.0)]}
-    state = fl.fit(step, toy(), loaders, epochs=1, hooks=())
-    assert state.history[f"train/{NAME}"] == (30.0,)
+    assert taken(gauge, {"train": [ONE] * 2, "valid": xs(30)}) == [(30.0,)]
 
 
 def test_a_look_in_between_loses_nothing(gauge):
-    def look(state):
-        assert not state.batch or state.metrics[NAME].compute() == 7.0
-        return state
-
-    state = fitted(gauge, (7, 1, 2), hooks=(look,))
-    assert state.history[f"train/{NAME}"] == (7.0,)
+    note, seen = noting(lambda state: state.metrics[NAME].compute() if state.batch else 7.0)
+    assert taken(gauge, [7, 1, 2], hooks=(note,)) == [(7.0,)]
+    assert seen == [7.0] * 3
 
 
 def test_a_checkpoint_keeps_the_peak(gauge, tmp_path):
-    state = fitted(gauge, (8, 1, 2), steps=1, epochs=1)
+    half = fitted([8, 1, 2], fl.device_memory(), loss_fn=taking(gauge), steps=1)
     gauge.reset(None)
-    state = fitted(gauge, (8, 1, 2), fl.restore(fl.save(state, tmp_path / "a"), toy()))
-    assert state.history.latest(f"train/{NAME}") == 8.0
-    assert_same(fitted(gauge, (8, 1, 2)), fitted(gauge, (8, 1, 2)))
+    again = fl.restore(fl.save(half, tmp_path / "a"), toy())
+    assert taken(gauge, [8, 1, 2], state=again)[-1][-1] == 8.0
 
 
 def test_the_resident_memory_of_a_process():
-    state = fl.fit(fl.pipeline(fl.device_memory())(toy_loss), toy(), [torch.ones(1)], hooks=())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-    assert state.history.latest(f"train/{NAME}") == pytest.approx(peak, rel=0.1)
+    found = fitted([1], fl.device_memory()).history.latest(f"train/{NAME}")
+    assert found == pytest.approx(peak, rel=0.1)
 
 
 def test_a_bare_step(gauge):
@@ -99,8 +91,6 @@ def test_a_bare_step(gauge):
 
 
 def test_a_system_that_does_not_tell(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "resource", None)
     with pytest.raises(RuntimeError, match="this system does not tell the memory of a process"):
-        fl.fit(fl.pipeline(fl.device_memory())(toy_loss), toy(), [torch.ones(1)], hooks=())
+        fitted([1], fl.device_memory())

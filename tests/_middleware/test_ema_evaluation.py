@@ -1,31 +1,30 @@
 """The evaluation of an average beside the model, and states that hold an average."""
 
+import functools
 import gc
 import weakref
 
 import pytest
 import torch
+from sample_middleware import output_mean
 from torch import nn
+from toy_runs import ONE, fitted, of
 
 import fnloop as fl
-from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
+from fnloop.testing import Toy, assert_same, small, stochastic, toy, toy_loss
 
-ONE = torch.tensor([1.0])
-
-
-def mean_output(aux, batch):
-    return aux["output"].mean()
-
-
-def tripled(aux, batch):
-    return fl.Max(3 * aux["output"].max())
+MEAN = fl.metric(mean=output_mean)
+TOP = {"top": lambda aux, batch: fl.Max(3 * aux["output"].max())}
+BOTH = functools.partial(fl.metric, mean=output_mean, **TOP)
+ONES = {"train": [ONE], "valid": [ONE]}
 
 
-def fitted(*members, problem=None, state=None, hooks=(), epochs=2):
+def trained(*members, problem=None):
+    """Return the step and the state of two epochs of a problem."""
     problem = problem or small()
     step = fl.pipeline(*members)(problem.loss_fn)
     loaders = {"train": problem.batches, "valid": problem.batches[:3]}
-    return step, fl.fit(step, state or problem.state(), loaders, epochs=epochs, hooks=hooks)
+    return step, fl.fit(step, problem.state(), loaders, epochs=2, hooks=())
 
 
 def row(state):
@@ -41,18 +40,15 @@ def row(state):
 @pytest.mark.parametrize(
     "members",
     [
-        (fl.metric(mean=mean_output, top=tripled), fl.ema(0.9)),
-        (fl.ema(0.9), fl.metric(mean=mean_output, top=tripled)),
-        (fl.metric(mean=mean_output, top=tripled, on="evaluation"), fl.ema(0.9)),
-        (fl.ema(0.9), fl.metric(mean=mean_output, top=tripled, on="evaluation")),
-        (fl.ema(0.9), fl.metric(mean=mean_output, top=tripled, loaders=("valid",))),
-        (fl.amp("bf16"), fl.ema(0.9), fl.metric(mean=mean_output, top=tripled)),
-        (fl.compiled(backend="eager"), fl.ema(0.9), fl.metric(mean=mean_output, top=tripled)),
+        *((BOTH(), fl.ema(0.9)), (fl.ema(0.9), BOTH())),
+        *((BOTH(on="evaluation"), fl.ema(0.9)), (fl.ema(0.9), BOTH(on="evaluation"))),
+        *((BOTH(loaders=("valid",)), fl.ema(0.9)), (fl.amp("bf16"), fl.ema(0.9), BOTH())),
+        (fl.compiled(backend="eager"), fl.ema(0.9), BOTH()),
     ],
     ids=repr,
 )
 def test_loss_and_metrics_are_there_of_both(members, problem):
-    step, state = fitted(*members, problem=problem)
+    step, state = trained(*members, problem=problem)
     found = row(state)
     assert list(found) == ["loss", "mean", "top", "ema/loss", "ema/mean", "ema/top"]
     averaged = fl.evaluate(step, fl.averaged(state), problem.batches[:3])
@@ -63,60 +59,57 @@ def test_loss_and_metrics_are_there_of_both(members, problem):
 
 
 def test_only_the_average_under_the_plain_names():
-    metric = fl.metric(mean=mean_output)
-    both = row(fitted(metric, fl.ema(0.9))[1])
-    only = row(fitted(fl.ema(0.9, evaluate="only"), metric)[1])
+    both = row(trained(MEAN, fl.ema(0.9))[1])
+    only = row(trained(fl.ema(0.9, evaluate="only"), MEAN)[1])
     assert only == pytest.approx({"loss": both["ema/loss"], "mean": both["ema/mean"]}, rel=1e-14)
-    plain = row(fitted(metric, fl.ema(0.9, evaluate=False))[1])
+    plain = row(trained(MEAN, fl.ema(0.9, evaluate=False))[1])
     assert plain == {"loss": both["loss"], "mean": both["mean"]}
 
 
 def test_two_averages_stand_beside_each_other():
-    one, two = (row(fitted(member)[1]) for member in (fl.ema(0.9), fl.swa(0.5)))
-    for members in ((fl.ema(0.9), fl.swa(0.5)), (fl.swa(0.5), fl.ema(0.9))):
-        assert row(fitted(*members)[1]) == {**one, **two}
+    one, two = (row(trained(member)[1]) for member in (fl.ema(0.9), fl.swa(0.5)))
     expected = {"loss": one["ema/loss"], "swa/loss": two["swa/loss"]}
-    only = fl.ema(0.9, evaluate="only")
-    for members in ((only, fl.swa(0.5)), (fl.swa(0.5), only)):
-        assert row(fitted(*members)[1]) == pytest.approx(expected, rel=1e-14)
+    for order in (1, -1):
+        assert row(trained(*(fl.ema(0.9), fl.swa(0.5))[::order])[1]) == {**one, **two}
+        only = row(trained(*(fl.ema(0.9, evaluate="only"), fl.swa(0.5))[::order])[1])
+        assert only == pytest.approx(expected, rel=1e-14)
 
 
 def test_a_bare_evaluation_has_them_too():
-    step, state = fl.pipeline(fl.ema(0.5), fl.metric(mean=mean_output))(toy_loss), toy(w=2.0)
+    step, state = fl.pipeline(fl.ema(0.5), MEAN)(toy_loss), toy(w=2.0)
     out = step.evaluate(state, ONE)
-    assert out.loss.item() == 2.0
-    assert {name: m.compute() for name, m in out.metrics.items()} == {
-        "mean": 2.0, "ema/loss": 2.0, "ema/mean": 2.0,
-    }  # fmt: skip
+    found = {name: m.compute() for name, m in out.metrics.items()}
+    assert (out.loss.item(), found) == (2.0, {"mean": 2.0, "ema/loss": 2.0, "ema/mean": 2.0})
     state, _ = step(state, ONE)
     found = step.evaluate(state, 2 * ONE).metrics["ema/loss"].compute()
     assert found == 2 * state.slots["ema"]["w"].item() != 2 * state.model.w.item()
 
 
 def test_items_are_weighted_as_in_the_loss():
-    step = fl.pipeline(fl.ema(1.0))(lambda model, x: ((model.w * x).mean(), {"weight": x.sum()}))
-    state = fl.fit(step, toy(w=1.0), ([ONE], [ONE, 3 * ONE]), hooks=())
+    loss_fn = lambda model, x: ((model.w * x).mean(), {"weight": x.sum()})
+    loaders = {"train": [ONE], "valid": [ONE, 3 * ONE]}
+    state = fitted(loaders, fl.ema(1.0), loss_fn=loss_fn, state=toy(w=1.0))
     assert state.history["valid/ema/loss"] == (2.5,)  # (1 × 1 + 3 × 3) / 4
 
 
 def test_names_of_derived_numbers_and_early_stop():
-    double = fl.derive(double=lambda numbers: 2 * numbers["ema/loss"])
-    step = fl.pipeline(fl.ema(1.0), double)(toy_loss)
+    members = fl.ema(1.0), fl.derive(double=lambda numbers: 2 * numbers["ema/loss"])
     stop = fl.early_stop("valid/ema/loss", patience=2)
-    state = fl.fit(step, toy(w=1.0), ([ONE], [ONE]), epochs=9, hooks=(stop,))
+    state = fitted(ONES, *members, state=toy(w=1.0), epochs=9, hooks=(stop,))
     assert (state.epoch, state.history["valid/double"]) == (3, (2.0, 2.0, 2.0))
     assert state.stop.startswith("early_stop: valid/ema/loss has not improved for 2 evaluations")
-    with pytest.raises(KeyError, match="its first part is not the name of a loader"):
-        fl.fit(step, toy(), ([ONE], [ONE]), hooks=(fl.early_stop("ema/valid/loss"),))
-    with pytest.raises(KeyError, match="Did you mean 'valid/ema/loss'"):
-        fl.fit(step, toy(), ([ONE], [ONE]), hooks=(fl.early_stop("valid/eam/loss"),))
+    for key, said in (
+        ("ema/valid/loss", "its first part is not the name of a loader"),
+        ("valid/eam/loss", "Did you mean 'valid/ema/loss'"),
+    ):
+        with pytest.raises(KeyError, match=said):
+            fitted(ONES, *members, hooks=(fl.early_stop(key),))
 
 
 @pytest.mark.parametrize("members", [(), (fl.ema(evaluate=False),), (fl.ema(evaluate="only"),)])
 def test_a_hook_that_monitors_an_average_which_is_not_evaluated_says_what_is_missing(members):
-    stop = fl.early_stop("valid/ema/loss")
     with pytest.raises(KeyError) as caught:
-        fl.fit(fl.pipeline(*members)(toy_loss), toy(), ([ONE], [ONE]), hooks=(stop,))
+        fitted(ONES, *members, hooks=(fl.early_stop("valid/ema/loss"),))
     assert caught.value.args[0] == (
         "early_stop: there is no metric 'valid/ema/loss': this pipeline evaluates "
         'valid/loss. An average reports it beside "valid/loss" if the pipeline has '
@@ -125,12 +118,10 @@ def test_a_hook_that_monitors_an_average_which_is_not_evaluated_says_what_is_mis
 
 
 def test_the_best_checkpoint_by_the_average(tmp_path):
-    def accuracy(aux, batch):
-        return -(aux["output"] + 3).abs().mean()  # best where the average is -3
-
-    step = fl.pipeline(fl.metric(accuracy=accuracy), fl.ema(0.5))(toy_loss)
+    """The accuracy is best where the average is -3."""
+    accuracy = fl.metric(accuracy=lambda aux, batch: -(aux["output"] + 3).abs().mean())
     save = fl.every(epochs=1)(fl.checkpoint(tmp_path, keep=1, best="valid/ema/accuracy"))
-    state = fl.fit(step, toy(lr=1.0), ([ONE], [ONE]), epochs=8, hooks=(save,))
+    state = fitted(ONES, accuracy, fl.ema(0.5), epochs=8, hooks=(save,))
     values = state.history["valid/ema/accuracy"]
     assert values.index(max(values)) == 3 and fl.best(tmp_path).name == "step-00000004"
     assert fl.restore(fl.best(tmp_path), toy()).slots["ema"]["w"].item() == -3.0625
@@ -162,12 +153,11 @@ def curious_loss(model, batch):
     return model(batch).mean()
 
 
-def curious(*members, **settings):
+def curious(*members):
     notes.clear()
-    model = Curious()
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
+    state = of(Curious())
     step = fl.pipeline(*members)(curious_loss)
-    return step, fl.fit(step, state, ([ONE] * 2, [ONE] * 2), hooks=(), **settings)
+    return step, fl.fit(step, state, ([ONE] * 2, [ONE] * 2), hooks=())
 
 
 def test_both_have_the_same_flags_and_draw_the_same():
@@ -180,12 +170,7 @@ def test_both_have_the_same_flags_and_draw_the_same():
     assert [note[1] for note in evaluated] == [-1.25, -2.0] * 2
     assert [note[2] for note in evaluated] == [plain[2], plain[2], plain[3], plain[3]]
     assert state.model.training and state.model.inner.training
-
-
-def test_the_average_alone_draws_as_the_model_would():
-    curious()
-    plain = [note[2] for note in notes]
-    curious(fl.swa(1, evaluate="only"))
+    curious(fl.swa(1, evaluate="only"))  # the average alone draws as the model would
     assert [note[2] for note in notes] == plain
     assert [note[1] for note in notes[2:]] == [-2.0, -2.0]
 
@@ -205,29 +190,26 @@ def test_nothing_is_left_of_an_evaluation():
             made.append(weakref.ref(model))
         return toy_loss(model, batch)
 
-    step = fl.pipeline(fl.ema(0.5))(remembering)
-    state = fl.fit(step, toy(), ([ONE], [ONE]), hooks=())
+    state = fitted(ONES, fl.ema(0.5), loss_fn=remembering)
     gc.collect()
     assert [found() is state.model for found in made] == [False, True] and made[0]() is None
 
 
+class Writing(Toy):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.total += 1
+        return super().forward(x)
+
+
 def test_an_evaluation_writes_into_no_average():
-    class Writing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(()))
-            self.register_buffer("total", torch.zeros(()))
-
-        def forward(self, x):
-            self.total += 1
-            return self.w * x
-
-    model = Writing()
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
-    step = fl.pipeline(fl.ema(0.5))(curious_loss)
-    state = fl.fit(step, state, ([ONE], [ONE] * 3), hooks=())
+    loaders = {"train": [ONE], "valid": [ONE] * 3}
+    state = fitted(loaders, fl.ema(0.5), loss_fn=curious_loss, state=of(Writing()))
     assert state.slots["ema"]["total"].item() == 0.5
-    assert model.total.item() == 1.0  # of the update: an evaluation puts its own back
+    assert state.model.total.item() == 1.0  # of the update: an evaluation puts its own back
 
 
 def test_an_error_in_the_evaluation_of_an_average_is_placed():
@@ -236,55 +218,41 @@ def test_an_error_in_the_evaluation_of_an_average_is_placed():
             raise OSError("no")
         return toy_loss(model, batch)
 
-    step = fl.pipeline(fl.ema(0.5))(loss_fn)
     with pytest.raises(OSError, match="no") as caught:
-        fl.fit(step, toy(lr=1.0), ([ONE], [ONE]), hooks=())
-    assert caught.value.__notes__ == [
-        "while in the loss function loss_fn, valid, epoch 1, batch 1, step 1"
-    ]
-    assert caught.value.state.model.training
-    step = fl.pipeline(fl.ema(0.5))(toy_loss)
-    assert fl.evaluate(step, toy(w=1.0), [ONE]) == {"loss": 1.0, "ema/loss": 1.0}
+        fitted(ONES, fl.ema(0.5), loss_fn=loss_fn)
+    place = "while in the loss function loss_fn, valid, epoch 1, batch 1, step 1"
+    assert caught.value.__notes__ == [place] and caught.value.state.model.training
+
+
+class Single(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise OSError("there is one of it")
 
 
 def test_a_model_that_cannot_be_copied():
-    class Single(nn.Linear):
-        def __deepcopy__(self, memo):
-            raise OSError("there is one of it")
+    def run(member):
+        data, loss_fn = [torch.ones(1, 1)], lambda model, batch: model(batch).mean()
+        loaders = {"train": data, "valid": data}
+        return fitted(loaders, member, loss_fn=loss_fn, state=of(Single(1, 1)))
 
-    model = Single(1, 1)
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
-    loss, data = lambda model, batch: model(batch).mean(), [torch.ones(1, 1)]
     message = r"Single cannot be copied.*there is one of it.*ema\(..., evaluate=False\)"
     with pytest.raises(NotImplementedError, match=message):
-        fl.fit(fl.pipeline(fl.ema())(loss), state, (data, data), hooks=())
-    step = fl.pipeline(fl.ema(evaluate=False))(loss)
-    found = fl.fit(step, fl.TrainState.create(model, state.optimizer), (data, data), hooks=())
-    assert list(found.slots["ema"]) == ["weight", "bias"]
+        run(fl.ema())
+    assert list(run(fl.ema(evaluate=False)).slots["ema"]) == ["weight", "bias"]
 
 
 def test_a_user_s_evaluation_is_of_both():
-    @fl.middleware("evaluation")
-    def doubled():
-        def wrap(step):
-            def both(state, batch):
-                state, out = step(state, 2 * batch)
-                return state, out
-
-            return both
-
-        return wrap
-
-    step = fl.pipeline(fl.ema(1.0), doubled())(toy_loss)
-    state = fl.fit(step, toy(w=1.0, lr=2.0), ([ONE], [ONE]), hooks=())
+    doubled = lambda step: lambda state, batch: step(state, 2 * batch)
+    members = fl.ema(1.0), fl.Middleware("doubled", evaluation=doubled)
+    state = fitted(ONES, *members, state=toy(w=1.0, lr=2.0))
     assert row(state) == {"loss": -2.0, "ema/loss": 2.0}
 
 
 # --- averaged
 
 
-def test_averaged_is_a_copy_that_is_evaluated_predicted_and_exported(tmp_path):
-    _, state = fitted(fl.ema(0.9), problem=stochastic())
+def test_averaged_is_a_copy_that_is_evaluated_predicted_and_exported():
+    _, state = trained(fl.ema(0.9), problem=stochastic())
     before, averaged = fl.snapshot(state), fl.averaged(state)
     assert averaged.model is not state.model and averaged.step == state.step
     assert averaged.history == state.history and averaged.model.training
@@ -295,10 +263,12 @@ def test_averaged_is_a_copy_that_is_evaluated_predicted_and_exported(tmp_path):
     assert torch.equal(found, averaged.model.eval()(batch["x"]))
     averaged.model[0].weight.data.zero_()
     assert_same(state, before)
+    assert state.optimizer.state and not averaged.optimizer.state
+    assert averaged.optimizer.param_groups[0]["params"][0] is averaged.model[0].weight
 
 
 def test_averaged_can_be_saved_and_is_still_not_trained(tmp_path):
-    step, state = fitted(fl.ema(0.9))
+    step, state = trained(fl.ema(0.9))
     path = fl.save(fl.averaged(state), tmp_path / "a")
     assert not (path / "ema.safetensors").exists()
     restored = fl.restore(path, small().state())
@@ -319,16 +289,14 @@ def test_averaged_can_be_saved_and_is_still_not_trained(tmp_path):
     ids=["fit", "run", "step"],
 )
 def test_averaged_is_not_trained(train):
-    step = fl.pipeline(fl.ema(0.5))(toy_loss)
-    state = fl.averaged(fl.fit(step, toy(lr=1.0), [ONE], hooks=()))
+    step, state = fl.pipeline(fl.ema(0.5))(toy_loss), fl.averaged(fitted([1], fl.ema(0.5)))
     with pytest.raises(ValueError, match=r"make a new state: TrainState.create\(state.model"):
         train(step, state)
-    fresh = fl.TrainState.create(state.model, torch.optim.SGD(state.model.parameters(), lr=1.0))
-    assert fl.fit(step, fresh, [ONE], hooks=()).model.w.item() == -1.5
+    assert fitted([1], fl.ema(0.5), state=of(state.model)).model.w.item() == -1.5
 
 
 def test_averaged_names_the_averages_that_there_are():
-    step, state = fitted(fl.swa(0.5), fl.ema(name="slow"))
+    step, state = trained(fl.swa(0.5), fl.ema(name="slow"))
     with pytest.raises(KeyError, match="no average 'ema'; those are: swa, slow"):
         fl.averaged(state)
     with pytest.raises(KeyError, match=r"it has none: list ema\(\) or swa\(\)"):
@@ -341,13 +309,6 @@ def test_averaged_names_the_averages_that_there_are():
         fl.averaged(fl.averaged(later, "slow"), "slow")
 
 
-def test_the_optimizer_of_averaged_has_no_state():
-    _, state = fitted(fl.ema(0.9), problem=stochastic())
-    averaged = fl.averaged(state)
-    assert state.optimizer.state and not averaged.optimizer.state
-    assert averaged.optimizer.param_groups[0]["params"][0] is averaged.model[0].weight
-
-
 def test_averaged_with_several_optimizers(tmp_path):
     def state():
         torch.manual_seed(0)
@@ -355,12 +316,10 @@ def test_averaged_with_several_optimizers(tmp_path):
         one, two = (torch.optim.Adam(part.parameters(), lr=0.1) for part in model)
         return fl.TrainState.create(model, {"one": one, "two": two}, seed=0)
 
-    step = fl.pipeline(fl.ema(0.5))(lambda model, batch: model(batch).square().mean())
-    data = [torch.ones(1, 2)] * 3
-    trained = fl.fit(step, state(), (data, data), hooks=())
-    averaged = fl.averaged(trained)
-    assert all(found.state for found in trained.optimizer.values())
+    loss_fn = lambda model, batch: model(batch).square().mean()
+    run = fitted([torch.ones(1, 2)] * 3, fl.ema(0.5), loss_fn=loss_fn, state=state())
+    averaged = fl.averaged(run)
+    assert all(found.state for found in run.optimizer.values())
     assert not any(found.state for found in averaged.optimizer.values())
-    assert torch.equal(averaged.model[1].weight, trained.slots["ema"]["1.weight"])
-    restored = fl.restore(fl.save(trained, tmp_path / "a"), state())
-    assert_same(restored, trained)
+    assert torch.equal(averaged.model[1].weight, run.slots["ema"]["1.weight"])
+    assert_same(fl.restore(fl.save(run, tmp_path / "a"), state()), run)

@@ -1,17 +1,19 @@
 """timings and throughput, by a clock that only the test moves: numbers for the head."""
 
+import pickle
 import time
 
 import attrs
 import pytest
 import torch
 from sample_middleware import output_mean
+from toy_runs import noting
 
 import fnloop as fl
 from fnloop._core import metrics
 from fnloop._core.metrics import Elapsed
+from fnloop._middleware import metric
 from fnloop.testing import (
-    assert_same,
     law_fold,
     law_neutral,
     law_no_host_reads,
@@ -67,12 +69,12 @@ def pause(clock):
     return hook
 
 
-BATCHES = [torch.ones(n) for n in (4, 4, 2)]
+BATCHES, ONES = [torch.ones(n) for n in (4, 4, 2)], [torch.ones(1)] * 2
 
 
 def fitted(clock, *members, state=None, batches=BATCHES, step=None, **settings):
     make = fl.pipeline(*members)(slow(clock) if step is None else step)
-    loaders = {"train": Data(clock, batches), "valid": [torch.ones(1)] * 2}
+    loaders = {"train": Data(clock, batches), "valid": ONES}
     settings = {"hooks": (pause(clock),), **settings}
     return fl.fit(make, toy() if state is None else state, loaders, **settings)
 
@@ -80,18 +82,26 @@ def fitted(clock, *members, state=None, batches=BATCHES, step=None, **settings):
 # --- timings
 
 
-def test_times_of_data_update_and_evaluation(clock):
-    state = fitted(clock, fl.timings(), epochs=2)
-    for record in state.history:
-        assert record.metrics["train/time/data"] == DATA
-        assert record.metrics["train/time/step"] == STEP
-        assert record.metrics["valid/time/evaluate"] == 2 * EVALUATION
+def latest(state, *names):
+    """Return the newest values in training."""
+    return tuple(state.history.latest(f"train/{name}") for name in names)
 
 
-def test_a_window_waits_for_all_of_its_batches(clock):
-    state = fitted(clock, fl.accumulate(2), fl.timings())
-    assert state.history.latest("train/time/data") == (2 * DATA + DATA) / 2
-    assert state.history.latest("train/time/step") == (2 * STEP + STEP) / 2
+TIMES = "time/data", "time/step"
+
+
+@pytest.mark.parametrize(
+    ("members", "data", "step"),
+    [
+        ((), DATA, STEP),
+        ((fl.accumulate(2),), (2 * DATA + DATA) / 2, (2 * STEP + STEP) / 2),  # waits for all
+    ],
+)
+def test_times_of_data_update_and_evaluation(members, data, step, clock):
+    history = fitted(clock, *members, fl.timings(), epochs=2).history
+    assert history["train/time/data"] == (data, data)
+    assert history["train/time/step"] == (step, step)
+    assert history["valid/time/evaluate"] == (2 * EVALUATION,) * 2
 
 
 def test_a_fetch_counts_once_for_the_updates_that_tbptt_makes_of_it(clock):
@@ -110,8 +120,8 @@ def test_a_fetch_counts_once_for_the_updates_that_tbptt_makes_of_it(clock):
     assert record["train/throughput/samples"] == 6 * 4 / seconds
 
 
-@pytest.mark.parametrize("batch", ["same", "next"])
-def test_a_fetch_counts_once_for_the_turns_of_a_round(batch, clock):
+@pytest.mark.parametrize(("batch", "fetched"), [("same", DATA), ("next", 2 * DATA)])
+def test_a_fetch_counts_once_for_the_turns_of_a_round(batch, fetched, clock):
     model = torch.nn.ModuleDict({"a": toy().model, "b": toy().model})
     optimizers = {k: torch.optim.SGD(model[k].parameters(), lr=1.0) for k in model}
 
@@ -123,31 +133,20 @@ def test_a_fetch_counts_once_for_the_turns_of_a_round(batch, clock):
         return fl.pipeline(fl.timings())(loss_fn)
 
     turns = fl.alternate({name: step_of(name) for name in optimizers}, batch=batch)
-    step = fl.pipeline(fl.timings())(turns)  # around the round
-    state = fl.TrainState.create(model, optimizers)
-    state = fitted(
-        clock,
-        state=state,
-        batches=[torch.ones(4)] * 4,
-        step=step,
-        hooks=(),
-        evaluate_every=fl.every(epochs=2),
-    )
-    record, fetched = state.history[0].metrics, DATA if batch == "same" else 2 * DATA
-    assert (record["train/a/time/data"], record["train/b/time/data"]) == (fetched, 0.0)
-    assert record["train/a/time/step"] == record["train/b/time/step"] == STEP
-    assert (record["train/time/data"], record["train/time/step"]) == (fetched, 2 * STEP)
+    state, batches = fl.TrainState.create(model, optimizers), [torch.ones(4)] * 4
+    settings = {"batches": batches, "step": turns, "evaluate_every": fl.every(epochs=2)}
+    state = fitted(clock, fl.timings(), state=state, hooks=(), **settings)  # around the round
+    assert latest(state, "a/time/data", "b/time/data", "time/data") == (fetched, 0.0, fetched)
+    assert latest(state, "a/time/step", "b/time/step", "time/step") == (STEP, STEP, 2 * STEP)
 
 
 def test_an_evaluation_is_in_the_record_that_it_made(clock):
-    state = fitted(
-        clock, fl.timings(), epochs=2, evaluate_every=fl.every(epochs=2),
-        record_every=fl.every(steps=2),
-    )  # fmt: skip
-    found = [(r.step, r.metrics.get("valid/time/evaluate")) for r in state.history]
+    every = {"evaluate_every": fl.every(epochs=2), "record_every": fl.every(steps=2)}
+    history = fitted(clock, fl.timings(), epochs=2, **every).history
+    found = [(r.step, r.metrics.get("valid/time/evaluate")) for r in history]
     assert found == [(2, None), (3, None), (4, None), (6, 2 * EVALUATION)]
-    assert state.history["recent/time/step"] == (STEP,) * 4
-    assert state.history["recent/time/data"] == (DATA,) * 4
+    assert history["recent/time/step"] == (STEP,) * 4
+    assert history["recent/time/data"] == (DATA,) * 4
 
 
 def test_the_time_since_the_last_record(clock):
@@ -155,104 +154,75 @@ def test_the_time_since_the_last_record(clock):
     takes = iter((1.0, 2.0, 3.0, 4.0))
 
     def loss_fn(model, batch):
-        clock.now += next(takes)
+        clock.now += next(takes) if model.training else EVALUATION
         return toy_loss(model, batch)
 
-    state = fl.fit(
-        fl.pipeline(fl.timings())(loss_fn), toy(), [torch.ones(1)] * 4, hooks=(),
-        record_every=fl.every(steps=2),
-    )  # fmt: skip
+    settings = {"batches": [torch.ones(1)] * 4, "record_every": fl.every(steps=2)}
+    state = fitted(clock, fl.timings(), step=loss_fn, **settings)
     assert state.history["recent/time/step"] == (1.5, 3.5)
     assert state.history["train/time/step"] == (2.5,)
 
 
 def test_a_bare_step_knows_its_own_time_only(clock):
-    step = fl.pipeline(fl.timings())(slow(clock))
-    _, out = step(toy(), torch.ones(1))
-    assert {name: m.compute() for name, m in out.metrics.items()} == {"time/step": STEP}
+    step = fl.pipeline(fl.timings(), fl.throughput())(slow(clock))
+    _, out = step(toy(), torch.ones(6))
+    found = {name: metric.compute() for name, metric in out.metrics.items()}
+    assert found == {"time/step": STEP, "throughput/samples": 6 / STEP}
     assert fl.evaluate(step, toy(), [torch.ones(1)]) == {"loss": 0.0}
 
 
-def test_without_timings_nothing_is_there(clock):
-    names = fitted(clock, epochs=1).history.keys()
-    assert not [name for name in names if "time" in name or "throughput" in name]
+def for_the_last(change):
+    """Return a middleware that changes the output of the last batch."""
 
+    def wrap(step):
+        def changing(state, batch):
+            state, out = step(state, batch)
+            return state, change(out) if len(batch) == 2 else out
 
-def skip_second(step):
-    def skipping(state, batch):
-        state, out = step(state, batch)
-        return state, attrs.evolve(out, skip="no") if len(batch) == 2 else out
+        return changing
 
-    return skipping
+    return fl.Middleware("last", gradient=wrap)
 
 
 def test_skipped_updates_do_not_count(clock):
-    skipping = fl.Middleware("skipping", gradient=skip_second)
+    skipping = for_the_last(lambda out: attrs.evolve(out, skip="no"))
     state = fitted(clock, skipping, fl.timings(), fl.throughput())
-    assert state.skipped == 1
-    assert state.history.latest("train/time/step") == STEP
-    assert state.history.latest("train/throughput/samples") == 8 / (2 * (DATA + STEP))
+    found = latest(state, "time/step", "throughput/samples")
+    assert state.skipped == 1 and found == (STEP, 8 / (2 * (DATA + STEP)))
 
 
 # --- throughput
 
 
-def test_the_time_of_an_update_without_a_batch_of_its_own_counts(clock):
-    """As on a process that has none in the last window of an epoch."""
-
-    def lose_second(step):
-        def losing(state, batch):
-            state, out = step(state, batch)
-            return state, fl.Output(out.loss, 0, out.aux) if state.batch == 1 else out
-
-        return losing
-
-    state = fitted(clock, fl.Middleware("lose", gradient=lose_second), fl.throughput())
-    assert state.history.latest("train/throughput/samples") == pytest.approx((4 + 2) / 15)
-
-
-def test_samples_in_a_second_of_training(clock):
-    """10 samples in 3 x (2 + 3) seconds; neither evaluations nor hooks count."""
-    state = fitted(clock, fl.throughput(), epochs=3, evaluate_every=fl.every(steps=1))
-    assert state.history["train/throughput/samples"] == pytest.approx([4 / 5, 8 / 10, 10 / 15] * 3)
+@pytest.mark.parametrize(
+    ("members", "samples"),
+    [
+        *(((fl.accumulate(n), fl.throughput()), 10) for n in (1, 2, 3)),
+        # An update without a batch of its own, as on a process that has none in the last window.
+        ((for_the_last(lambda out: fl.Output(out.loss, 0, out.aux)), fl.throughput()), 4 + 4),
+    ],
+    ids=repr,
+)
+def test_samples_in_a_second_of_training(members, samples, clock):
+    """In 3 × (2 + 3) seconds; neither evaluations nor hooks count."""
+    state = fitted(clock, *members, evaluate_every=fl.every(epochs=1))
+    assert latest(state, "throughput/samples") == pytest.approx((samples / 15,))
 
 
-def test_weight_in_a_second_of_training(clock):
+def test_the_rate_since_the_last_record_and_the_utilization_of_a_device(clock):
+    member, settings = fl.throughput(flops=30.0, peak=40.0), {"evaluate_every": fl.every(steps=1)}
+    history, rates = fitted(clock, member, epochs=3, **settings).history, [4 / 5, 8 / 10, 10 / 15]
+    assert history["train/throughput/samples"] == pytest.approx(rates * 3)
+    assert history["train/throughput/mfu"] == pytest.approx([x * 30 / 40 for x in rates] * 3)
+
+
+def test_weight_in_a_second_of_training_is_added_up_exactly(clock):
     def by_tokens(model, batch):
         loss, _ = slow(clock)(model, batch)
-        return loss, {"weight": torch.tensor(100 * len(batch))}
+        return loss, {"weight": torch.tensor(2.0**24 if len(batch) == 2 else 1.0)}
 
     state = fitted(clock, fl.throughput("weight"), step=by_tokens)
-    assert state.history.latest("train/throughput/weight") == pytest.approx(1000 / 15)
-
-
-def test_weights_are_added_up_exactly(clock):
-    sizes = iter((2.0**24, 1.0))
-
-    def loss_fn(model, batch):
-        clock.now += 1.0
-        return model.w * 1.0, {"weight": torch.tensor(next(sizes))}
-
-    step = fl.pipeline(fl.throughput("weight"))(loss_fn)
-    state = fl.fit(step, toy(), [torch.ones(1)] * 2, hooks=())
-    assert state.history.latest("train/throughput/weight") == (2**24 + 1) / 2
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_accumulation_changes_no_rate(clock, n):
-    state = fitted(clock, fl.accumulate(n), fl.throughput())
-    assert state.history.latest("train/throughput/samples") == pytest.approx(10 / 15)
-
-
-def test_the_utilization_of_a_device(clock):
-    state = fitted(clock, fl.throughput(flops=30.0, peak=40.0))
-    assert state.history.latest("train/throughput/mfu") == pytest.approx(10 / 15 * 30 / 40)
-    assert state.history.latest("train/throughput/samples") == pytest.approx(10 / 15)
-
-
-def test_the_rate_of_a_bare_step_is_that_of_the_update_alone(clock):
-    _, out = fl.pipeline(fl.throughput())(slow(clock))(toy(), torch.ones(6))
-    assert out.metrics["throughput/samples"].compute() == 6 / STEP
+    assert latest(state, "throughput/weight") == ((2**24 + 2) / 15,)
 
 
 def test_batches_without_a_number_of_samples_need_weights(clock):
@@ -264,65 +234,30 @@ def test_batches_without_a_number_of_samples_need_weights(clock):
     assert out.metrics["throughput/weight"].amount == 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"of": "tokens"}, 'throughput expects of as one of "samples", "weight"'),
-        ({"flops": 1.0}, r"together; got flops=1\.0, peak=None"),
-        ({"peak": 1.0}, r"together; got flops=None, peak=1\.0"),
-        ({"flops": 0, "peak": 1.0}, "throughput expects flops > 0"),
-        ({"flops": 1, "peak": "fast"}, "throughput expects peak as a number > 0"),
-    ],
-)
-def test_wrong_settings_are_an_error_when_composing(settings, message):
-    with pytest.raises(ValueError, match=message):
-        fl.throughput(**settings)
-
-
 # --- in any place of a pipeline, saved, and by the laws
 
 
 MEMBERS = (fl.timings(), fl.throughput(flops=1.0, peak=2.0), fl.grad_norm(), fl.device_memory())
 
 
-@pytest.mark.parametrize("split", [1, 2, 4])
-def test_a_checkpoint_in_the_middle_of_an_interval_changes_no_number(tmp_path, clock, split):
-    def run(state, **settings):
-        settings = {"epochs": 2, "record_every": fl.every(steps=3), **settings}
-        step = fl.pipeline(fl.timings(), fl.throughput("weight"))(slow(clock))
-        batches = [torch.ones(n) for n in (1, 2, 3, 4, 5)]
-        return fl.fit(step, state, (batches, [torch.ones(1)]), **{"hooks": (), **settings})
-
-    stop = fl.when(lambda state: state.step == split)(
-        lambda state: attrs.evolve(state, stop="enough")
-    )
-    saved = run(toy(), hooks=(stop,))
-    path = fl.save(attrs.evolve(saved, stop=None), tmp_path / "a")
-    assert_same(run(fl.restore(path, toy())), run(toy()), rtol=1e-12)
+@pytest.fixture
+def steady_memory(monkeypatch):
+    """A device whose peak does not change; a gauge of another test is not used."""
+    monkeypatch.setattr(metric, "_peak_gib", lambda device: 1.0)
+    metric._gauge.cache_clear()
+    yield
+    metric._gauge.cache_clear()
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=repr)
 @pytest.mark.parametrize("others", [(), (fl.accumulate(2), fl.metric(mean=output_mean))], ids=repr)
-def test_each_keeps_the_laws(clock, monkeypatch, member, others):
-    from fnloop._middleware import metric
-
-    monkeypatch.setattr(metric, "_peak_gib", lambda device: 1.0)
+def test_each_keeps_the_laws(clock, steady_memory, member, others):
     pipe = fl.pipeline(*others, member)
     law_fold(pipe, small())
     law_purity(pipe, small())
     law_no_host_reads(pipe, small())
     law_skipped_updates(pipe, small())
     law_neutral(member, fl.pipeline(*others), small())
-
-
-def test_each_is_a_value():
-    import pickle
-
-    for member in MEMBERS:
-        assert pickle.loads(pickle.dumps(member)) == member
-    assert repr(fl.throughput("weight", flops=1.0, peak=2.0)) == (
-        "throughput('weight', flops=1.0, peak=2.0)"
-    )
 
 
 # --- on a GPU
@@ -355,19 +290,15 @@ class FakeEvent:
 def events(clock, monkeypatch):
     """Marks are events; the list gets an entry for each wait."""
     log = []
-    from fnloop._middleware import metric
-
     monkeypatch.setattr(metric, "mark", lambda device: FakeEvent(clock, log))
     return log
 
 
 def test_events_are_read_at_the_report_only(clock, events):
-    waited = []
-    hooks = (lambda state: (waited.append(len(events)), state)[1],)
-    state = fitted(clock, fl.timings(), fl.throughput(), hooks=hooks)
+    note, waited = noting(lambda state: len(events))
+    state = fitted(clock, fl.timings(), fl.throughput(), hooks=(note,))
     assert waited[:2] == [0, 0] and waited[2] > 0
-    assert state.history.latest("train/time/step") == STEP
-    assert state.history.latest("train/time/data") == DATA
+    assert latest(state, *TIMES) == (DATA, STEP)
 
 
 def test_the_time_of_a_device_runs_on_between_updates(clock, events):
@@ -379,13 +310,6 @@ def test_the_time_of_a_device_runs_on_between_updates(clock, events):
     assert state.history["train/throughput/samples"] == pytest.approx([4 / 5, 8 / 10, 10 / 15])
 
 
-def test_what_a_caller_does_between_two_epochs_does_not_count(clock, events):
-    step, train = fl.pipeline(fl.throughput())(slow(clock)), Data(clock, BATCHES)
-    for state in fl.run(step, toy(), train, epochs=2, hooks=()):  # noqa: B007
-        clock.now += 1000.0
-    assert state.history["train/throughput/samples"] == pytest.approx([10 / 15] * 2)
-
-
 def test_events_that_have_passed_are_not_kept(clock, events):
     total = Elapsed(0)
     for _ in range(1000):
@@ -395,6 +319,12 @@ def test_events_that_have_passed_are_not_kept(clock, events):
         total = total.combine(metrics.elapsed(1, start, end))
         assert len(total.pending) <= metrics.SETTLE
     assert total.compute() == 1.0
+    begun, ended, later = (FakeEvent(clock, events) for _ in range(3))
+    ended.at, later.at, ended.done = begun.at + 2.0, begun.at + 5.0, True
+    events.clear()  # those that have not passed are kept without waiting
+    found = Elapsed(2, pending=((begun, ended), (ended, later))).settled(wait=False)
+    assert (found.seconds, found.pending, events) == (2.0, ((ended, later),), [])
+    assert found.compute() == (2.0 + 3.0) / 2
 
 
 def test_events_are_neither_saved_nor_copied(tmp_path, clock, events):
@@ -406,8 +336,6 @@ def test_events_are_neither_saved_nor_copied(tmp_path, clock, events):
     restored = fl.restore(fl.save(state, tmp_path / "a"), toy())
     new = fitted(clock, fl.timings(), fl.throughput(), state=restored, hooks=())
     assert new.history.latest("train/time/step") == STEP
-    import pickle
-
     sent = pickle.loads(pickle.dumps(state.metrics["throughput/samples"].to_cpu()))
     assert sent.compute() == pytest.approx(8 / 10)
 
@@ -415,47 +343,33 @@ def test_events_are_neither_saved_nor_copied(tmp_path, clock, events):
 @pytest.mark.parametrize("order", [1, -1])
 def test_times_are_measured_outside_of_a_graph(recorders, clock, order):
     members = [fl.cuda_graph(warmup=1), fl.timings(), fl.throughput("weight"), fl.device_memory()]
-    batches = [torch.ones(4)] * 5
-    state = fitted(clock, *members[::order], batches=batches, epochs=1)
-    assert recorders
-    names = ("time/step", "time/data", "throughput/weight", "memory/peak_gib")
-    found = [state.history.latest(f"train/{name}") for name in names]
-    assert found[1] == DATA and found[3] > 0
-    assert found[0] <= STEP and found[2] >= 4 / (DATA + STEP)
-
-
-def test_events_that_have_not_passed_are_kept_without_waiting(clock):
-    log = []
-    begun, ended, later = (FakeEvent(clock, log) for _ in range(3))
-    ended.at, later.at, ended.done = begun.at + 2.0, begun.at + 5.0, True
-    found = Elapsed(2, pending=((begun, ended), (ended, later))).settled(wait=False)
-    assert (found.seconds, found.pending, log) == (2.0, ((ended, later),), [])
-    assert found.compute() == (2.0 + 3.0) / 2
+    state = fitted(clock, *members[::order], batches=[torch.ones(4)] * 5)
+    names = "time/step", "time/data", "throughput/weight", "memory/peak_gib"
+    step, data, rate, peak = latest(state, *names)
+    assert recorders and data == DATA and peak > 0
+    assert step <= STEP and rate >= 4 / (DATA + STEP)
 
 
 # --- the stopwatch of a run
 
 
-def test_the_time_of_training_is_that_of_updates_and_their_data(clock):
-    """Two epochs of three updates; neither evaluations nor hooks, nor what a caller does, count."""
-    seen, watches = [], []
-
-    def look(state):
-        watches.append(state.run.stopwatch)
-        if "record" in state.events:
-            seen.append(state.run.stopwatch.evaluated)
-        clock.now += PAUSE
-        return state
-
-    step, loaders = fl.pipeline()(slow(clock)), (Data(clock, BATCHES), [torch.ones(1)] * 2)
-    for state in fl.run(step, toy(), loaders, epochs=2, hooks=(look,)):
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_what_a_caller_does_between_two_epochs_does_not_count(on_a_device, clock, request):
+    """Nor do hooks count for the stopwatch of a run, and for a rate on the host."""
+    if on_a_device:
+        request.getfixturevalue("events")
+    step, loaders = fl.pipeline(fl.throughput())(slow(clock)), (Data(clock, BATCHES), ONES)
+    note, watches = noting(lambda state: state.run.stopwatch)
+    hooks = (note,) if on_a_device else (note, pause(clock))
+    for state in fl.run(step, toy(), loaders, epochs=2, hooks=hooks):
         assert watches[-1].trained == state.epoch * 3 * (DATA + STEP)
+        assert watches[-1].evaluated == 2 * EVALUATION
         clock.now += 1000.0
-    assert seen == [2 * EVALUATION] * 2
+    assert state.history["train/throughput/samples"] == pytest.approx([10 / 15] * 2)
 
 
-def test_another_metric_of_the_name_of_a_time_is_refused():
-    for name in ("time/step", "time/data", "time/evaluate"):
-        step = fl.pipeline(fl.timings(), fl.metric(**{name: lambda aux, batch: 1.0}))(toy_loss)
-        with pytest.raises(ValueError, match=f"timings reports the metric '{name}', which another"):
-            fl.fit(step, toy(), ([torch.ones(1)], [torch.ones(1)]), hooks=())
+@pytest.mark.parametrize("name", ["time/step", "time/data", "time/evaluate"])
+def test_another_metric_of_the_name_of_a_time_is_refused(name, clock):
+    members = fl.timings(), fl.metric(**{name: lambda aux, batch: 1.0})
+    with pytest.raises(ValueError, match=f"timings reports the metric '{name}', which another"):
+        fitted(clock, *members)

@@ -6,7 +6,6 @@ import weakref
 from pathlib import Path
 
 import attrs
-import pytest
 import torch
 
 import fnloop as fl
@@ -60,28 +59,3 @@ def test_only_the_engine_looks_at_the_number_of_processes():
     ]
     chosen = "state.backend.world_size == 1"
     assert found == [f"engine.py: if {chosen}:", f"engine.py: alone = {chosen}"]
-
-
-@pytest.mark.parametrize("skipped", [False, True])
-def test_a_skipped_window_keeps_the_gradients_of_an_earlier_call(skipped):
-    """A middleware may run the step inside twice; the second run may be skipped."""
-    gradients = []
-
-    @fl.middleware("gradient")
-    def twice():
-        def wrap(step):
-            def both(state, window):
-                step(state, [torch.tensor([1.0]), torch.tensor([3.0])])  # the mean is 2
-                state, out = step(state, [torch.tensor([5.0] * (not skipped))])
-                gradients.append(state.model.w.grad.item())
-                return state, attrs.evolve(out, skip="looked at")
-
-            return both
-
-        return wrap
-
-    def loss_fn(model, batch):
-        return (model.w * batch).sum(), {"weight": len(batch)}
-
-    fl.pipeline(fl.accumulate(2), twice())(loss_fn)(toy(), [torch.tensor([1.0])])
-    assert gradients == [2.0 if skipped else 7.0]

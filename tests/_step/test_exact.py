@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from toy_runs import ONE, assert_same_weights, fitted, xs
 
 import fnloop as fl
 from fnloop._backend.processes import Backend
@@ -21,8 +22,6 @@ from fnloop._step.engine_exact import (
 )
 from fnloop.testing import no_host_reads, toy, toy_loss
 
-ONE = torch.ones(1)
-
 
 def exact_toy(**settings):
     state = toy(**settings)
@@ -32,10 +31,6 @@ def exact_toy(**settings):
 def created(model, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return fl.TrainState.create(model, optimizer, seed=0, exact=True, **settings)
-
-
-def batches(*values):
-    return [torch.tensor([value]) for value in values]
 
 
 # --- the tree
@@ -88,22 +83,17 @@ def test_in_the_order_of_the_tree_few_parts_are_held():
 
 def test_the_sum_of_four_numbers_is_that_of_the_tree():
     """(1e8 - 1e8) and (1 + 1) are 0 and 2. In order, 1e8 + 1 is 1e8, and the last 1 is left."""
-    window = batches(1e8, 1.0, -1e8, 1.0)
-    step = fl.pipeline(fl.accumulate(4))(toy_loss)
-    assert step(exact_toy(), window)[0].model.w.item() == -2 / 4
-    assert step(toy(), window)[0].model.w.item() == -1 / 4
-
-
-def test_a_run_gives_a_step_the_batches_in_the_order_of_the_tree():
-    seen, window = [], batches(1e8, 1.0, -1e8, 1.0)
+    seen, numbers = [], [1e8, 1.0, -1e8, 1.0]
 
     def loss_fn(model, batch):
         seen.append(batch.item())
         return toy_loss(model, batch)
 
-    step = fl.pipeline(fl.accumulate(4))(loss_fn)
-    state = fl.fit(step, exact_toy(), window, hooks=())
-    assert seen == [1e8, -1e8, 1.0, 1.0]
+    step = fl.pipeline(fl.accumulate(4))(toy_loss)
+    assert step(exact_toy(), xs(*numbers))[0].model.w.item() == -2 / 4
+    assert step(toy(), xs(*numbers))[0].model.w.item() == -1 / 4
+    state = fitted(numbers, fl.accumulate(4), loss_fn=loss_fn, state=exact_toy())
+    assert seen == [1e8, -1e8, 1.0, 1.0]  # a run gives them in the order of the tree
     assert state.model.w.item() == -2 / 4
 
 
@@ -134,35 +124,28 @@ def test_a_weight_that_is_not_a_number_of_items_is_seen_in_the_report():
 
 
 def test_one_batch_makes_the_update_of_a_run_without_exact():
-    torch.manual_seed(0)
-    data = [torch.randn(3, 4) for _ in range(5)]
-    made = []
-    for exact in (False, True):
+    def run(exact):
         torch.manual_seed(0)
+        data = [torch.randn(3, 4) for _ in range(5)]
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         state = fl.TrainState.create(model, optimizer, seed=0, exact=exact)
-        step = fl.pipeline(fl.clip(0.1))(lambda model, x: model(x).square().mean())
-        state = fl.fit(step, state, data, epochs=2, hooks=())
-        made.append([p.tolist() for p in state.model.parameters()])
-    assert made[0] == made[1]
+        loss_fn = lambda model, x: model(x).square().mean()
+        return fitted(data, fl.clip(0.1), loss_fn=loss_fn, state=state, epochs=2)
+
+    assert_same_weights(run(False), run(True))
 
 
 def test_clipping_inside_a_window_is_of_each_batch():
-    step = fl.pipeline(fl.clip(1.0), fl.accumulate(2))(toy_loss)
-    state, out = step(exact_toy(), batches(4.0, 0.5))
-    assert state.model.w.item() == pytest.approx(-0.75)
+    """Also if another window has failed."""
+    state, members = exact_toy(), (fl.clip(1.0), fl.accumulate(2))
+    with pytest.raises(ZeroDivisionError):
+        fl.pipeline(*members)(lambda model, batch: 1 / 0)(state, xs(1.0, 2.0))
+    state, _ = fl.pipeline()(toy_loss)(state, ONE * 3)
+    assert state.model.w.item() == -3
+    state, out = fl.pipeline(*members)(toy_loss)(state, xs(4.0, 0.5))
+    assert state.model.w.item() == pytest.approx(-3.75)
     assert out.metrics["grad_norm"].compute() == 2.25
-
-
-def test_after_an_error_in_a_window_another_step_is_not_inside_it():
-    def failing(model, batch):
-        raise ValueError("no")
-
-    state = exact_toy()
-    with pytest.raises(ValueError, match="no"):
-        fl.pipeline(fl.clip(1.0), fl.accumulate(2))(failing)(state, batches(1.0, 2.0))
-    assert fl.pipeline()(toy_loss)(state, ONE * 3)[0].model.w.item() == -3
 
 
 def test_batches_that_are_left_out_do_not_count():
@@ -170,9 +153,9 @@ def test_batches_that_are_left_out_do_not_count():
         return toy_loss(model, batch) if batch.item() > 0 else fl.skip("negative")
 
     step = fl.pipeline(fl.accumulate(3))(positive)
-    state, _ = step(exact_toy(), batches(-5.0, 2.0, 4.0))
+    state, _ = step(exact_toy(), xs(-5.0, 2.0, 4.0))
     assert state.model.w.item() == -3
-    state, out = step(state, batches(-5.0, -6.0))
+    state, out = step(state, xs(-5.0, -6.0))
     assert (out.skip, state.step, state.skipped) == ("negative", 1, 1)
 
 
@@ -200,8 +183,8 @@ def test_draws_follow_the_batch_and_not_the_update():
             seen.setdefault(batch.item(), []).append(torch.rand(()).item())
             return toy_loss(model, batch)
 
-        step = fl.pipeline(fl.accumulate(window))(loss_fn)
-        fl.fit(step, exact_toy(), batches(1.0, 2.0, 3.0, 4.0), epochs=2, hooks=())
+        settings = {"loss_fn": loss_fn, "state": exact_toy(), "epochs": 2}
+        fitted([1, 2, 3, 4], fl.accumulate(window), **settings)
         return seen
 
     once = drawn(1)
@@ -213,7 +196,7 @@ def test_an_update_reads_nothing_to_the_host():
     step = fl.pipeline(fl.accumulate(4), fl.clip(1.0), fl.metric(x=lambda aux, x: x.mean()))
     state = exact_toy()
     with no_host_reads():
-        step(toy_loss)(state, batches(1.0, 2.0, 3.0))
+        step(toy_loss)(state, xs(1.0, 2.0, 3.0))
 
 
 # --- what is refused
@@ -221,82 +204,87 @@ def test_an_update_reads_nothing_to_the_host():
 
 def test_a_layer_with_running_statistics_is_refused_before_the_first_update():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    step = fl.pipeline()(lambda model, x: model(x).square().mean())
-    data = [torch.randn(4, 2)]
+    run = lambda state: fitted([torch.randn(4, 2)], loss_fn=squares, state=state)
     with pytest.raises(NotImplementedError, match=r'1 keeps running statistics.*freeze.state, "1"'):
-        fl.fit(step, created(model), data, hooks=())
-    state = fl.freeze(created(model), "1", statistics="kept")
-    assert fl.fit(step, state, data, hooks=()).step == 1
+        run(created(model))
+    assert run(fl.freeze(created(model), "1", statistics="kept")).step == 1
     model[1] = nn.BatchNorm1d(2, track_running_stats=False)
-    assert fl.fit(step, created(model), data, hooks=()).step == 1
+    assert run(created(model)).step == 1
 
 
-def test_a_loss_function_that_changes_a_buffer_is_refused_before_the_weights_change():
-    model = nn.Linear(2, 1)
-    model.register_buffer("seen", torch.zeros(()))
-    before = model.weight.tolist()
-
-    def counting(model, x):
-        model.seen += 1
-        return model(x).mean()
-
-    with pytest.raises(NotImplementedError, match="changes the buffer 'seen'"):
-        fl.pipeline()(counting)(created(model), torch.ones(1, 2))
-    assert model.weight.tolist() == before
+def squares(model, x):
+    return model(x).square().mean()
 
 
-def test_sparse_gradients_are_refused():
-    model = nn.Embedding(3, 2, sparse=True)
-    with pytest.raises(NotImplementedError, match="cannot sum sparse gradients"):
-        fl.pipeline()(lambda model, x: model(x).mean())(created(model), torch.tensor([1]))
+class Counts(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "said"),
+    [
+        (Counts, torch.ones(1, 2), "changes the buffer 'seen'"),
+        (lambda: nn.Embedding(3, 2, sparse=True), torch.tensor([1]), "cannot sum sparse gradients"),
+    ],
+    ids=["buffer", "sparse"],
+)
+def test_what_cannot_be_summed_is_refused_before_the_weights_change(make, batch, said):
+    state = created(make())
+    before = state.model.weight.tolist()
+    with pytest.raises(NotImplementedError, match=said):
+        fl.pipeline()(squares)(state, batch)
+    assert state.model.weight.tolist() == before
 
 
 def test_batches_that_report_other_metrics_are_refused():
-    @fl.middleware("forward")
-    def sometimes():
-        def wrap(step):
-            def reporting(state, batch):
-                state, out = step(state, batch)
-                metrics = {"large": fl.Sum(1)} if batch.item() > 2 else {}
-                return state, attrs.evolve(out, metrics=metrics)
+    def sometimes(step):
+        def reporting(state, batch):
+            state, out = step(state, batch)
+            metrics = {"large": fl.Sum(1)} if batch.item() > 2 else {}
+            return state, attrs.evolve(out, metrics=metrics)
 
-            return reporting
+        return reporting
 
-        return wrap
-
-    step = fl.pipeline(sometimes(), fl.accumulate(2))(toy_loss)
-    assert step(exact_toy(), batches(3.0, 4.0))[0].step == 1
+    step = fl.pipeline(fl.Middleware("sometimes", forward=sometimes), fl.accumulate(2))(toy_loss)
+    assert step(exact_toy(), xs(3.0, 4.0))[0].step == 1
     with pytest.raises(ValueError, match="every batch has to report the same metrics"):
-        step(exact_toy(), batches(1.0, 4.0))
+        step(exact_toy(), xs(1.0, 4.0))
 
 
 def in_windows(model, batch, carry):
     return toy_loss(model, batch)[0], {}, carry
 
 
-REFUSED = {
-    "raw": lambda: fl.raw(lambda state, batch: fl.Output(ONE[0], 1)),
-    "tbptt": lambda: fl.pipeline(fl.tbptt(2))(in_windows),
-    "retry_on_oom": lambda: fl.pipeline(fl.retry_on_oom())(toy_loss),
-    "closure": lambda: fl.pipeline(fl.closure(create_graph=True))(toy_loss),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_steps_that_cannot_be_exact_say_so_before_the_first_update(name):
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (fl.raw(lambda state, batch: fl.Output(ONE[0], 1)), "raw"),
+        (fl.pipeline(fl.tbptt(2))(in_windows), "tbptt"),
+        (fl.pipeline(fl.retry_on_oom())(toy_loss), "retry_on_oom"),
+        (fl.pipeline(fl.closure(create_graph=True))(toy_loss), "closure"),
+    ],
+)
+def test_steps_that_cannot_be_exact_say_so_before_the_first_update(step, name):
     state = exact_toy()
     with pytest.raises(NotImplementedError, match=f"{name}.* exact=True.*(Leave|List)"):
-        REFUSED[name]()(state, ONE)
+        step(state, ONE)
     assert state.step == 0
 
 
-def test_an_alternating_step_says_that_it_cannot_be_exact():
-    model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
-    named = {key: torch.optim.SGD(model[key].parameters(), lr=0.1) for key in model}
+def test_turns_and_graphs_cannot_be_exact(recorders):
+    model, one = nn.Linear(1, 1), fl.pipeline()(squares)
+    named = {name: torch.optim.SGD([p], lr=0.1) for name, p in model.named_parameters()}
     state = fl.TrainState.create(model, named, exact=True)
-    one = fl.pipeline()(lambda model, x: sum(model[key](x).mean() for key in model))
     with pytest.raises(NotImplementedError, match=r"alternate does not work with.* exact=True"):
-        fl.alternate({"a": one, "b": one})(state, torch.ones(1, 1))
+        fl.alternate({"weight": one, "bias": one})(state, torch.ones(1, 1))
+    with pytest.raises(RuntimeError, match=r"cuda_graph cannot capture an update .*exact=True"):
+        fitted([1] * 3, fl.cuda_graph(warmup=1), state=exact_toy())
 
 
 @pytest.fixture
@@ -316,23 +304,16 @@ def test_settings_that_an_exact_run_would_not_use_are_refused():
     assert created(model, backend=Backend("cpu")).backend.exact
 
 
-def test_an_update_that_positions_draws_on_the_host_is_not_captured(recorders):
-    step = fl.pipeline(fl.cuda_graph(warmup=1))(toy_loss)
-    with pytest.raises(RuntimeError, match=r"cuda_graph cannot capture an update .*exact=True"):
-        fl.fit(step, exact_toy(), [ONE] * 3, hooks=())
-
-
 # --- checkpoints
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_that_continues_with_another_setting_warns(tmp_path, caplog, first):
-    made = {True: exact_toy, False: toy}
-    fl.save(made[first](), tmp_path / "a")
-    fl.restore(tmp_path / "a", made[first]())
+    new, other = (exact_toy, toy)[:: 1 if first else -1]
+    path = fl.save(new(), tmp_path / "a")
+    fl.restore(path, new())
+    fl.restore(path, other(), only=("model",))
     assert not caplog.messages
-    fl.restore(tmp_path / "a", made[not first](), only=("model",))
-    assert not caplog.messages
-    fl.restore(tmp_path / "a", made[not first]())
+    fl.restore(path, other())
     said = "continues without" if first else "had no exact=True until here"
     assert said in caplog.text

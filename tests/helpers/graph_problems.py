@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop.testing import small, stochastic
+from fnloop.testing import assert_same, small, stochastic
 
 
 def done(recorders):
@@ -49,3 +49,23 @@ class Counting(nn.Module):
 
 def of(model):
     return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
+
+
+def compared(problem, *members, rtol=0.0, loaders=None, settings=dict, **fixed):
+    """Train with graphs and without, assert that both come to the same, and return the first.
+
+    ``settings`` makes those of a run, such as hooks that keep something; ``fixed`` are others.
+    """
+
+    def run(*more):
+        step = fl.pipeline(*members, *more)(problem.loss_fn)
+        given = problem.batches if loaders is None else loaders
+        return fl.fit(step, problem.state(), given, **{"hooks": (), **fixed, **settings()})
+
+    captured = run(fl.cuda_graph(warmup=1))
+    assert_same(captured, run(), rtol=rtol)
+    return captured
+
+
+def replays(recorders):
+    return [entry for entry in done(recorders) if entry.startswith("replay")]
