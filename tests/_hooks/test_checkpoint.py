@@ -59,7 +59,7 @@ def wait_for_the_writer(state):
 
 
 @pytest.mark.parametrize(("moment", "raised_at"), [
-    (fl.every(steps=2), 3),  # at the next boundary after the writer failed
+    (fl.every(steps=1), 2), (fl.every(steps=2), 3),  # at the next boundary after the writer failed
     (fl.when(lambda state: state.step == 1), 2),  # also if no save is due
 ])  # fmt: skip
 def test_errors_in_the_background_are_raised(tmp_path, monkeypatch, moment, raised_at):
