@@ -155,21 +155,17 @@ def test_a_run_that_has_ended_leaves_the_stream_to_others():
 # --- where the position is kept
 
 
-def test_a_snapshot_and_a_fork_have_the_position():
-    state = train(Batches(), steps=3)
-    for one in (fl.snapshot(state), *fl.fork(state, {"lr": [0.01]}).values()):
+def test_snapshots_forks_hooks_and_exceptions_have_the_position(tmp_path):
+    kept = fl.every(steps=3)(lambda state: fl.save(state, tmp_path / "h") and state)
+    state = train(Batches(), hooks=(kept,), steps=3)
+    copies = [fl.snapshot(state), *fl.fork(state, {"lr": [0.01]}).values()]
+    with pytest.raises(RuntimeError) as caught:
+        train(Batches(), hooks=(fl.every(steps=3)(stop_here),), epochs=1)
+    for one in (*copies, fl.restore(tmp_path / "h", toy()), caught.value.state):
+        assert one.position["state"] == {"yielded": 3}
         READ.clear()
         assert_same(train(Batches(), one), train(Batches()))
         assert READ[0] == 6
-
-
-def test_a_hook_and_an_exception_give_states_with_the_position(tmp_path):
-    saved = fl.every(steps=4)(lambda state: fl.save(state, tmp_path / "h") and state)
-    train(Batches(), hooks=(saved,), steps=5)
-    assert fl.restore(tmp_path / "h", toy()).position["state"] == {"yielded": 4}
-    with pytest.raises(RuntimeError) as caught:
-        train(Batches(), hooks=(fl.every(steps=4)(stop_here),), epochs=1)
-    assert caught.value.state.position["state"] == {"yielded": 4}
 
 
 def test_a_hook_that_goes_back_goes_back_in_the_stream_too(back_once):

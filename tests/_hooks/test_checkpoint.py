@@ -59,7 +59,7 @@ def wait_for_the_writer(state):
 
 
 @pytest.mark.parametrize(("moment", "raised_at"), [
-    (fl.every(steps=2), 3),  # at the next boundary after the writer failed
+    (fl.every(steps=1), 2), (fl.every(steps=2), 3),  # at the next boundary after the writer failed
     (fl.when(lambda state: state.step == 1), 2),  # also if no save is due
 ])  # fmt: skip
 def test_errors_in_the_background_are_raised(tmp_path, monkeypatch, moment, raised_at):
@@ -77,23 +77,19 @@ def test_errors_in_the_background_are_raised(tmp_path, monkeypatch, moment, rais
 
 
 def test_a_save_between_evaluations_is_repeated_at_the_next_evaluation(tmp_path):
-    values = iter([5.0, 1.0, 3.0])  # of the evaluations at 4, 8 and 10
+    values = iter([5.0, 1.0, 3.0, 5.0, 5.0])  # of the evaluations at 4, 8 and 10; and resumed
     loss = lambda model, batch: (
         model.w * batch.mean() if model.training else torch.tensor(next(values))
     )
-    hook, step = saves(tmp_path, 3, keep=9, best="valid/loss"), fl.pipeline()(loss)
-    fit(hook, step=step, train=10, valid=1, evaluate_every=fl.every(steps=4))
-    assert names(tmp_path) == steps(3, 4, 6, 8, 9, 10)
-    assert fl.best(tmp_path).name == "step-00000008"
-
-
-def test_a_resumed_run_still_saves_the_next_evaluation(tmp_path):
-    make = lambda: saves(tmp_path, 3, keep=9, best="valid/loss")
-    settings = {"train": 10, "valid": 1, "evaluate_every": fl.every(steps=4)}
+    step, run = fl.pipeline()(loss), {"train": 10, "valid": 1, "evaluate_every": fl.every(steps=4)}
+    hook = lambda name: saves(tmp_path / name, 3, keep=9, best="valid/loss")
+    fit(hook("a"), step=step, **run)
+    assert names(tmp_path / "a") == steps(3, 4, 6, 8, 9, 10)
+    assert fl.best(tmp_path / "a").name == "step-00000008"
     with pytest.raises(KeyError):
-        fit(make(), raise_at(3), **settings)
-    fit(make(), state=fl.resume(tmp_path, toy()), steps=5, **settings)
-    assert "step-00000004" in names(tmp_path)
+        fit(hook("b"), raise_at(3), step=step, **run)
+    fit(hook("b"), step=step, state=fl.resume(tmp_path / "b", toy()), steps=5, **run)
+    assert "step-00000004" in names(tmp_path / "b")
 
 
 FROM_THE_START = fl.at_start() | fl.every(epochs=1)  # when to evaluate
@@ -252,19 +248,12 @@ def named(folder, state=None, train=1, epochs=5, **settings):
     )
 
 
-def test_names_show_metrics(tmp_path):
-    named(tmp_path, keep=None, named=("valid/loss", "train/loss"), epochs=2)
-    assert names(tmp_path) == [
-        "step-00000001-valid-loss=-1-train-loss=0",
-        "step-00000002-valid-loss=-2-train-loss=-1",
-    ]
-
-
-def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
-    named(tmp_path, keep=1, best="valid/loss")
-    assert names(tmp_path) == ["step-00000002-valid-loss=-2", "step-00000005-valid-loss=1"]
-    assert fl.best(tmp_path).name == "step-00000002-valid-loss=-2"
-    assert fl.latest(tmp_path).name == "step-00000005-valid-loss=1"
+def test_names_show_metrics_and_the_newest_and_the_best_are_found(tmp_path):
+    named(tmp_path, keep=1, best="valid/loss", named=("valid/loss", "train/loss"))
+    best, newest = "2-valid-loss=-2-train-loss=-1", "5-valid-loss=1-train-loss=0"
+    assert names(tmp_path) == [f"step-0000000{best}", f"step-0000000{newest}"]
+    assert fl.best(tmp_path).name == f"step-0000000{best}"
+    assert fl.latest(tmp_path).name == f"step-0000000{newest}"
 
 
 @pytest.mark.parametrize(("name", "value", "shown"), [

@@ -131,10 +131,7 @@ def test_without_a_new_record_of_the_metric_it_returns_the_same_state():
         reported((2, 3), closing={1}),
     ):
         assert hook(state) is state
-
-
-def test_closing_records_do_not_count():
-    """2, then 3 in a closing record, then 3: one evaluation without improvement, not two."""
+    # 2, then 3 in a closing record, then 3: one evaluation without improvement, not two
     hook = early_stop("valid/loss", patience=2)
     assert hook(reported((2, 3, 3))).stop is not None
     assert hook(reported((2, 3, 3), closing={1})).stop is None

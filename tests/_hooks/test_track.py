@@ -211,10 +211,9 @@ def test_the_steps_of_what_is_sent(wrap, run, expected):
     assert {(step, tuple(metrics.items())) for step, metrics in sent()} <= records
 
 
-@pytest.mark.parametrize("hooks", [(), (stop_at(2),)], ids=["target", "stop"])
-def test_the_closing_record_is_sent_once(hooks):
-    targets = {"epochs": 1} if hooks else {"epochs": None, "steps": 2}
-    train(fl.track(Fake), *hooks, train=5, valid=1, **targets)
+@pytest.mark.parametrize(("hooks", "targets"), [((), {"steps": 2}), ((stop_at(2),), {"epochs": 1})])
+def test_the_closing_record_is_sent_once(hooks, targets):
+    train(fl.track(Fake), *hooks, train=5, valid=1, **{"epochs": None, **targets})
     assert sent() == [(2, {"train/loss": -0.5, "valid/loss": -2.0, "train/lr": 1.0})]
 
 

@@ -215,20 +215,12 @@ def test_schedules_with_lengths_in_updates_do_not_need_the_length_of_the_run(sch
 @pytest.mark.parametrize("schedule", [
     linear(), linear(warmup=0.1), cosine(), cosine(warmup=2, cooldown=0.5), polynomial(),
     one_cycle(), one_cycle(peak=3), wsd(), wsd(warmup=2, decay=2), step_decay(0.5),
-    multistep([1, 0.5]), inverse_sqrt(0.1), warmup(0.1)(constant()), warmup(2)(cosine()),
+    multistep([1, 0.5]), inverse_sqrt(0.1), warmup(0.1)(constant()), warmup(2)(warmup(2)(cosine())),
     join(constant(), constant(), at=[0.5]),
 ], ids=repr)  # fmt: skip
-def test_other_schedules_raise_without_the_length_of_the_run(schedule):
+def test_other_schedules_raise_before_the_first_update_without_the_length_of_the_run(schedule):
     with pytest.raises(ValueError, match=r"needs the length of the run: call it through fit\("):
         schedule(0, None)
-
-
-@pytest.mark.parametrize("schedule", [
-    cosine(warmup=2),  # the warmup itself does not need it
-    wsd(warmup=2, decay=2), warmup(2)(warmup(2)(linear())), warmup(0.1)(constant()),
-    step_decay(0.5), join(constant(), constant(), at=[0.5]),
-], ids=repr)  # fmt: skip
-def test_without_the_length_of_a_loader_they_raise_before_the_first_update(schedule):
     loader = lambda: (torch.tensor([1.0]) for _ in range(4))
     step, state = fl.pipeline(fl.schedule(schedule))(toy_loss), toy()
     why = "needs the length of the run, but the training loader has none"
@@ -350,19 +342,15 @@ def half_way(step, total):
     (linear(), ["linear()"]), ([linear(), constant()], ["linear()", "constant()"]),
     ({"down": linear(), "flat": constant()}, ["down", "flat"]), (half_way, ["half_way"]),
 ])  # fmt: skip
-def test_a_plot_has_a_labelled_curve_per_schedule(given, labels):
+def test_a_plot_has_a_labelled_curve_per_schedule_with_the_factor_of_each_update(given, labels):
     pytest.importorskip("matplotlib")
     figure = plot(given, 4)
-    assert [line.get_label() for line in figure.axes[0].lines] == labels
+    (axis,) = figure.axes
+    assert [line.get_label() for line in axis.lines] == labels
     assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
-
-
-def test_a_plot_has_the_factor_of_each_update():
-    pytest.importorskip("matplotlib")
-    (axis,) = plot(linear(), 4).axes
-    (line,) = axis.lines
-    assert [*line.get_xdata()] == [0, 1, 2, 3] and [*line.get_ydata()] == [1.0, 0.75, 0.5, 0.25]
-    assert axis.get_xlabel() == "update"
+    factor = [0.5] * 4 if given is half_way else [1.0, 0.75, 0.5, 0.25]
+    assert [*axis.lines[0].get_xdata()] == [0, 1, 2, 3] and axis.get_xlabel() == "update"
+    assert [*axis.lines[0].get_ydata()] == factor
 
 
 @pytest.mark.parametrize(("given", "total", "message"), [
